@@ -1,4 +1,4 @@
-"""Draws a fleet as a tree of text: hosts, devices, links. Pure."""
+"""Draws a fleet as a tree of text: hosts, devices, links."""
 
 from rich.markup import escape
 from rich.tree import Tree
@@ -7,7 +7,7 @@ from convoy.fleet import Card, Device, Fleet, Host
 
 
 def tree_of(fleet: Fleet) -> Tree:
-    """The fleet as a tree for rich to print."""
+    """Return the fleet as a tree for rich to print."""
     count = len(fleet.devices)
     tree = Tree(f"{count} device{'s' * (count > 1)} on {len(fleet.hosts)} host{'s' * (len(fleet.hosts) > 1)}")
     for host in fleet.hosts:

@@ -106,6 +106,9 @@ def plan(
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
+    from convoy.config.checks import check_net
+
+    check_net(net)
     with loading():
         from convoy.cli.plan import run_plan
 

@@ -1,4 +1,4 @@
-"""`convoy measure`: its options as a value, and what each device of the job does with them."""
+"""`convoy measure`: its options as a value, and the measuring on each device of the job."""
 
 import os
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class MeasureJob:
     """What to measure and where to write it.
 
     Attributes:
-        settings: data, net, devices, batch, slow-down, precision, time limit and budget, as of a training.
-        fleet: a fleet file; None: CONVOY_FLEET (a rehearsal names its file there), else the devices describe themselves.
+        settings: as of a training; data, net, devices, batch, slowdown, precision, time limit and budget count.
+        fleet: a fleet file; None: CONVOY_FLEET, which `convoy emulate` sets, or else the devices describe themselves.
     """
 
     output: Path
@@ -40,16 +40,12 @@ class MeasureJob:
         return self.output.with_name(f"{self.output.name}.partial")
 
     def read_fleet(self) -> Fleet | None:
-        """The described fleet, if there is one; what was measured of it before is left behind."""
+        """Return the described fleet, if there is one, without earlier measurements."""
         path = self.fleet or (Path(named) if (named := os.environ.get("CONVOY_FLEET")) else None)
         return None if path is None else read_fleet_file(path)[0]
 
     def check_inputs(self) -> None:
-        """Try all inputs once, in the launching process: bad input is told once, before anything starts.
-
-        Raises:
-            InputError, DataError: as the parts say.
-        """
+        """Refuse bad input in the launching process, once, before anything starts. InputError, DataError."""
         check(self.settings)
         check_devices(self.settings)
         check_output("--output", self.output)
@@ -63,10 +59,10 @@ class MeasureJob:
 
 
 def run_measure(job: MeasureJob) -> None:
-    """What each device of a measuring job does, from joining to leaving. Device 0 prints, and replaces the output at the end.
+    """Measure as one device of a job. Device 0 prints, and replaces the output at the end.
 
     Raises:
-        InputError, DataError, MismatchError, DeviceLostError: as the parts say; the output is then as it was before.
+        InputError, DataError, MismatchError, DeviceLostError: the output is then as it was before.
     """
     settings = job.settings
     check(settings)

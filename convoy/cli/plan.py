@@ -1,4 +1,4 @@
-"""`convoy plan`: from a fleet, measured or described, and a net to predictions, and a plan file."""
+"""`convoy plan`: predicts the plans of a net on a fleet, and writes the chosen one."""
 
 import math
 from pathlib import Path
@@ -48,11 +48,11 @@ def run_plan(
     """Print the predictions for a net on a fleet, measured or described; write the chosen plan if asked to.
 
     Args:
-        optimizer: whose state counts as memory.
+        optimizer: its state counts as memory.
         least_energy_s: choose by joules per image, among the plans whose step takes at most this long.
-        wire: of every plan, by its name or "bf16".
-        outputs: of every plan: "everywhere" or "where-computed".
-        accumulate: passes that make a step, a number or "auto".
+        wire: number format of what the plans send, by its name or "bf16".
+        outputs: "everywhere" or "where-computed".
+        accumulate: micro-batches per step, a number or "auto".
 
     Raises:
         InputError: sizes that cannot be, an unknown wire format or place of outputs; a fleet file with neither
@@ -67,7 +67,7 @@ def run_plan(
         check_output("--output", output)
     numbers, place, passes = parse_comm_dtype(wire), parse_outputs(outputs), _passes(accumulate)
     described, measured = read_fleet_file(fleet)
-    console = Screen(visible=True).console  # as wide as its tables where there is no terminal
+    console = Screen(visible=True).console  # as wide as its tables if there is no terminal
     with Wait(Console(stderr=True), f"planning {net}", first_s=1.0) as tell:
         tell("reading the net")
         graph = graph_of(net, image, classes)

@@ -1,4 +1,4 @@
-"""`convoy predict`: what a fleet would bring, before anything is installed or measured."""
+"""`convoy predict`: predicts whether a fleet would pay, before anything is installed or measured."""
 
 import re
 import time
@@ -19,8 +19,7 @@ from convoy.report.screen import Screen, Wait
 from convoy.simulate.described import fleet_costs
 from convoy.simulate.table import read_fleet_file
 
-MOST_DEVICES = 64
-"""Of more, `--on` is a slip of the finger."""
+MOST_DEVICES = 64  # more in `--on` are a slip of the finger
 
 
 def run_predict(
@@ -36,13 +35,13 @@ def run_predict(
     optimizer: str = "sgd-momentum",
     outputs: str = "everywhere",
 ) -> None:
-    """Print whether a fleet would pay, by which plan, from which batch or link on, and what one device more or less brings.
+    """Print whether a fleet would pay, by which plan, from which batch or link on, and what one device more or less changes.
 
     Args:
         on: classes of devices with commas between them, each on a machine of its own; `+` puts several into one machine.
         fleet: a fleet file instead, described or measured.
-        link_bytes_per_s, latency_s: of every machine's card, with `on`.
-        outputs: of every plan: "everywhere" or "where-computed".
+        link_bytes_per_s, latency_s: of every machine's NIC, with `on`.
+        outputs: "everywhere" or "where-computed".
 
     Raises:
         InputError: sizes that cannot be, an unknown net, class or place of outputs.
@@ -75,7 +74,7 @@ def list_classes() -> None:
 
 
 def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
-    """A fleet of classes: `laptop-cpu,2xrtx3060,rtx3090+rtx3090`.
+    """Return a fleet of device classes: `laptop-cpu,2xrtx3060,rtx3090+rtx3090`.
 
     Raises:
         InputError: a name left out, an unknown class, too many devices.

@@ -50,14 +50,18 @@ def predict(
 
     Example: convoy predict torchvision:resnet50 --image 3,224,224 --batch 256 --on laptop-cpu,rtx3060,rtx3090 --link 1Gbit
     """
+    from convoy.config.checks import check_net
+
+    if net is None and not list_them:
+        raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")
+    if net is not None:
+        check_net(net)
     with loading():
         from convoy.cli.predict import list_classes, run_predict
 
-    if list_them:
+    if net is None or list_them:
         list_classes()
         return
-    if net is None:
-        raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")
     run_predict(
         net, image_of(image), classes, batch, on=on, fleet=fleet,
         link_bytes_per_s=quantity_of("--link", link, "bytes_per_s"), latency_s=quantity_of("--latency", latency, "s"),
@@ -90,6 +94,9 @@ def simulate(
             "convoy simulate needs a fleet: give --fleet FILE, as `convoy measure` writes it or with the devices' peaks. The "
             "study of all plans at any size is `python -m studies DIR [NET]`, in a checkout of the repository"
         )
+    from convoy.config.checks import check_net
+
+    check_net(net)
     with loading():
         from convoy.cli.simulate import run_step
 

@@ -1,4 +1,4 @@
-"""One training step of a plan on a fleet, measured or described, to look at: a Chrome trace and a picture."""
+"""`convoy simulate`: writes one training step of a plan on a fleet as a Chrome trace and a picture."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ HOW: Mapping[Basis | None, str] = {
     None: "given costs", "measured": "measured times", "rates": "rates measured with another net",
     "described": "described devices",
 }  # fmt: skip
-"""What a step is made from, in a title's words."""
+"""The source of a step's times, for a title."""
 
 
 def run_step(
@@ -44,9 +44,9 @@ def run_step(
     """Replay one step and write `step.json` (for Perfetto or chrome://tracing) and `step.png` into a folder.
 
     Args:
-        fleet: a fleet file. Where it holds measured times of this net they count, else what its devices can do.
+        fleet: a fleet file. Its measured times of this net count, or else what its devices can do.
         plan: a plan by name, "auto", or a plan file.
-        outputs: "everywhere" or "where-computed"; of a plan file its own.
+        outputs: "everywhere" or "where-computed"; a plan file says its own.
         draw: the picture too (needs matplotlib).
         say: called with a line for each result.
 
