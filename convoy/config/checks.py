@@ -2,6 +2,7 @@
 
 import os
 import sys
+from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,8 +49,10 @@ def check_net(text: str) -> None:
     """Refuse a net that has no such name. InputError."""
     name = text.partition(":")[0]
     if name not in (*NETS, "torchvision", "timm") and not names_callable(text):
+        near = get_close_matches(name[:80], NETS, n=1, cutoff=0.87)
+        meant = f"did you mean {near[0]}? " if near else ""
         raise InputError(
-            f"unknown net {shown(text)}: built in are {', '.join(NETS)}; those of torchvision and timm are called "
+            f"unknown net {shown(text)}: {meant}built in are {', '.join(NETS)}; those of torchvision and timm are called "
             f"torchvision:{shortened(name)} and timm:{shortened(name)}, and a function of your own MODULE:FUNCTION"
         )
 

