@@ -173,21 +173,16 @@ MOST_PIXELS = 8192  # of a side of an image
 
 def image_of(text: str) -> tuple[int, int, int]:
     """Read channels, height and width as `--image` gives them. InputError if they are none."""
-    sizes = numbers_of("--image", text)
+    try:
+        sizes = numbers(text)
+    except InputError as error:
+        raise InputError(f"--image {shown(text)}: {error}") from None
     if len(sizes) != 3 or not all(n == int(n) and 1 <= n <= MOST_PIXELS for n in sizes if math.isfinite(n)):
         raise InputError(
             f"--image {shortened(text)}: give channels, height and width, whole numbers of 1 to {MOST_PIXELS}, e.g. 3,32,32"
         )
     channels, height, width = map(int, sizes)
     return channels, height, width
-
-
-def numbers_of(option: str, text: str) -> tuple[float, ...]:
-    """Read an option's numbers with commas between them. InputError if it has others."""
-    try:
-        return numbers(text)
-    except InputError as error:
-        raise InputError(f"{option} {shown(text)}: {error}") from None
 
 
 def quantity_of(option: str, text: str, dimension: Dimension) -> float:
