@@ -30,11 +30,12 @@ test: $(READY)  ## everything that fits into ten minutes on two cores
 test-full: $(READY)  ## the slow checks too
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'slow or not slow'
 
-check: $(READY)  ## what a commit must pass: format, lint, imports one way, types
+check: $(READY)  ## what a commit must pass: format, lint, imports one way, types, size limits
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python -m tests.support.room_lines
 
 fix: $(READY)
 	$(BIN)/ruff check --fix .

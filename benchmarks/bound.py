@@ -11,8 +11,10 @@ from rich.table import Table
 
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.nets import graph_of
-from convoy.planner.bound import lower_bound
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
+from convoy.planner.request import PlanRequest
+from lab.tight_bound import tight_bound
 from studies.roofline import roofline_costs
 
 NETS = ("two-conv:150:800", "alexnet:1024", "resnet:8:16")
@@ -39,8 +41,8 @@ def main() -> None:
         graph = graph_of(net)
         for megabits_per_s in (100, 1000):
             costs = roofline_costs(fleet_of(megabits_per_s))
-            step_s = candidates(graph, BATCH, costs)[0].step_s
-            least = lower_bound(graph, BATCH, costs)
+            step_s = candidates(PlanRequest(graph, BATCH, FleetKnowledge(given=costs)))[0].step_s
+            least = tight_bound(PlanRequest(graph, BATCH, FleetKnowledge(given=costs)))
             seconds = (f"{each:.4g} s" for each in (step_s, least.compute_s, least.step_s))
             table.add_row(net, f"{megabits_per_s:,}", *seconds, f"{step_s / least.step_s - 1:.1%}")
     Console().print(table)

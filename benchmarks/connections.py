@@ -82,7 +82,7 @@ def work(doors: Path) -> None:
         told: dict[str, float] = {"steps_per_s": steps(group)}
         told["one_way_bytes_per_s"], told["one_way_s_per_byte"] = exchange(group, 64 << 20, both=False)
         told["both_ways_bytes_per_s"], told["both_ways_s_per_byte"] = exchange(group, 64 << 20, both=True)
-        told["strangers"] = group.strangers
+        told["strangers"] = group.rejected
     print(json.dumps(told), flush=True)
 
 

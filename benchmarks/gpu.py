@@ -35,11 +35,19 @@ from torch.distributed import HashStore
 from benchmarks.hardware import stamp
 from benchmarks.page import table
 from convoy.api import distribute
-from convoy.comm.accelerator import accelerator, finish, hardware_name, in_host_memory, local_devices, memory_of, queued
 from convoy.comm.backends import NcclBackend, can_use_nccl
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import shortened, unknown_name
 from convoy.files import write_whole
+from convoy.machine.accelerator import (
+    accelerator,
+    finish,
+    hardware_name,
+    in_host_memory,
+    local_devices,
+    memory_of,
+    queued,
+)
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan

@@ -43,9 +43,10 @@ from convoy.files import write_whole
 from convoy.launch.host_job import memory_environment
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
+from convoy.plan.device_program import ExchangeRound
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime import executor, gradients
-from convoy.runtime.exchange import Lane, Messages
+from convoy.runtime.exchange import Lane
 from convoy.runtime.executor import Executor
 from convoy.runtime.gradients import Sums
 from convoy.train.loader import Loader
@@ -243,7 +244,7 @@ def watch(books: Books) -> Counter[str]:
         setattr(owner, name, books.wrapped(getattr(owner, name), kind))
     started = Lane._start
 
-    def counted(lane: Lane, messages: Messages, *rest: Any) -> Any:
+    def counted(lane: Lane, messages: ExchangeRound, *rest: Any) -> Any:
         begun.update(rounds=1, sends=len(messages.sends))
         return started(lane, messages, *rest)
 
@@ -337,7 +338,7 @@ def work(cases: Sequence[tuple[str, int, int]], sealed: bool, deep: bool) -> Non
     torch.set_num_threads(1)
     if sealed:
         # Between machines; on one, a connection is not encrypted once the two have met.
-        for module in (streams, sys.modules["convoy.comm.door"]):
+        for module in (streams, sys.modules["convoy.comm.listener"]):
             setattr(module, "is_loopback", lambda _: False)  # noqa: B010
     books = Books(deep)
     begun = watch(books)

@@ -3,7 +3,7 @@
     python -m benchmarks.overhead [--results FILE] [--compile]
 
 One device, one thread, the same steps (loss, backward, SGD with momentum) in plain PyTorch and in Convoy, in turns: alone, with
-all layers as one fused stretch (`convoy.plan.fusion`); shared, as one of two devices that share a batch of twice the size by
+all layers as one fused stretch (`convoy.plan.compile`); shared, as one of two devices that share a batch of twice the size by
 `data-by-speed`, with everything but the wire (batch norms over both devices, gradients joined, summed and given back); and
 alone, layer by layer. Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
 Writes results/overhead.json. With --compile also alone with `compile=True`; then nothing is written but where --results says.

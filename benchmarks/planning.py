@@ -28,8 +28,9 @@ from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.model.tracing import trace
 from convoy.planner.bound import lower_bound
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
-from convoy.simulate.memory import room_of
+from convoy.planner.request import PlanRequest
 from studies.roofline import roofline_costs
 from studies.sweep import BASE, PLANS, points_at, sweep
 
@@ -149,8 +150,12 @@ def three_cores() -> Fleet:
 def plan_once(graph: Graph, fleet: Fleet, batch: int) -> dict[str, Any]:
     """Costs of the fleet, the planner's choice and the lower bound, from nothing."""
     costs = roofline_costs(fleet)
-    best = candidates(graph, batch, costs, room_of(fleet))[0]
-    return {"plan": best.plan.name, "step_s": best.step_s, "least_s": lower_bound(graph, batch, costs).step_s}
+    best = candidates(PlanRequest(graph, batch, FleetKnowledge(fleet, given=costs)))[0]
+    return {
+        "plan": best.plan.name,
+        "step_s": best.step_s,
+        "least_s": lower_bound(PlanRequest(graph, batch, FleetKnowledge(given=costs))).step_s,
+    }
 
 
 def sweep_once(graph: Graph) -> dict[str, Any]:

@@ -14,7 +14,10 @@ from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
-from convoy.planner.predict import PlanningContext, PlanPrediction, choices, predict_plan
+from convoy.planner.bound import lower_bound
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.predict import PlanPrediction, choices, predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 
 
@@ -63,7 +66,7 @@ _TEXT = TypeAdapter(Predictions)
 def predict(case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions:
     """Every plan of the case that is Convoy's, as `convoy plan` predicts it."""
     start_s = time.perf_counter()
-    context = PlanningContext.of(graph, case.batch, costs, fleet, outputs=task_of(case.net).outputs)
+    context = PlanRequest(graph, case.batch, FleetKnowledge(fleet, given=costs), outputs=task_of(case.net).outputs)
 
     def row(plan: Plan) -> Prediction:
         return _prediction(predict_plan(plan, context), fleet)
@@ -73,7 +76,7 @@ def predict(case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions
     least_s = None
     if AUTO in case.plans:
         rows[AUTO], *others = (row(each.plan) for each in choices(context))
-        least_s = context.least().step_s
+        least_s = lower_bound(context).step_s
     solo_s = tuple(case.batch / speed for speed in context.speeds.devices)
     return Predictions(rows, solo_s, time.perf_counter() - start_s, tuple(others), least_s)
 

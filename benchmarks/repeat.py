@@ -28,12 +28,15 @@ from convoy.comm.processes import join
 from convoy.emulate import rehearse
 from convoy.files import write_whole
 from convoy.fleet import read_fleet
-from convoy.measure.job import measure_job
+from convoy.measure.job import MeasureOptions, measure_job
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
-from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.planner import candidates
+from convoy.planner.predict import predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.simulate.overhead import Overheads
 from convoy.simulate.table import DeviceCosts, Measurement
 
@@ -70,9 +73,9 @@ def repeats(net: str, batch: int, graph: Graph, measured: Sequence[Measurement])
     """What plans of the first measurement take by each of them."""
     contexts = [_context(graph, batch, each) for each in measured]
     first = contexts[0]
-    fixed = {AUTO: first.candidates()[0].plan} | {name: first.named(name) for name in PLANS}
+    fixed = {AUTO: candidates(first)[0].plan} | {name: first.named(name) for name in PLANS}
     plans = {f"{name}, of the first": _steps(plan, contexts) for name, plan in fixed.items()}
-    plans[f"{AUTO}, of each"] = tuple(each.candidates()[0].step_s for each in contexts)
+    plans[f"{AUTO}, of each"] = tuple(candidates(each)[0].step_s for each in contexts)
     parts = {
         name: _steps(fixed[AUTO], [_context(graph, batch, _with(measured[0], each, name)) for each in measured])
         for name in ("layers", "wire", *PARTS)
@@ -80,11 +83,11 @@ def repeats(net: str, batch: int, graph: Graph, measured: Sequence[Measurement])
     return Repeats(net, batch, plans, parts)
 
 
-def _context(graph: Graph, batch: int, measured: Measurement) -> PlanningContext:
-    return PlanningContext.of(graph, batch, measured.costs(graph), measured.fleet)
+def _context(graph: Graph, batch: int, measured: Measurement) -> PlanRequest:
+    return PlanRequest(graph, batch, FleetKnowledge(measured.fleet, given=measured.costs(graph)))
 
 
-def _steps(plan: Plan, contexts: Sequence[PlanningContext]) -> tuple[float, ...]:
+def _steps(plan: Plan, contexts: Sequence[PlanRequest]) -> tuple[float, ...]:
     return tuple(predict_plan(plan, each).step_s for each in contexts)
 
 
@@ -111,7 +114,9 @@ def work(
     for number in range(times):
         for net in nets:
             model = build_net(net, IMAGE, 10)
-            found[net].append(measure_job(group, traced[net], model, batch, net=net, fleet=fleet, budget_s=budget_s))
+            found[net].append(
+                measure_job(group, traced[net], model, batch, MeasureOptions(net, fleet=fleet, budget_s=budget_s))
+            )
             if group.device == 0:
                 print(f"{net}: measured {number + 1} of {times}", flush=True)
                 if keep is not None:

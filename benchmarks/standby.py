@@ -37,6 +37,7 @@ from convoy.api import distribute, loader, make_plans
 from convoy.comm.group import Group
 from convoy.comm.job_key import KEY_FILE, TRUST, write_key_file
 from convoy.comm.processes import join
+from convoy.elastic.members import Members
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from convoy.fleet import Card, Device, Fleet, Host
@@ -44,11 +45,12 @@ from convoy.measure.load import read
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.plan.plan import Plan
-from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.predict import predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.planner.spare import SparePrice, spare_price
 from convoy.simulate.described import ENCRYPTION_S_PER_BYTE
 from convoy.simulate.table import Measurement
-from convoy.train.members import Members
 
 GIGABIT = Card(125e6, 125e6, 5e-5)
 HOSTS = ("a", "b")
@@ -65,7 +67,7 @@ MODES = ("trusted", "encrypted", "spares")
 def predicted(measured: Measurement, graph: Graph, batch: int, name: str) -> tuple[Plan, float, float, SparePrice]:
     """A plan by name, seconds of its step, how many times as long encryption makes it, and what keeping the state adds."""
     costs, fleet = measured.costs(graph), measured.fleet
-    context = PlanningContext.of(graph, batch, costs, fleet)
+    context = PlanRequest(graph, batch, FleetKnowledge(fleet, given=costs))
     plan = context.named(name)
     row = predict_plan(plan, context)
 
@@ -73,7 +75,9 @@ def predicted(measured: Measurement, graph: Graph, batch: int, name: str) -> tup
         """With so many seconds more for each byte that is sent or received than a trusted network takes."""
         bare = (max(0.0, each - ENCRYPTION_S_PER_BYTE) for each in costs.network.processor_s_per_byte)
         network = replace(costs.network, processor_s_per_byte=tuple(each + more_s for each in bare))
-        return predict_plan(plan, PlanningContext.of(graph, batch, replace(costs, network=network), fleet)).step_s
+        return predict_plan(
+            plan, PlanRequest(graph, batch, FleetKnowledge(fleet, given=replace(costs, network=network)))
+        ).step_s
 
     return plan, row.step_s, step_s(ENCRYPTION_S_PER_BYTE) / step_s(0.0), spare_price(row, context)
 

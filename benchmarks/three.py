@@ -30,7 +30,10 @@ from convoy.files import write_whole
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
-from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.planner import candidates
+from convoy.planner.predict import PlanPrediction, predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 from convoy.simulate.described import described_costs
 from convoy.simulate.simulate import Timeline
@@ -75,8 +78,8 @@ class Predicted:
 
 
 def predict(graph: Graph, batch: int, costs: Costs, fleet: Fleet) -> Predicted:
-    context = PlanningContext.of(graph, batch, costs, fleet)
-    best = predict_plan(context.candidates()[0].plan.named("auto"), context)
+    context = PlanRequest(graph, batch, FleetKnowledge(fleet, given=costs))
+    best = predict_plan(candidates(context)[0].plan.named("auto"), context)
     speeds = context.speeds.devices
     return Predicted(predict_plan(context.named("master"), context), best, max(speeds), sum(speeds) / max(speeds))
 
@@ -96,8 +99,8 @@ def real_costs(fleet: Fleet, *, free: bool) -> Costs:
 def speedup(graph: Graph, gpu: str, plan: str, bits_per_s: float, *, free: bool) -> float:
     """Of a plan over one GPU alone, at the larger batch."""
     fleet = real_fleet(gpu, bits_per_s)
-    context = PlanningContext.of(graph, REAL_BATCHES[-1], real_costs(fleet, free=free), fleet)
-    made = context.named(plan) if plan != "auto" else context.candidates()[0].plan
+    context = PlanRequest(graph, REAL_BATCHES[-1], FleetKnowledge(fleet, given=real_costs(fleet, free=free)))
+    made = context.named(plan) if plan != "auto" else candidates(context)[0].plan
     return predict_plan(made, context).samples_per_s / max(context.speeds.devices)
 
 
@@ -216,7 +219,7 @@ def measurements(place: Place, net: str, graph: Graph, say: Callable[[str], None
     limit = sum(SLOWDOWNS[0] / slowdown for slowdown in SLOWDOWNS)
     say(f"measured: the layers of {net}")
     rows, others = [], [alone.others]
-    context = PlanningContext.of(graph, BATCH, costs, fleet)
+    context = PlanRequest(graph, BATCH, FleetKnowledge(fleet, given=costs))
     single = predict_plan(replace(found.auto.plan, pieces=BATCH), context)
     for name, prediction in (("master", found.master), ("auto", found.auto), (IN_CHUNKS, single)):
         path = Path(place.environment["CONVOY_RUNS"], "plan.json")

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import convoy
 from benchmarks.quiet import others_share
 from convoy.files import write_whole
-from convoy.measure.job import measure_job
+from convoy.measure.job import MeasureOptions, measure_job
 from convoy.measure.load import read
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -37,10 +37,10 @@ def main() -> None:
         # A simulated accelerator computes on a core: like a CPU, it is slowed by what it computed, not by whom it waited for.
         if sys.argv[-1].endswith(".toml"):
             traced = trace(model, x[:1])
-            found = measure_job(
-                group, traced, model, batch, net=net, budget_s=MEASURE_S, slowdown=slowdowns[group.device],
-                processor=time.process_time,
-            )  # fmt: skip
+            options = MeasureOptions(
+                net, budget_s=MEASURE_S, slowdown=slowdowns[group.device], processor=time.process_time
+            )
+            found = measure_job(group, traced, model, batch, options)
             if group.device == 0:
                 write_whole(Path(sys.argv[5]), found.to_toml())
             return

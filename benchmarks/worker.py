@@ -41,12 +41,14 @@ from convoy.comm.processes import join
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
-from convoy.measure.job import measure_job
+from convoy.measure.job import MeasureOptions, measure_job
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.plan import Plan
-from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.predict import predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.report.timeline import draw
 from convoy.simulate.costs import Costs
 from convoy.simulate.table import Measurement, read_fleet_file
@@ -188,15 +190,20 @@ class _FleetRun:
             self._run(case, model, images, predictions, measured, reference)
             rows = read_result(self.job.path(case)).measured_rows() if self.group.device == 0 else ()
             if missed(rows):
-                context = PlanningContext.of(traced.graph, case.batch, costs, measured.fleet, outputs=task.outputs)
+                context = PlanRequest(
+                    traced.graph, case.batch, FleetKnowledge(measured.fleet, given=costs), outputs=task.outputs
+                )
                 self._draw(case, rows, predictions, context)
 
     def _measured(self, net: str, model: nn.Module, traced: TracedModel, batch: int) -> Measurement:
         job, first = self.job, self.wire
-        measured = measure_job(
-            self.group, traced, model, batch, net=net, fleet=self.fleet, budget_s=job.budget_s,
+        options = MeasureOptions(
+            net,
+            fleet=self.fleet,
+            budget_s=job.budget_s,
             links_budget_s=job.links_budget_s if first is None else min(1.0, job.links_budget_s),
-        )  # fmt: skip
+        )
+        measured = measure_job(self.group, traced, model, batch, options)
         if first is None:
             self.wire = measured
         else:
@@ -300,7 +307,7 @@ class _FleetRun:
         """Steps that rebalancing gets: for two answers, in no more time than the search for DDP's shares."""
         return max(LEAST_SETTLING, min(MOST_SETTLING, round(self.job.tuning_s / (row.predicted_s or 1.0))))
 
-    def _draw(self, case: Case, rows: Sequence[Row], predictions: Predictions, context: PlanningContext) -> None:
+    def _draw(self, case: Case, rows: Sequence[Row], predictions: Predictions, context: PlanRequest) -> None:
         """Where the time of `auto` goes, as predicted, for the page: beside the result file."""
         ran_s = {row.predicted_s for row in rows if row.plan == AUTO}
         found = [predictions.plans[AUTO], *predictions.others] if ran_s else []

@@ -17,7 +17,7 @@ _HOMES = {
     "is_first": "convoy.api",
     "print": "convoy.api",
     "notebook": "convoy.launch.notebook",
-    "join": "convoy.comm.processes",
+    "join": "convoy.elastic.entrance",
     "make_plan": "convoy.api",
     "distribute": "convoy.api",
     "loader": "convoy.api",
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from convoy import api, checkpoint, data, errors, train
     from convoy.api import distribute, is_first, loader, make_plan, make_plans, prepare, print
     from convoy.checkpoint import Checkpointer, Progress, load_checkpoint, save_checkpoint
-    from convoy.comm.processes import join
+    from convoy.elastic.entrance import join
     from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
     from convoy.launch.notebook import notebook
     from convoy.model.tracing import register_layer

@@ -1,44 +1,118 @@
-"""One line, `prepare`, or four: join (comm/processes.py), make_plan, distribute, loader. And what a script does only once."""
+"""One line, `prepare`, or four: join (elastic/entrance.py), make_plan, distribute, loader. And what a script does only once."""
 
 import builtins
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from convoy.comm.accelerator import random_state_kept
-from convoy.comm.agreement import agree_on_modes
+from convoy.comm.agreement import agree_on_modes, from_first
 from convoy.comm.changing import index_in_job
 from convoy.comm.environment import read_process_env
 from convoy.comm.group import Group
-from convoy.comm.processes import join
 from convoy.data.augment import read_augment
-from convoy.errors import InputError, PlanError
+from convoy.elastic.entrance import join
+from convoy.errors import InputError, MismatchError, PlanError
+from convoy.fleet import Fleet
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.redistribute import Sum
-from convoy.measure.auto import BUDGET_S, Passes, Plans, choice_lines, plan_together
+from convoy.machine.accelerator import random_state_kept
+from convoy.measure.anew import Replanner
+from convoy.measure.describe import describe, fleet_of
+from convoy.measure.job import MeasureOptions, measure_job
 from convoy.measure.progress import Progress, to_stderr
 from convoy.measure.speeds import given_speeds, measure_speeds, timing_s
+from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel, trace, unwrapped
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
-from convoy.planner.known import Known
+from convoy.planner.choose import check_alone, choose
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.predict import working
+from convoy.planner.request import PlanRequest
+from convoy.planner.spare import SparePrice
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import compute_in, dtype_named
 from convoy.runtime.shard_guards import check_not_distributed
+from convoy.simulate.interval import Interval, around
+from convoy.simulate.memory import room_of
+from convoy.simulate.table import Measurement, read_fleet_file
 from convoy.train.adopt import AdoptedLoader, batch_size_of, check_loader, first_samples, rebind, remembered
+from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
+
+BUDGET_S = 20.0
+"""Default seconds for measuring, for the plan "auto"."""
+
+UNCERTAIN = 2.0
+"""If the high end of an interval is above this multiple of its low end, the choice is uncertain: devices are measured again."""
 
 _group: Group | None = None
 """That of this process, once `prepare` has joined one: a second model trains on the same devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plans(Sequence[Plan]):
+    """The plan to train by, then those that are predicted to take nearly as long.
+
+    Attributes:
+        request: what they were made for, with what is known of the devices.
+        step_s: predicted seconds of a micro-batch by each plan; empty if nothing was predicted.
+        spread: the factor within which nine of ten measurements of each lie.
+        spare: the cost of snapshots for recovery, by the first plan; None if it is not known.
+    """
+
+    plans: tuple[Plan, ...]
+    request: PlanRequest = field(compare=False)
+    step_s: tuple[float, ...] = ()
+    spread: tuple[float, ...] = ()
+    spare: SparePrice | None = None
+
+    @property
+    def speeds(self) -> Speeds:
+        """Samples/s of each device alone, or as they were given."""
+        assert self.request.fleet.speeds is not None
+        return self.request.fleet.speeds
+
+    @property
+    def measured(self) -> Measurement | None:
+        """The times that were planned with, for `auto`."""
+        return self.request.fleet.measured
+
+    def anew(self, rebalancer: Rebalancer | None = None) -> Replanner:
+        """Return what plans again when the devices change: `Members(model, optimizer, replan=plans.anew())`.
+
+        Args:
+            rebalancer: corrects what was measured.
+        """
+        return Replanner(self.request, rebalancer)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
+    def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
+        return self.plans[index]
+
+    def predicted_s(self, plan: Plan) -> float | None:
+        """Return the predicted seconds of a micro-batch by one of the plans; None for any other plan."""
+        return next((step_s for each, step_s in zip(self.plans, self.step_s, strict=False) if each == plan), None)
+
+    def within(self, plan: Plan) -> Interval | None:
+        """Return the interval of nine of ten measurements of it; None for any other plan."""
+        rows = zip(self.plans, self.step_s, self.spread, strict=False)
+        return next((around(step_s, spread) for each, step_s, spread in rows if each == plan), None)
 
 
 def prepare(
@@ -234,11 +308,11 @@ def make_plans(
     precision: str = "float32",
     optimizer: str = "sgd-momentum",
     net: str | None = None,
-    passes: Passes = 1,
+    micro_batches: int = 1,
     outputs: OutputPlace | None = None,
     progress: Progress | None = None,
 ) -> Plans:
-    """The plan of `make_plan`, and for "auto" those that are predicted to take nearly as long with fewer messages.
+    """Return the plan of `make_plan`, and for "auto" those that are predicted to take nearly as long with fewer messages.
 
     A `Rebalancer` tries them: `Rebalancer(model, optimizer, others=plans[1:])`. The result also holds the devices' speeds, and
     for "auto" the predicted seconds of a step. Arguments and errors that are not here: see `make_plan`.
@@ -247,17 +321,22 @@ def make_plans(
         plan: a name; or a plan, as from a file: then only speeds are measured, and `reduce` and `wire` replace its own.
         optimizer: for "auto", whose state counts as memory: "sgd", "sgd-momentum" or "adam".
         net: for "auto", the model's name in messages and files; None: that of its class.
-        passes: for "auto", so many passes of `batch` make a step (see `Distributed.no_sync`). Where this is "auto", too,
-            `batch` is that of a step, made in one pass or in as many as memory asks for; `Plans.passes` says in how many.
-        progress: told what is measured, how much is done, and how much there is; None: device 0 says so on its standard error.
+        micro_batches: the number of micro-batches of `batch` samples per step (see `Distributed.no_sync`).
+        progress: given what is measured, how much is done, and how much there is; None: device 0 prints it to standard error.
     """
     if batch < 1:
         raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
     if getattr(group, "entrance", None) is not None:
-        # It comes into a job that has a plan: until it is in, it is alone.
+        # It joins a job that has a plan: until it is admitted, it is alone.
         plan, speeds, fleet, reduce, wire = "data", None, None, None, None
     agree_on_modes(group)  # before the seconds of measuring
     traced = trace(model, example)
+    request = PlanRequest(
+        traced.graph, batch, FleetKnowledge(ids=tuple(range(group.devices))), None if isinstance(plan, Plan) else plan,
+        optimizer, "exact" if wire is None else wire, reduce, "everywhere" if outputs is None else outputs, micro_batches,
+    )  # fmt: skip
+    name = type(model).__name__ if net is None else net
+    options = MeasureOptions(name, budget_s=budget_s, slowdown=slowdown, precision=precision)
     if plan == AUTO:
         if speeds is not None:
             raise InputError(
@@ -269,55 +348,160 @@ def make_plans(
             if fleet is None:
                 what, about_s = f"measuring {group.devices} devices and planning for them", budget_s
             progress = to_stderr(group, what, about_s)
-        # What is timed draws its numbers; the script's are to stay those of one device.
+        # Timing draws random numbers; the script's must stay those of one device.
         with random_state_kept(group.torch_device):
-            plans = plan_together(
-                group, traced, model, batch, net=type(model).__name__ if net is None else net, fleet=fleet,
-                budget_s=budget_s, slowdown=slowdown, optimizer=optimizer, reduce=reduce,
-                wire="exact" if wire is None else wire, precision=precision, passes=passes,
-                outputs="everywhere" if outputs is None else outputs, progress=progress,
-            )  # fmt: skip
+            plans = _plan_together(group, traced, model, request, fleet, options, progress)
         if by_script and group.devices > 1 and group.device == 0:
             for line in choice_lines(plans, traced.graph):
                 builtins.print(f"convoy: {line}", file=sys.stderr, flush=True)
         return plans
-    if passes == "auto":
-        raise InputError(
-            'passes="auto" with another plan than "auto": only the planner knows what memory asks for; give a number'
-        )
-    made, measured = _without_planner(plan, group, traced, model, batch, speeds, reduce, slowdown, precision, progress)
-    made = replace(
-        made,
-        reduce=made.reduce if reduce is None else reduce,
-        wire=made.wire if wire is None else wire,
-        outputs=made.outputs if outputs is None else outputs,
-    )
-    name = None if isinstance(plan, Plan) else plan
-    known = Known(name, tuple(range(group.devices)), measured, optimizer=optimizer, passes=passes)
-    return Plans((made,), measured, known=known, passes=passes)
-
-
-def _without_planner(
-    plan: str | Plan, group: Group, traced: TracedModel, model: nn.Module, batch: int, speeds: Sequence[float] | None,
-    reduce: Sum | None, slowdown: float, precision: str, progress: Progress | None,
-) -> tuple[Plan, Speeds]:  # fmt: skip
-    """The plan as given, or made by name, and the speeds of the devices: as given, else measured where they are several."""
+    if isinstance(plan, Plan) and plan.batch != batch:
+        raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")
 
     def made(by: Speeds) -> Plan:
         return plan if isinstance(plan, Plan) else named_plan(plan, traced.graph, batch, by, reduce)
 
-    if isinstance(plan, Plan) and plan.batch != batch:
-        raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")
     known = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
-    # A plan that does not fit is found before the seconds of measuring.
-    made(known).check(traced.graph, group.devices)
+    made(known).check(traced.graph, group.devices)  # before the seconds of measuring
     if speeds is None and group.devices > 1:
         if progress is None:
             progress = to_stderr(group, "every device times the model's layers", timing_s(traced.graph))
         with random_state_kept(group.torch_device):
             clock = Clock(group.torch_device, slowdown)
             known = measure_speeds(group, traced, model, batch, clock, precision, progress)
-    return made(known), known
+    found = made(known)
+    found = replace(
+        found,
+        reduce=found.reduce if reduce is None else reduce,
+        wire=found.wire if wire is None else wire,
+        outputs=found.outputs if outputs is None else outputs,
+    )
+    return Plans((found,), replace(request, fleet=replace(request.fleet, speeds=known)))
+
+
+def _plan_together(
+    group: Group,
+    traced: TracedModel,
+    model: nn.Module,
+    request: PlanRequest,
+    file: Path | None,
+    options: MeasureOptions,
+    progress: Progress,
+) -> Plans:
+    """Measure the devices, or read a file's times; plan on device 0; send the plans to all. All devices call it.
+
+    Without a file, the one that CONVOY_FLEET names (that of an emulated fleet) describes the fleet to measure.
+    """
+
+    def read() -> list[str | None]:
+        here, times = None, None
+        if file is not None:
+            here, times = read_times(file, request.graph, group.devices, options.precision)
+        elif emulated := os.environ.get("CONVOY_FLEET"):
+            here, _ = read_fleet_file(Path(emulated))
+        return [None if here is None else here.to_toml(), None if times is None else times.to_toml()]
+
+    text, times = from_first(group, "fleet to measure", read)
+    described = None if text is None else Fleet.from_toml(text, "device 0's fleet file")
+    if times is None and group.devices == 1:
+        return _plan_alone(group, request, described, options.slowdown)
+
+    def measure() -> Measurement:
+        found = measure_job(group, traced, model, request.batch, replace(options, fleet=described), progress)
+        group.clear_counters()  # what measuring sent is no part of the training
+        return found
+
+    def planned(by: Measurement) -> Any:
+        progress("the plans that these times allow", 0, 0)
+        asked = replace(request, fleet=replace(request.fleet, measured=by))
+
+        def answer() -> dict[str, Any]:
+            choice = choose(asked)
+            plans = [plan.to_json() for plan in choice.plans]
+            return asdict(replace(choice, plans=())) | {"plans": plans, "speeds": asked.speeds.devices}
+
+        # One device plans, so that the other devices' processors do not disturb it.
+        return from_first(group, "automatic plan", answer)
+
+    # Every device gets the times of a file: any of them may have to plan again.
+    measured = measure() if times is None else Measurement.from_toml(times, "device 0's fleet file")
+    row = planned(measured)
+    if times is None and row["spread"][0] ** 2 > UNCERTAIN:  # perhaps another program disturbed
+        again = measure()
+        if (other := planned(again))["spread"][0] < row["spread"][0]:
+            row, measured = other, again
+    known = replace(request.fleet, measured=measured, speeds=Speeds(tuple(row["speeds"])))
+    price = row["spare"]
+    return Plans(
+        tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"]),
+        replace(request, fleet=known),
+        tuple(row["step_s"]),
+        tuple(row["spread"]),
+        SparePrice(**price | {name: tuple(price[name]) for name in ("memory_bytes", "overfull")}),
+    )
+
+
+def _plan_alone(group: Group, request: PlanRequest, described: Fleet | None, slowdown: float) -> Plans:
+    """Return the only plan of one device, without measuring, if it has the memory.
+
+    Raises:
+        PlanError: it has not.
+    """
+    speeds = given_speeds((1.0,), 1)
+    plan = named_plan("data", request.graph, request.batch, speeds, request.reduce)
+    plan = replace(plan, name=AUTO, wire=request.wire, outputs=request.outputs)
+    own = describe(group.torch_device, slowdown)
+    process_bytes = max(0, own.process_bytes - 4 * sum(layer.entries for layer in request.graph.layers.values()))
+    check_alone(request, plan, room_of(described or fleet_of([own]), request.optimizer, [process_bytes]))
+    return Plans((plan,), replace(request, fleet=replace(request.fleet, speeds=speeds)))
+
+
+def read_times(path: Path, graph: Graph, devices: int, precision: str = "float32") -> tuple[Fleet, Measurement | None]:
+    """Return the fleet of a file for a job, and its measurement if it has one.
+
+    Raises:
+        InputError: the file cannot be used, or has another number of devices.
+        MismatchError: measured with another model, or in another precision.
+    """
+    fleet, measured = read_fleet_file(path)
+    if len(fleet.devices) != devices:
+        raise InputError(
+            f"--fleet {path} has {len(fleet.devices)} devices, this job has {devices}: start as many devices, or give the "
+            "fleet file of these"
+        )
+    if measured is not None:
+        measured.costs(graph)
+        if measured.precision != precision:
+            raise MismatchError(
+                f"--fleet {path} was measured in {measured.precision}, this job computes in {precision}, which takes other "
+                f"times: measure with --precision {precision}, or leave --fleet out"
+            )
+    return fleet, measured
+
+
+def choice_lines(plans: Plans, graph: Graph) -> list[str]:
+    """Return three lines for a person: what the planner chose, why, and what it predicts against one device."""
+    plan, speeds = plans[0], plans.speeds.devices
+    fastest = plans.speeds.fastest
+    used = working(plan, graph)
+    names = ", ".join(map(str, sorted(used)))
+    lines = [
+        f"auto chose device {names} alone: one device is faster than several"
+        if len(used) == 1
+        else f"auto chose devices {names} of {len(speeds)}, each layer split as its times ask for"
+    ]
+    lines.append(f"measured alone, samples/s: {', '.join(f'device {d} {s:,.3g}' for d, s in enumerate(speeds))}")
+    if (step_s := plans.predicted_s(plan)) and (within := plans.within(plan)):
+        gain = plan.batch / step_s / speeds[fastest]
+        lines.append(
+            f"predicted: {step_s:.3g} s a step (nine of ten: {within.low:.3g} - {within.high:.3g}), {gain:.2f} times as fast "
+            f"as device {fastest} alone"
+        )
+        if within.high > UNCERTAIN * within.low:
+            lines.append(
+                "these times varied much: end what else runs on the devices, or name a plan such as data-by-speed"
+            )
+    return lines
 
 
 def distribute(
@@ -343,6 +527,8 @@ def distribute(
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown, compile=compile)
     compute_in(part, precision)
+    if group.devices > 1 and group.device == 0 and (told := part.traced[True].graph.unshared):
+        builtins.print(told, file=sys.stderr, flush=True)
     return part
 
 

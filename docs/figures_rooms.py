@@ -18,8 +18,8 @@ PACKAGE = "convoy"
 STEP, TOP, LEFT = 23.0, 48.0, 20.0
 
 KINDS = {
-    "values and pure functions": "layout membership model plan fleet simulate planner errors",
-    "devices, clocks, network, disk": "comm runtime checkpoint data train measure",
+    "values and pure functions": "layout model plan fleet simulate planner errors",
+    "devices, clocks, network, disk": "machine comm runtime checkpoint data elastic train measure",
     "what people write and read": "files config runlog report",
     "ways in": "api launch emulate doctor setup cli",
 }

@@ -12,7 +12,8 @@ from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import named_plan
-from convoy.planner.speeds import predicted_speeds
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.request import PlanRequest
 from convoy.simulate.events import Activity, Event, Timeline
 from convoy.simulate.simulate import simulate
 from docs.drawing import Drawing, write
@@ -45,7 +46,9 @@ def replays() -> tuple[Timeline, Timeline]:
     """The step without and with overlap."""
     graph = trace(build_net(NET, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
     costs = roofline_costs(fleet())
-    steps = lower(named_plan(PLAN, graph, BATCH, predicted_speeds(graph, BATCH, costs)), graph)
+    steps = lower(
+        named_plan(PLAN, graph, BATCH, PlanRequest(graph, BATCH, FleetKnowledge(given=costs)).layer_speeds), graph
+    )
     return simulate(steps, graph, costs, overlap=False), simulate(steps, graph, costs)
 
 

@@ -9,7 +9,9 @@ from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import plan_auto
+from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 from convoy.simulate.overhead import Overheads
 from convoy.simulate.simulate import simulate
@@ -82,7 +84,7 @@ def enveloped(
         if point["devices"] > DEVICES:
             continue
         costs = costs_at(point)
-        plan = plan_auto(graph, int(point["batch"]), costs)
+        plan = plan_auto(PlanRequest(graph, int(point["batch"]), FleetKnowledge(given=costs)))
         step_s = simulate(lower(plan, graph), graph, costs).step_s
         curves = {each.plan: float(each.times.step_s[place]) for each in sweeps}
         found.append(Enveloped(axis, value, point["batch"], step_s, plan, curves))

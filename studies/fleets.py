@@ -10,8 +10,9 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import StepList
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import plan_auto
-from convoy.planner.speeds import predicted_speeds, solo_speeds
+from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 from convoy.simulate.energy import Energy, energy_of, power_of
 from convoy.simulate.memory import DeviceMemory, memory_of_steps
@@ -54,10 +55,10 @@ def make_plan(name: str, graph: Graph, batch: int, costs: Costs) -> Plan:
         InputError: unknown name; the choices are listed.
     """
     if name == "auto":
-        return plan_auto(graph, batch, costs)
+        return plan_auto(PlanRequest(graph, batch, FleetKnowledge(given=costs)))
     if name not in PLANS:
         raise unknown_name("plan", name, (*PLANS, "auto"))
-    return named_plan(name, graph, batch, predicted_speeds(graph, batch, costs))
+    return named_plan(name, graph, batch, PlanRequest(graph, batch, FleetKnowledge(given=costs)).layer_speeds)
 
 
 def replay(
@@ -76,7 +77,7 @@ def replay(
     watts = all(device.idle_w is not None and device.busy_w is not None for device in fleet.devices)
     energy = energy_of(timeline, power_of(fleet), plan.batch) if watts else None
     memory = memory_of_steps(steps, graph, optimizer=optimizer, itemsize=costs.itemsize)
-    limit = sum(solo_speeds(graph, plan.batch, costs))
+    limit = sum(PlanRequest(graph, plan.batch, FleetKnowledge(given=costs)).speeds.devices)
     return Replayed(plan, steps, timeline, limit, energy, memory)
 
 

@@ -1,17 +1,9 @@
-"""Checkpoints: a training run on disk, to be continued on any other fleet, by any other plan.
+"""Checkpoints: save a training run, and resume it on any other fleet with any other plan.
 
 ::
 
     save_checkpoint("run", model, optimizer, Progress(step=300, epoch=2, batch=17))     # on every device
     progress = load_checkpoint("run", model, optimizer)                                 # on every device of another fleet
-
-::
-
-    folder.py        the folder of a run, checkpoint.json, files that are on the disk
-    tensors.py       a model's tensors, gathered and scattered; safetensors files
-    values.py        settings of optimizers and schedules as JSON
-    save.py, load.py
-    checkpointer.py  when a run is saved, and where it goes on
 
 Plain PyTorch loads the weights: `model.load_state_dict(safetensors.torch.load_file("run/best/model.safetensors"))`.
 """

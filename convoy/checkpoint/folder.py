@@ -1,4 +1,4 @@
-"""The folder of a run: one folder per checkpoint, complete or absent, and the manifest that says what is in it.
+"""The folder of a run, with one folder per checkpoint, complete or absent, and the manifest that describes a checkpoint.
 
 ::
 
@@ -6,9 +6,8 @@
     run/000002-step-200/  ...
     run/best -> 000001-step-100
 
-A checkpoint is written under another name, and renamed when all of it is on the disk. Nothing under its final name is ever
-written again: a run that goes back to an older checkpoint, or comes by the same step twice, only adds higher numbers. One run
-at a time writes into a folder (`lock.py`).
+A checkpoint is written under another name and renamed when all of it is on the disk. Nothing under a final name is ever written
+again: a run that goes back to an older checkpoint only adds higher numbers. One run at a time writes into a folder (`lock.py`).
 """
 
 import hashlib
@@ -34,8 +33,7 @@ FORMAT = 1
 MANIFEST = "checkpoint.json"
 MODEL = "model.safetensors"
 AVERAGE = "average.safetensors"
-"""Beside the weights, where they are averaged: the averages under the same keys, which tests use. Nothing reads it back: what
-goes on is in the optimizer's file."""
+"""The averages under the keys of the weights, for users. Loading takes the averages from the optimizer's file."""
 OPTIMIZER = "optimizer.safetensors"
 
 BEST = "best"
@@ -43,10 +41,10 @@ _DRAFT, _GONE, _LINK = ".draft", ".gone", ".best"
 _NAME = re.compile(r"(\d{6,})-step-\d+")
 
 SYNC_BYTES = 64 << 20
-"""Most bytes on their way to the disk: so no single fsync of the writing device takes longer for a larger model."""
+"""Bytes between two calls of fsync, so that no single call takes longer for a larger model."""
 
 
-# ------------------------------------------------------------------------------------------------------------- manifest
+# --- manifest --------------------------------------------------------------------------------------------------------
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 
@@ -57,11 +55,11 @@ class _Saved(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come; also the place in the data where it goes on.
+    """How far a run is, and where in the data it goes on.
 
     Attributes:
-        step: steps of the optimizer done since the beginning.
-        epoch: the epoch, from 0, that the next batch belongs to.
+        step: optimizer steps done since the beginning.
+        epoch: the epoch of the next batch, counted from 0.
         batch: batches of that epoch done.
     """
 
@@ -79,29 +77,28 @@ class Written:
 
 
 def _checked_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as `runtime.optimizer.described` makes it. ValueError for any other."""
     wanted = {"tensor": {"kind", "dtype"}, "number": {"kind", "dtype", "value", "near"}, "plain": {"kind", "value"}}
     kind = row.get("kind")
     if not isinstance(kind, str) or set(row) != wanted.get(kind):
-        raise ValueError(f"{shown(row)} says of nothing that an optimizer remembers what it is")
+        raise ValueError(f"{shown(row)} describes no state of an optimizer")
     if "dtype" in row:
         dtype_named(row["dtype"])
     return row
 
 
 class SavedGroup(_Saved):
-    """One parameter group: names in its order, and its settings as `values.encode` writes them."""
+    """One parameter group: parameter names in its order, and its settings as `values.encode` writes them."""
 
     parameters: list[str]
     settings: dict[str, Any]
 
 
 class SavedOptimizer(_Saved):
-    """An optimizer but for its tensors.
+    """An optimizer without its tensors.
 
     Attributes:
         name: of its class.
-        state: by parameter and name: rows as `runtime.optimizer.described` makes them. A tensor lies in the optimizer's file.
+        state: by parameter and state name, rows as `runtime.optimizer.described` makes them.
     """
 
     name: str
@@ -109,7 +106,7 @@ class SavedOptimizer(_Saved):
     state: dict[str, dict[str, Annotated[dict[str, Any], AfterValidator(_checked_row)]]]
 
     def tensors(self) -> list[tuple[str, str, torch.dtype]]:
-        """(parameter, name, type) of each tensor that lies in the optimizer's file."""
+        """Return (parameter, state name, type) of each tensor in the optimizer's file."""
         rows = [(key, name, row) for key, state in self.state.items() for name, row in state.items()]
         return [(key, name, dtype_named(row["dtype"])) for key, name, row in rows if row["kind"] == "tensor"]
 
@@ -122,15 +119,15 @@ class SavedState(_Saved):
 
 
 class Manifest(_Saved):
-    """What checkpoint.json says: everything but the tensors, and size and checksum of the other files.
+    """The content of checkpoint.json: everything but the tensors, and size and checksum of the other files.
 
     Attributes:
-        settings: whatever decides how the run goes on, e.g. seed and batch; compared when it is resumed.
+        settings: what must be the same when the run is resumed, e.g. seed and batch.
         score: of the evaluation at this point; the greater the better.
-        others: what else has a state, by what it is for: "schedule", "scaler".
-        files: the others in the folder.
-        finite: no weight is NaN or infinite; see `tensors.broken`.
-        own_sha256: of this text itself, without these digits; empty in those of an earlier Convoy.
+        others: state of the "schedule" and the "scaler".
+        files: the other files in the folder.
+        finite: whether no weight is NaN or infinite.
+        own_sha256: checksum of this text without these digits; None where an earlier Convoy wrote none.
     """
 
     format: int = FORMAT
@@ -143,10 +140,10 @@ class Manifest(_Saved):
     others: dict[str, SavedState]
     files: dict[str, Written]
     finite: bool = True
-    own_sha256: str = ""
+    own_sha256: str | None = None
 
     def to_json(self) -> str:
-        """The text of the file, with its own checksum."""
+        """Return the text of the file, with its own checksum."""
         text = self.model_copy(update={"own_sha256": ""}).model_dump_json(indent=1) + "\n"
         return text.replace(_UNSIGNED, _UNSIGNED[:-1] + _sha256(text) + '"')
 
@@ -159,7 +156,7 @@ def _sha256(text: str) -> str:
 
 
 class _Stamp(BaseModel):
-    """What every format has."""
+    """The fields that every format has."""
 
     format: int
     convoy: str
@@ -169,7 +166,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read checkpoint.json.
 
     Raises:
-        InputError: it is missing, truncated, foreign, or of a newer format.
+        InputError: it is missing, damaged, foreign, or of a newer format.
     """
     path = checkpoint / MANIFEST
     try:
@@ -184,14 +181,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise InputError(f"{path} is no checkpoint's description, or was truncated: {field}: {first['msg']}") from None
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise InputError(f"{path} describes no checkpoint, or was truncated: {where}: {first['msg']}") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path} is no checkpoint's description, or was damaged: it is not text") from None
+        raise InputError(f"{path} describes no checkpoint, or was damaged: it is not text") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     own, wanted = manifest.own_sha256, {MODEL, *([OPTIMIZER] if manifest.optimizer is not None else [])}
-    if own and _sha256(text.replace(f'"own_sha256": "{own}"', _UNSIGNED)) != own:
+    if own is not None and _sha256(text.replace(f'"own_sha256": "{own}"', _UNSIGNED)) != own:
         raise InputError(f"{path} is not the file that was written: its own checksum does not fit")
     if set(manifest.files) - {AVERAGE} != wanted:
         raise InputError(
@@ -201,7 +198,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_checked(checkpoint: Path) -> Manifest:
-    """Read checkpoint.json, and all other files once to see that they are the ones that were written.
+    """Read checkpoint.json, and verify size and checksum of all other files.
 
     Raises:
         InputError: as `read_manifest`; or names the file, what it is and what it should be.
@@ -221,47 +218,45 @@ def read_checked(checkpoint: Path) -> Manifest:
     return manifest
 
 
-# ---------------------------------------------------------------------------------------------------- folders of a run
+# --- folders of a run ------------------------------------------------------------------------------------------------
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first; none where there is no such folder."""
+    """Return the checkpoints of a run, oldest first."""
     if not os.path.isdir(folder):
         return []
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_number)
 
 
 def latest(folder: Path | str) -> Path | None:
-    """The newest checkpoint of a run; None where there is none. It is complete, but only loading checks what is in it."""
+    """Return the newest checkpoint of a run, if any. It is complete; only loading verifies its content."""
     return next(reversed(checkpoints(Path(folder))), None)
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint with the highest score, the first of equals; None where none has a score."""
-    told = [(_told(path), path) for path in checkpoints(folder)]
-    scored = [(each.score, path) for each, path in told if each is not None and each.score is not None]
+    """Return the checkpoint with the highest score, the first of equals; None if none has a score."""
+    read = [(_readable(path), path) for path in checkpoints(folder)]
+    scored = [(each.score, path) for each, path in read if each is not None and each.score is not None]
     return max(scored, key=lambda row: row[0])[1] if scored else None
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, by its name or by what is in it."""
+    """Return whether a folder is a checkpoint, by its name or its content."""
     return _NAME.fullmatch(path.name) is not None or os.path.exists(path / MANIFEST)
 
 
 def run_folder(path: Path) -> Path:
-    """The folder of a run, where that or one of its checkpoints is given (also as `best`).
+    """Return the folder of a run, given that or one of its checkpoints (`best` too).
 
     Raises:
-        InputError: a checkpoint that was copied under another name: nothing says which run it belongs to.
+        InputError: a checkpoint that was copied under another name: its run is unknown.
     """
     if not is_checkpoint(path):
         return path
     real = Path(os.path.realpath(path)) if path.is_symlink() else path
     if _NAME.fullmatch(real.name) is None:
-        fresh, place = (
-            shlex.quote(f"{path}-run"),
-            shlex.quote(f"{path}-run/000001-step-{read_manifest(path).progress.step}"),
-        )
+        fresh = shlex.quote(f"{path}-run")
+        place = shlex.quote(f"{path}-run/000001-step-{read_manifest(path).progress.step}")
         raise InputError(
             f"{path} is a checkpoint under a name of its own: put it into the folder of a new run, mkdir {fresh} && cp -r "
             f"{shlex.quote(str(path))} {place}, and give {place}"
@@ -271,14 +266,14 @@ def run_folder(path: Path) -> Path:
 
 @contextmanager
 def draft(folder: Path) -> Iterator[Path]:
-    """An empty folder to write a checkpoint into. At the end of the block it is gone, unless it was published.
+    """Make an empty folder for a new checkpoint. The end of the block removes it, unless it was published.
 
     Raises:
         OSError: the folder cannot be made, or what a killed process left behind cannot be removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left_behind in (folder / _DRAFT, folder / _GONE):
-        if left_behind.is_symlink():  # what it leads to is not ours
+        if left_behind.is_symlink():  # never remove what it points to
             left_behind.unlink()
         elif left_behind.exists():
             shutil.rmtree(left_behind)
@@ -291,7 +286,7 @@ def draft(folder: Path) -> Iterator[Path]:
 
 
 def publish(path: Path, step: int) -> Path:
-    """Give a draft whose files are on the disk its name: from here on it is the latest checkpoint."""
+    """Give a draft whose files are on the disk its final name, which makes it the latest checkpoint."""
     folder = path.parent
     _sync_folder(path)
     number = 1 + max((_number(each) for each in checkpoints(folder)), default=0)
@@ -301,21 +296,21 @@ def publish(path: Path, step: int) -> Path:
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Point `best` to the best checkpoint, and remove all but that, the last few, and the last one whose weights are numbers.
+    """Point `best` to the best checkpoint. Remove all but that, the last `keep`, and the last one with finite weights.
 
     Raises:
         OSError: with the file's name.
     """
     favourite, kept = best(folder), checkpoints(folder)
-    sane = next((path for path in reversed(kept) if (told := _told(path)) is not None and told.finite), None)
+    finite = next((path for path in reversed(kept) if (read := _readable(path)) is not None and read.finite), None)
     if favourite is not None:
         link = folder / _LINK
         link.unlink(missing_ok=True)
         link.symlink_to(favourite.name)
         link.replace(folder / BEST)
     for path in kept[:-keep]:
-        if path not in (favourite, sane):
-            # Renamed first: what is half removed must not look like a checkpoint.
+        if path not in (favourite, finite):
+            # Renamed first: a half removed folder must not look like a checkpoint.
             shutil.rmtree(path.rename(folder / _GONE))
     _sync_folder(folder)
 
@@ -324,14 +319,13 @@ def _number(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
-def _told(path: Path) -> Manifest | None:
-    """What a checkpoint says of itself; None where it is damaged, and nobody's best."""
+def _readable(path: Path) -> Manifest | None:
     with suppress(InputError):
         return read_manifest(path)
     return None
 
 
-# -------------------------------------------------------------------------------------------------------------- the disk
+# --- disk ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -362,11 +356,7 @@ class Sink:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Sink]:
-    """A file that was not there before, and is on the disk when the block ends.
-
-    Raises:
-        OSError: with the file's name.
-    """
+    """Create a file; it is on the disk when the block ends. OSError with the file's name."""
     with _named(path), path.open("xb") as file:
         sink = Sink(file)
         yield sink
@@ -374,7 +364,6 @@ def new_file(path: Path) -> Iterator[Sink]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk. OSError with the folder's name."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with _named(folder):
@@ -385,7 +374,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors of an open file do not name it: add the name."""
+    """Add the file's name to an OSError, which lacks it for an open file."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Saving: the pieces travel to device 0, tensor by tensor, and it writes them as they come."""
+"""Saving: every device sends its shards to device 0, tensor by tensor, which writes them as they arrive."""
 
 import json
 import shutil
@@ -6,12 +6,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.folder import (
@@ -33,7 +32,7 @@ from convoy.checkpoint.folder import (
     tidy,
 )
 from convoy.checkpoint.lock import holding
-from convoy.checkpoint.tensors import Parts, Spec, Stream, broken, file_order, write_tensors
+from convoy.checkpoint.tensors import Parts, Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import encode
 from convoy.comm.agreement import agree_on, from_first
 from convoy.errors import InputError
@@ -42,11 +41,11 @@ from convoy.runtime.average import WeightAverage
 KEEP = 3
 
 OF_THE_MACHINE = ("foreach", "fused", "capturable", "param_names")
-"""Settings of an optimizer that say how it computes, not what: they are those of the machine it runs on."""
+"""Optimizer settings that say how it computes, not what: those of the present machine apply."""
 
 
 class Stateful(Protocol):
-    """What has a state of its own, such as the schedules of torch.optim.lr_scheduler, and torch.amp.GradScaler."""
+    """An object with a state of its own, such as a schedule of torch.optim.lr_scheduler, or torch.amp.GradScaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -54,16 +53,14 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """What came of saving.
+class Contents:
+    """What a checkpoint holds; see `save_checkpoint`."""
 
-    Attributes:
-        path: the folder of the checkpoint, as device 0 names it; None: it could not be written.
-        why: then, in words, with path, bytes and remedy.
-    """
-
-    path: Path | None
-    why: str = ""
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    schedule: Stateful | None = None
+    scaler: Stateful | None = None
+    settings: Mapping[str, Any] | None = None
 
 
 def save_checkpoint(
@@ -77,64 +74,89 @@ def save_checkpoint(
     settings: Mapping[str, Any] | None = None,
     score: float | None = None,
     keep: int = KEEP,
-    tell: Callable[[str], None] | None = None,
 ) -> Path:
     """Save a run between two steps. Every device calls it; device 0 writes, into a folder of its own machine.
 
-    The checkpoint appears under its name when all of it is on the disk. Until then, and whatever happens, those before it stay
-    as they are. Gradients and random numbers are not saved. No device needs room for more than one whole tensor.
+    The checkpoint appears under its name when all of it is on the disk; earlier ones stay as they are, whatever happens.
+    Gradients and random numbers are not saved. No device needs room for more than one whole tensor.
 
     Args:
-        folder: of the run; it is made where it is missing.
+        folder: of the run; made if missing.
         model: a distributed model, or an ordinary one on one device.
         optimizer: of the model's parameters; None: only the weights are saved.
         progress: how far the run is.
         schedule: of learning rates, as in torch.optim.lr_scheduler.
         scaler: of the loss, for fp16.
-        settings: what JSON can hold, and must be the same when the run goes on: the seed of the loader, the batch, the data.
-        score: of an evaluation at this point; the greater the better. `best` in the folder leads to the highest.
-        keep: the last few stay, the best, and the last one whose weights are all numbers; older ones are removed.
-        tell: is called on device 0 with a line of text where the checkpoint was saved and something beside it went wrong;
-            default: a warning.
+        settings: JSON values that must be the same on resume: the loader's seed, the batch size, the data.
+        score: of an evaluation at this point; the greater the better. `best` in the folder links to the highest.
+        keep: how many checkpoints stay, besides the best and the last one with finite weights.
 
     Returns:
-        the folder of the checkpoint, as device 0 names it.
+        the folder of the checkpoint, on device 0's machine.
 
     Raises:
-        InputError: it cannot be written (the message says which earlier one is still there), another run writes into the
-            folder, or it holds something that a file cannot; on every device.
+        InputError: it cannot be written (the message names the latest earlier one), another run writes into the folder, or
+            it holds something that a file cannot; on every device.
         MismatchError: the devices are at different steps.
         DeviceLostError: a device did not take part; device 0 needed longer than the group's time limit for a tensor.
     """
-    saved = attempt(
-        Path(folder), model, optimizer, progress or Progress(), schedule, scaler, settings or {}, score, keep, tell
-    )
-    if saved.path is None:
-        raise InputError(saved.why)
-    return saved.path
+    contents = Contents(model, optimizer, schedule, scaler, settings)
+    path, why = attempt(Path(folder), contents, progress or Progress(), score, keep, warnings.warn)
+    if path is None:
+        raise InputError(why)
+    return path
 
 
 @torch.no_grad()
 def attempt(
-    folder: Path, model: nn.Module, optimizer: Optimizer | None, progress: Progress, schedule: Stateful | None,
-    scaler: Stateful | None, settings: Mapping[str, Any], score: float | None, keep: int, tell: Callable[[str], None] | None,
-) -> Saved:  # fmt: skip
-    """As `save_checkpoint`, but a disk that cannot take the checkpoint is a result, the same on every device, and no error."""
+    folder: Path,
+    contents: Contents,
+    progress: Progress,
+    score: float | None,
+    keep: int,
+    tell: Callable[[str], object],
+) -> tuple[Path | None, str]:
+    """Save as `save_checkpoint`. If the disk refuses, return (None, why) on every device instead of raising an error.
+
+    Args:
+        tell: called on device 0 with a line of text if old checkpoints could not be removed.
+    """
     if keep < 1:
         raise InputError(f"keep={keep}: a run keeps its last checkpoint at least; give 1 or more")
-    parts = Parts.of(model)
+    parts, optimizer = Parts.of(contents.model), contents.optimizer
     agree_on(parts.group, "checkpoint", json.dumps([asdict(progress), score]), "saves another checkpoint")
     saved = None if optimizer is None else _described(parts, optimizer)
-    description = Manifest(
-        progress=progress, score=score, settings=encode(dict(settings), "settings"), optimizer=saved,
-        others=_states({"schedule": schedule, "scaler": scaler}), files={},
-    )  # fmt: skip
+    others = {"schedule": contents.schedule, "scaler": contents.scaler}
+    manifest = Manifest(
+        progress=progress,
+        score=score,
+        settings=encode(dict(contents.settings or {}), "settings"),
+        optimizer=saved,
+        others={
+            what: SavedState(
+                name=type(each).__name__, state=encode(each.state_dict(), f"the state of {type(each).__name__}")
+            )
+            for what, each in others.items()
+            if each is not None
+        },
+        files={},
+    )
     streams = _streams(parts, optimizer, saved)
     if not parts.first:
         _drain(streams)
-    work = partial(_write, folder, streams, description, parts, keep, tell or warnings.warn)
-    path, why = from_first(parts.group, "checkpoint: written", work)
-    return Saved(None if path is None else Path(path), why)
+
+    def write() -> tuple[str | None, str]:
+        try:
+            return str(_write(folder, streams, manifest, parts, keep, tell)), ""
+        except (OSError, InputError) as error:
+            _drain(streams)  # the other devices are in the middle of sending
+            if isinstance(error, InputError):
+                raise
+            size_bytes = sum(spec.size_bytes for stream in streams.values() for spec in stream.specs.values())
+            return None, _unwritten(folder, progress, size_bytes, error)
+
+    path, why = from_first(parts.group, "checkpoint: written", write)
+    return None if path is None else Path(path), why
 
 
 def _described(parts: Parts, optimizer: Optimizer) -> SavedOptimizer:
@@ -146,14 +168,8 @@ def _described(parts: Parts, optimizer: Optimizer) -> SavedOptimizer:
     return SavedOptimizer(name=name, groups=groups, state=state)
 
 
-def _states(others: Mapping[str, Stateful | None]) -> dict[str, SavedState]:
-    rows = [(what, type(each).__name__, each.state_dict()) for what, each in others.items() if each is not None]
-    return {what: SavedState(name=name, state=encode(state, f"the state of {name}")) for what, name, state in rows}
-
-
 def _streams(parts: Parts, optimizer: Optimizer | None, saved: SavedOptimizer | None) -> dict[str, Stream]:
-    """The tensors of each file: the model's; the optimizer's, as "parameter/name"; and the model with averages in place of its
-    weights (what is not averaged, such as statistics, as the model has it)."""
+    """Return the tensors of each file: the model's, the optimizer's ("parameter/name"), and the model with averaged weights."""
     files = {MODEL: _stream(parts, {key: (key, piece) for key, piece in parts.pieces.items()})}
     if optimizer is not None and saved is not None:
         state = {key: optimizer.state.get(parameter, {}) for parameter, key in parts.names.items()}
@@ -169,62 +185,57 @@ def _streams(parts: Parts, optimizer: Optimizer | None, saved: SavedOptimizer | 
     return files
 
 
-def _stream(parts: Parts, rows: Mapping[str, tuple[str, torch.Tensor]]) -> Stream:
-    """Tensors by their names in a file: each lies like the model's tensor of that key, and this is this device's piece."""
+def _stream(parts: Parts, rows: Mapping[str, tuple[str, Tensor]]) -> Stream:
+    """Stream tensors, given by name in the file as (key with the same layout, local shard)."""
     specs = file_order({name: Spec(parts.shapes[key], piece.dtype) for name, (key, piece) in rows.items()})
     pieces = (rows[name] for name in specs)
     return Stream(specs, (parts.gather(key, piece.to(parts.group.torch_device)) for key, piece in pieces))
 
 
 def _drain(streams: Mapping[str, Stream]) -> None:
-    """Take part in all moves that are left."""
+    """Take part in the remaining gathers."""
     for stream in streams.values():
         for _ in stream.tensors:
             pass
 
 
 def _write(
-    folder: Path, streams: Mapping[str, Stream], description: Manifest, parts: Parts, keep: int,
+    folder: Path,
+    streams: Mapping[str, Stream],
+    manifest: Manifest,
+    parts: Parts,
+    keep: int,
     tell: Callable[[str], object],
-) -> tuple[str | None, str]:  # fmt: skip
-    """On device 0: write the checkpoint and tidy the folder; the fields of `Saved`."""
-    size_bytes = sum(spec.size_bytes for stream in streams.values() for spec in stream.specs.values())
-    try:
-        if is_checkpoint(folder):
-            raise InputError(f"{folder} is a checkpoint itself: name the folder of the run, {folder.parent}")
-        folder.mkdir(parents=True, exist_ok=True)
-        with holding(folder):
-            written = _write_files(folder, streams, description, parts)
-            try:
-                tidy(folder, keep)
-            except OSError as error:
-                tell(
-                    f"{written} is saved, but {error.filename or folder} could not be tidied ({error.strerror}): "
-                    f"{BEST} may lead to an earlier one, and old checkpoints may stay; remove what is in the way"
-                )
-            return str(written), ""
-    except (OSError, InputError) as error:
-        _drain(streams)  # the others are in the middle of sending
-        if isinstance(error, OSError):
-            return None, _unwritten(folder, description.progress, size_bytes, error)
-        raise
+) -> Path:
+    if is_checkpoint(folder):
+        raise InputError(f"{folder} is a checkpoint itself: name the folder of the run, {folder.parent}")
+    parameters, finite = set(parts.names.values()), True
 
-
-def _write_files(folder: Path, streams: Mapping[str, Stream], description: Manifest, parts: Parts) -> Path:
-    faults: list[str] = []
-
-    def watched(stream: Stream) -> Iterator[torch.Tensor]:
+    def watched(stream: Stream) -> Iterator[Tensor]:
+        nonlocal finite
         for name, tensor in zip(stream.specs, stream.tensors, strict=True):
-            faults.append(broken(name, tensor, is_parameter=parts.is_parameter(name)))
+            # Infinity in a buffer may be meant, as in the mask of an attention.
+            is_parameter = parts.first_names[name] in parameters
+            bad = tensor.isnan().any() or (is_parameter and tensor.isinf().any())
+            finite = finite and not bool(bad)
             yield tensor
 
     streams = {**streams, MODEL: replace(streams[MODEL], tensors=watched(streams[MODEL]))}
-    with draft(folder) as path:
-        files = {name: write_tensors(path / name, stream) for name, stream in streams.items()}
-        with new_file(path / MANIFEST) as sink:
-            whole = description.model_copy(update={"files": files, "finite": not any(faults)})
-            sink.write(whole.to_json().encode())
-        return publish(path, description.progress.step)
+    folder.mkdir(parents=True, exist_ok=True)
+    with holding(folder):
+        with draft(folder) as path:
+            files = {name: write_tensors(path / name, stream) for name, stream in streams.items()}
+            with new_file(path / MANIFEST) as sink:
+                sink.write(manifest.model_copy(update={"files": files, "finite": finite}).to_json().encode())
+            written = publish(path, manifest.progress.step)
+        try:
+            tidy(folder, keep)
+        except OSError as error:
+            tell(
+                f"{written} is saved, but {error.filename or folder} could not be tidied ({error.strerror}): "
+                f"{BEST} may lead to an earlier one, and old checkpoints may stay; remove what is in the way"
+            )
+    return written
 
 
 def _unwritten(folder: Path, progress: Progress, size_bytes: int, error: OSError) -> str:

@@ -1,8 +1,8 @@
 """A model's tensors: gathered on device 0 and scattered again one at a time, and as safetensors files.
 
-A file is written tensor by tensor, so no device needs room for the whole model; the library's own writer wants all tensors at
-once, so only reading is the library's. The format: eight bytes, the length of the header (little endian); the header, JSON: for
-each tensor its type, shape and place; the bytes of the tensors, without gaps.
+A file is written tensor by tensor, so no device needs room for the whole model. The library's own writer wants all tensors at
+once, so only reading is the library's. The format: the length of the header (8 bytes, little endian); the header, JSON with
+type, shape and place of each tensor; the bytes of the tensors, without gaps.
 """
 
 import json
@@ -42,12 +42,13 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 
-_ALIGNED_BYTES = 8
+FIRST = OnOne(0)
+"""The layout of whole tensors: on the device that reads and writes files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Shape and type of a tensor that need not be here."""
+    """Shape and type of a tensor."""
 
     shape: Shape
     dtype: torch.dtype
@@ -60,23 +61,17 @@ class Spec:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
-# ------------------------------------------------------------------------------------------------ tensors on their devices
-
-FIRST = OnOne(0)
-"""Where whole tensors are: the device that reads and writes files."""
-
-
 @dataclass(frozen=True)
 class Parts:
-    """The tensors of a model by their keys in `state_dict`. An ordinary model is a group of one device, which holds all.
+    """The tensors of a model by their keys in `state_dict`. An ordinary model is a group of one device.
 
     Attributes:
-        pieces: what this device holds, sharing memory with the model.
-        layouts: where the pieces of each tensor lie.
+        pieces: the local shards, sharing memory with the model.
+        layouts: of each tensor.
         shapes: of the whole tensors.
         names: the key of each parameter, one for tied ones.
         first_names: for each key the one that `names` has for the same parameter, or the key itself.
-        differ: copies differ from device to device, because the plan mixes inexactly; their average counts.
+        differ: the plan mixes inexactly, so copies differ between devices; their average counts.
     """
 
     group: Group
@@ -89,10 +84,7 @@ class Parts:
 
     @staticmethod
     def of(model: nn.Module) -> "Parts":
-        """
-        Raises:
-            InputError: `state_dict` holds something that is no tensor.
-        """
+        """Describe a model. InputError where `state_dict` holds something that is no tensor."""
         inner = model.module if isinstance(model, Distributed) else model
         with reading_pieces():
             own = inner.state_dict(keep_vars=True)
@@ -107,9 +99,8 @@ class Parts:
         if not isinstance(model, Distributed):
             near = next((piece.device for piece in pieces.values()), torch.device("cpu"))
             shapes = {key: tuple(piece.shape) for key, piece in pieces.items()}
-            return Parts(
-                AloneGroup(near), pieces, dict.fromkeys(pieces, FIRST), shapes, names, first_names, differ=False
-            )
+            alone = dict.fromkeys(pieces, FIRST)
+            return Parts(AloneGroup(near), pieces, alone, shapes, names, first_names, differ=False)
         # A key without a layout is a second name of a tied buffer: every device has it.
         first = {tensor: key for key, tensor in (*inner.named_parameters(), *inner.named_buffers())}
         known = {key: first.get(tensor, key) for key, tensor in own.items()}
@@ -129,24 +120,16 @@ class Parts:
         """The whole tensors, in the order of `state_dict`."""
         return {key: Spec(self.shapes[key], piece.dtype) for key, piece in self.pieces.items()}
 
-    def is_parameter(self, key: str) -> bool:
-        """Whether a key names a parameter, and no buffer."""
-        return self.first_names[key] in self._parameter_names
-
-    @cached_property
-    def _parameter_names(self) -> frozenset[str]:
-        return frozenset(self.names.values())
-
     def holds(self, key: str) -> bool:
-        """Whether this device has a part of a tensor."""
+        """Return whether this device has a shard of a tensor."""
         return box(self.layouts[key], self.group.device, self.shapes[key]) is not None
 
     def gather(self, key: str, piece: Tensor) -> Tensor:
-        """The whole of a tensor that lies like `key`, on device 0; elsewhere nothing of use. Every device calls it."""
+        """Return, on device 0, the whole of a tensor laid out like `key`. Every device calls it."""
         return gather_whole(self.group, piece, self.layouts[key], FIRST, self.shapes[key], differ=self.differ)
 
     def scatter(self, key: str, whole: Tensor) -> Tensor | None:
-        """This device's piece of a tensor that lies like `key`; None where it has none. Every device calls it.
+        """Return the local shard of a tensor laid out like `key`; None where there is none. Every device calls it.
 
         Args:
             whole: on device 0; elsewhere any tensor of its type.
@@ -155,24 +138,20 @@ class Parts:
         return piece if self.holds(key) else None
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """The parameters of each of an optimizer's groups, by name.
-
-        Raises:
-            InputError: it works on other parameters too.
-        """
-        worked_on = [group["params"] for group in optimizer.param_groups]
-        strange = sum(p not in self.names for group in worked_on for p in group)
+        """Return the parameter names of each of an optimizer's groups. InputError for parameters of another model."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        strange = sum(p not in self.names for group in groups for p in group)
         if strange:
             raise InputError(
                 f"{type(optimizer).__name__} works on {strange} parameters that this model does not have: give the optimizer "
                 "that was made from the model's parameters()"
             )
-        return [[self.names[p] for p in group] for group in worked_on]
+        return [[self.names[p] for p in group] for group in groups]
 
     def state_rows(self, optimizer: Optimizer) -> dict[str, dict[str, dict[str, Any]]]:
-        """What an optimizer remembers of each parameter, as the first device tells that holds a part of it.
+        """Describe the optimizer's state of each parameter, as the first device with a shard of it reports.
 
-        The same on every device; every device calls it. The rows are those of `runtime.optimizer.described`.
+        Every device calls it and gets the same. The rows are those of `runtime.optimizer.described`.
         """
         own = {}
         for parameter, state in optimizer.state.items():
@@ -184,7 +163,7 @@ class Parts:
         return {key: rows for key, rows in found.items() if rows is not None}
 
 
-# ----------------------------------------------------------------------------------------------------- tensors in a file
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +171,8 @@ class Stream:
     """Tensors on their way into one file.
 
     Attributes:
-        specs: by name, in the order in which the tensors come: that of `file_order`.
-        tensors: one by one, as the device that writes asks for them.
+        specs: by name, in the order of the tensors: that of `file_order`.
+        tensors: made one by one, when the writing device asks for the next.
     """
 
     specs: Mapping[str, Spec]
@@ -201,11 +180,7 @@ class Stream:
 
 
 def file_order(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """In the order of a file: the widest types first, so that every tensor begins at a multiple of its type's width.
-
-    Raises:
-        InputError: a type that the format does not have.
-    """
+    """Sort by falling width of the type, so that every tensor is aligned. InputError for types that the format lacks."""
     for name, spec in specs.items():
         if spec.dtype not in DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -216,36 +191,24 @@ def file_order(specs: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 def write_tensors(path: Path, stream: Stream) -> Written:
-    """Write a new file; it is on the disk when this returns.
-
-    Raises:
-        OSError: with the file's name.
-    """
+    """Write a new file; it is on the disk when this returns. OSError with the file's name."""
+    rows, start = {}, 0
+    for name, spec in stream.specs.items():
+        stop = start + spec.size_bytes
+        rows[name] = {"dtype": DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [start, stop]}
+        start = stop
+    header = json.dumps({"__metadata__": {"format": "pt"}, **rows}).encode()
+    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8 bytes
     with new_file(path) as sink:
-        sink.write(_header(stream.specs))
+        sink.write(len(header).to_bytes(8, "little") + header)
         for tensor in stream.tensors:
             sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # the next must not arrive while this one is still held
     return sink.written()
 
 
-def _header(specs: Mapping[str, Spec]) -> bytes:
-    rows, start = {}, 0
-    for name, spec in specs.items():
-        stop = start + spec.size_bytes
-        rows[name] = {"dtype": DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps({"__metadata__": {"format": "pt"}, **rows}).encode()
-    text += b" " * (-len(text) % _ALIGNED_BYTES)
-    return len(text).to_bytes(8, "little") + text
-
-
 def read_specs(path: Path) -> dict[str, Spec]:
-    """What a file holds, by name.
-
-    Raises:
-        InputError: not a safetensors file, or one with types that Convoy does not write.
-    """
+    """Return the specs of a file's tensors by name. InputError where it is no safetensors file, or has other types."""
     names = {name: dtype for dtype, name in DTYPES.items()}
     try:
         with safe_open(path, framework="pt") as file:
@@ -255,21 +218,9 @@ def read_specs(path: Path) -> dict[str, Spec]:
         raise InputError(f"{path} cannot be read as safetensors ({error})") from None
 
 
-def broken(name: str, tensor: Tensor, *, is_parameter: bool) -> str:
-    """What makes a tensor useless for training, in words; empty where nothing does.
-
-    NaN does, and infinity in a parameter. In a buffer infinity may be meant, as in the mask of an attention.
-    """
-    if not tensor.is_floating_point():
-        return ""
-    if bool(tensor.isnan().any()):
-        return f"{name} holds NaN"
-    return f"{name} holds infinity" if is_parameter and bool(tensor.isinf().any()) else ""
-
-
 @contextmanager
 def reading(path: Path, types: Mapping[str, torch.dtype], *, here: bool) -> Iterator[Callable[[str], Tensor]]:
-    """Gives a function that reads one tensor by its name; on a device without the file, an empty one of its type."""
+    """Yield a function that reads one tensor by name; on devices without the file, one that makes an empty tensor."""
     if not here:
         yield lambda name: torch.empty(0, dtype=types[name])
         return

@@ -11,17 +11,17 @@ from torch import Tensor
 from convoy.errors import InputError, shown
 
 MOST_NUMBERS = 10_000
-"""A tensor with more of them is no setting, and would make the JSON file unreadable."""
+"""A larger tensor is no setting, and would make the JSON file unreadable."""
 
 
 def encode(value: Any, what: str) -> Any:
-    """A value as JSON. What JSON has no word for becomes an object whose only, or first, key begins with "!".
+    """Return a value as JSON. A type that JSON lacks becomes an object whose first key begins with "!".
 
     Args:
         what: names the value in an error, e.g. "the state of StepLR".
 
     Raises:
-        InputError: something that is neither a number, text or small tensor, nor a list, tuple or table of such.
+        InputError: anything but numbers, text, small tensors, and lists, tuples and mappings of them.
     """
     match value:
         case None | bool() | int() | str():
@@ -34,21 +34,22 @@ def encode(value: Any, what: str) -> Any:
             return [encode(each, what) for each in value]
         case tuple():
             return {"!tuple": [encode(each, what) for each in value]}
-        case Counter():
-            return {"!counter": _pairs(value, what)}
-        case Mapping() if all(isinstance(key, str) and not key.startswith("!") for key in value):
+        case Mapping() if not isinstance(value, Counter) and all(
+            isinstance(key, str) and not key.startswith("!") for key in value
+        ):
             return {key: encode(each, what) for key, each in value.items()}
         case Mapping():
-            return {"!pairs": _pairs(value, what)}
+            pairs = [[encode(key, what), encode(each, what)] for key, each in value.items()]
+            return {"!counter" if isinstance(value, Counter) else "!pairs": pairs}
     size = f" of {value.numel()} numbers" if isinstance(value, Tensor) else ""
     raise InputError(
-        f"{what} holds a {type(value).__name__}{size}, which a checkpoint does not keep: it keeps numbers, texts, tensors "
-        f"of at most {MOST_NUMBERS} numbers, and lists and tables of them; leave it out, and set it up again when you resume"
+        f"{what} holds a {type(value).__name__}{size}, which a checkpoint cannot store: it stores numbers, text, tensors "
+        f"of at most {MOST_NUMBERS} numbers, and lists and mappings of them; leave it out, and set it again on resume"
     )
 
 
 def dtype_named(name: object) -> torch.dtype:
-    """The type of that name, such as "float32". ValueError where torch has none."""
+    """Return the torch type of a name such as "float32". ValueError where torch has none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no type {shown(name)}")
@@ -56,10 +57,10 @@ def dtype_named(name: object) -> torch.dtype:
 
 
 def decode(coded: Any) -> Any:
-    """The value that `encode` made this JSON of. Tensors come on the CPU.
+    """Return the value that `encode` turned into this JSON. Tensors are on the CPU.
 
     Raises:
-        ValueError, TypeError: it made no such JSON.
+        ValueError, TypeError: `encode` does not make such JSON.
     """
     match coded:
         case {"!float": text}:
@@ -78,7 +79,3 @@ def decode(coded: Any) -> Any:
             return [decode(each) for each in coded]
         case _:
             return coded
-
-
-def _pairs(table: Mapping[Any, Any], what: str) -> list[list[Any]]:
-    return [[encode(key, what), encode(each, what)] for key, each in table.items()]

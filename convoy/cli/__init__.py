@@ -32,9 +32,9 @@ from convoy.cli import scripts, training, fleets, fleet_files, reports  # noqa: 
 # isort: on
 from convoy.cli.options import app
 from convoy.cli.output import patient_output
-from convoy.comm.launch_env import is_one_of_job
 from convoy.errors import ConvoyError, bounded
 from convoy.launch.exit_status import ERROR_STATUS, PIPE_STATUS
+from convoy.machine.launch_env import is_one_of_job
 
 __all__ = ["app", "main"]
 

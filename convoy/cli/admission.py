@@ -7,24 +7,24 @@ from typing import Any
 import torch
 
 from convoy._version import __version__
+from convoy.api import Plans
 from convoy.cli.job import Job, paths_of
 from convoy.cli.reporter import Reporter
-from convoy.comm import roster
-from convoy.comm.accelerator import modes
 from convoy.comm.channel import Words
 from convoy.config.option_types import addresses_text, shown_addresses
 from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import Settings
+from convoy.elastic.admission import Verdict
+from convoy.elastic.members import Members
+from convoy.elastic.regroup import home_at
+from convoy.machine import roster
+from convoy.machine.accelerator import modes
 from convoy.measure.anew import Replanner
-from convoy.measure.auto import Plans
 from convoy.plan.presets import Speeds
 from convoy.planner.anew import with_newcomer
-from convoy.planner.known import Known
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.runtime.module import Distributed
 from convoy.train.loop import Training
-from convoy.train.members import Members
-from convoy.train.newcomers import Verdict
-from convoy.train.welcome import home_at
 
 
 class Opening:
@@ -34,14 +34,15 @@ class Opening:
         self.job, self.reporter = job, reporter
         self._shown: list[tuple[str, int]] = []
 
-    def on_members(self, members: Members, known: Known) -> None:
+    def on_members(self, members: Members, known: FleetKnowledge) -> None:
         """Update the offer. Called at the beginning, and when the devices have changed."""
         settings, membership = self.job.settings, members.membership
         if membership is None or (settings.listen is None and self.job.invitation is None):
             return
         membership.offer = {
             "version": __version__, "run": to_toml(settings), "directory": paths_of(self.reporter.directory),
-            "measured": known.measured is not None, "timed": known.speeds.measured, "job": roster.job(),
+            "measured": known.measured is not None,
+            "timed": known.speeds is not None and known.speeds.measured, "job": roster.job(),
         }  # fmt: skip
         addresses = shown_addresses(membership.doors)
         if settings.listen is not None and self.job.screen.visible and addresses != self._shown:
@@ -49,7 +50,7 @@ class Opening:
             self._shown = addresses
 
 
-def facts_of(part: Distributed, data: str, known: Known, device: tuple[str, str, float]) -> Words:
+def facts_of(part: Distributed, data: str, known: FleetKnowledge, device: tuple[str, str, float]) -> Words:
     """Return what a joining device reports of itself."""
     title = f"host {device[1]}, {device[0]}"
     return {"same": _same(part, data), "known": known.to_json(), "title": title, "device": list(device)}
@@ -81,12 +82,13 @@ class JoiningDevices:
                 )
         known = self._with(device, facts)
         plan, now = self.part.plan, tuple(members)
-        found, gain = with_newcomer(known, self.part.traced[True].graph, plan, now, device)
+        found, gain = with_newcomer(replace(self.replan.request, fleet=known), plan, now, device)
         if gain is not None and gain <= 1:
             return "spare", (
                 f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it; this is "
                 "predicted again when the devices change"
             )
+        assert known.speeds is not None
         self.replan.prepared = plan, now, tuple(sorted({*now, device})), known.speeds, found
         return "wanted", ""
 
@@ -98,24 +100,25 @@ class JoiningDevices:
     def told(self) -> Any:
         run = self.reporter.header.run
         return {
-            "known": self.replan.known.to_json(), "devices": [list(each) for each in self.reporter.header.devices],
+            "replan": self.replan.to_json(), "devices": [list(each) for each in self.reporter.header.devices],
             "settings": run.settings.model_dump(mode="json"), "sources": dict(run.sources),
         }  # fmt: skip
 
     def hear(self, told: Any) -> None:
-        self.replan.known = Known.from_json(told["known"])
+        self.replan.learn(told["replan"])
         # If this device has to continue the log, it logs the settings of the run, not its own.
         run = RunSettings(Settings(**told["settings"]), told["sources"])
         self.reporter.header = replace(self.reporter.header, run=run, devices=())
         self._note({d: (str(kind), str(host), float(times)) for d, (kind, host, times) in enumerate(told["devices"])})
 
-    def _with(self, device: int, facts: Words) -> Known:
+    def _with(self, device: int, facts: Words) -> FleetKnowledge:
         """Return what is known of all devices, this joining one included."""
-        theirs, known = Known.from_json(facts["known"]), self.replan.known
-        speeds = theirs.speeds
-        if not known.speeds.measured:  # the user gave speeds, and none for this device: take the mean
-            speeds = Speeds((sum(known.speeds.devices) / len(known.speeds.devices),), measured=False)
-        return known.with_device(device, speeds, theirs.measured)
+        theirs, known = FleetKnowledge.from_json(facts["known"]), self.replan.known
+        if known.speeds is not None and not known.speeds.measured:
+            # The user gave speeds, and none for this device: take the mean.
+            mean = sum(known.speeds.devices) / len(known.speeds.devices)
+            theirs = replace(theirs, speeds=Speeds((mean,), measured=False))
+        return known.with_device(device, theirs)
 
     def _note(self, rows: dict[int, tuple[str, str, float]]) -> None:
         """Write devices into the log's header, by id. An id that never came gets a row too."""
@@ -125,12 +128,19 @@ class JoiningDevices:
         for device, row in rows.items():
             devices[device] = row
         known = self.replan.known
+        assert known.speeds is not None
         speeds = tuple(known.speeds.devices[known.ids.index(d)] if d in known.ids else 1.0 for d in range(count))
         self.reporter.header = replace(header, devices=devices, speeds=Speeds(speeds, measured=known.speeds.measured))
 
 
 def build_members(
-    job: Job, training: Training, reporter: Reporter, plans: Plans, replan: Replanner, data: str, known: Known | None
+    job: Job,
+    training: Training,
+    reporter: Reporter,
+    plans: Plans,
+    replan: Replanner,
+    data: str,
+    known: FleetKnowledge | None,
 ) -> Members | None:
     """Return what lets the training continue with fewer or more devices; None if the settings do not want that.
 
@@ -150,7 +160,7 @@ def build_members(
         else None
     )
     if model.group.devices == 1 and entrance is None and home is None:
-        return Members(model, training.optimizer, newcomers=joining)
+        return Members(model, training.optimizer, admission=joining)
     if not settings.goes_on:
         return None
 
@@ -175,7 +185,7 @@ def build_members(
         )
     others = [each for each in (training.schedule, training.scaler) if each is not None]
     members = Members(
-        model, training.optimizer, others=others, every=every, replan=replan, tell=on_change, newcomers=joining, home=home,
+        model, training.optimizer, others=others, every=every, replan=replan, tell=on_change, admission=joining, home=home,
         entrance=entrance,
     )  # fmt: skip
     opening.on_members(members, replan.known)

@@ -7,11 +7,10 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from convoy.api import loader
+from convoy.api import Plans, loader
 from convoy.checkpoint import Checkpointer
 from convoy.config.settings import Settings
 from convoy.data import Splits
-from convoy.measure.auto import Plans
 from convoy.plan.explain import differences
 from convoy.report.screen import Screen
 from convoy.runtime.average import WeightAverage

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm import roster
-from convoy.comm.roster import Row
-from convoy.comm.signals import END, LEAVE
 from convoy.errors import ConvoyError, InputError
+from convoy.machine import roster
+from convoy.machine.roster import Row
+from convoy.machine.signals import END, LEAVE
 
 
 def leave(job: str | None, devices: Sequence[int], wait_s: float) -> None:

@@ -97,7 +97,9 @@ def plan(
     ] = None,
     wire: Annotated[str, typer.Option(help=help_of("wire"))] = "exact",
     outputs: Outputs = "everywhere",
-    accumulate: Annotated[str, typer.Option(help=help_of("accumulate"))] = "1",
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Micro-batches per step, each with an equal part of the batch.")
+    ] = 1,
 ) -> None:
     """Predict every plan on a fleet, measured or described, and choose one.
 
@@ -111,20 +113,10 @@ def plan(
     check_net(net)
     with loading():
         from convoy.cli.plan import run_plan
+        from convoy.cli.question import PlanQuestion
 
-    run_plan(
-        net,
-        image_of(image),
-        classes,
-        batch,
-        fleet,
-        output,
-        optimizer=optimizer,
-        least_energy_s=least_energy,
-        wire=wire,
-        outputs=outputs,
-        accumulate=accumulate,
-    )
+    question = PlanQuestion(net, image_of(image), classes, batch, optimizer, wire, outputs, accumulate)
+    run_plan(question, fleet, output, least_energy_s=least_energy)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

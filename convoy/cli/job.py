@@ -2,13 +2,13 @@
 
 import os
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from convoy.api import make_plans
+from convoy.api import Plans, make_plans
 from convoy.cli.inputs import check_images, load_images
 from convoy.cli.newcomer import Invitation
 from convoy.comm.agreement import difference, from_first, gather
@@ -17,7 +17,6 @@ from convoy.config.run_file import RunSettings
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
 from convoy.errors import MismatchError
-from convoy.measure.auto import Plans
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.report.measured import remarks
@@ -91,19 +90,11 @@ class Job:
                 plan=settings.plan if settings.plan in (*PLANS, AUTO) else Plan.load(Path(settings.plan)),
                 speeds=settings.speeds, reduce=settings.reduce, wire=settings.wire, slowdown=slowdown,
                 budget_s=settings.budget_s, fleet=settings.fleet, precision=settings.precision,
-                optimizer=settings.optimizer_state, net=settings.net, passes=settings.accumulate, progress=progress,
+                optimizer=settings.optimizer_state, net=settings.net, micro_batches=settings.passes, progress=progress,
             )  # fmt: skip
         for remark in [] if plans.measured is None else remarks(plans.measured):
             self.screen.line(remark)
         return plans
-
-    def accumulating(self, plans: Plans) -> "Job":
-        """Return the job with a number of accumulation steps in the place of `auto`."""
-        if self.settings.accumulate != "auto":
-            return self
-        self.screen.line(f"A step has {plans.passes} micro-batch{'es' * (plans.passes > 1)}, as memory requires.")
-        settings = self.settings.model_copy(update={"accumulate": plans.passes})
-        return replace(self, run=replace(self.run, settings=settings))
 
     def devices(self) -> list[tuple[str, str, float]]:
         """Gather kind, host and slowdown of every device."""

@@ -14,7 +14,7 @@ from convoy.config.settings import Settings
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
-from convoy.measure.job import measure_job
+from convoy.measure.job import MeasureOptions, measure_job
 from convoy.measure.partial import unfinished
 from convoy.model.tracing import trace
 from convoy.report.measured import show
@@ -77,10 +77,11 @@ def run_measure(job: MeasureJob) -> None:
         slowdown = settings.slowdowns[group.device] * imposed_slowdown()
         try:
             with Wait(console, "measuring", settings.budget_s) as tell:
-                measured = measure_job(
-                    group, traced, model, settings.batch, net=settings.net, fleet=job.read_fleet(), budget_s=settings.budget_s,
-                    slowdown=slowdown, partial=job.partial, precision=settings.precision, progress=tell,
+                options = MeasureOptions(
+                    settings.net, job.read_fleet(), settings.budget_s,
+                    slowdown=slowdown, partial=job.partial, precision=settings.precision,
                 )  # fmt: skip
+                measured = measure_job(group, traced, model, settings.batch, options, tell)
         except (KeyboardInterrupt, ConvoyError):
             if remark := unfinished(job.partial):
                 console.print(remark, markup=False, soft_wrap=True)

@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from convoy.comm.accelerator import random_state_kept
 from convoy.comm.channel import Words
 from convoy.comm.group import Group
-from convoy.comm.newcomer import Entrance
 from convoy.config.run_file import RunSettings, resolve_settings
 from convoy.config.settings import Settings
+from convoy.elastic.entrance import Entrance
 from convoy.errors import InputError
 from convoy.files import parse_toml
-from convoy.measure.job import measure_job
+from convoy.machine.accelerator import random_state_kept
+from convoy.measure.job import MeasureOptions, measure_job
 from convoy.measure.speeds import measure_speeds
 from convoy.model.entry_points import lies_here, names_callable
 from convoy.model.nets.imported import is_packaged
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS, Speeds
-from convoy.planner.known import Known
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.runtime.clock import Clock
 
 
@@ -69,17 +69,18 @@ def run_of(offer: Words, own: Mapping[str, Any], accepted: Collection[str] = ())
 
 def measured_alone(
     offer: Words, settings: Settings, model: nn.Module, example: Tensor, group: Group, slowdown: float
-) -> Known:
+) -> FleetKnowledge:
     """Measure this device alone, in the way that the job measured its devices."""
     if not offer["timed"]:
-        return Known(None, (0,), Speeds((1.0,), measured=False))
+        return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,), measured=False))
     traced, batch = trace(model, example), settings.pass_batch
     with random_state_kept(group.torch_device):
         if not offer["measured"]:
             clock = Clock(group.torch_device, slowdown)
-            return Known(None, (0,), measure_speeds(group, traced, model, batch, clock, settings.precision))
-        measured = measure_job(
-            group, traced, model, batch, net=settings.net, budget_s=settings.budget_s, slowdown=slowdown,
-            precision=settings.precision,
-        )  # fmt: skip
-        return Known(None, (0,), Speeds((1.0,)), measured)  # the times of layers tell the speeds
+            speeds = measure_speeds(group, traced, model, batch, clock, settings.precision)
+            return FleetKnowledge(ids=(0,), speeds=speeds)
+        options = MeasureOptions(
+            settings.net, budget_s=settings.budget_s, slowdown=slowdown, precision=settings.precision
+        )
+        measured = measure_job(group, traced, model, batch, options)
+        return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,)), measured=measured)  # the times of layers tell the speeds

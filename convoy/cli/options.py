@@ -54,9 +54,9 @@ def in_job() -> bool:
     """Return whether torchrun, srun or mpirun started this process, and note its rank in torchrun's variables.
 
     Raises:
-        InputError: see :func:`convoy.comm.launch_env.as_torchrun`.
+        InputError: see :func:`convoy.machine.launch_env.as_torchrun`.
     """
-    from convoy.comm.launch_env import as_torchrun, is_one_of_job
+    from convoy.machine.launch_env import as_torchrun, is_one_of_job
 
     os.environ.update(as_torchrun(os.environ))
     return is_one_of_job(os.environ)

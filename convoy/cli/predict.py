@@ -7,33 +7,25 @@ from pathlib import Path
 
 from rich.console import Console
 
-from convoy.config.checks import check_counts
+from convoy.cli.question import PlanQuestion, read_knowledge
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.fleet.catalogue import device_class, device_classes
-from convoy.model.nets import graph_of
-from convoy.plan.plan import parse_outputs
 from convoy.planner.forecast import forecast
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.report.forecast import show_classes, show_forecast
 from convoy.report.screen import Screen, Wait
-from convoy.simulate.described import fleet_costs
-from convoy.simulate.table import read_fleet_file
 
 MOST_DEVICES = 64  # more in `--on` are a slip of the finger
 
 
 def run_predict(
-    net: str,
-    image: tuple[int, int, int],
-    classes: int,
-    batch: int,
+    question: PlanQuestion,
     *,
     on: str | None = None,
     fleet: Path | None = None,
     link_bytes_per_s: float = 125e6,
     latency_s: float = 1e-4,
-    optimizer: str = "sgd-momentum",
-    outputs: str = "everywhere",
 ) -> None:
     """Print whether a fleet would pay, by which plan, from which batch or link on, and what one device more or less changes.
 
@@ -41,31 +33,28 @@ def run_predict(
         on: classes of devices with commas between them, each on a machine of its own; `+` puts several into one machine.
         fleet: a fleet file instead, described or measured.
         link_bytes_per_s, latency_s: of every machine's NIC, with `on`.
-        outputs: "everywhere" or "where-computed".
 
     Raises:
-        InputError: sizes that cannot be, an unknown net, class or place of outputs.
+        InputError: an unknown class; see also `PlanQuestion.request`.
         PlanError: no plan fits the devices' memory.
     """
     begin_s = time.perf_counter()
-    check_counts(batch, classes)
-    place = parse_outputs(outputs)
+    question.check()
     if (on is None) == (fleet is None):
         raise InputError(
             "say on what: --on laptop-cpu,rtx3060 (`convoy predict --list` has the names), or --fleet FILE"
         )
     screen = Screen(visible=True)
     if on is not None:
-        described, measured = fleet_on(on, link_bytes_per_s, latency_s), None
+        known = FleetKnowledge(fleet_on(on, link_bytes_per_s, latency_s))
     else:
         assert fleet is not None
-        described, measured = read_fleet_file(fleet)
-    with Wait(Console(stderr=True), f"predicting {net}", first_s=1.0) as tell:
+        known = read_knowledge(fleet)
+    with Wait(Console(stderr=True), f"predicting {question.net}", first_s=1.0) as tell:
         tell("reading the net")
-        graph = graph_of(net, image, classes)
-        costs = fleet_costs(described, measured, graph, optimizer)
-        found = forecast(graph, batch, described, costs, optimizer=optimizer, outputs=place, say=tell)
-    show_forecast(screen.console, found, described, net, image, time.perf_counter() - begin_s)
+        found = forecast(question.request(known), tell)
+    assert known.fleet is not None
+    show_forecast(screen.console, found, known.fleet, question.net, question.image, time.perf_counter() - begin_s)
 
 
 def list_classes() -> None:

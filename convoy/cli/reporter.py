@@ -4,12 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from convoy.api import Plans
 from convoy.cli.job import Job
-from convoy.comm import roster
 from convoy.comm.agreement import gather
 from convoy.config.settings import key_of
+from convoy.elastic.members import Members
 from convoy.errors import ConvoyError
-from convoy.measure.auto import Plans
+from convoy.machine import roster
 from convoy.plan.explain import work_shares
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
@@ -20,7 +21,6 @@ from convoy.runlog.observers import Meters, StepTimer, Utilization
 from convoy.runlog.schema import DeviceLine, EndLine, MembersLine, SystemLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
-from convoy.train.members import Members
 from convoy.train.observer import Observer, Observers
 
 

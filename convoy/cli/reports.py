@@ -58,14 +58,14 @@ def predict(
         check_net(net)
     with loading():
         from convoy.cli.predict import list_classes, run_predict
+        from convoy.cli.question import PlanQuestion
 
     if net is None or list_them:
         list_classes()
         return
     run_predict(
-        net, image_of(image), classes, batch, on=on, fleet=fleet,
+        PlanQuestion(net, image_of(image), classes, batch, optimizer, outputs=outputs), on=on, fleet=fleet,
         link_bytes_per_s=quantity_of("--link", link, "bytes_per_s"), latency_s=quantity_of("--latency", latency, "s"),
-        optimizer=optimizer, outputs=outputs,
     )  # fmt: skip
 
 
@@ -98,9 +98,11 @@ def simulate(
 
     check_net(net)
     with loading():
+        from convoy.cli.question import PlanQuestion
         from convoy.cli.simulate import run_step
 
-    run_step(output, net, fleet, plan, batch, image_of(image), classes, outputs=outputs, draw=figures, say=print)
+    question = PlanQuestion(net, image_of(image), classes, batch, outputs=outputs)
+    run_step(output, question, fleet, plan, draw=figures, say=print)
 
 
 @app.command()

@@ -10,11 +10,11 @@ import typer
 from convoy.cli.options import PATH, app, in_job, with_settings
 from convoy.comm.environment import JOIN
 from convoy.comm.job_key import KEY_FILE, choose
-from convoy.comm.launch_env import hidden
 from convoy.config.option_types import read_address
 from convoy.config.run_file import resolve_settings
 from convoy.config.settings import Settings
 from convoy.errors import InputError
+from convoy.machine.launch_env import hidden
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})

@@ -16,13 +16,11 @@ from convoy.cli.newcomer import measured_alone
 from convoy.cli.reporter import ids_of, start_reporting
 from convoy.cli.show import decision_reporter, show_new_plan, show_plan
 from convoy.comm.environment import imposed_slowdown
-from convoy.comm.signals import hearing_signals
 from convoy.config.run_file import to_toml
 from convoy.files import write_whole
-from convoy.measure.anew import Replanner
-from convoy.measure.auto import expect_measured
+from convoy.machine.signals import hearing_signals
+from convoy.measure.anew import expect_measured
 from convoy.plan.presets import AUTO
-from convoy.planner.known import Known
 from convoy.train.loop import fit
 
 
@@ -32,7 +30,6 @@ def train_job(job: Job) -> Done:
     model, example = build_model(job.settings, splits), example_of(splits)
     slowdown = job.settings.slowdowns[group.device] * imposed_slowdown()
     plans = job.plans(model, example, slowdown)
-    job = job.accumulating(plans)
     settings = job.settings
     part = distribute(
         model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
@@ -61,7 +58,7 @@ def train_job(job: Job) -> Done:
             on_chosen = partial(show_new_plan, part, plans[0], screen)
             report = decision_reporter(screen, reporter.timer, lambda: reporter.log, reporter.header.predict, on_chosen)
             rebalancer = build_rebalancer(part, training, plans, report, screen)
-        replan = plans.anew(rebalancer) or Replanner(Known(settings.plan, (0,), plans.speeds), rebalancer)
+        replan = plans.anew(rebalancer)
         known = None
         if job.invitation is not None:
             print("measures itself while the others train", flush=True)

@@ -5,11 +5,11 @@ from typing import Any
 
 from convoy.config.settings import Settings
 from convoy.plan.compile import compile_all
+from convoy.plan.device_program import program_lines
 from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO
-from convoy.plan.program_text import program_lines
 from convoy.plan.steps import passes_of
 from convoy.planner.predict import working
 from convoy.report.screen import Screen

@@ -5,21 +5,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from convoy.config.checks import check_counts
+from convoy.cli.question import PlanQuestion, read_knowledge
 from convoy.errors import InputError, shown, unknown_name
 from convoy.files import unwritable
-from convoy.model.nets import graph_of
-from convoy.plan.plan import Plan, parse_outputs
+from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
-from convoy.planner.predict import PlanningContext, predict_plan
-from convoy.planner.speeds import predicted_speeds
+from convoy.planner.planner import plan_auto
+from convoy.planner.predict import predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.report.numbers import in_bytes
 from convoy.report.plans import between
 from convoy.report.timeline import draw as draw_timeline
 from convoy.report.timeline import write_chrome_trace
-from convoy.simulate.described import fleet_costs
 from convoy.simulate.interval import Basis
-from convoy.simulate.table import read_fleet_file
 
 HOW: Mapping[Basis | None, str] = {
     None: "given costs", "measured": "measured times", "rates": "rates measured with another net",
@@ -30,14 +28,10 @@ HOW: Mapping[Basis | None, str] = {
 
 def run_step(
     out: Path,
-    net: str,
+    question: PlanQuestion,
     fleet: Path,
     plan: str,
-    batch: int,
-    image: tuple[int, int, int] = (3, 32, 32),
-    classes: int = 10,
     *,
-    outputs: str = "everywhere",
     draw: bool = True,
     say: Callable[[str], object] = lambda _: None,
 ) -> list[Path]:
@@ -46,7 +40,6 @@ def run_step(
     Args:
         fleet: a fleet file. Its measured times of this net count, or else what its devices can do.
         plan: a plan by name, "auto", or a plan file.
-        outputs: "everywhere" or "where-computed"; a plan file says its own.
         draw: the picture too (needs matplotlib).
         say: called with a line for each result.
 
@@ -58,26 +51,22 @@ def run_step(
         PlanError: a plan that does not fit the model, the batch or the fleet.
         MismatchError: times of another model.
     """
-    check_counts(batch, classes)
-    place = parse_outputs(outputs)
+    question.check()
     if why := unwritable(out):
         raise InputError(f"cannot make the folder {shown(out)}: {why}; give one that can be made")
-    described, measured = read_fleet_file(fleet)
-    say(f"reading {net}")
-    graph = graph_of(net, image, classes)
-    costs = fleet_costs(described, measured, graph)
+    known = read_knowledge(fleet)
+    say(f"reading {question.net}")
+    request = question.request(known)
     if plan == "auto":
-        say(f"planning for {len(described.devices)} devices")
-    context = PlanningContext.of(graph, batch, costs, described, outputs=place)
-    chosen = _plan(plan, context, len(described.devices))
-    if chosen.batch != batch:
-        context = PlanningContext.of(graph, chosen.batch, costs, described)
-    row = predict_plan(chosen, context)
+        say(f"planning for {len(request.names)} devices")
+    chosen = _plan(plan, request)
+    request = replace(request, batch=chosen.batch)
+    row = predict_plan(chosen, request)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make the folder {shown(out)}: {error.strerror}; give one that can be made") from None
-    how = HOW[costs.errors.basis]
+    how = HOW[request.costs.errors.basis]
     energy = "" if row.energy is None else f", {row.energy.image_j:.4g} J/image"
     say(
         f"plan {chosen.name}, batch {chosen.batch}, {how}: {row.step_s:.3g} s a step (nine of ten: {between(row.within)}), "
@@ -86,25 +75,23 @@ def run_step(
     )
     for words in row.overfull:
         say(f"does not fit: {words}")
-    written = [write_chrome_trace(row.timeline, out / "step.json", context.names)]
+    written = [write_chrome_trace(row.timeline, out / "step.json", request.names)]
     if draw:
-        title = f"{net}, plan {chosen.name}, batch {chosen.batch}, {how}"
-        written.append(draw_timeline(row.timeline, out / "step.png", context.names, title))
+        title = f"{question.net}, plan {chosen.name}, batch {chosen.batch}, {how}"
+        written.append(draw_timeline(row.timeline, out / "step.png", request.names, title))
     for path in written:
         say(f"wrote {path}")
     return written
 
 
-def _plan(name: str, context: PlanningContext, devices: int) -> Plan:
+def _plan(name: str, request: PlanRequest) -> Plan:
     if name == "auto":
-        return context.candidates()[0].plan.named("auto")
+        return plan_auto(request).named("auto")
     if name in PLANS:
-        made = named_plan(
-            name, context.graph, context.batch, predicted_speeds(context.graph, context.batch, context.costs)
-        )
-        return replace(made, outputs=context.outputs)
+        made = named_plan(name, request.graph, request.batch, request.layer_speeds)
+        return replace(made, wire=request.wire, outputs=request.outputs)
     if not name.endswith(".json") and not os.path.isfile(name):
         raise unknown_name("plan", name, [*PLANS, "auto", "a plan file (….json)"])
     saved = Plan.load(Path(name))
-    saved.check(context.graph, devices)
+    saved.check(request.graph, len(request.names))
     return saved

@@ -12,19 +12,20 @@ from convoy.cli.inputs import check_resume, device_named
 from convoy.cli.job import Job
 from convoy.cli.newcomer import Invitation, run_of
 from convoy.cli.session import train_job
-from convoy.comm import roster
-from convoy.comm.accelerator import limit_memory, set_modes
 from convoy.comm.agreement import from_first
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.group import AloneGroup
-from convoy.comm.newcomer import ask_to_join
-from convoy.comm.processes import join, own_device, watch_parent
+from convoy.comm.processes import join, own_device
 from convoy.config.checks import check, check_outputs
 from convoy.config.run_file import RunSettings
 from convoy.config.settings import Settings
+from convoy.elastic.entrance import greet
+from convoy.elastic.regroup import home_at
+from convoy.machine import roster
+from convoy.machine.accelerator import limit_memory, set_modes
+from convoy.machine.process import watch_parent
 from convoy.report.screen import Screen
 from convoy.runlog.directory import check_directory
-from convoy.train.welcome import home_at
 
 
 def run_device(run: RunSettings) -> None:
@@ -79,7 +80,7 @@ def run_newcomer(
         DeviceLostError: it has ended, or went on without this device.
     """
     watch_parent()
-    entrance, offer = ask_to_join(addresses)
+    entrance, offer = greet(addresses)
     run = run_of(offer, {"devices": device or "auto", **own}, accepted)
     settings = run.settings
     _prepare(settings)

@@ -1,24 +1,17 @@
-"""Messages between devices: groups of devices, the backends under them, rendezvous and failure detection.
+"""Messages between devices: groups, their backends, TLS connections, rendezvous and failure detection.
 
-group.py        what any group of devices offers (Message, Pending, Group), and a group of one
-processes.py    a group of processes: join() takes the rank that the environment names
-changing.py     a group whose inside is replaced when its devices change
-regroup.py      who is left when a device is lost, and their new group
-roster.py       which processes of this user's jobs run on this machine
-signals.py      what signals ask of a device that trains
-place.py        the line of the user's program that a process is at
-environment.py  that rank, and the address that leads to the others
-accelerator.py  the device to compute on: all that Convoy asks of an accelerator
-job_key.py      the key of a job: who has it belongs to it
-channel.py      one connection: TLS 1.3 by that key
-door.py         where a process listens, and strangers are turned away
-meeting.py      a store of texts behind such a door
-newcomer.py     the way of a process into a job that trains already
-applicants.py   who asks to be let in, and what was decided
-rendezvous.py   how processes find each other at a store
-streams.py      how tensors travel over connections of the job's own
-backends.py     what carries tensors, staged through host memory where that is needed; NCCL
-failure.py      which peer failed: found by following who waits for whom
-launch_env.py   what torchrun, srun and mpirun tell a process, as torchrun's variables
-agreement.py    what all devices must know alike: values of each, results of device 0, checks that they are the same
+group.py        the interface of all groups (Message, Pending, Group), and a group of one
+processes.py    a group of processes: join() takes the rank from the environment
+changing.py     a group that is replaced when its devices change
+agreement.py    all-gather of values, results of device 0, checks that values are the same
+environment.py  the rank of this process, and network addresses
+job_key.py      the key of a job
+channel.py      one connection, with TLS 1.3
+listener.py     the listening socket of a process, which rejects unauthenticated peers
+meeting.py      a key-value store behind such a listener
+rendezvous.py   how processes find each other at the store
+streams.py      tensors over the job's own connections
+backends.py     staging in host memory, and NCCL
+failure.py      finds the failed device by following who waits for whom
+source_line.py  the line of the user's program that a process is at
 """

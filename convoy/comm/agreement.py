@@ -1,7 +1,7 @@
-"""What all devices of a job must know alike: every device's value, device 0's result, and checks that values are the same.
+"""Small collectives: all-gather of values, broadcast of device 0's result, and checks that values are the same everywhere.
 
-Every device calls these functions, in the same order. As in :meth:`Group.agree` and :meth:`Pending.wait`, each raises
-DeviceLostError where a device did not answer, and MismatchError where one is elsewhere in the program.
+All devices call these functions in the same order. As :meth:`Group.agree` and :meth:`Pending.wait`, each raises
+DeviceLostError if a device did not answer, and MismatchError if one calls another function.
 """
 
 import json
@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convoy.comm.accelerator import modes
 from convoy.comm.group import Group, Message, Pending
 from convoy.errors import DataError, InputError, MismatchError, PlanError
+from convoy.machine.accelerator import modes
 
 _ERRORS = {kind.__name__: kind for kind in (InputError, PlanError, DataError)}
 
 
 def gather(group: Group, topic: str, value: object) -> list[Any]:
-    """Every device's value, in the order of the devices: whatever JSON can hold, as JSON gives it back."""
+    """Return the values of all devices, in device order. A value is anything that JSON can hold."""
     return [json.loads(text) for text in group.agree(topic, json.dumps(value))]
 
 
 def from_first(group: Group, topic: str, work: Callable[[], object]) -> Any:
-    """What `work` returns on device 0 (JSON), on every device; the others do not call it.
+    """Run `work` on device 0 only, and return its result (JSON) on every device.
 
     Raises:
-        InputError: `work` did, on device 0; also its kinds PlanError and DataError. On every device.
+        InputError, PlanError, DataError: `work` raised it on device 0. Raised on every device.
         DeviceLostError: also if `work` took longer than the group's time limit.
     """
     answer: dict[str, object] = {}
@@ -38,14 +38,14 @@ def from_first(group: Group, topic: str, work: Callable[[], object]) -> Any:
         except InputError as error:
             refusal = error
             answer = {"refused": str(error), "kind": type(error).__name__}
-    told = json.loads(group.agree(topic, json.dumps(answer))[0])
-    if "refused" in told:
-        raise refusal or _ERRORS.get(told["kind"], InputError)(told["refused"])
-    return told["result"]
+    reply = json.loads(group.agree(topic, json.dumps(answer))[0])
+    if "refused" in reply:
+        raise refusal or _ERRORS.get(reply["kind"], InputError)(reply["refused"])
+    return reply["result"]
 
 
 def agree_on(group: Group, topic: str, text: str, otherwise: str) -> None:
-    """Check that every device comes with the same text; `otherwise` as in :func:`check_same`.
+    """Check that all devices have the same text. `otherwise` as in :func:`check_same`.
 
     Raises:
         MismatchError: names the devices whose text is not device 0's.
@@ -54,30 +54,30 @@ def agree_on(group: Group, topic: str, text: str, otherwise: str) -> None:
 
 
 def check_same(values: Sequence[object], otherwise: str) -> None:
-    """Check that the values of all devices, in their order, are the same.
+    """Check that the values of all devices are the same.
 
     Args:
-        otherwise: what a device did whose value is not device 0's, e.g. "started with another plan".
+        otherwise: what a device with another value than device 0 did, e.g. "started with another plan".
 
     Raises:
         MismatchError: names the devices whose value is not device 0's.
     """
-    strangers = [str(device) for device, value in enumerate(values) if value != values[0]]
-    if strangers:
+    others = [str(device) for device, value in enumerate(values) if value != values[0]]
+    if others:
         raise MismatchError(
-            f"device{'s' * (len(strangers) > 1)} {', '.join(strangers)} {otherwise} than device 0: start every device "
+            f"device{'s' * (len(others) > 1)} {', '.join(others)} {otherwise} than device 0: start every device "
             "with the same script and options"
         )
 
 
 def difference(values: Sequence[object]) -> str:
-    """How the values of all devices differ, such as "64 on device 0, but 32 on device 1"; empty if they are the same."""
-    strangers = [f"{value} on device {device}" for device, value in enumerate(values) if value != values[0]]
-    return f"{values[0]} on device 0, but {', '.join(strangers)}" if strangers else ""
+    """Describe how values differ: "64 on device 0, but 32 on device 1". Empty: they are the same."""
+    others = [f"{value} on device {device}" for device, value in enumerate(values) if value != values[0]]
+    return f"{values[0]} on device 0, but {', '.join(others)}" if others else ""
 
 
 def agree_on_modes(group: Group) -> None:
-    """Check that torch computes in the same modes on every device: TF32, cuDNN, deterministic algorithms, the default dtype.
+    """Check that torch has the same modes on every device: TF32, cuDNN, deterministic algorithms, the default dtype.
 
     Raises:
         MismatchError: names the setting, the devices and their values.
@@ -97,20 +97,20 @@ def share_tensor(group: Group, own: Tensor) -> tuple[Tensor, Pending]:
     """Start to send a tensor to every other device.
 
     Args:
-        own: the same shape and dtype on every device. Numbers on the host stay there: no accelerator is waited for.
+        own: the same shape and dtype on every device. A host tensor stays on the host, without waiting for an accelerator.
 
     Returns:
-        a table of shape (devices, *own.shape), the same on every device once the Pending has been waited for.
+        a table of shape (devices, *own.shape), complete once the Pending has been waited for.
     """
     table = torch.zeros(group.devices, *own.shape, dtype=own.dtype, device=own.device)
     table[group.device] = own
-    others = [device for device in range(group.devices) if device != group.device]
+    peers = [device for device in range(group.devices) if device != group.device]
     mine = table[group.device].clone()
-    return table, group.start([Message(d, mine) for d in others], [Message(d, table[d]) for d in others])
+    return table, group.start([Message(d, mine) for d in peers], [Message(d, table[d]) for d in peers])
 
 
 def share_number(group: Group, number: float) -> list[float]:
-    """One number of each device, in the order of the devices, on every device."""
+    """Return the numbers of all devices, in device order."""
     table, travels = share_tensor(group, torch.tensor([number], dtype=torch.float64))
     travels.wait()
     return [float(value) for value in table.flatten()]

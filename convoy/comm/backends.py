@@ -1,6 +1,6 @@
-"""What carries the tensors of a group, and NCCL between distinct GPUs of one kind: inside one host, or on a trusted network.
+"""Backends that send tensors: their interface, staging in host memory, and NCCL.
 
-Otherwise they travel as `streams.py` says.
+NCCL is used between distinct GPUs of one kind, inside one host or on a trusted network. `streams.py` does everything else.
 """
 
 import time
@@ -13,15 +13,15 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from convoy.comm.accelerator import finish, in_host_memory, queued
 from convoy.comm.group import Message
+from convoy.machine.accelerator import finish, in_host_memory, queued
 
 
 class PeerFailure(Exception):  # noqa: N818 - inside this room only: the group makes it a DeviceLostError
-    """A connection closed, or was silent for the whole time limit; `find_failed` then finds out whose fault it is."""
+    """A connection closed, or was silent for the whole time limit. `find_failed` then finds the failed device."""
 
     def __init__(self, peers: Sequence[int], cause: RuntimeError) -> None:
-        # The first sentence says it; the rest of a library's text is for its own developers.
+        # Only the first sentence of a library's text matters to users.
         self.reason = str(cause).split(". ")[0].splitlines()[0].split("] ", 1)[-1]
         super().__init__(f"message from or to device {', '.join(map(str, peers))}: {self.reason}")
         self.peers = tuple(peers)
@@ -30,7 +30,7 @@ class PeerFailure(Exception):  # noqa: N818 - inside this room only: the group m
 
 
 class Backend(Protocol):
-    """Sends and receives the tensors of a group.
+    """Sends and receives tensors.
 
     Attributes:
         lanes: see `Group.lanes`.
@@ -41,24 +41,24 @@ class Backend(Protocol):
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> "PendingWork": ...
 
     def cut(self, broken: bool) -> None:
-        """Close all connections now, so that the others notice. Broken: messages may never arrive, await none."""
+        """Close all connections now, so that the peers notice. Broken: do not wait for messages."""
 
 
 class Waitable(Protocol):
-    """A message under way, of any backend."""
+    """A message in progress, of any backend."""
 
     def wait(self, limit: timedelta) -> object:
-        """RuntimeError if it failed, or took longer."""
+        """RuntimeError if it failed or took longer."""
 
 
 @dataclass
 class PendingWork:
-    """Messages under way.
+    """Messages in progress.
 
     Attributes:
-        works: what to wait for, and the devices on the other side.
-        staged: (staging buffer in host memory, where it belongs) of received messages.
-        copied: behind the copies of sent tensors to host memory; None: nothing was copied.
+        works: what to wait for, and the peers.
+        staged: (host buffer, target tensor) of received messages.
+        copied: recorded after the copies of sent tensors to host memory. None: nothing was copied.
     """
 
     works: list[tuple[tuple[int, ...], Waitable]]
@@ -66,7 +66,7 @@ class PendingWork:
     copied: torch.Event | None = None
 
     def wait(self, limit_s: float, waits_for: Callable[[int | None], None]) -> None:
-        """Wait for everything, at most ``limit_s`` altogether; ``waits_for`` is told each time for whom.
+        """Wait for all messages, at most ``limit_s`` altogether. Call ``waits_for`` with the current peer, and None at the end.
 
         Raises:
             PeerFailure: a connection failed.
@@ -75,27 +75,27 @@ class PendingWork:
         for peers, work in self.works:
             waits_for(peers[0])
             try:
-                # Zero would mean no limit.
+                # zero would mean no limit
                 work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
             except RuntimeError as error:
                 raise PeerFailure(peers, error) from None
         waits_for(None)
-        if self.copied is not None:  # what comes behind on this stream may overwrite a tensor that was sent
+        if self.copied is not None:  # later work on this stream may overwrite a sent tensor
             self.copied.wait(torch.accelerator.current_stream(self.copied.device))
         with torch.no_grad():
             for host, target in self.staged:
-                # From pinned memory this only queues the copy on the current stream; torch keeps the buffer till then.
+                # From pinned memory this only queues the copy; torch keeps the buffer until it is done.
                 target.copy_(host, non_blocking=host.is_pinned())
         self.works, self.staged, self.copied = [], [], None
 
 
 @final
 class Staging:
-    """Brings tensors of an accelerator through pinned host memory; with ``always`` those in host memory, too.
+    """Copies tensors of an accelerator through pinned host memory. With ``always``, also tensors in host memory.
 
-    Copies to the host of lane 0 run on a stream of their own, behind what the current stream was given before: they do not wait
-    for kernels that are queued later. Who sends on another lane has a stream of its own already. The thread that starts copies
-    waits for nothing.
+    On lane 0, copies to the host run on a stream of their own, after the work that the current stream has so far. So they do
+    not wait for kernels that are queued later. Senders on another lane already use a stream of their own. The calling
+    thread never waits.
     """
 
     def __init__(self, always: bool) -> None:
@@ -103,7 +103,7 @@ class Staging:
         self._stream: torch.Stream | None = None
 
     def place_for(self, tensor: torch.Tensor, work: PendingWork) -> torch.Tensor:
-        """Where a message shall arrive that belongs into this tensor."""
+        """Return the buffer that receives a message for this tensor."""
         if not self._goes_through_host(tensor):
             return tensor
         host = in_host_memory(tensor)
@@ -111,7 +111,7 @@ class Staging:
         return host
 
     def in_host(self, tensors: Sequence[torch.Tensor], work: PendingWork, lane: int) -> list[torch.Tensor]:
-        """Copy tensors, all of one device, to host memory, each once. They are complete behind ``work.copied``."""
+        """Copy tensors of one device to host memory, each once. They are complete after ``work.copied``."""
         if not tensors or not self._goes_through_host(tensors[0]):
             return list(tensors)
         hosts = {id(tensor): in_host_memory(tensor) for tensor in tensors}
@@ -128,7 +128,7 @@ class Staging:
             for tensor in {id(tensor): tensor for tensor in tensors}.values():
                 hosts[id(tensor)].copy_(tensor, non_blocking=True)
                 if lane == 0:
-                    tensor.record_stream(stream)  # its owner may drop it before it is copied
+                    tensor.record_stream(stream)  # its owner may free it before it is copied
             work.copied = queued(device)
         return [hosts[id(tensor)] for tensor in tensors]
 
@@ -138,16 +138,16 @@ class Staging:
 
 @final
 class NcclBackend:
-    """Tensors straight from GPU to GPU. Only where every device of the job is a GPU of its own, all of one kind.
+    """Sends tensors directly between GPUs. Needs a distinct GPU of the same kind for every device.
 
-    It joins torch's default process group, or makes it, because that is where torch offers batches of messages.
+    It uses torch's default process group, or creates it, because torch offers batches of messages only there.
     """
 
     lanes = 1
-    """NCCL matches messages by the order in which they are started, and has nothing like a tag."""
+    """NCCL matches messages by their order and has no tags."""
 
     def __init__(self, store: Store, device: int, devices: int, torch_device: torch.device, limit_s: float) -> None:
-        # The limit of each wait is ours. NCCL's own ends the whole process, so it comes later.
+        # Convoy limits each wait. NCCL's own limit ends the whole process, so it is longer.
         limit = timedelta(seconds=2 * limit_s + 60)
         self._owns_world = not distributed.is_initialized()
         if self._owns_world:
@@ -162,7 +162,7 @@ class NcclBackend:
             self._group = distributed.group.WORLD
         else:
             self._group = distributed.new_group(backend="nccl", timeout=limit, device_id=torch_device)
-        # Batches of messages between some devices only are allowed once all have met in a collective.
+        # torch allows batches between some devices only after a collective of all.
         distributed.all_reduce(torch.zeros(1, device=torch_device), group=self._group)
         finish(torch_device)
 
@@ -180,7 +180,7 @@ class NcclBackend:
     def cut(self, broken: bool) -> None:
         if self._group is None or not distributed.is_initialized():
             return
-        # None means torch's default group, together with all others.
+        # None means torch's default group and all others.
         group = None if self._owns_world else self._group
         self._group = None
         if broken:
@@ -190,7 +190,7 @@ class NcclBackend:
 
 
 def can_use_nccl(devices: Sequence[str], names: Sequence[str], hosts: Sequence[str]) -> bool:
-    """Whether all devices are distinct GPUs of one kind, and this build of torch has NCCL."""
+    """Return whether all devices are distinct GPUs of one kind and torch has NCCL."""
     distinct = len(set(zip(hosts, devices, strict=True))) == len(devices)
     all_cuda = all(device.startswith("cuda") for device in devices)
     return distinct and all_cuda and len(set(names)) == 1 and distributed.is_nccl_available()

@@ -17,7 +17,7 @@ class ChangingGroup:
     Attributes:
         present: of this generation.
         changes: how often it was replaced.
-        entrance: of a process that comes into a job which trains already (`convoy.comm.newcomer.Entrance`), and is alone yet.
+        entrance: of a process that joins a running job and is alone until then (`convoy.elastic.entrance.Entrance`).
     """
 
     def __init__(self, present: Group) -> None:
@@ -68,8 +68,8 @@ class ChangingGroup:
         return self.present.sent_bytes
 
     @property
-    def strangers(self) -> int:
-        return self.present.strangers
+    def rejected(self) -> int:
+        return self.present.rejected
 
     @property
     def failure(self) -> ConvoyError | None:

@@ -1,7 +1,7 @@
-"""One connection between two processes of a job: TLS 1.3 where the job has a key, else plain TCP.
+"""One connection between two processes of a job: TLS 1.3 if the job has a key, else plain TCP.
 
-TLS is the standard library's. Tensors go in and out of their own memory: what is sent is encrypted in pieces of 64 KB, what
-arrives is read in pieces of 128 KB and decrypted into its place. A channel may be used by one thread at a time.
+Sent tensors are encrypted from their own memory in chunks of 64 KB. Received bytes are read in chunks of 128 KB and decrypted
+into the tensor's memory. One thread at a time may use a channel.
 """
 
 import json
@@ -18,13 +18,13 @@ from convoy.comm.job_key import JobKey
 Words = dict[str, Any]
 
 CHUNK_BYTES = 65_536
-"""Encrypted at once: larger ones leave the processor's cache, smaller ones cost a system call each."""
+"""Encrypted at once. Larger chunks leave the processor's cache, smaller ones cost more system calls."""
 
 RECEIVED_BYTES = 131_072
-"""Of encrypted bytes, read at once: with 64 KB, receiving took a quarter more processor time; 256 KB gain nothing more."""
+"""Encrypted bytes read at once. 64 KB costs a quarter more processor time; 256 KB is no faster."""
 
 FRAME_BYTES = 1 << 20
-"""The longest text that is taken."""
+"""The longest control message that is accepted."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -35,7 +35,7 @@ class NotOfThisJob(Exception):  # noqa: N818 - a fact about the other side
 
 @final
 class Credentials:
-    """What a process proves itself with, and asks of the others; without a key nothing is asked."""
+    """The TLS contexts of a job. Without a key, connections are not authenticated."""
 
     def __init__(self, key: JobKey | None) -> None:
         self.key = key
@@ -46,15 +46,15 @@ class Credentials:
         self._certificate = b"" if key is None else key.certificate
 
     def answering(self, connection: socket.socket) -> "Channel":
-        """The channel of a connection that came in."""
+        """Return the channel of an accepted connection."""
         return Channel(connection, self._answering, self._certificate, answers=True)
 
     def call(self, address: tuple[str, int], words: Words, deadline_s: float) -> "Channel":
-        """Connect, prove each other, and say what for; the answer is still to be read.
+        """Connect, authenticate, and send a first message. The caller reads the answer.
 
         Raises:
-            NotOfThisJob: it listens, and has another key or none.
-            OSError: as connections fail; TimeoutError after the deadline.
+            NotOfThisJob: the listener has another key or none.
+            OSError: the connection failed. TimeoutError after the deadline.
         """
         channel: Channel | None = None
         connection = socket.create_connection(address, timeout=_left_s(deadline_s))
@@ -73,11 +73,10 @@ class Credentials:
 
 @final
 class Channel:
-    """A connection, and the TLS around it.
+    """A connection with its TLS state.
 
     Attributes:
-        connection: the plain socket. What goes through it is encrypted already, so it can be shut down at any moment.
-        waiting: texts that have begun to arrive.
+        connection: the socket. It carries encrypted bytes, and may be shut down at any time.
     """
 
     def __init__(
@@ -88,27 +87,27 @@ class Channel:
         self._tls = None if context is None else context.wrap_bio(self._arriving, self._leaving, server_side=answers)
         self._certificate = certificate
         self._chunk = memoryview(bytearray(RECEIVED_BYTES))
-        self._ahead = memoryview(b"")  # has arrived, unencrypted, behind what was asked for
-        self._behind = b""  # has not left yet
+        self._ahead = memoryview(b"")  # unencrypted bytes read beyond what was asked for
+        self._behind = b""  # not sent yet
         self._poll: select.poll | None = None
         self._partial = b""
 
     def unseal(self) -> None:
-        """From now on nothing is encrypted. Both sides call it, when each has read all that the other has said.
+        """Stop encrypting. Both sides call it, each after it has read all that the other has sent.
 
-        For connections inside one machine: there the kernel keeps others from reading them, and from speaking on them.
+        Only for connections inside one machine, which the kernel protects from other processes.
         """
         self._tls = None
 
     def deadline(self, deadline_s: float) -> None:
-        """From now on whatever waits here fails with TimeoutError at that time (of `time.monotonic`)."""
+        """Let all further waits fail with TimeoutError at that time (of `time.monotonic`)."""
         self.connection.settimeout(_left_s(deadline_s))
 
     def greet(self) -> bool:
-        """Go on with the handshake; whether it is done, and the other side has this job's key.
+        """Continue the handshake. Return whether it is complete and the peer has the job's key.
 
         Raises:
-            NotOfThisJob: it has not, or this is no handshake at all.
+            NotOfThisJob: the peer has another key or none, or sent no handshake.
         """
         if self._tls is None:
             return True
@@ -126,7 +125,7 @@ class Channel:
         return True
 
     def send(self, content: memoryview | bytes) -> None:
-        """Send all of it, straight from its memory."""
+        """Send all bytes directly from their memory."""
         self.flush()
         if self._tls is None:
             self.connection.sendall(content)
@@ -137,7 +136,7 @@ class Channel:
             self.flush()
 
     def send_at_once(self, content: bytes) -> bool:
-        """Send without waiting; whether all of it has left. What has not leaves with `flush`, or before what is sent next."""
+        """Send without waiting. Return whether all was sent; the rest is sent by `flush`, or before the next bytes."""
         if self._tls is not None:
             self._encrypt(memoryview(content))
             content = self._leaving.read()
@@ -149,10 +148,10 @@ class Channel:
         return not self._behind
 
     def send_some(self, head: bytes, content: memoryview) -> int | None:
-        """Send as much as the kernel takes without waiting, where nothing is encrypted.
+        """Send as much as the kernel accepts without waiting. Only without encryption.
 
         Returns:
-            how many bytes of the content have left; what of the head has not leaves before what is sent next. None: nothing.
+            the sent bytes of the content; the rest of the head is sent before the next bytes. None: nothing was sent.
         """
         if self._tls is not None or self._behind:
             return None
@@ -164,7 +163,7 @@ class Channel:
         return max(0, count - len(head))
 
     def flush(self) -> None:
-        """Send what has not left yet."""
+        """Send what could not be sent before."""
         if self._behind:
             behind, self._behind = self._behind, b""
             self.connection.sendall(behind)
@@ -172,17 +171,15 @@ class Channel:
             self.connection.sendall(self._leaving.read())
 
     def receive_some(self, place: memoryview, until_s: float | None = None) -> int:
-        """Fill the beginning of a place with what has come; how much that was.
-
-        What came behind it by the same call to the system is kept, and the next place is filled with it.
+        """Receive into the beginning of a buffer, and return the number of bytes. Bytes read beyond it are kept.
 
         Args:
-            until_s: of `time.monotonic`; None: as long as the connection itself waits.
+            until_s: of `time.monotonic`. None: the timeout of the connection applies.
 
         Raises:
-            ConnectionError: the other side has closed.
-            NotOfThisJob: what came was not sent by who has the key.
-            TimeoutError: nothing came in this time.
+            ConnectionError: the peer has closed.
+            NotOfThisJob: the bytes were not sent with the job's key.
+            TimeoutError: nothing came in time.
         """
         if self._tls is None:
             return self._unsealed(place, until_s)
@@ -210,21 +207,16 @@ class Channel:
         self._ahead = self._ahead[count:]
         return count
 
-    def receive(self, place: memoryview) -> None:
-        """Fill a place; errors as in `receive_some`."""
-        while place:
-            place = place[self.receive_some(place) :]
-
     def say(self, words: Words) -> None:
-        """Send a text: JSON behind its length."""
+        """Send a control message: its length, then JSON."""
         text = json.dumps(words).encode()
         self.send(_LENGTH.pack(len(text)) + text)
 
     def heard(self) -> Words | None:
-        """The next text; None if only a part of it is there and the connection does not wait.
+        """Return the next control message. None: it is incomplete and the connection does not block.
 
         Raises:
-            ValueError: what came is none.
+            ValueError: not a control message.
             ConnectionError, NotOfThisJob, TimeoutError: as in `receive_some`.
         """
         place = memoryview(bytearray(4096))
@@ -235,18 +227,18 @@ class Channel:
                 return None
         words, self._partial = json.loads(self._partial[_LENGTH.size :]), b""
         if not isinstance(words, dict):
-            raise ValueError("a text is an object of JSON")
+            raise ValueError("a control message is a JSON object")
         return words
 
     def ask(self, words: Words) -> Words:
-        """Say something, and the answer to it. Errors as in `heard`."""
+        """Send a control message, and return the answer. Errors as in `heard`."""
         self.say(words)
         answer = self.heard()
-        assert answer is not None  # this connection waits
+        assert answer is not None  # this connection blocks
         return answer
 
     def cut(self) -> None:
-        """End it at once, also under the hands of another thread. The socket itself is closed by `close`."""
+        """Shut the connection down, even while another thread uses it. `close` must follow."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -258,7 +250,7 @@ class Channel:
             return _LENGTH.size - len(self._partial)
         (length,) = _LENGTH.unpack(self._partial[: _LENGTH.size])
         if length > FRAME_BYTES:
-            raise ValueError(f"a text of {length} bytes")
+            raise ValueError(f"a control message of {length} bytes")
         return int(_LENGTH.size + length - len(self._partial))
 
     def _received(self, until_s: float | None = None) -> memoryview:
@@ -268,7 +260,7 @@ class Channel:
         raise ConnectionResetError("the connection was closed")
 
     def _wait(self, until_s: float | None) -> None:
-        """Until something has come; without a time, reading itself waits."""
+        """Wait until something has come. Without a time, reading itself waits."""
         if until_s is None:
             return
         if self._poll is None:

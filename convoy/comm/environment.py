@@ -1,4 +1,4 @@
-"""The rank of this process in its job, as the environment names it, and the address that leads to the others."""
+"""The rank of this process as the environment gives it, and network addresses."""
 
 import math
 import os
@@ -9,20 +9,21 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm.launch_env import MAX_PROCESSES, RANK_VARIABLES, as_torchrun, whole
 from convoy.errors import DeviceLostError, InputError, shown
+from convoy.machine.launch_env import MAX_PROCESSES, RANK_VARIABLES, as_torchrun, whole
 
 
 @dataclass(frozen=True)
 class ProcessEnv:
-    """What the launcher's environment says of one process: its rank, and where all meet.
+    """A process's rank and rendezvous address, from the launcher's environment.
 
     Attributes:
-        device: this process's index; torchrun calls it RANK.
-        local: its index among the processes of its machine.
-        local_devices: how many processes its machine has, if that is known.
-        host, port: where the store is, at which all meet.
-        hosted: the launcher hosts the store; otherwise device 0 does.
+        device: torchrun's RANK.
+        devices: WORLD_SIZE.
+        local: LOCAL_RANK.
+        local_devices: LOCAL_WORLD_SIZE. None: not known.
+        host, port: of the store where all meet.
+        hosted: the launcher hosts a torch store there; otherwise device 0 hosts the store.
         attempt: how often the launcher has restarted the job.
     """
 
@@ -37,10 +38,10 @@ class ProcessEnv:
 
 
 def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
-    """Read the variables of torchrun, srun or mpirun; None where there are none: the script was started alone.
+    """Read the variables of torchrun, srun or mpirun. None: there are none, so the script runs alone.
 
     Raises:
-        InputError: some are set and others are not, or one is no number, or out of range.
+        InputError: variables are missing, not numbers, or out of range.
     """
     environment = as_torchrun(environment)
     missing = [name for name in RANK_VARIABLES if not environment.get(name)]
@@ -71,12 +72,12 @@ def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
 
 
 def imposed_slowdown() -> float:
-    """How many times slower a rehearsal wants this device (its fleet file's `slowdown`).
+    """Return the factor by which an emulation slows this device down (`slowdown` in the fleet file).
 
     Raises:
-        InputError: CONVOY_SLOWDOWN is no such number.
+        InputError: CONVOY_SLOWDOWN is not such a number.
     """
-    from convoy.fleet import MAX_SLOWDOWN  # the agent on a host has no use for what reads fleet files
+    from convoy.fleet import MAX_SLOWDOWN  # slow to import, and rarely needed
 
     text = os.environ.get("CONVOY_SLOWDOWN") or "1"
     try:
@@ -91,10 +92,10 @@ def imposed_slowdown() -> float:
 
 
 def route_to(host: str, port: int) -> str:
-    """The address of this machine from which packets to ``host`` leave. Nothing is sent.
+    """Return this machine's source address for packets to ``host``. Send nothing.
 
     Raises:
-        InputError: the name is unknown, or there is no way to it.
+        InputError: the name is unknown, or there is no route to it.
     """
     error: OSError | None = None
     for family, target in resolve(host, port, socket.SOCK_DGRAM):
@@ -108,9 +109,9 @@ def route_to(host: str, port: int) -> str:
 
 
 def own_address(host: str, port: int, environment: Mapping[str, str] = os.environ) -> str:
-    """The address at which the other devices reach this one: on GLOO_SOCKET_IFNAME if set, else on the route to host.
+    """Return the address at which other devices reach this one: of GLOO_SOCKET_IFNAME if set, else on the route to host.
 
-    The machine's own name is never asked: Debian, for one, maps it to loopback.
+    The machine's own name is not used, because Debian maps it to loopback.
 
     Raises:
         InputError: no such interface, one without an address, or no route.
@@ -125,7 +126,7 @@ def own_address(host: str, port: int, environment: Mapping[str, str] = os.enviro
             f"GLOO_SOCKET_IFNAME={chosen!r}: this machine has no such interface, it has "
             f"{', '.join(sorted(interfaces))}; give one name (NCCL's ^ and prefixes mean nothing here)"
         )
-    # The family of the way to the host comes first, since the others will come by it.
+    # Prefer the address family of the host, which the other devices use, too.
     families = [resolve(host, port, socket.SOCK_DGRAM)[0][0], socket.AF_INET, socket.AF_INET6]
     for family in families:
         for address in interfaces[name]:
@@ -135,7 +136,7 @@ def own_address(host: str, port: int, environment: Mapping[str, str] = os.enviro
 
 
 LISTENER = "CONVOY_LISTENER"
-"""Of device 0, whose launcher has chosen where all meet: the number of the socket that listens there."""
+"""Number of the listening socket that device 0 inherits from its launcher."""
 
 JOIN = "CONVOY_JOIN"
 """HOST:PORT,... of a running job that this process is to join."""
@@ -145,17 +146,17 @@ LISTEN = "CONVOY_LISTEN"
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address of this machine. Port 0: a free one.
+    """Return a socket that listens at an address of this machine. Port 0: a free one.
 
     Raises:
-        InputError: the port is taken, or the address is none of this machine.
+        InputError: the port is taken, or the address is not one of this machine.
     """
     family, target = resolve(host, port, socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(target)
-        # Two sockets may be bound to one port as long as neither listens.
+        # bind() alone would not fail: two sockets may share a port until one listens
         listener.listen(1024)
     except OSError as error:
         listener.close()
@@ -167,7 +168,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def inherited_listener() -> socket.socket | None:
-    """The socket that the launcher of this process listens with already; None where there is none."""
+    """Return the listening socket that this process inherits from its launcher, if any."""
     # Taken out of the environment: in a process started from here the number would mean another file.
     number = os.environ.pop(LISTENER, "")
     try:
@@ -177,7 +178,7 @@ def inherited_listener() -> socket.socket | None:
 
 
 def is_own(host: str) -> bool:
-    """Whether a name or an address leads to this machine. What cannot be resolved does not."""
+    """Return whether a name or an address is this machine's. A name that cannot be resolved is not."""
     own = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
     with suppress(InputError):
         found = [str(target[0]) for _, target in resolve(host, 0, socket.SOCK_STREAM)]
@@ -186,7 +187,7 @@ def is_own(host: str) -> bool:
 
 
 def is_own_machine(env: ProcessEnv) -> bool:
-    """Whether all processes of a job are on this machine, for all that can be known before they meet."""
+    """Return whether all processes of a job are on this machine, as far as known before they meet."""
     if env.local_devices == env.devices:
         return True
     with suppress(InputError):
@@ -195,15 +196,15 @@ def is_own_machine(env: ProcessEnv) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads to its own machine only."""
+    """Return whether this is a loopback address."""
     return address.startswith("127.") or address == "::1"
 
 
 def reachable_address(own: str, all_addresses: Sequence[str]) -> str:
-    """``own``, unless it is loopback, or IPv6, while another device's is not: then the one on the route to that device.
+    """Return ``own`` if it is of the same kind as the other devices' addresses, else the address on the route to them.
 
-    Where the name of the meeting point maps to loopback on its own machine, the route to it says nothing. The guide is
-    the first address that leads out of its machine, the same for all devices, so that all speak one kind of address.
+    The kinds are loopback, IPv4 and IPv6. The first non-loopback address decides, so all devices choose the same kind. On
+    the machine of MASTER_ADDR, that name may map to loopback.
     """
     guide = next((address for address in all_addresses if not is_loopback(address)), all_addresses[0])
     fits = is_loopback(own) == is_loopback(guide) and (":" in own) == (":" in guide)
@@ -213,7 +214,7 @@ def reachable_address(own: str, all_addresses: Sequence[str]) -> str:
 def resolve(
     host: str, port: int, kind: socket.SocketKind
 ) -> list[tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]]:
-    """The (family, socket address) pairs behind a name or a numeric address, at least one.
+    """Resolve a name or a numeric address to (family, socket address) pairs, at least one.
 
     Raises:
         InputError: the name is unknown.
@@ -226,7 +227,7 @@ def resolve(
 
 
 def nobody_listens(host: str, port: int, reason: str) -> DeviceLostError:
-    """What a process says that found nobody at the address where device 0 should be."""
+    """Return the error of a process that does not find device 0."""
     return DeviceLostError(
         0,
         f"device 0 was not found: nobody listens at {host} port {port} ({reason}). Start it; MASTER_ADDR and MASTER_PORT must "

@@ -1,32 +1,34 @@
-"""Finds which device failed, by following who waits for whom.
+"""Finds which device failed by following which device waits for which.
 
-A closed or silent connection says little: the peer may have left because of another device. So each process answers for its
-health at its door, on a thread of its own. A device that loses its peer pings it: the connection is refused (the process is
-dead), nothing comes back (frozen), or the answer says for whom that device waits itself. A process that leaves because of an
-error first sends the others a failure report.
+A closed or silent connection does not say who failed: the peer may have left because of another device. So each process answers
+health requests on its listener's thread. A device that loses a peer asks it: the connection is refused (the process is dead),
+nothing comes back (frozen), or the answer names the device that the peer itself waits for. A process that leaves because of
+an error first sends the others a failure report.
 """
 
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 from convoy.comm.channel import Channel, NotOfThisJob, Words
-from convoy.comm.door import Door
-from convoy.comm.place import SAME_STEPS, own_place
+from convoy.comm.listener import Listener
+from convoy.comm.source_line import SAME_STEPS, current_line
 
 PING_S = 2.0
-"""How long a live process may take to answer: its server has a thread that does nothing else."""
+"""How long a live process may take to answer: its listener has a thread of its own."""
 
 REPORT_S = 1.0
-"""How long a failure report may be on its way, and how long sending all of them may take."""
+"""How long a failure report may travel, and how long sending all of them may take."""
+
+ONE_REPORT_S = 0.3
+"""How long sending the report to one device may take."""
 
 RETRY_S = 0.05
-"""Between two attempts to ask."""
+"""Pause between two attempts to ask."""
 
 DONE_CAUSE = "had ended its work while others still waited for it: the devices do not run the same steps"
 
@@ -41,7 +43,7 @@ class NoAnswer(Enum):
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Sent by a device that leaves because of an error: which device is the root of it, and why."""
+    """The message of a device that leaves because of an error: the root device and the cause."""
 
     device: int
     root: int
@@ -50,23 +52,23 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class Health:
-    """A live device's answer: for whom it waits at the moment, if it does, or that its work is done; and at which line."""
+    """A live device's answer: the device it waits for, if any, whether its work is done, and its line of the user's program."""
 
     waits_for: int | None = None
     done: bool = False
-    place: str | None = None
+    line: str | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which device failed, and how, in words that follow its name."""
+    """The failed device, and the cause as a text that follows its name."""
 
     device: int
     cause: str
 
 
 class Peers(Protocol):
-    """The health servers of all devices, as :func:`find_failed` uses them."""
+    """What :func:`find_failed` needs of the health servers of all devices."""
 
     def ping(self, device: int) -> Health | NoAnswer: ...
 
@@ -79,23 +81,23 @@ def find_failed(
     peer: int,
     timed_out: bool,
     limit_s: float,
-    place: str | None = None,
+    line: str | None = None,
     report_s: float = REPORT_S,
     ids: Sequence[int] | None = None,
 ) -> Verdict:
-    """Follow who waits for whom, from a peer that closed or fell silent to the device that everybody waits for.
+    """Start at a peer that closed or fell silent, and follow who waits for whom to the device that all wait for.
 
     Args:
         timed_out: the peer was silent for ``limit_s``; otherwise its connection closed.
-        place: the line of the user's program at which this device waits.
-        report_s: how long the report of a device that has just left may be on its way.
-        ids: by which messages name the devices; None: their indices.
+        line: of the user's program, at which this device waits.
+        report_s: how long to wait for the report of a device that has just left.
+        ids: of the devices, for messages. None: their indices.
     """
 
-    def lines(places: Mapping[int, str | None]) -> str:
-        return told({device if ids is None else ids[device]: place for device, place in places.items()})
+    def shown(lines: Mapping[int, str | None]) -> str:
+        return shown_lines({device if ids is None else ids[device]: line for device, line in lines.items()})
 
-    chain, places = [me], {me: place}
+    chain, lines = [me], {me: line}
     device, closed = peer, not timed_out
     while True:
         report = peers.report_from(device, 0.0)
@@ -104,37 +106,36 @@ def find_failed(
             # It left a moment ago: its report may still be on the way.
             report = peers.report_from(device, report_s)
         if report is not None:
-            # Whoever ends its work does not know at which line others still wait.
-            return Verdict(
-                report.root, report.cause + (lines({**places, device: None}) if report.cause == DONE_CAUSE else "")
-            )
+            # A device that ended its work does not know at which line the others wait.
+            where = shown({**lines, device: None}) if report.cause == DONE_CAUSE else ""
+            return Verdict(report.root, report.cause + where)
         if isinstance(answer, NoAnswer):
             return Verdict(device, _silence_cause(answer, limit_s, closed))
         chain.append(device)
         if answer is not None:
-            places[device] = answer.place
+            lines[device] = answer.line
         if answer is not None and answer.done:
-            return Verdict(device, DONE_CAUSE + lines(places))
+            return Verdict(device, DONE_CAUSE + shown(lines))
         if answer is None or answer.waits_for is None:
-            return Verdict(device, _busy_cause(limit_s, closed) + ("" if closed else lines(places)))
+            return Verdict(device, _busy_cause(limit_s, closed) + ("" if closed else shown(lines)))
         if answer.waits_for in chain:
             circle = " -> ".join(str(each if ids is None else ids[each]) for each in [*chain, answer.waits_for])
             same = "the devices do not run the same steps; start all with the same program"
-            return Verdict(device, f"waits in a circle ({circle}): {same}{lines(places)}")
+            return Verdict(device, f"waits in a circle ({circle}): {same}{shown(lines)}")
         device, closed = answer.waits_for, False
 
 
-def told(places: Mapping[int, str | None]) -> str:
-    """At which lines the devices are, where that is known and tells something."""
-    known = [f"device {device} is at {place}" for device, place in sorted(places.items()) if place is not None]
-    remedy = f". {SAME_STEPS}" if len(set(places.values())) > 1 else ""
+def shown_lines(lines: Mapping[int, str | None]) -> str:
+    """Describe at which lines the devices are, as far as known."""
+    known = [f"device {device} is at {line}" for device, line in sorted(lines.items()) if line is not None]
+    remedy = f". {SAME_STEPS}" if len(set(lines.values())) > 1 else ""
     return f". {'; '.join(known)}{remedy}" if known else ""
 
 
 def _silence_cause(silence: NoAnswer, limit_s: float, closed: bool) -> str:
     if silence is NoAnswer.DEAD:
         return (
-            "was lost: its process ended without a word (killed, crashed, or out of memory). "
+            "was lost: its process ended without a report (killed, crashed, or out of memory). "
             "Its own output or system log says more; start the job again, or without this device"
         )
     since = "its connection closed" if closed else f"it sent nothing for {limit_s:g} s"
@@ -159,34 +160,31 @@ def _busy_cause(limit_s: float, closed: bool) -> str:
 
 
 class HealthServer:
-    """This process's answers at its door about its health, and its questions to the others."""
+    """Answers health requests of other devices on this process's listener, and sends its own."""
 
-    def __init__(self, device: int, door: Door, token: str) -> None:
-        """Answer at a door.
+    def __init__(self, device: int, listener: Listener, token: str) -> None:
+        """Register with a listener.
 
         Args:
-            token: known to the processes of this group only; others get no answer.
+            token: of this group. Requests with another one get no answer.
         """
         self.device = device
         self.token = token
-        self.door = door
+        self.addresses: list[tuple[str, int]] = []  # of all devices
+        self.listener = listener
+        self.waits_for: list[int | None] = []  # per lane
         self.done = False
-        self.waits_for: list[int | None] = []
-        """What this device answers: whether its work is done, and for whom each lane waits."""
-        self.addresses: list[tuple[str, int]] = []
-        """Of all devices' doors; to be set before the first ping."""
-        self.answers: dict[str, Callable[[Words], Words]] = {"health": self._health}
-        """What answers the questions of the others, by the name of the question; called on the door's thread."""
+        self.answers: dict[str, Callable[[Words], Words]] = {"health": self._health, "report": self._take_report}
         self._reports: dict[int, FailureReport] = {}
         self._reported = threading.Condition()
         self._asking: dict[tuple[str, int], threading.Lock] = {}
         self._calls: dict[tuple[str, int], Channel] = {}
         self._closed = False
-        door.handlers["health"] = self._answer
+        listener.handlers["health"] = self._answer
 
     @property
     def address(self) -> tuple[str, int]:
-        return self.door.address
+        return self.listener.address
 
     def ping(self, device: int) -> Health | NoAnswer:
         """Ask a device for its health."""
@@ -194,28 +192,29 @@ class HealthServer:
         if isinstance(answer, NoAnswer):
             return answer
         try:
-            waits_for, place = answer["waits_for"], answer["place"]
+            waits_for, line = answer["waits_for"], answer["line"]
             waits = None if waits_for is None else int(waits_for)
-            return Health(waits, bool(answer["done"]), None if place is None else str(place))
+            return Health(waits, bool(answer["done"]), None if line is None else str(line))
         except (ValueError, LookupError, TypeError):
             return NoAnswer.DEAD
 
     def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **words: Any) -> Words | NoAnswer:
-        """The answer of the process at an address to a question. The connection stays open for the next one."""
+        """Ask the process at an address, and return its answer. The connection stays open for the next question."""
+        message = {"for": "health", "token": self.token, "ask": question, **words}
         deadline_s = time.monotonic() + limit_s
         lock = self._asking.setdefault(address, threading.Lock())
         if not lock.acquire(timeout=limit_s):
-            return NoAnswer.FROZEN  # another thread waits for it just as long
+            return NoAnswer.FROZEN  # another thread has waited for it as long
         try:
             while True:
                 try:
-                    return self._ask(address, self._words(ask=question, **words), deadline_s)
+                    return self._ask(address, message, deadline_s)
                 except TimeoutError:
                     return NoAnswer.FROZEN if _connects(address) else NoAnswer.UNREACHABLE
                 except ConnectionRefusedError:
                     return NoAnswer.DEAD
                 except (ConnectionError, NotOfThisJob, ValueError):
-                    # It has ended this moment, which the next attempt tells; or its door was full of strangers.
+                    # It has just ended, as the next attempt shows; or its listener dropped the connection.
                     if time.monotonic() + RETRY_S > deadline_s:
                         return NoAnswer.DEAD
                     time.sleep(RETRY_S)
@@ -228,7 +227,7 @@ class HealthServer:
         channel = self._calls.pop(address, None)
         try:
             if channel is None:
-                channel = self.door.credentials.call(address, words, deadline_s)
+                channel = self.listener.credentials.call(address, words, deadline_s)
             else:
                 channel.deadline(deadline_s)
                 channel.say(words)
@@ -238,13 +237,13 @@ class HealthServer:
                 channel.close()
             raise
         self._calls[address] = channel
-        if self._closed:  # meanwhile: nobody else closes it
+        if self._closed:  # meanwhile, and nobody else closes it
             self._calls.pop(address).close()
-        assert answer is not None  # this connection waits
+        assert answer is not None  # this connection blocks
         return answer
 
     def keep_calls(self, addresses: Iterable[tuple[str, int]]) -> None:
-        """Close the connections to all others: nobody will ask them again."""
+        """Close the connections to all other addresses."""
         kept = set(addresses)
         for address in [each for each in self._calls if each not in kept]:
             if (channel := self._calls.pop(address, None)) is not None:
@@ -253,50 +252,42 @@ class HealthServer:
             self._asking.pop(address, None)
 
     def report_failure(self, report: FailureReport) -> None:
-        """Tell every other device why this one leaves. Dead and unreachable ones cost at most `REPORT_S` together."""
+        """Report to all other devices why this one leaves. Silent devices cost about `REPORT_S` altogether."""
         end_s = time.monotonic() + REPORT_S
         for device, address in enumerate(self.addresses):
-            now_s = time.monotonic()
-            if device != self.device and now_s < end_s:
-                words = self._words(report=asdict(report))
-                with suppress(OSError, NotOfThisJob, ValueError):
-                    channel = self.door.credentials.call(address, words, min(end_s, now_s + 0.3))
-                    with channel.connection:
-                        channel.heard()  # a connection that closes too early takes with it what has not been read
+            left_s = end_s - time.monotonic()
+            if device != self.device and left_s > 0:
+                self.ask(address, "report", min(left_s, ONE_REPORT_S), report=asdict(report))
 
     def report_from(self, device: int, timeout_s: float) -> FailureReport | None:
-        """The report that a device sent here, if it comes within the time."""
+        """Return a device's report, if it comes within the time."""
         with self._reported:
             self._reported.wait_for(lambda: device in self._reports, timeout_s)
             return self._reports.get(device)
 
     def close(self) -> None:
         self._closed = True
-        self.door.close()
+        self.listener.close()
         while self._calls:
             self._calls.popitem()[1].close()
 
-    def _words(self, **words: object) -> Words:
-        return {"for": "health", "token": self.token, **words}
-
     def _health(self, _: Words) -> Words:
         waits_for = next((each for each in self.waits_for if each is not None), None)
-        return asdict(Health(None if self.done else waits_for, self.done, own_place()))
+        return asdict(Health(None if self.done else waits_for, self.done, current_line()))
 
     def _answer(self, words: Words, _: Channel) -> Words | None:
-        if words["token"] != self.token:
-            return None
-        if (report := words.get("report")) is None:
-            return self.answers[words["ask"]](words)
+        return self.answers[words["ask"]](words) if words["token"] == self.token else None
+
+    def _take_report(self, words: Words) -> Words:
+        report = FailureReport(**words["report"])
         with self._reported:
-            device = int(report["device"])
-            self._reports[device] = FailureReport(device, int(report["root"]), str(report["cause"]))
+            self._reports[report.device] = report
             self._reported.notify_all()
         return {}
 
 
 def _connects(address: tuple[str, int]) -> bool:
-    """Whether the system at an address still takes connections for a process, also for one that does nothing."""
+    """Return whether the system at an address still accepts connections, even for a frozen process."""
     try:
         socket.create_connection(address, timeout=0.2).close()
     except OSError:

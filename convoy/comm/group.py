@@ -1,7 +1,7 @@
-"""The seam to the network: what a group of devices offers, whatever carries its bytes.
+"""The interface to the network: groups of devices that exchange tensors and texts, independent of the backend.
 
-Every tensor that travels between devices passes through :meth:`Group.start`. Convoy uses no collectives: unequal shares
-fail in them or come out wrong, and a list of messages is what the cost model prices.
+All tensors between devices pass through :meth:`Group.start`. Convoy uses point-to-point messages, not torch's collectives:
+those need equal shares, and the cost model prices single messages.
 """
 
 import threading
@@ -12,18 +12,18 @@ from typing import Protocol, Self, final
 
 import torch
 
-from convoy.comm.place import SAME_STEPS
+from convoy.comm.source_line import SAME_STEPS
 from convoy.errors import ConvoyError, InputError, MismatchError
 
 
 @dataclass(frozen=True)
 class Message:
-    """One tensor on its way to, or from, another device.
+    """One tensor to send to, or to receive from, another device.
 
     Attributes:
         peer: index of the other device.
-        tensor: contiguous, any shape and dtype; sent from, or received into, in place. Leave it alone until the
-            Pending it belongs to has been waited for.
+        tensor: contiguous, any shape and dtype. It is sent, or received into, in place: do not use it before the
+            Pending has been waited for.
     """
 
     peer: int
@@ -31,29 +31,29 @@ class Message:
 
 
 class Pending(Protocol):
-    """Messages under way."""
+    """Messages in progress."""
 
     def wait(self) -> None:
-        """Return when all messages of the call have left and arrived; a second call returns at once.
+        """Wait until all messages of the call have been sent and received. A second call returns immediately.
 
         Raises:
-            DeviceLostError: a device died, froze for longer than the group's ``timeout_s``, or left; it is named.
+            DeviceLostError: names the device that died, froze for longer than ``timeout_s``, or left.
         """
 
 
 class Group(Protocol):
-    """The devices of one job, seen from one of them. One thread at a time may use each lane; `agree` belongs to lane 0.
+    """One device's connection to all devices of its job. One thread at a time may use a lane; `agree` belongs to lane 0.
 
     Attributes:
-        device: this device's index in the fleet.
-        ids: by which messages name the devices, in their order: those that they had, or got as they came, while others left.
-        devices: how many devices there are.
-        lanes: how many lanes messages can travel on: 2, or 1 where all must be started by one thread, in one order.
-        torch_device: where this device computes; message tensors live there.
-        timeout_s: how long a wait may last before the other side counts as lost.
-        sent_bytes: payload bytes sent to each device since the start, or since ``clear_counters``.
-        strangers: how many connections this device has turned away, of who does not have the job's key.
-        failure: why the group can no longer be used, its own closing included; None while it can. What is raised is a copy.
+        device: this device's index.
+        ids: names of the devices in messages, by index. They stay the same while other devices leave and join.
+        devices: number of devices.
+        lanes: number of independent message queues: 2, or 1 where one thread must start all messages in one order.
+        torch_device: where this device computes and message tensors are.
+        timeout_s: how long a wait may last before the peer counts as lost.
+        sent_bytes: payload bytes sent to each device since the start or the last ``clear_counters``.
+        rejected: how many connections without the job's key this device has dropped.
+        failure: why the group is broken or closed; None while it works. A copy of it is raised.
     """
 
     timeout_s: float
@@ -80,28 +80,27 @@ class Group(Protocol):
     def failure(self) -> ConvoyError | None: ...
 
     @property
-    def strangers(self) -> int: ...
+    def rejected(self) -> int: ...
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
-        """Start to send and to receive, and return at once.
+        """Start to send and to receive, and return immediately.
 
-        All messages of one call are independent. Several messages to the same peer arrive in the order of the list.
-        The two devices of a pair start their messages to each other in the same order, lane by lane; lanes know nothing
-        of each other. Messages of zero elements are skipped, on both sides. Several Pendings may be outstanding and may
-        be waited for in any order, or never: what nobody waits for travels all the same.
+        Messages to the same peer arrive in the order of the list. Both devices of a pair must start their messages to each
+        other in the same order on each lane; lanes are independent. Messages of zero elements are skipped on both sides.
+        Pendings may be waited for in any order, or never: their messages travel anyway.
 
         Raises:
-            InputError: a lane or a peer that does not exist or is this device itself, or a tensor that is not contiguous.
-            ConvoyError: the group broke earlier; the same error again.
+            InputError: no such lane or peer, a message to this device itself, or a tensor that is not contiguous.
+            ConvoyError: a copy of `failure`.
         """
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """``start(sends, receives).wait()``."""
 
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
-        """Every device's text on this topic, in the order of the devices. All devices call it, in the same order.
+        """Return the texts of all devices on a topic, in device order (an all-gather). All devices call it in the same order.
 
-        It is meant for small texts, takes at most ``timeout_s``, and is not counted in ``sent_bytes``.
+        For small texts. It takes at most ``timeout_s``, and is not counted in ``sent_bytes``.
 
         Raises:
             MismatchError: the devices are at different topics.
@@ -112,7 +111,7 @@ class Group(Protocol):
         """Set ``sent_bytes`` to zero."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the group; with an error, the other devices are told it. A second call does nothing."""
+        """Leave the group. With an error, report it to the other devices. A second call does nothing."""
 
     def __enter__(self) -> Self: ...
 
@@ -120,7 +119,7 @@ class Group(Protocol):
 
 
 class CountedGroup(ABC):
-    """What every kind of group does alike: it checks and counts messages, stays broken once broken, closes itself."""
+    """Base of all groups: checks and counts messages, remembers its failure, and closes itself."""
 
     lanes = 2
 
@@ -135,7 +134,7 @@ class CountedGroup(ABC):
         self._counting = threading.Lock()
 
     @property
-    def strangers(self) -> int:
+    def rejected(self) -> int:
         return 0
 
     @abstractmethod
@@ -162,7 +161,7 @@ class CountedGroup(ABC):
     def _admit(
         self, sends: Sequence[Message], receives: Sequence[Message], lane: int
     ) -> tuple[list[Message], list[Message]]:
-        """The messages that really travel; the ones to send are counted."""
+        """Check messages, count those to send, and drop empty ones."""
         self._raise_failure()
         if not 0 <= lane < self.lanes:
             raise InputError(f"lane {lane}: this group has {self.lanes}, numbered from 0; start the messages on lane 0")
@@ -206,7 +205,7 @@ class CountedGroup(ABC):
 
 @final
 class Arrived:
-    """A Pending with nothing left to wait for."""
+    """A Pending without messages."""
 
     def wait(self) -> None:
         return
@@ -214,7 +213,7 @@ class Arrived:
 
 @final
 class AloneGroup(CountedGroup):
-    """A group of one device: the same script runs alone."""
+    """A group of one device, so that the same script also runs alone."""
 
     def __init__(self, torch_device: torch.device, timeout_s: float = 60.0) -> None:
         super().__init__(0, 1, torch_device, timeout_s)
@@ -232,5 +231,5 @@ class AloneGroup(CountedGroup):
 
 
 def closed_error() -> InputError:
-    """What a group says that is used after its end."""
+    """Return the error of a group that is used after it was closed."""
     return InputError("this group is closed: make a new one with join(), or close it later")

@@ -1,11 +1,11 @@
-"""The key of a job: who has it belongs to the job, and nobody else is spoken to.
+"""The key of a job. Processes that have it belong to the job; all others are rejected.
 
-A key is a private key and a certificate that it has signed itself, as PEM: the throwaway authority of one job. All devices
-have the same, and each accepts exactly this certificate. Where a process finds it (`key_of_process`):
+A key is a private key with a self-signed certificate, as PEM. All devices of a job have the same one, and accept only this
+certificate. `key_of_process` takes it from:
 
-    handed over       by Convoy's launchers, through a pipe whose number is in the environment
-    a file            that only its owner can read: `convoy key FILE`, named by --job-key or the variable CONVOY_JOB_KEY
-    this machine's    where a whole job runs on one machine and nobody has handed a key over: made at first use, per user
+    a pipe            of Convoy's launchers; its number is in the environment
+    a file            of `convoy fleet key FILE`, which only its owner can read; named by --job-key or CONVOY_JOB_KEY
+    this machine's    key of this user, made at first use; only for jobs on one machine
 """
 
 import os
@@ -22,57 +22,59 @@ from convoy.comm.environment import ProcessEnv, is_own_machine
 from convoy.errors import InputError
 
 KEY_FILE = "CONVOY_JOB_KEY"
-"""Names the file with the key of the job."""
+"""File with the job's key."""
 
 KEY_PIPE = "CONVOY_JOB_KEY_PIPE"
-"""The number of the pipe through which a launcher hands the key over. It can be read once."""
+"""Number of the pipe from which the key can be read once."""
 
 TRUST = "CONVOY_TRUST_NETWORK"
-"""Set to 1, connections are neither authenticated nor encrypted."""
+"""1: connections are neither authenticated nor encrypted."""
 
-MOST_BYTES = 16_384
-"""Of a key as text. A pipe holds as much on every system."""
+MAX_BYTES = 16_384
+"""Longest key file. Every system's pipes hold as much."""
 
 _received: "JobKey | None" = None
-"""The key that was read from the pipe: that can be done once."""
+"""The key from the pipe, which can be read only once."""
 
 _used: "JobKey | None" = None
-"""The key with which this process met the others before."""
+"""The key of the previous rendezvous."""
 
 
 @dataclass(frozen=True, repr=False)
 class JobKey:
-    """A job's private key and certificate. It never prints itself."""
+    """A job's private key and certificate. Its repr does not contain them."""
 
     pem: bytes
 
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """How to answer, and how to call, who has the same key: TLS 1.3, both sides prove themselves, nothing is resumed.
+        """Return the TLS contexts (server, client): TLS 1.3, mutual authentication, no session resumption.
 
         Raises:
-            InputError: it is no key.
+            InputError: this is not a key.
         """
         try:
             certificate = self.pem[self.pem.index(b"-----BEGIN CERTIFICATE") :].decode("ascii")
             return self._context(ssl.PROTOCOL_TLS_SERVER, certificate), self._context(
                 ssl.PROTOCOL_TLS_CLIENT, certificate
             )
-        except (ValueError, OSError):  # ssl's own errors among them; they are not repeated: they could quote the file
-            raise InputError("the job key is no key with a certificate: make one with `convoy key FILE`") from None
+        except (ValueError, OSError):  # ssl's errors could quote the file, so they are not repeated
+            raise InputError(
+                "the job key is not a key with a certificate: make one with `convoy fleet key FILE`"
+            ) from None
 
     @property
     def certificate(self) -> bytes:
-        """The certificate, DER: what each side compares with that of the other."""
+        """Return the certificate as DER, to compare with the peer's."""
         return ssl.PEM_cert_to_DER_cert(self.pem[self.pem.index(b"-----BEGIN CERTIFICATE") :].decode("ascii"))
 
     def _context(self, protocol: int, certificate: str) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # the certificate is compared itself
+        context.check_hostname = False  # the certificate itself is compared
         context.verify_mode = ssl.CERT_REQUIRED
         if protocol == ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # no session is taken up again: nothing recorded can be replayed
-        # OpenSSL reads keys from files only. A pipe is one that never touches a disk; it is opened once for each half.
+            context.num_tickets = 0  # no session resumption: recorded traffic cannot be replayed
+        # OpenSSL reads keys from files only. A pipe never touches the disk. It is read once per argument.
         first, second = _pipe_with(self.pem), _pipe_with(self.pem)
         try:
             context.load_cert_chain(f"/dev/fd/{first}", f"/dev/fd/{second}")
@@ -84,8 +86,8 @@ class JobKey:
 
 
 def make_key() -> JobKey:
-    """A new key. It holds as long as somebody has it: machines of a job need not agree on the time."""
-    from cryptography import x509  # 60 ms, and only who starts a job needs it
+    """Make a new key. It does not expire, because the clocks of a job's machines may differ."""
+    from cryptography import x509  # 60 ms, needed only by launchers
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -106,10 +108,10 @@ def make_key() -> JobKey:
 
 
 def write_key_file(path: Path) -> None:
-    """Make a key and keep it in a new file that only its owner can read.
+    """Make a key and write it to a new file that only its owner can read.
 
     Raises:
-        InputError: there is such a file already, or it cannot be written.
+        InputError: the file exists already, or cannot be written.
     """
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -122,32 +124,32 @@ def write_key_file(path: Path) -> None:
 
 
 def read_key_file(path: Path) -> JobKey:
-    """The key in a file.
+    """Read a key file.
 
     Raises:
-        InputError: no such file, one that others may read, or one that is no key.
+        InputError: no such file, others may read it, or it is not a key.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise InputError(
-            f"the job key {path} cannot be read: {error.strerror}; make one with `convoy key {path}` and bring it to every "
-            "machine of the job, e.g. with scp -p"
+            f"the job key {path} cannot be read: {error.strerror}; make one with `convoy fleet key {path}` and bring it to "
+            "every machine of the job, e.g. with scp -p"
         ) from None
     with os.fdopen(file, "rb") as opened:
-        told = os.fstat(file)
-        if not stat.S_ISREG(told.st_mode) or told.st_mode & 0o077 or told.st_uid not in (0, os.geteuid()):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
             raise InputError(
-                f"the job key {path} has mode {stat.S_IMODE(told.st_mode):04o} and owner {told.st_uid}: a key is a file that "
-                f"only its owner can read, and that is you; chmod 600 {path}"
+                f"the job key {path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}: a key is a file "
+                f"that only its owner can read, and that is you; chmod 600 {path}"
             )
-        key = JobKey(opened.read(MOST_BYTES))
+        key = JobKey(opened.read(MAX_BYTES))
     key.contexts()
     return key
 
 
 def machine_key() -> JobKey:
-    """This user's key for jobs on this machine alone, made at first use.
+    """Return this user's key for jobs on this machine. Make it at first use.
 
     Raises:
         InputError: its folder cannot be written.
@@ -159,7 +161,7 @@ def machine_key() -> JobKey:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 write_key_file(Path(folder) / "key")
-                with suppress(FileExistsError):  # another process was first: its key counts
+                with suppress(FileExistsError):  # another process was first: use its key
                     os.link(Path(folder) / "key", path)
         except OSError as error:
             raise InputError(
@@ -173,7 +175,7 @@ def machine_key() -> JobKey:
 
 
 def key_to_start(environment: Mapping[str, str]) -> JobKey | None:
-    """The key that a launcher hands over: that of a file where one is named, else a new one; None on a trusted network.
+    """Return the key for a launcher's processes: of the named file, else a new one. None: a trusted network.
 
     Raises:
         InputError: as :func:`read_key_file` and :func:`choose`.
@@ -185,17 +187,17 @@ def key_to_start(environment: Mapping[str, str]) -> JobKey | None:
 
 
 def variables_to_paste(environment: Mapping[str, str]) -> dict[str, str]:
-    """What processes need that somebody else starts by hand: where their key is, or that they trust the network."""
+    """Return the variables with the key file, or the trust in the network, for processes that a user starts."""
     if environment.get(TRUST) == "1":
         return {TRUST: "1"}
     return {KEY_FILE: environment[KEY_FILE]} if environment.get(KEY_FILE) else {}
 
 
 def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str, str]) -> None:
-    """Note what the command line says, for this process and those that it starts.
+    """Set the variables for what the command line says, for this process and its children.
 
     Raises:
-        InputError: a key, and a network that is trusted; or as :func:`read_key_file`, also where one device needs no key.
+        InputError: both a key and a trusted network; or as :func:`read_key_file`, even for one device.
     """
     if file and trust:
         raise InputError(
@@ -210,7 +212,7 @@ def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str
 
 
 def hand_over(key: JobKey) -> int:
-    """A pipe that holds the key, to be inherited by one process that is told its number in `KEY_PIPE`."""
+    """Return a pipe that contains the key, for one process that finds its number in `KEY_PIPE`."""
     return _pipe_with(key.pem)
 
 
@@ -224,7 +226,7 @@ def _pipe_with(content: bytes) -> int:
 
 
 def take_over(environment: MutableMapping[str, str]) -> JobKey | None:
-    """The key that the launcher of this process has handed over; None where there is none. It is read at the first call."""
+    """Return the key from the launcher's pipe, if any. Read it at the first call."""
     global _received
     # Taken out of the environment: in a process started from here the number would mean another file.
     number = environment.pop(KEY_PIPE, "")
@@ -233,15 +235,15 @@ def take_over(environment: MutableMapping[str, str]) -> JobKey | None:
             pipe = int(number)
             if stat.S_ISFIFO(os.fstat(pipe).st_mode):
                 with os.fdopen(pipe, "rb") as opened:
-                    _received = JobKey(opened.read(MOST_BYTES))
+                    _received = JobKey(opened.read(MAX_BYTES))
     return _received
 
 
 def key_of_process(env: ProcessEnv, environment: Mapping[str, str]) -> JobKey | None:
-    """The key with which this process meets the others; None where the user trusts the network.
+    """Return the key of this process. None: the user trusts the network.
 
     Raises:
-        InputError: there is none, and the devices may be on several machines.
+        InputError: there is no key, and the devices may be on several machines.
     """
     global _used
     taken = take_over(os.environ)
@@ -257,6 +259,6 @@ def key_of_process(env: ProcessEnv, environment: Mapping[str, str]) -> JobKey | 
         return _used
     raise InputError(
         f"this job has no key, and its {env.devices} devices meet at {env.host}, on several machines as it seems: make one "
-        f"with `convoy key FILE`, bring the file to every machine, and give it with --job-key FILE, or {KEY_FILE}=FILE. On a "
-        f"network whose machines are all trusted: --trust-network, or {TRUST}=1"
+        f"with `convoy fleet key FILE`, bring the file to every machine, and give it with --job-key FILE, or {KEY_FILE}=FILE. "
+        f"On a network whose machines are all trusted: --trust-network, or {TRUST}=1"
     )

@@ -1,7 +1,6 @@
-"""The store at which the processes of a job meet: texts by key, behind a door that only the job's key opens.
+"""The key-value store where the processes of a job meet. Only processes with the job's key can use it.
 
-Device 0 keeps it in its own memory; the others ask it over one connection each. It has those methods of torch's stores that
-meeting needs, so that either can be used.
+Device 0 hosts it in its memory. Each of the others uses one connection.
 """
 
 import socket
@@ -10,40 +9,39 @@ import time
 from typing import Any, Protocol, final
 
 from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
-from convoy.comm.door import Door
 from convoy.comm.environment import nobody_listens, resolve
+from convoy.comm.listener import Listener
 from convoy.errors import InputError
 
 ANSWER_S = 10.0
-"""Its thread does nothing but answer."""
+"""How long an answer may take: the store has a thread of its own."""
 
 RECONNECT_S = 2.0
-"""A device that meets the others once more may find the door of the time before, just closing."""
+"""How long to reconnect: the listener of the previous rendezvous may just be closing."""
 
-
-STRANGER_S = 2.0
-"""Who listens there with another key may be a job that is just ending."""
+OTHER_KEY_S = 2.0
+"""How long to tolerate a listener with another key: that job may just be ending."""
 
 
 class Store(Protocol):
-    """Texts by key; torch's stores are such ones. RuntimeError where it cannot be reached any more."""
+    """Texts by key. Methods raise RuntimeError if the store cannot be reached any more."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
     def get(self, key: str, /) -> bytes: ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all of the keys have a text."""
+        """Return whether all keys are set."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a text if the key has the expected one (none counts as empty); the one it has then."""
+        """Set a text if the key has the expected one (unset counts as empty). Return the resulting text."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
 @final
 class Prefixed:
-    """A part of a store: its keys begin with a prefix."""
+    """A store whose keys get a prefix."""
 
     def __init__(self, prefix: str, store: Store) -> None:
         self._prefix, self._store = prefix, store
@@ -69,22 +67,22 @@ class Prefixed:
 
 @final
 class KeptStore:
-    """The store in the memory of the process that keeps it, and its door.
+    """The store in the memory of the process that hosts it.
 
     Attributes:
-        texts: of all stores that this process has kept or keeps at the address.
+        texts: by key. Stores that this process hosts one after another at an address may share them.
     """
 
     def __init__(self, listener: socket.socket, credentials: Credentials, texts: dict[str, str]) -> None:
         self.texts = texts
         self._lock = threading.Lock()
-        self._door = Door(listener, credentials, "convoy-meeting")
-        self._door.handlers["store"] = self._answer
-        self.address = self._door.address
+        self._listener = Listener(listener, credentials, "convoy-meeting")
+        self._listener.handlers["store"] = self._answer
+        self.address = self._listener.address
 
     @property
-    def strangers(self) -> int:
-        return sum(self._door.strangers.values())
+    def rejected(self) -> int:
+        return sum(self._listener.rejected.values())
 
     def set(self, key: str, value: str) -> None:
         with self._lock:
@@ -108,7 +106,7 @@ class KeptStore:
         return [self.get(key) for key in keys]
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
     def _answer(self, words: Words, _: Channel) -> Words:
         key, value = str(words.get("key")), str(words.get("value"))
@@ -127,10 +125,10 @@ class KeptStore:
 
 @final
 class VisitedStore:
-    """The store of another process."""
+    """A connection to the store of another process."""
 
     def __init__(self, address: tuple[str, int], credentials: Credentials) -> None:
-        """Connect. OSError or NotOfThisJob if that fails."""
+        """Connect. Raise OSError or NotOfThisJob if that fails."""
         self._address, self._credentials = address, credentials
         self._lock = threading.Lock()
         self._channel: Channel | None = self._connected(time.monotonic() + ANSWER_S)
@@ -184,21 +182,21 @@ class VisitedStore:
 
 
 def visit(host: str, port: int, credentials: Credentials, deadline_s: float) -> VisitedStore:
-    """A connection to a store that somebody else keeps, or will within the time.
+    """Connect to the store of another process, which may start to listen within the time.
 
     Raises:
-        InputError: the name is unknown, or who listens there has another key.
+        InputError: the name is unknown, or the listener has another key.
         DeviceLostError: nobody listened there until ``deadline_s`` (of ``time.monotonic``).
     """
     resolve(host, port, socket.SOCK_STREAM)
-    pause_s, patience_s = 0.01, time.monotonic() + STRANGER_S
+    pause_s, tolerated_until_s = 0.01, time.monotonic() + OTHER_KEY_S
     while True:
         try:
             return VisitedStore((host, port), credentials)
         except NotOfThisJob as error:
-            if time.monotonic() > min(patience_s, deadline_s):
+            if time.monotonic() > min(tolerated_until_s, deadline_s):
                 raise InputError(
-                    f"who listens at {host} port {port} does not have the key of this job ({error}): give every device the "
+                    f"the listener at {host} port {port} does not have the key of this job ({error}): give every device the "
                     "same key file (--job-key, CONVOY_JOB_KEY), or another port if that is another job"
                 ) from None
         except (OSError, ValueError) as error:

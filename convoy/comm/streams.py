@@ -1,14 +1,12 @@
-"""Tensors over connections of the job's own: for each pair of devices and each lane one connection each way.
+"""Tensors over the job's own connections: for each pair of devices and each lane, one connection in each direction.
 
-A connection carries messages in one direction, in the order in which they were started. Before each message goes its size:
-another one than its receiver expects is an error on the spot. Lanes know nothing of each other.
+A connection carries messages in the order in which they were started. Each message starts with its size, and a size that the
+receiver does not expect is an error. Lanes are independent.
 
-Who moves a message depends on its size. A small one costs more to hand over to another thread than to move: it is sent at once,
-by who starts it, where the connection is free and the kernel takes it without waiting; and it is read by who waits for it. Of a
-large one that is not encrypted there leaves at once what the kernel takes. All else is moved by a thread at either end, which
-does not hold Python's lock while it encrypts, decrypts or waits: what is large travels while the device computes. So does what
-nobody receives yet: it waits in the memory of the sender, or of the kernel. The thread of a connection sends small messages
-that are behind each other as one piece, and what has come together is read together.
+Small messages are faster to send than to hand to another thread. The calling thread sends them at once if the queue is empty
+and the kernel accepts them, and the waiting thread receives them. Of a large unencrypted message, the calling thread sends as
+much as the kernel accepts. Threads at both ends move everything else. They release the GIL while they encrypt, decrypt and
+wait, so large messages travel while the device computes. The sender thread joins small messages into one send.
 """
 
 import queue
@@ -25,37 +23,37 @@ import torch
 
 from convoy.comm.backends import PeerFailure, PendingWork, Staging
 from convoy.comm.channel import Channel, NotOfThisJob, Words
-from convoy.comm.door import Door
 from convoy.comm.environment import is_loopback
 from convoy.comm.group import Message
+from convoy.comm.listener import Listener
 
 TEXTS = 2
-"""The lane of texts, beside those of tensors."""
+"""The lane of texts, in addition to those of tensors."""
 
 SMALL_BYTES = 16_000
-"""A message up to this size leaves with its header as one piece, in one TLS record, and needs no thread."""
+"""A message up to this size is sent together with its header, in one TLS record, without a thread."""
 
 UNREAD_BYTES, UNREAD = 32_768, 16
-"""So much, and so many messages, may be left to who waits for them: any kernel holds as much for a connection."""
+"""Bytes and messages that may wait for the receiving caller. Any kernel buffers as much per connection."""
 
 AGAIN_S = 0.05
-"""Before a door that has dropped a connection is called again."""
+"""Pause before connecting again to a listener that dropped the connection."""
 
 _HEADER = struct.Struct("<Q")
 
 
 class WrongSizeError(RuntimeError):
-    """A message has another size than its receiver expects."""
+    """A message whose size its receiver did not expect."""
 
 
 def _fresh(error: RuntimeError) -> RuntimeError:
-    """What is kept, to be raised: see `ConvoyError.again`."""
+    """Copy an error that is kept, to raise it: see `ConvoyError.again`."""
     return type(error)(*error.args)
 
 
 @final
 class Ticket:
-    """A message on its way, as the thread that started it sees it."""
+    """The completion of one message, for the thread that started it."""
 
     __slots__ = ("_done", "_error")
 
@@ -65,7 +63,7 @@ class Ticket:
         self._error: RuntimeError | None = None
 
     def wait(self, limit: timedelta) -> None:
-        """RuntimeError if it cannot arrive any more, or has not after this time."""
+        """Wait for completion. RuntimeError if it failed or took longer than `limit`."""
         if not self._done.acquire(timeout=limit.total_seconds()):
             raise RuntimeError("timed out waiting for the message")
         self._done.release()
@@ -79,10 +77,10 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A message for the sending thread.
+    """A message for the sender thread.
 
     Attributes:
-        begun: its header, and the beginning of it, have left.
+        begun: its header and first bytes have been sent.
         copied: the content is complete behind this event of an accelerator.
     """
 
@@ -94,12 +92,12 @@ class _Order:
 
 @final
 class Outflow:
-    """The messages that go to another device on one lane. Its thread starts with the first that does not leave at once."""
+    """Outgoing message queue of one peer and lane. The sender thread starts when a message cannot be sent immediately."""
 
     def __init__(self, channel: Channel, name: str) -> None:
         self._channel, self._name = channel, name
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._left = 0  # orders that the thread has not done
+        self._left = 0  # orders in progress on the thread
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
         self._lock = threading.Lock()
@@ -126,7 +124,7 @@ class Outflow:
         return ticket
 
     def _begun(self, content: memoryview) -> int | None:
-        """Send what can leave without waiting: how much that is, or None if nothing."""
+        """Send what the kernel accepts without waiting. Return the number of bytes, or None if nothing was sent."""
         header = _HEADER.pack(len(content))
         try:
             if len(content) > SMALL_BYTES:
@@ -147,7 +145,7 @@ class Outflow:
             self._thread.start()
 
     def cut(self) -> None:
-        """End the connection; what is under way on it fails. `close` must follow."""
+        """Shut the connection down, which fails its messages. `close` must follow."""
         with self._lock:
             self._error = self._error or RuntimeError("the connection was closed here")
         self._channel.cut()
@@ -168,12 +166,12 @@ class Outflow:
             with self._lock:
                 self._left -= len(orders)
             tickets = [order.ticket for order in orders]
-            del orders  # the tensors are their owner's again
+            del orders  # release the tensors
             for ticket in tickets:
                 ticket.finish()
 
     def _next(self) -> list[_Order]:
-        """The next message, and small ones behind it; none at the end."""
+        """Return the next message and small ones behind it. Empty: the queue is closed."""
         if (order := self._orders.get()) is None:
             return []
         orders, size = [order], len(order.content)
@@ -190,11 +188,11 @@ class Outflow:
         for order in orders:
             content = order.content
             if order.copied is not None and not order.copied.query():
-                if joined:  # what is complete need not wait for what is not
+                if joined:  # complete messages need not wait for the copy
                     self._channel.send(joined)
                     joined = b""
-                order.copied.synchronize()  # without Python's lock: the launching thread needs it
-            if order.begun:  # it is the first: who sends at once has nothing before it
+                order.copied.synchronize()  # releases the GIL, which the launching thread needs
+            if order.begun:  # always the first one: the queue was empty
                 self._channel.send(content)
             elif len(content) <= SMALL_BYTES:
                 joined += _HEADER.pack(len(content)) + content
@@ -208,7 +206,7 @@ class Outflow:
     def _fail(self, tickets: Sequence[Ticket], error: RuntimeError) -> None:
         with self._lock:
             self._error = error
-        self._channel.cut()  # the other side shall notice as well
+        self._channel.cut()  # so that the peer notices as well
         for ticket in tickets:
             ticket.finish(error)
         while not self._orders.empty():
@@ -218,22 +216,22 @@ class Outflow:
 
 @final
 class Arrival:
-    """A message that is to arrive, as the thread that wants it sees it.
+    """One expected message.
 
     Attributes:
-        told: where another thread reads the connection, what that one finishes.
+        ticket: finished by another thread that reads the connection.
     """
 
-    __slots__ = ("done", "error", "flow", "place", "told")
+    __slots__ = ("done", "error", "flow", "place", "ticket")
 
     def __init__(self, flow: "Inflow", place: memoryview) -> None:
         self.flow, self.place = flow, place
         self.done = False
         self.error: RuntimeError | None = None
-        self.told: Ticket | None = None
+        self.ticket: Ticket | None = None
 
     def wait(self, limit: timedelta) -> None:
-        """As `Ticket.wait`; where no thread reads this connection, it is read here."""
+        """As `Ticket.wait`. If no thread reads this connection, read it here."""
         if not self.done:
             self.flow.wait(self, limit)
         if self.error is not None:
@@ -242,26 +240,23 @@ class Arrival:
 
 @final
 class Inflow:
-    """The messages that come from another device on one lane. Its thread starts with the first that nobody need wait for."""
+    """Incoming message queue of one peer and lane. The receiver thread starts when more is expected than the kernel buffers."""
 
     def __init__(self, channel: Channel, name: str) -> None:
         self._channel, self._name = channel, name
         self._orders: deque[Arrival] = deque()
         self._unread_bytes = 0
-        self._asked = False  # whether somebody waits for the thread
+        self._asked = False  # whether a caller waits for the thread
         self._header = bytearray(_HEADER.size)
-        self._part, self._in_header = (
-            memoryview(self._header),
-            True,
-        )  # what of the header, or the message, is still to come
-        self._reading = threading.Lock()  # of who reads: the thread, or one that waits
+        self._part, self._in_header = memoryview(self._header), True  # the part still to come
+        self._reading = threading.Lock()  # held by the reader: the thread, or a waiting caller
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
         self._lock = threading.Lock()
 
     def add(self, place: memoryview) -> Arrival:
-        """Another message, behind those that are there.
+        """Queue an expected message.
 
         Raises:
             RuntimeError: the connection is closed.
@@ -276,7 +271,7 @@ class Inflow:
         return arrival
 
     def wait(self, arrival: Arrival, limit: timedelta) -> None:
-        """Until a message has arrived or failed, or RuntimeError after this time."""
+        """Wait until a message has arrived. RuntimeError if it failed or took longer than `limit`."""
         until_s = time.monotonic() + limit.total_seconds()
         with self._lock:
             if arrival.done:
@@ -285,11 +280,11 @@ class Inflow:
                 raise _fresh(self._error)
             mine = self._reading.acquire(blocking=False)
             if not mine:
-                arrival.told = arrival.told or Ticket()
+                arrival.ticket = arrival.ticket or Ticket()
                 self._asked = True
         if not mine:
-            assert arrival.told is not None
-            arrival.told.wait(limit)
+            assert arrival.ticket is not None
+            arrival.ticket.wait(limit)
             return
         try:
             while not arrival.done:
@@ -304,7 +299,7 @@ class Inflow:
                 self._call_thread()
 
     def _call_thread(self) -> None:
-        """Where nobody reads, and more is to come than can be left to who waits for it."""
+        """Start the receiver thread if nobody reads and more is expected than the kernel buffers."""
         due = self._unread_bytes > UNREAD_BYTES or len(self._orders) > UNREAD or self._asked
         if due and self._reading.acquire(blocking=False):
             self._calls.put(True)
@@ -323,7 +318,7 @@ class Inflow:
                 return
 
     def _more(self) -> bool:
-        """Whether there is more to read; if not, others may."""
+        """Return whether there is more to read. If not, let others read."""
         with self._lock:
             if not self._orders:
                 self._asked = False
@@ -331,7 +326,7 @@ class Inflow:
             return bool(self._orders)
 
     def _read(self, until_s: float | None) -> None:
-        """Read the first message to its end."""
+        """Receive the first message completely."""
         arrival = self._orders[0]
         if self._in_header:
             self._fill(until_s)
@@ -350,14 +345,14 @@ class Inflow:
             self._part = self._part[self._channel.receive_some(self._part, until_s) :]
 
     def _fail(self, error: RuntimeError) -> None:
-        self._channel.cut()  # the other side shall notice as well
+        self._channel.cut()  # so that the peer notices as well
         with self._lock:
             self._error = error
             while self._orders:
                 _finish(self._orders.popleft(), error)
 
     def cut(self) -> None:
-        """End the connection; what is under way on it fails. `close` must follow."""
+        """Shut the connection down, which fails its messages. `close` must follow."""
         with self._lock:
             self._error = self._error or RuntimeError("the connection was closed here")
         self._channel.cut()
@@ -366,16 +361,16 @@ class Inflow:
     def close(self, limit_s: float) -> None:
         if self._thread is not None:
             self._thread.join(limit_s)
-        if self._reading.acquire(timeout=limit_s):  # who waits has noticed
+        if self._reading.acquire(timeout=limit_s):  # a waiting reader has noticed
             self._reading.release()
         self._channel.close()
 
 
 def _finish(arrival: Arrival, error: RuntimeError | None) -> None:
     arrival.error, arrival.done = error, True
-    arrival.place = _NOTHING  # the tensor is its owner's again
-    if arrival.told is not None:
-        arrival.told.finish(error)
+    arrival.place = _NOTHING  # release the tensor
+    if arrival.ticket is not None:
+        arrival.ticket.finish(error)
 
 
 _NOTHING = memoryview(b"")
@@ -385,12 +380,14 @@ def _closed(error: Exception) -> RuntimeError:
     return _fresh(error) if isinstance(error, WrongSizeError) else RuntimeError(f"connection closed: {error}")
 
 
-def _called(door: Door, address: tuple[str, int], words: Words, deadline_s: float) -> tuple[Channel, Words | None]:
-    """A connection to another door, and what it said. One that is slow, or full of strangers, drops who comes: call again."""
+def _connect(
+    listener: Listener, address: tuple[str, int], words: Words, deadline_s: float
+) -> tuple[Channel, Words | None]:
+    """Connect to another listener, and return its answer. Retry if it drops the connection: it may be overloaded."""
     while True:
         channel: Channel | None = None
         try:
-            channel = door.credentials.call(address, words, deadline_s)
+            channel = listener.credentials.call(address, words, deadline_s)
             return channel, channel.heard()
         except BaseException as error:
             if channel is not None:
@@ -403,27 +400,27 @@ def _called(door: Door, address: tuple[str, int], words: Words, deadline_s: floa
 
 @final
 class StreamBackend:
-    """Tensors over the job's own connections; see the module's text. Those of accelerators are staged."""
+    """Sends tensors over the job's own connections. Tensors of accelerators are staged in host memory."""
 
     lanes = 2
 
     def __init__(
         self,
-        door: Door,
+        listener: Listener,
         addresses: Sequence[tuple[str, int]],
         device: int,
         name: str,
         limit_s: float,
         staged: bool = False,
     ) -> None:
-        """Connect to all others: each calls each, and takes their calls at its door.
+        """Connect to all other devices, and accept their connections.
 
         Args:
-            addresses: of the doors of all devices.
-            name: of this group, the same on all devices, and unlike that of any other group at these doors.
+            addresses: of the listeners of all devices.
+            name: of this group, the same on all devices and unique among the groups of these listeners.
 
         Raises:
-            RuntimeError: somebody could not be reached within ``limit_s``.
+            RuntimeError: a device could not be reached within ``limit_s``.
         """
         deadline_s = time.monotonic() + max(1.0, limit_s)
         self._staging = Staging(staged)
@@ -435,20 +432,20 @@ class StreamBackend:
         try:
             for lane, peer in ways:
                 words = {"for": "stream", "mark": f"{name}/{lane}/{device}"}
-                channel, told = _called(door, addresses[peer], words, deadline_s)
+                channel, reply = _connect(listener, addresses[peer], words, deadline_s)
                 self._out[lane, peer] = Outflow(channel, f"convoy-to-{peer}.{lane}")
-                if told == {"sealed": False} and is_loopback(str(channel.connection.getpeername()[0])):
+                if reply == {"sealed": False} and is_loopback(str(channel.connection.getpeername()[0])):
                     channel.unseal()
                 channel.connection.settimeout(None)
             for lane, peer in ways:
-                came = door.stream(f"{name}/{lane}/{peer}", max(0.0, deadline_s - time.monotonic()))
+                came = listener.stream(f"{name}/{lane}/{peer}", max(0.0, deadline_s - time.monotonic()))
                 self._in[lane, peer] = Inflow(came, f"convoy-from-{peer}.{lane}")
         except (OSError, NotOfThisJob, ValueError) as error:
             self.cut(broken=True)
             raise RuntimeError(f"device {peer}: {error}") from None
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> PendingWork:
-        """Start messages; on the lane `TEXTS`, too.
+        """Start messages on any lane, including `TEXTS`.
 
         Raises:
             PeerFailure: a connection is closed already.
@@ -460,14 +457,14 @@ class StreamBackend:
                 peer = message.peer
                 place = _bytes_of(self._staging.place_for(message.tensor, work))
                 work.works.append(((peer,), self._in[lane, peer].add(place)))
-            contents: dict[int, memoryview] = {}  # one tensor often goes to several
+            contents: dict[int, memoryview] = {}  # one tensor is often sent to several peers
             tensors = self._staging.in_host([message.tensor for message in sends], work, lane)
             for message, tensor in zip(sends, tensors, strict=True):
                 peer = message.peer
                 if id(tensor) not in contents:
                     contents[id(tensor)] = _bytes_of(tensor.detach())
                 ticket = self._out[lane, peer].add(contents[id(tensor)], work.copied)
-                # A staged tensor is its owner's again behind `copied`: nothing waits until the copy of it has left.
+                # A staged tensor may be reused after `copied`, so nothing waits until its copy was sent.
                 if ticket is not None and work.copied is None:
                     work.works.append(((peer,), ticket))
         except RuntimeError as error:
@@ -486,10 +483,10 @@ class StreamBackend:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor that is one block."""
-    known = tensor.dtype in _KNOWN_TO_PYTHON
+    """Return the memory of a contiguous tensor."""
+    known = tensor.dtype in _NUMPY_DTYPES
     content: Any = tensor.numpy() if known else tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(content).cast("B")
 
 
-_KNOWN_TO_PYTHON = frozenset({torch.float32, torch.float64, torch.uint8, torch.int64})
+_NUMPY_DTYPES = frozenset({torch.float32, torch.float64, torch.uint8, torch.int64})

@@ -86,7 +86,7 @@ def check_devices(settings: Settings) -> None:
     """Refuse devices that this machine does not have. InputError."""
     for name in dict.fromkeys(settings.device_names):
         if name not in (AUTO_DEVICE, "cpu"):
-            from convoy.comm.accelerator import check_device
+            from convoy.machine.accelerator import check_device
 
             check_device(name)
 
@@ -118,11 +118,6 @@ def check(settings: Settings) -> None:
     if settings.memory is not None and settings.fleet is not None:
         raise InputError(
             "--memory with --fleet: write memory_bytes of each device into the fleet file, and leave --memory out"
-        )
-    if settings.accumulate == "auto" and settings.plan != AUTO:
-        raise InputError(
-            f"--accumulate auto with --plan {settings.plan}: only the planner knows how many micro-batches memory requires; "
-            "give --plan auto, or a number of micro-batches"
         )
     if settings.batch % settings.passes:
         some = [n for n in range(1, min(settings.batch, MOST_DIVISORS + 1)) if not settings.batch % n]

@@ -18,7 +18,6 @@ from convoy.fleet.units import quantity
 from convoy.layout.comm_dtype import parse_comm_dtype
 
 MAX_DEVICES = 1024  # more processes than that on one machine are a slip of the finger
-MOST_PASSES = 10**9
 MOST_CHARACTERS = 20_000  # of an option's value: more than the names of MAX_DEVICES devices need
 MOST_PATH_BYTES = 4000
 MOST_SHOWN = 4  # addresses
@@ -73,19 +72,19 @@ def device_names(text: str) -> tuple[str, ...]:
     return named
 
 
-def _count(text: str, most: int = MAX_DEVICES) -> int | None:
-    """Read a whole number, or `most + 1` for any larger one; None if the text is none."""
+def _count(text: str) -> int | None:
+    """Read a whole number, or `MAX_DEVICES + 1` for any larger one; None if the text is none."""
     digits = text.strip().lstrip("0") or "0"
     if not (text.strip().isascii() and text.strip().isdecimal()):
         return None
-    return min(int(digits), most + 1) if len(digits) <= 10 else most + 1
+    return min(int(digits), MAX_DEVICES + 1) if len(digits) <= 10 else MAX_DEVICES + 1
 
 
 def _devices_here(every: bool) -> tuple[str, ...]:
     if os.environ.get("CONVOY_DEVICE") and not every:
         return (AUTO_DEVICE,)
     # Imported here, because it may import torch.
-    devices: tuple[str, ...] = importlib.import_module("convoy.comm.accelerator").local_devices()
+    devices: tuple[str, ...] = importlib.import_module("convoy.machine.accelerator").local_devices()
     chosen = devices if every else devices[:-1]
     return chosen if len(chosen) > 1 else (AUTO_DEVICE,)
 
@@ -95,16 +94,6 @@ def devices_text(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return ",".join(map(str, value)) if isinstance(value, list) else value
-
-
-def passes_of_text(value: Any) -> Any:
-    """Read the micro-batches of a step: a number, or auto."""
-    if value == AUTO_DEVICE:
-        return value
-    count = _count(value, MOST_PASSES) if isinstance(value, str) else value
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_PASSES:
-        raise InputError(f"give auto, or a whole number of 1 or more, at most {MOST_PASSES:,}")
-    return count
 
 
 def wire_text(value: Any) -> Any:

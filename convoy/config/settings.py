@@ -26,7 +26,6 @@ from convoy.config.option_types import (
     devices_text,
     listen_address,
     one_of,
-    passes_of_text,
     wire_text,
 )
 from convoy.errors import InputError
@@ -200,10 +199,10 @@ class Settings(BaseModel):
 
     epochs: int = _step(1, "Passes over the training images.", often=True, ge=1)
     batch: int = _step(64, "Global batch: samples per step.", often=True, ge=1)
-    accumulate: Annotated[Literal["auto"] | int, BeforeValidator(passes_of_text)] = _step(
+    accumulate: int = _step(
         1,
-        "Micro-batches per step: less memory, the same numbers. Batch norm alone sees one micro-batch. auto, with --plan auto: "
-        "as many as the devices' memory requires; 1 for nets with batch norm.",
+        "Micro-batches per step: less memory, the same numbers. Batch norm alone sees one micro-batch.",
+        ge=1,
     )
     optimizer: Annotated[str, one_of("convoy.train.loop:OPTIMIZERS")] = _step("sgd", "sgd, adam or adamw.", often=True)
     lr: float = _step(0.01, "Learning rate, or the highest of a schedule.", often=True, gt=0)
@@ -316,8 +315,8 @@ class Settings(BaseModel):
 
     @property
     def passes(self) -> int:
-        """Micro-batches per step; 1 if `auto` has not been decided yet."""
-        return 1 if self.accumulate == "auto" else self.accumulate
+        """Micro-batches per step."""
+        return self.accumulate
 
     @property
     def pass_batch(self) -> int:

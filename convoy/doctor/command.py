@@ -10,7 +10,6 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from convoy.comm.environment import ProcessEnv, imposed_slowdown, read_process_env
-from convoy.comm.processes import watch_parent
 from convoy.doctor.examine import examine_alone, examine_fleet, examine_job
 from convoy.doctor.facts import CONTEXT, Context, Finding, collect_facts, from_text
 from convoy.doctor.findings import diagnose
@@ -20,6 +19,7 @@ from convoy.files import write_whole
 from convoy.fleet import read_fleet
 from convoy.launch.exit_status import ERROR_STATUS
 from convoy.launch.fleet import startable
+from convoy.machine.process import watch_parent
 from convoy.report.screen import FILE_WIDTH, Screen
 
 FOUND_ERRORS = 1

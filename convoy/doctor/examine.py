@@ -7,10 +7,8 @@ from pathlib import Path
 
 import torch
 
-from convoy.comm.accelerator import local_devices
 from convoy.comm.environment import ProcessEnv, is_loopback, is_own
 from convoy.comm.meeting import Prefixed
-from convoy.comm.processes import within
 from convoy.comm.rendezvous import store_at
 from convoy.doctor.exchange import Exchange
 from convoy.doctor.facts import (
@@ -32,6 +30,8 @@ from convoy.errors import ConvoyError, DeviceLostError, InputError
 from convoy.fleet import Fleet
 from convoy.launch.fleet import run_on_fleet
 from convoy.launch.survey import ask_one
+from convoy.machine.accelerator import local_devices
+from convoy.machine.process import within
 
 PACE_LIMIT_S = 20.0  # for the first convolution of a slow device; one that takes longer counts as silent
 LEAVE_S = 5.0  # how long device 0 waits for the last call of a device that is slow or gone

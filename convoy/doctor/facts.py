@@ -18,12 +18,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch.nn.functional import conv2d
 
-from convoy.comm.accelerator import finish, local_devices, memory_of, pick_device
 from convoy.comm.environment import ProcessEnv, own_address, route_to
 from convoy.comm.rendezvous import ProcessInfo, check_infos, own_info
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.launch.survey import Answer, ask_one
+from convoy.machine.accelerator import finish, local_devices, memory_of, pick_device
 from convoy.measure.describe import Own, describe, fit, fleet_of
 from convoy.measure.load import quota_cores
 

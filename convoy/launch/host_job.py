@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.comm.launch_env import RANK_VARIABLES
+from convoy.machine.launch_env import RANK_VARIABLES
 
 if TYPE_CHECKING:  # the agent on a host knows no fleet, and should not load what reads its file
     from convoy.fleet import Device, Fleet, Host

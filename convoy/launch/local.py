@@ -10,11 +10,11 @@ from typing import Any
 
 from convoy.comm.environment import LISTENER, listen_at
 from convoy.comm.job_key import key_to_start
-from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 from convoy.launch.exit_status import conclude
 from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_environments, log_of
 from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, once_first, to_stdout
+from convoy.machine.launch_env import hidden
 
 KILLED_GRACE_S = 0.5  # seconds that the others get to end by themselves once a device was killed
 

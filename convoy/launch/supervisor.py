@@ -17,11 +17,11 @@ from typing import IO, Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm import roster
 from convoy.comm.job_key import KEY_PIPE, JobKey, hand_over
-from convoy.comm.signals import END, LEAVE_TOO
 from convoy.errors import InputError
 from convoy.launch.exit_status import Ending
+from convoy.machine import roster
+from convoy.machine.signals import END, LEAVE_TOO
 
 TERMINATE_S = 2.0  # seconds between SIGTERM and SIGKILL
 KILL_S = 5.0  # seconds that the kernel may take to end a killed process
@@ -198,7 +198,7 @@ class Start:
 
     Attributes:
         environment: all its variables; None: those of this process.
-        lifeline: it can notice the end of this process, however that ends, by `convoy.comm.processes.watch_parent`.
+        lifeline: it can notice the end of this process, however that ends, by `convoy.machine.process.watch_parent`.
         key: of the job, handed over through a pipe: no argument or variable holds it.
         own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
         log: a file that gets a copy of its output, except of what goes to the terminal.

@@ -1,61 +1,107 @@
-"""Plans anew in a running job: brings together what is known of the devices and what rebalancing has found out since."""
+"""Replanner: plans for a running job whose devices change, with what rebalancing has found out since."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from convoy.comm.agreement import from_first
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.planner.anew import Anew, plan_anew
-from convoy.planner.known import Known
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.request import PlanRequest
 from convoy.runtime.module import Distributed
 from convoy.simulate.regrouped import seconds_of_layers
+from convoy.simulate.table import Measurement
 from convoy.train import rebalance
 from convoy.train.controller import Rebalancer
 
 
 class Replanner:
-    """Makes the plan for the devices that a run has now, from the same values on each of them.
+    """Makes the plan for the devices that a job has now, from the same values on each of them.
 
     Args:
-        known: of the devices that the run began with.
+        request: with which the job was started.
         rebalancer: corrects what was measured before.
 
     Attributes:
-        known: with what was found out since, and the devices that came.
-        found: the latest, on the device that planned.
-        prepared: a plan that was made before the devices change, and for what: the plan and devices before, the devices and
-            speeds then.
+        known: the devices that the job was started with, those that joined, and what was found out since.
+        found: the latest plan, on the device that planned.
+        prepared: a plan made before the devices change, with the plan and devices before, and the devices and speeds then.
     """
 
-    def __init__(self, known: Known, rebalancer: Rebalancer | None = None) -> None:
-        self.known, self.rebalancer = known, rebalancer
+    def __init__(self, request: PlanRequest, rebalancer: Rebalancer | None = None) -> None:
+        self._request, self.rebalancer = request, rebalancer
+        self.known = request.fleet
         self.found: Anew | None = None
         self.prepared: tuple[Plan, tuple[int, ...], tuple[int, ...], Speeds, Anew] | None = None
 
+    @property
+    def request(self) -> PlanRequest:
+        """The request with what is known today."""
+        return replace(self._request, fleet=self.known)
+
     def note(self, model: Distributed, before: Sequence[int]) -> None:
-        """On every device, before planning: what only the plan of these devices has shown."""
+        """Keep what only the running plan has shown. Called on every device before planning."""
         state = None if self.rebalancer is None else self.rebalancer.state
         graph = model.traced[True].graph
-        measured = replace(self.known, slower={}).costs_of(before, graph)
-        if state is not None and state.plan == model.plan and measured is not None:
-            predicted = seconds_of_layers(lower(model.plan, graph), graph, measured[0].times, len(before))
+        fleet = replace(self.known, slower={}).of(before)
+        if state is not None and state.plan == model.plan and fleet is not None and fleet.measured is not None:
+            times = fleet.measured.costs(graph).times
+            predicted = seconds_of_layers(lower(model.plan, graph), graph, times, len(before))
             found = rebalance.slower(state, predicted)
             self.known = self.known.corrected({before[device]: times for device, times in found.items()})
 
     def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
-        """The plan for the devices `now`."""
+        """Return the plan for the devices `now`."""
         ready, self.prepared = self.prepared, None
         if ready is not None and ready[:4] == (model.plan, tuple(before), tuple(now), self.known.speeds):
-            self.found = ready[4]  # while all trained: to search again would hold them up
+            self.found = ready[4]  # made while all trained; a new search would delay them
         else:
-            self.found = plan_anew(self.known, model.traced[True].graph, model.plan, before, now)
+            self.found = plan_anew(self.request, model.plan, before, now)
         return self.found.plan
 
     def told(self) -> str:
-        """What was found, in words; empty where there is nothing to say. Only the device that planned knows."""
+        """Return what was found, in words, on the device that planned; empty elsewhere."""
         found, self.found = self.found, None
         if found is None or found.step_s is None:
             return ""
-        words = f"planned anew: about {found.step_s * self.known.passes:.3g} s a step"
+        words = f"planned anew: about {found.step_s * self._request.micro_batches:.3g} s a step"
         return f"{words}; no plan fits the memory of {'; '.join(found.overfull)}" if found.overfull else words
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a joining device needs to plan like the others; `learn` reads it."""
+        request = self._request
+        return {
+            "name": request.name, "optimizer": request.optimizer, "reduce": request.reduce,
+            "micro_batches": request.micro_batches, "known": self.known.to_json(),
+        }  # fmt: skip
+
+    def learn(self, row: Mapping[str, Any]) -> None:
+        """Continue as another device of the job, which sent this.
+
+        Raises:
+            InputError: its measurement cannot be used.
+        """
+        self._request = replace(self._request, **{name: value for name, value in row.items() if name != "known"})
+        self.known = FleetKnowledge.from_json(row["known"])
+
+
+def expect_measured(part: Distributed, measured: Measurement | None) -> None:
+    """Give every device the measured seconds of its layers, by which the time of a fused segment is divided.
+
+    Args:
+        measured: None: the layers' arithmetic counts. All devices call it.
+    """
+    graph = part.traced[True].graph
+    steps = part.steps(part.plan.batch)
+
+    def table() -> list[dict[str, float]]:
+        if measured is None:
+            return [{} for _ in range(part.group.devices)]
+        return seconds_of_layers(steps, graph, measured.costs(graph).times, part.group.devices)
+
+    mine = from_first(part.group, "layer times", table)[part.group.device]
+    if mine:
+        part.expect(lambda layer, phase, _: mine.get(f"{phase} {layer.name}", 0.0))

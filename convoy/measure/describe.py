@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from convoy.comm.accelerator import memory_of, process_bytes
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host, Link, Segment
+from convoy.machine.accelerator import memory_of, process_bytes
 from convoy.measure.links import PairLink, WireTimes
 from convoy.simulate.table import HostRates, LinkSpread
 
@@ -28,7 +28,7 @@ class Own:
         cores: threads it computes with; None for a GPU.
         memory_bytes: of the GPU; on a CPU free on the host, and what this process has already.
         slowdown: how many times slower it is made to compute.
-        process_bytes: see `convoy.comm.accelerator.process_bytes`; the model is among it.
+        process_bytes: see `convoy.machine.accelerator.process_bytes`; the model is among it.
     """
 
     name: str

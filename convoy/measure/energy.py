@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from convoy.comm.accelerator import uuid_of
+from convoy.machine.accelerator import uuid_of
 from convoy.measure.load import machine_name
 
 POWERCAP = Path("/sys/class/powercap")

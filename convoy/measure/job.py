@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,36 @@ SHARE_STRETCHES = 50
 """The share of a processor is in every time of a device under a quota: it is measured for so many stretches, a second."""
 
 
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    """How a model is measured.
+
+    Attributes:
+        net: the model's name in messages and files.
+        fleet: a description of the fleet, whose NICs and links are replaced by measured ones; None: the devices describe
+            themselves.
+        budget_s: approximate wall-clock seconds of the whole job. Every layer is timed at one size at least.
+        links_budget_s: seconds for the wire, in addition; None: a quarter of `budget_s`.
+        slowdown: the factor by which this device computes more slowly than its hardware.
+        partial: file in which device 0 keeps finished layers, and finds those of an interrupted run. Removed at the end.
+        precision: of the layers; see `convoy.runtime.precision`.
+        stretch_s: see `convoy.measure.timing.time_piece`; None: as the budget allows.
+        wall: clock of the budget.
+        processor: clock of the seconds that `slowdown` multiplies; None: as the kind of device has it.
+    """
+
+    net: str
+    fleet: Fleet | None = None
+    budget_s: float = BUDGET_S
+    links_budget_s: float | None = None
+    slowdown: float = 1.0
+    partial: Path | None = None
+    precision: str = "float32"
+    stretch_s: float | None = None
+    wall: Now = time.monotonic
+    processor: Now | None = None
+
+
 # --- the job -----------------------------------------------------------------------------------------------------------
 
 
@@ -70,53 +100,34 @@ def measure_job(
     traced: TracedModel,
     model: nn.Module,
     batch: int,
-    *,
-    net: str,
-    fleet: Fleet | None = None,
-    budget_s: float = BUDGET_S,
-    links_budget_s: float | None = None,
-    slowdown: float = 1.0,
-    partial: Path | None = None,
-    precision: str = "float32",
+    options: MeasureOptions,
     progress: Progress = lambda *_: None,
-    stretch_s: float | None = None,
-    wall: Now = time.monotonic,
-    processor: Now | None = None,
 ) -> Measurement:
     """Measure a model on the devices of a group, and the wire between them. All devices call it; all get the same value.
 
     Args:
         traced: the model in training mode; `model` itself, whole and left as it is.
         batch: the global batch, the largest number of samples that is timed.
-        net: the model's name, for people.
-        fleet: the fleet's description; its cards and links are replaced by measured ones. None: the devices
-            describe themselves.
-        budget_s: the seconds on the wall that all of it takes, about: every layer is timed at one size at least.
-        links_budget_s: the seconds of the wire, beside `budget_s`; None: a quarter of `budget_s` is the wire's.
-        slowdown: this device plays one that is so many times slower at computing.
-        partial: where device 0 keeps finished layers, and finds those of an earlier run that was cut off. It is removed
-            at the end.
-        precision: what the layers compute in; see `convoy.runtime.precision`.
-        stretch_s: see `convoy.measure.timing.time_piece`; None: as the budget allows.
-        wall: reads the seconds that the budget is of.
-        processor: reads the seconds that a slow-down multiplies; None: as the kind of device has it.
 
     Raises:
         InputError: a fleet that is not this job's; a precision that a device or the model does not have.
         MismatchError: the devices were started with different models, batches or fleets.
         DeviceLostError: a device did not answer within the group's time limit.
     """
+    wall, slowdown, precision, fleet = options.wall, options.slowdown, options.precision, options.fleet
     start_s = wall()
+    budget_s, links_budget_s = options.budget_s, options.links_budget_s
     if links_budget_s is None:
         budget_s, links_budget_s = budget_s * (1 - LINKS_PART), budget_s * LINKS_PART
     rows = [Own(**row) for row in gather(group, "machine", asdict(describe(group.torch_device, slowdown)))]
     process_bytes = max(0, rows[group.device].process_bytes - _model_bytes(model))
     header, date = _agreed(group, traced, batch, fleet, precision, rows)
     fleet = fleet_of(rows) if fleet is None else fit(fleet, rows)
-    kept = Partial(partial if group.device == 0 else None, header)
+    kept = Partial(options.partial if group.device == 0 else None, header)
     clock = Clock(group.torch_device, slowdown)
-    clock.now = processor or clock.now
+    clock.now = options.processor or clock.now
     bench = Bench(traced, model, batch, clock, group.torch_device, precision=precision)
+    stretch_s = options.stretch_s
     if stretch_s is None:
         stretch_s = stretch_of(budget_s, len(set(bench.alike().values())))
         share_s = min(SHARE_STRETCHES * STRETCH_S, budget_s / 20)
@@ -152,7 +163,7 @@ def measure_job(
     reached = [_reached(device.name, points, bench.traced.graph) for device in fleet.devices]
     measured = Measurement(
         fleet=with_wire(fleet, wire),
-        net=net,
+        net=options.net,
         fingerprint=traced.graph.fingerprint,
         batch=batch,
         convoy=__version__,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.accelerator import to_device
 from convoy.layout.layout import Shape, box, local_shape
 from convoy.layout.layout import whole as whole_box
+from convoy.machine.accelerator import to_device
 from convoy.measure.axes import POINT_LIMIT_S, Axes, Guess, choose_axes, full_axes
 from convoy.measure.timing import LAYERS_BYTES, ROUNDS, STRETCH_S, Cold, Now, Piece, Sample, Times, device_now, sampled
 from convoy.model.graph import Graph, Layer

@@ -12,11 +12,12 @@ from convoy.measure.axes import granule
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, named_plan
+from convoy.plan.presets import PLANS
 from convoy.plan.size import LocalSize, local_size, sizes_in_chunks, whole_size
 from convoy.plan.steps import Compute, StepList
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
-from convoy.planner.predict import PlanningContext
+from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 from convoy.simulate.table import Measurement
 
@@ -49,7 +50,7 @@ def sizes_to_profile(
     known = {(p.device, p.layer, p.samples, p.outputs, p.inputs) for p in measured.layer}
     names = [device.name for device in measured.fleet.devices]
     found: list[dict[tuple[str, LocalSize], SizeToProfile]] = [{} for _ in names]
-    for plan in _plans(PlanningContext.of(graph, batch, costs, measured.fleet)):
+    for plan in _plans(PlanRequest(graph, batch, FleetKnowledge(measured=measured, given=costs))):
         steps = lower(plan, graph)
         for device, name in enumerate(names):
             sizes = _large(_sizes(steps, graph, costs, device, alike))
@@ -60,12 +61,11 @@ def sizes_to_profile(
     return [sorted(each.values(), key=lambda each: -each.seconds) for each in found]
 
 
-def _plans(context: PlanningContext) -> list[Plan]:
-    graph, batch = context.graph, context.batch
-    plans = [named_plan(name, graph, batch, context.speeds) for name in PLANS]
+def _plans(request: PlanRequest) -> list[Plan]:
+    plans = [request.named(name) for name in PLANS]
     try:
         # By the analytic model: simulations take seconds on eight devices, and what they change moves a share by little.
-        best = candidates(graph, batch, context.costs, context.room, context.wire, simulated=False)
+        best = candidates(request, simulated=False)
     except PlanError:  # nothing fits: whoever plans will say so
         return plans
     return plans + [each.plan for each in best[:CANDIDATES]]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from convoy.comm.accelerator import to_device
 from convoy.comm.agreement import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.machine.accelerator import to_device
 from convoy.measure.layers import piece
 from convoy.measure.progress import Progress
 from convoy.measure.timing import HELD_BYTES, Now, Piece, device_now, plain_torch, run_round, spread_of

@@ -1,5 +1,6 @@
 """Timing one piece of a layer: repeated until the pauses of a processor quota are spread evenly."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from convoy.comm.accelerator import finish, queued
+from convoy.machine.accelerator import finish, queued
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Arithmetic
 
@@ -316,24 +317,36 @@ def _run_queued_round(piece: Piece, device: torch.device, calls: int, backward_c
         return forward_s, 0.0
     while len(saved) < backward_count:
         forward()
-    backward_s, _ = queued_seconds(device, backward_count, backward, 4 * host_s / count * backward_count)
+    # Alone, a backward takes the host much longer to queue than in a step: autograd hands each to the device's own thread.
+    _, host_s = queued_seconds(device, 1, backward)
+    forward()
+    backward_s, _ = queued_seconds(device, backward_count, backward, min(1.5 * host_s * backward_count, MOST_PLUG_S))
     return forward_s, backward_s * backward_calls / backward_count
 
 
-PLUG_SIDE, MOST_QUEUED = 512, 100
-"""Side of the matrices, and how many calls are queued at once: an accelerator's queue holds about a thousand kernels."""
+PLUG_SIDE, MOST_PLUG_SIDE, PLUG_S, MOST_PLUG_S = 512, 8192, 3e-4, 0.02
+"""Sides of the matrices to try; seconds that one product should take (launching it takes the host 1e-5); and seconds
+of all products at most."""
+
+MOST_QUEUED = 100
+"""So many calls are queued at once: an accelerator's queue holds about a thousand kernels."""
 
 
 @cache
 def _plug(device: torch.device) -> tuple[torch.Tensor, float]:
-    """Return a square matrix, and the seconds that a device takes for its product with itself."""
-    matrix = torch.ones(PLUG_SIDE, PLUG_SIDE, device=device)
-    for count in (1, 10):
-        begin_s = time.perf_counter()
-        for _ in range(count):
-            matrix @ matrix
-        finish(device)
-    return matrix, (time.perf_counter() - begin_s) / 10
+    """Return a square matrix whose product with itself takes the device longer than the host, and the seconds it takes."""
+    side, each_s = PLUG_SIDE, 0.0
+    while each_s < PLUG_S and side <= MOST_PLUG_SIDE:
+        matrix = torch.ones(side, side, device=device)
+        for count in (1, 3):
+            finish(device)
+            begin_s = time.perf_counter()
+            for _ in range(count):
+                matrix @ matrix
+            finish(device)
+        each_s = (time.perf_counter() - begin_s) / 3
+        side *= 2
+    return matrix, each_s
 
 
 def queued_seconds(
@@ -346,7 +359,7 @@ def queued_seconds(
     """
     matrix, each_s = _plug(device)
     finish(device)
-    for _ in range(round(plug_s / each_s)):
+    for _ in range(math.ceil(plug_s / each_s)):
         matrix @ matrix
     start = queued(device, timed=True)
     begin_s = time.perf_counter()

@@ -252,6 +252,16 @@ class Graph:
             last = frozenset((layer.name,)) if layer.keeps_order else last
         return tuple(rows)
 
+    @property
+    def unshared(self) -> str:
+        """One line for people: how much of the arithmetic needs the whole batch, and why; "" where it is under 1 %."""
+        rows = [layer for layer in self.layers.values() if layer.kind == "opaque" and not layer.per_sample]
+        part = sum(layer.flop for layer in rows) / max(1, sum(layer.flop for layer in self.layers.values()))
+        if part < 0.01:
+            return ""
+        most = max(rows, key=lambda layer: layer.flop)
+        return f"{part:.0%} of the arithmetic of {self.model} is not shared out. Layer {most.name!r}: {most.reason}"
+
     @cached_property
     def fingerprint(self) -> str:
         """Short hash of everything a plan relies on: the layers, their inputs, shapes and parameters."""

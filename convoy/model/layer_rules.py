@@ -69,7 +69,7 @@ class Known:
 
 
 Rule = Callable[[Call], Known | None]
-Splits = Literal["entries", "channels", "filters"]
+Splits = Literal["samples", "entries", "channels", "filters"]
 
 MODULES: dict[type[nn.Module], Rule] = {}
 """By exact class: a subclass may compute something else."""
@@ -96,9 +96,9 @@ def register_layer(
 
     Args:
         layer: a module class (exactly this class), or a function that torch.fx sees as one call (an operator of your own).
-        splits: "entries": every number for itself; "channels": every channel of its input for itself, and so many channels of
-            the output follow; "filters": every channel of its output for itself, from the whole input. Or a function that is
-            given a `Call` and returns `Known`, or None.
+        splits: "samples": every sample for itself, and no more is known; "entries": every number for itself; "channels":
+            every channel of its input for itself, and the channels of the output follow; "filters": every channel of its
+            output for itself, from the whole input. Or a function that takes a `Call` and returns `Known`, or None.
         like: in place of `splits`: this class computes exactly what that registered class computes.
         axis: of input and output, with the batch as axis 0, on which channels or filters lie.
         groups: name of the module's attribute that counts groups: channels of one group stay together, and the number goes with
@@ -215,6 +215,10 @@ def beside(call: Call, axis: int | None, extent: int) -> tuple[int | None, ...]:
     return (axis, *others)
 
 
+def _samples(_given: _Given) -> Rule:
+    return lambda _call: Known("opaque")
+
+
 def _entries(_given: _Given) -> Rule:
     def rule(call: Call) -> Known | None:
         return Known("elementwise") if len(call.inputs) == 1 and call.inputs[0] == call.output else None
@@ -270,7 +274,12 @@ def _filters(given: _Given) -> Rule:
     return rule
 
 
-_RULES: dict[str, Callable[[_Given], Rule]] = {"entries": _entries, "channels": _channels, "filters": _filters}
+_RULES: dict[str, Callable[[_Given], Rule]] = {
+    "samples": _samples,
+    "entries": _entries,
+    "channels": _channels,
+    "filters": _filters,
+}
 
 
 def builtin(splits: Splits, **given: Any) -> Rule:

@@ -117,8 +117,6 @@ class TracedModel:
         result: what the model returns, with `Ref(i)` for the i-th of `graph.outputs`.
         seen: paths of the modules that the trace sees through: their Python ran once, when it was made.
         whole: paths of the modules that stay whole, but for torch's own; "" is the model itself.
-        calls: of a trace that was compared and has no opaque layer: all its calls, as text. Where the other mode makes the same
-            ones, it need not be compared again.
         modes: of modules that may do something else in training than in evaluation, by path: whether they were in training.
     """
 
@@ -128,7 +126,6 @@ class TracedModel:
     seen: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     modes: Mapping[str, bool] = field(default_factory=dict)
-    calls: str = ""
 
 
 def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch: int) -> Any:

@@ -1,21 +1,29 @@
 """compile_device: from the step list to the program of one device.
 
-Every device walks the list in order. A move is begun where it stands and awaited by the first step that names it in `after`, at
-the latest at the end of its phase. Gradients are summed on the second lane.
+Every device follows the list in order. A move starts where it stands; the first step that names it in `after` waits for it, or
+the end of its phase. Gradients are summed on the second lane.
+
+Layers that a device computes one after another, in forward and backward, with no exchange between them, are a *segment*:
+autograd gets it as one graph, as in plain PyTorch. A gradient sum runs beside it and does not end it. Every other exchange of
+the device ends it. So does a wait for an exchange that its first layer does not wait for, and a layer whose backward is split
+in two so that one gradient travels while the other is computed.
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from convoy.layout.layout import Layout, dual, entries, held_entries, holds, local_shape
 from convoy.layout.redistribute import chunks
-from convoy.model.graph import Graph
+from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import (
     GRADIENT,
+    BeginSum,
     Compute,
     Copy,
     DeviceProgram,
+    EndSum,
+    FinishSums,
     FreeWeights,
     Fused,
     HaveWeights,
@@ -25,10 +33,12 @@ from convoy.plan.device_program import (
     Pack,
     PackWeights,
     Part,
-    Signal,
+    TakeSum,
     Unpack,
     UnpackWeights,
-    Wait,
+    WaitRound,
+    WaitSum,
+    output_gradient,
 )
 from convoy.plan.exchange_program import (
     Landing,
@@ -39,9 +49,10 @@ from convoy.plan.exchange_program import (
     shared_rows,
     sum_operations,
 )
-from convoy.plan.fusion import Stretch, stretches
 from convoy.plan.size import LocalSize, local_size
-from convoy.plan.steps import Compute as ComputeStep
+from convoy.plan.steps import (
+    Compute as ComputeStep,
+)
 from convoy.plan.steps import (
     GatherWeights,
     Move,
@@ -56,13 +67,13 @@ from convoy.plan.steps import (
 )
 
 SUMS_AT_ONCE = 1
-"""Sums under way, of gradients whose parameters are freed after use, when the next layer's backward begins."""
+"""Gradient sums of freed parameters that may be under way when the next layer's backward begins."""
 
 MIXING = "inexact-butterfly-mixing"
 
 
 def compile_all(steps: StepList, graph: Graph, *, overlap: bool = True) -> list[DeviceProgram]:
-    """The programs of all devices; see `compile_device`."""
+    """Return the programs of all devices; see `compile_device`."""
     return [compile_device(steps, graph, d, overlap=overlap) for d in range(steps.devices)]
 
 
@@ -77,18 +88,18 @@ def compile_device(
     missing: frozenset[int] = frozenset(),
     left: frozenset[str] = frozenset(),
 ) -> DeviceProgram:
-    """The program of one device.
+    """Return the program of one device.
 
     Args:
-        fuse: layers between two exchanges go to autograd as one graph; False: every layer by itself.
-        overlap: False: everything is awaited where it stands in the list, to see what overlap brings.
+        fuse: give segments to autograd as one graph; False: every layer by itself.
+        overlap: False: wait for everything where it stands in the list, to see what overlap gains.
         stage: of inexact mixing, which counts its stages over training steps.
-        missing: outputs that the loss does not depend on, by their place in `steps.outputs`: backward leaves out what no
-            gradient comes to. Forward is the same.
-        left: parameters of which passes before have left gradients to be summed, whatever this pass reaches.
+        missing: outputs that the loss does not depend on, by their place in `steps.outputs`. Backward leaves out the steps
+            that no gradient reaches; forward is the same.
+        left: parameters with unsummed gradients from earlier micro-batches; they are summed in any case.
     """
     end = len(steps.steps)
-    found = stretches(steps, graph, device, lambda step: takes_part(step, device)) if fuse else ()
+    found = segments(steps, graph, device, lambda step: takes_part(step, device)) if fuse else ()
     if missing:
         steps = without_gradients(steps, graph, missing, left)
         alive = {step.id for step in steps.steps}
@@ -99,11 +110,11 @@ def compile_device(
 def without_gradients(
     steps: StepList, graph: Graph, missing: frozenset[int], left: frozenset[str] = frozenset()
 ) -> StepList:
-    """The list without the backward steps that no gradient comes to, where the loss depends on some outputs alone.
+    """Return the list without the backward steps that no gradient reaches.
 
     Args:
-        missing: the outputs that have no gradient, by their place in `steps.outputs`.
-        left: parameters whose gradients are summed nonetheless, where any device has one from a pass before.
+        missing: the outputs without a gradient, by their place in `steps.outputs`.
+        left: parameters whose gradients are summed in any case, because an earlier micro-batch left some.
     """
     reached: set[str] = set()
     parameters: set[str] = set()
@@ -129,7 +140,7 @@ def without_gradients(
                     layers, reads, sizes = zip(*told, strict=True)
                     step = replace(step, layers=layers, reads=reads, sizes=sizes)
             case SumGradients():
-                # What passes before have left of a parameter that is kept in shares is summed already.
+                # Gradients of sharded parameters are summed in every micro-batch, so none is left.
                 wanted = parameters if step.into else parameters | left
                 rows = [(k, n) for k, n in zip(step.keys, step.sizes, strict=True) if k in wanted]
                 alive = bool(rows)
@@ -149,7 +160,7 @@ def without_gradients(
 
 
 def takes_part(step: Step, device: int) -> bool:
-    """Whether a device has anything to do in a step."""
+    """Whether a device has a part in a step."""
     match step:
         case ComputeStep(phase="forward"):
             return holds(step.writes.layout, device)
@@ -162,6 +173,135 @@ def takes_part(step: Step, device: int) -> bool:
             return device in step.members
 
 
+_BESIDE, _AWAITED = (SumGradients, ReturnGradient), (Move, GatherWeights)
+
+SHORTEST = 2
+"""Computations in a segment: one alone gains nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Layers of one device.
+
+    Attributes:
+        steps: in forward, in order.
+        back: in backward, in order: the steps of those of the layers that have a gradient.
+        reads: the values that come from outside, and whether each has a gradient.
+        writes: keys of the values that are used outside on this device.
+    """
+
+    steps: tuple[ComputeStep, ...]
+    back: tuple[ComputeStep, ...]
+    reads: Mapping[str, bool]
+    writes: tuple[str, ...]
+
+
+def segments(steps: StepList, graph: Graph, device: int, takes_part: Callable[[Step], bool]) -> tuple[Segment, ...]:
+    """Return all segments of a device, in the order of the list.
+
+    Args:
+        takes_part: whether the device has anything to do in a step.
+    """
+    forward = [step for step in steps.phase("forward") if takes_part(step)]
+    backward = [step for step in steps.phase("backward") if not isinstance(step, _BESIDE) and takes_part(step)]
+    exchanged = {name for step in steps.steps if isinstance(step, ShareStatistics) for name in step.layers}
+    exchanged |= {layer.name for layer in graph.layers.values() if layer.alone}
+    places = _Backward(backward)
+    readers = Counter(value.key for value in steps.outputs)
+    for step in forward:
+        readers.update({value.key for value in _values_read(step)})
+    found = (_segment(row, places, readers) for row in _rows(forward, places, device, exchanged))
+    picks = [layer for layer in graph.layers.values() if layer.kind == "pick"]
+    return tuple(each for each in found if not _cuts_apart(each, picks))
+
+
+class _Backward:
+    """Where each layer's steps are in a device's backward, and which steps wait for an exchange first."""
+
+    def __init__(self, backward: Sequence[Step]) -> None:
+        self.steps = backward
+        self.places: dict[str, list[int]] = {}
+        self.waits: list[bool] = []
+        moves = {step.id for step in backward if isinstance(step, _AWAITED)}
+        landed: set[int] = set()
+        for place, step in enumerate(backward):
+            if isinstance(step, ComputeStep):
+                self.places.setdefault(step.layer, []).append(place)
+            fresh = moves.intersection(step.after) - landed
+            self.waits.append(bool(fresh))
+            landed |= fresh
+
+
+def _rows(
+    forward: Sequence[Step], backward: _Backward, device: int, exchanged: set[str]
+) -> Iterator[tuple[ComputeStep, ...]]:
+    row: list[ComputeStep] = []
+    first: int | None = None  # the row's first place in backward
+    moves = {step.id for step in forward if isinstance(step, _AWAITED)}
+    landed: set[int] = set()
+    for step in forward:
+        fresh = moves.intersection(step.after) - landed
+        landed |= fresh
+        fits = (
+            isinstance(step, ComputeStep)
+            and step.pieces == 1
+            and step.layer not in exchanged
+            and all(holds(value.layout, device) for value in step.reads)
+            # Of a backward in two parts, what the first gives travels during the second.
+            and len(backward.places.get(step.layer, [])) <= 1
+        )
+        places = backward.places.get(step.layer, []) if isinstance(step, ComputeStep) else []
+        follows = fits and not fresh and (
+            not places or first is None or (places[-1] == first - 1 and not backward.waits[first])
+        )  # fmt: skip
+        if row and not follows:
+            if len(row) >= SHORTEST:
+                yield tuple(row)
+            row, first = [], None
+        if fits and isinstance(step, ComputeStep):
+            row.append(step)
+            first = places[0] if places else first
+    if len(row) >= SHORTEST:
+        yield tuple(row)
+
+
+def _segment(row: tuple[ComputeStep, ...], backward: _Backward, readers: Counter[str]) -> Segment:
+    """Return the segment of a row of layers.
+
+    Args:
+        readers: how many forward steps read each value; the caller who gets the outputs counts as one.
+    """
+    made = dict.fromkeys(step.writes.key for step in row)
+    reads: dict[str, bool] = {}
+    inside: Counter[str] = Counter()
+    for step in row:
+        inside.update({value.key for value in step.reads})
+        for value, wanted in zip(step.reads, step.wants, strict=True):
+            if value.key not in made:
+                reads[value.key] = reads.get(value.key, False) or wanted
+    places = sorted(place for step in row for place in backward.places.get(step.layer, ()))
+    back = tuple(each for each in (backward.steps[place] for place in places) if isinstance(each, ComputeStep))
+    used = tuple(key for key in made if readers[key] > inside[key])
+    return Segment(row, back, reads, used)
+
+
+def _values_read(step: Step) -> tuple[Value, ...]:
+    match step:
+        case ComputeStep():
+            return step.reads
+        case Move():
+            return (step.reads,)
+        case ShareStatistics():
+            return step.reads
+    return ()
+
+
+def _cuts_apart(segment: Segment, picks: Sequence[Layer]) -> bool:
+    """Whether a segment has a layer with several outputs but not the layer that picks from it, or the reverse."""
+    inside = {step.layer for step in segment.steps} if picks else set()
+    return any((pick.name in inside) != (pick.inputs[0] in inside) for pick in picks)
+
+
 class _Compiler:
     """Compiles the program of one device, step by step."""
 
@@ -170,7 +310,7 @@ class _Compiler:
         steps: StepList,
         graph: Graph,
         device: int,
-        found: tuple[Stretch, ...],
+        found: tuple[Segment, ...],
         overlap: bool,
         stage: int,
         end: int,
@@ -189,22 +329,22 @@ class _Compiler:
         self.merged: set[str] = set()
         self.sizes: dict[str, LocalSize] = {}  # layer -> what of it this device computes
         self.shared = {n for step in steps.steps if isinstance(step, ShareStatistics) for n in step.layers}
-        self.stretches = found
-        self.stretch_at: dict[int, int] = {}  # first step, in forward or backward -> which stretch
-        self.given_by: dict[int, int] = {}  # backward step of a stretch -> the first of them
-        self.made_in: dict[str, int] = {}  # value -> the stretch that makes it
-        self.stretch_of: dict[str, int] = {}  # layer -> its stretch
-        for number, stretch in enumerate(self.stretches):
-            for row in (stretch.steps, stretch.back):
-                self.stretch_at.update({row[0].id: number} if row else {})
-            self.given_by.update({step.id: stretch.back[0].id for step in stretch.back})
-            self.made_in.update({step.writes.key: number for step in stretch.steps})
-            self.stretch_of.update({step.layer: number for step in stretch.steps})
+        self.segments = found
+        self.segment_at: dict[int, int] = {}  # first step, in forward or backward -> which segment
+        self.given_by: dict[int, int] = {}  # backward step of a segment -> the first of them
+        self.made_in: dict[str, int] = {}  # value -> the segment that makes it
+        self.segment_of: dict[str, int] = {}  # layer -> its segment
+        for number, segment in enumerate(self.segments):
+            for row in (segment.steps, segment.back):
+                self.segment_at.update({row[0].id: number} if row else {})
+            self.given_by.update({step.id: segment.back[0].id for step in segment.back})
+            self.made_in.update({step.writes.key: number for step in segment.steps})
+            self.segment_of.update({step.layer: number for step in segment.steps})
         self.givers, self.values = self._givers()
 
     def program(self) -> DeviceProgram:
         forward, backward = self._phase("forward"), self._phase("backward")
-        returned = tuple(output_gradient(s.output) for s in self.steps.steps if isinstance(s, ReturnGradient))
+        returned = tuple(s.output for s in self.steps.steps if isinstance(s, ReturnGradient))
         inputs, outputs = (tuple(v.key for v in row) for row in (self.steps.inputs, self.steps.outputs))
         lanes = (forward, backward, tuple(self.sums))
         gradients = tuple(
@@ -221,14 +361,14 @@ class _Compiler:
         places = {step.id: place for place, step in enumerate(steps)}
         place = 0
         while place < len(steps):
-            number = self.stretch_at.get(steps[place].id)
+            number = self.segment_at.get(steps[place].id)
             if number is None:
                 self._step(steps[place])
                 place += 1
             else:
-                row = self.stretches[number].steps if phase == "forward" else self.stretches[number].back
+                row = self.segments[number].steps if phase == "forward" else self.segments[number].back
                 end = 1 + places[row[-1].id]
-                self._stretch(steps[place:end], number, row)
+                self._segment(steps[place:end], number, row)
                 place = end
         self._await(list(self.under_way), self.end)
         for value in self.steps.input_gradients if phase == "backward" else ():
@@ -237,7 +377,7 @@ class _Compiler:
         self.sums += self.last_rounds
         self.last_rounds = []
         if self.begun:
-            self.main.append(Wait(self.end, tuple(("summed", step.id, 0) for step in self.begun)))
+            self.main.append(FinishSums(self.end, tuple(step.id for step in self.begun)))
             self.main += [_unpack(step, self.device) for step in self.begun]
             self.begun = []
         return tuple(self.main)
@@ -282,7 +422,7 @@ class _Compiler:
             self._await(step.after, step.id)
             self.main.append(operation)
             return
-        # A layer whose input still arrives: each chunk of rows is computed as soon as it is there.
+        # The input is still arriving: compute each chunk of rows as soon as it is there.
         shape = local_shape(step.writes.layout, self.device, step.writes.shape)
         parts = []
         for rows in chunks(shape[0], step.pieces):
@@ -297,7 +437,7 @@ class _Compiler:
         self.main += [Make(step.id, step.writes.key, shape, result=True), *parts]
 
     def _computation(self, step: ComputeStep) -> Compute:
-        """The operation of a layer in forward or backward."""
+        """Return the operation of a layer in forward or backward."""
         size = self.sizes.get(step.layer)
         if size is None:  # in backward it is what it was in forward
             size = local_size(step, self.graph[step.layer], self.device)
@@ -324,18 +464,18 @@ class _Compiler:
         elif step.part != "weight":
             for value, wanted in zip(step.reads, step.wants, strict=True):
                 if wanted and step.id in self.givers.get(value.key, ()):
-                    # It holds the value, but computed nothing from it: the gradient from here is zero.
+                    # It holds the value but computed nothing from it, so its part of the gradient is zero.
                     shape = local_shape(value.layout, self.device, value.shape)
                     self.main.append(Make(step.id, self._gives(value.key, step.id), shape, zeros=True, result=True))
 
-    def _stretch(self, steps: Sequence[Step], number: int, computes: Sequence[ComputeStep]) -> None:
-        """A fused stretch: these steps belong to it or lie inside it."""
-        phase, first, stretch = steps[0].phase, steps[0].id, self.stretches[number]
+    def _segment(self, steps: Sequence[Step], number: int, computes: Sequence[ComputeStep]) -> None:
+        """Compile a segment, with the steps that lie inside it."""
+        phase, first, segment = steps[0].phase, steps[0].id, self.segments[number]
         row = {step.id: step for step in computes}
         if phase == "backward":
             self._limit_sums(first)
         self._await(sorted({a for step in row.values() for a in step.after} - set(row)), first)
-        operations: list[Compute | Pack | Signal] = []
+        operations: list[Compute | Pack | BeginSum] = []
         behind: list[SumGradients] = []
         for step in steps:
             if step.id in row:
@@ -346,13 +486,13 @@ class _Compiler:
                 else:
                     behind.append(step)
         if phase == "forward":
-            reads, writes = tuple(stretch.reads), stretch.writes
+            reads, writes = tuple(segment.reads), segment.writes
         else:
-            for key in stretch.writes:
+            for key in segment.writes:
                 self._merge(key, first)
-            reads = tuple(GRADIENT + key if self.givers.get(key) else "" for key in stretch.writes)
+            reads = tuple(GRADIENT + key if self.givers.get(key) else "" for key in segment.writes)
             writes = tuple(
-                self._gives(key, first) if first in self.givers.get(key, ()) else "" for key in stretch.reads
+                self._gives(key, first) if first in self.givers.get(key, ()) else "" for key in segment.reads
             )
         self.main.append(Fused(first, phase, number, reads, writes, tuple(operations)))
         self._free([step for step in steps if isinstance(step, ComputeStep)])
@@ -360,23 +500,23 @@ class _Compiler:
             self._sum(each)
 
     def _free(self, steps: Sequence[ComputeStep]) -> None:
-        """Whole parameters that these were the last to use are freed."""
+        """Free the whole parameters that these steps were the last to use."""
         if keys := tuple(key for step in steps for key in step.frees if self.device in self.users.get(key, ())):
-            # A device without samples of this batch computes nothing, and has not waited for them.
+            # A device without samples of this batch computes nothing and has not waited for them yet.
             self._await([after for step in steps if step.frees for after in step.after], steps[-1].id)
             self.main.append(FreeWeights(steps[-1].id, keys))
 
     def _limit_sums(self, at: int) -> None:
-        """Where memory is to be saved, the whole gradients of so many sums are in memory at once, and no more."""
+        """Limit the whole gradients that are in memory at once, where parameters are freed to save memory."""
         while len(self.of_freed) > SUMS_AT_ONCE:
-            self.main.append(Wait(at, (("summed", self.of_freed.pop(0), 0),)))
+            self.main.append(WaitSum(at, self.of_freed.pop(0)))
 
     # --- gradients of values -----------------------------------------------------------------------------------------
 
     def _givers(self) -> tuple[dict[str, list[int]], dict[str, Value]]:
-        """For each value, the steps that give a part of its gradient on this device; and the values by key.
+        """Return for each value the steps that give a part of its gradient on this device, and the values by key.
 
-        A stretch gives one part by all its layers, named after its first step; between its layers, autograd adds.
+        All layers of a segment give one part, named after its first step: autograd adds between them.
         """
         givers: dict[str, list[int]] = {}
         zeros: dict[str, int] = {}
@@ -390,7 +530,7 @@ class _Compiler:
                 case ComputeStep() if step.part != "weight":
                     for value, wanted in zip(step.reads, step.wants, strict=True):
                         values[value.key] = value
-                        inside = self.made_in.get(value.key, -1) == self.stretch_of.get(step.layer, -2)
+                        inside = self.made_in.get(value.key, -1) == self.segment_of.get(step.layer, -2)
                         if not wanted or inside:
                             continue
                         if self._computes(step):
@@ -402,12 +542,12 @@ class _Compiler:
         return {key: [step] for key, step in zeros.items()} | givers, values
 
     def _gives(self, key: str, step: int) -> str:
-        """The buffer of what one step gives to a value's gradient."""
+        """Return the buffer of one step's part of a value's gradient."""
         several = len(self.givers.get(key, ())) > 1
         return f"{GRADIENT}{key} from {self.given_by.get(step, step)}" if several else GRADIENT + key
 
     def _merge(self, key: str, step: int) -> None:
-        """Before a gradient is read for the first time: what several steps gave is added up."""
+        """Add up the parts of a gradient before it is read for the first time."""
         ids = self.givers.get(key, ())
         if len(ids) > 1 and key not in self.merged:
             self.merged.add(key)
@@ -432,7 +572,7 @@ class _Compiler:
                 self._await([step.id], step.id)
 
     def _statistics(self, step: ShareStatistics) -> None:
-        """Each member's row of sums, then the rows of all; in forward they are combined to the statistics of the batch."""
+        """Exchange each member's row of sums; in forward, combine the rows to the statistics of the global batch."""
         if self.device not in step.members:
             return
         self._await(step.after, step.id)
@@ -451,13 +591,13 @@ class _Compiler:
             ]
 
     def _await(self, steps: Iterable[int], at: int) -> None:
-        """Wait for those of these steps that are under way."""
+        """Wait for those of these exchanges that are under way."""
         for step in steps:
             if step in self.under_way:
                 self.main += landing(self.under_way.pop(step), at)
 
     def _gather(self, step: GatherWeights) -> None:
-        """The shares set out; what waits for them finds whole parameters."""
+        """Start to gather shards; the step that waits for them finds whole parameters."""
         if self.device not in step.members:
             return
         size, uses = joined(step.shares)[self.device], self.device in step.devices
@@ -476,7 +616,7 @@ class _Compiler:
         self.under_way[step.id] = deque(found.landings)
         if uses:
             whole = UnpackWeights(step.id, flat, step.keys, step.shares, alone)
-            self.under_way[step.id].append((None, [whole]))
+            self.under_way[step.id].append(Landing(step.id, None, [whole]))
         if not self.overlap:
             self._await([step.id], step.id)
 
@@ -502,31 +642,30 @@ class _Compiler:
         scale = sum(step.samples) / samples if samples else 0.0
         self.main.append(replace(_unpack(step, self.device), mixed_over=len(both), scale=scale))
 
-    def _begin_sum(self, step: SumGradients) -> list[Pack | Signal]:
-        """The main lane joins the gradients and says that they are there; the second lane waits for that, and sums.
+    def _begin_sum(self, step: SumGradients) -> list[Pack | BeginSum]:
+        """Return the main lane's part of a sum; its rounds go to the second lane.
 
-        What arrives in the last rounds is where it belongs, so it is waited for behind all sums: the next one begins meanwhile.
+        What arrives in the last rounds lands in its place, so it is waited for behind all sums: the next sum begins meanwhile.
         """
-        ready, summed = ("ready", step.id, 0), ("summed", step.id, 0)
-        rounds = list(sum_operations(step.id, step.schedule, self.device, _flat(step), step.wire, lane=1))
-        behind: list[Operation] = [Signal(step.id, summed)]
-        while rounds and isinstance(rounds[-1], Wait):
+        flat = _flat(step)
+        rounds = list(sum_operations(step.id, step.schedule, self.device, flat, step.wire, lane=1))
+        behind: list[Operation] = [EndSum(step.id, _share(step) if step.into else flat)]
+        while rounds and isinstance(rounds[-1], WaitRound):
             behind.insert(0, rounds.pop())
-        self.sums += [Wait(step.id, (ready,)), *rounds, *_own_share(step, self.device)]
+        self.sums += [TakeSum(step.id, flat), *rounds, *_own_share(step, self.device)]
         (self.sums if step.into else self.last_rounds).extend(behind)
         if self.freed.intersection(step.keys):
             self.of_freed.append(step.id)
         self.begun.append(step)
-        return [_pack(step), Signal(step.id, ready)]
-
-
-def output_gradient(output: int) -> str:
-    """The buffer of the gradient of an output, which the caller gives."""
-    return f"{GRADIENT}output {output}"
+        return [_pack(step), BeginSum(step.id, flat)]
 
 
 def _flat(step: SumGradients) -> str:
     return f"sum {step.id}"
+
+
+def _share(step: SumGradients) -> str:
+    return f"share {step.id}"
 
 
 def _pack(step: SumGradients) -> Pack:
@@ -534,18 +673,18 @@ def _pack(step: SumGradients) -> Pack:
 
 
 def _own_share(step: SumGradients, device: int) -> list[Operation]:
-    """What this device keeps of a sum gets memory of its own, so that the whole gradients can go."""
+    """Copy what this device keeps of a sum to its own memory, so that the whole gradients can be freed."""
     if not step.into:
         return []
     kept = joined(step.into)
     start, size = sum(kept[:device]), kept[device]
-    share, span = f"share {step.id}", Part(_flat(step), ((start, start + size),))
-    return [Make(step.id, share, (size,)), Copy(step.id, span, Part(share), size)]
+    share, span = _share(step), Part(_flat(step), ((start, start + size),))
+    return [Make(step.id, share, (size,), like=_flat(step)), Copy(step.id, span, Part(share), size)]
 
 
 def _unpack(step: SumGradients, device: int) -> Unpack:
     if step.into:
         own = tuple(shares[device] for shares in step.into)
-        return Unpack(step.id, f"share {step.id}", step.keys, own, copied=len(own) > 1)
+        return Unpack(step.id, _share(step), step.keys, own, copied=len(own) > 1)
     apart = len(step.keys) > 1 and len(step.devices) > 1
     return Unpack(step.id, _flat(step), step.keys, step.sizes, step.flags, copied=apart)

@@ -1,20 +1,22 @@
 """The device program: everything one device does in one training step, as a list of operations.
 
-It is compiled once from the step list (`compile.py`), for each plan, batch and mode. The executor interprets it, the simulator
-plays it, the cost and memory models price it, `--explain` prints it and `program_text.py` parses what was printed. So the bytes
-that are predicted are the bytes that are sent: they are the same operations.
+`compile.py` compiles it once from the step list, for each plan, batch size and mode. The executor runs it, the simulator plays
+it, the cost and memory models price it, and `--explain` prints it. So the predicted bytes are the bytes sent: both come from
+the same operations.
 
-Operations work on *buffers*, tensors with a name: a value of the forward pass has the key it has in the step list, its
-gradient that key behind ``d:``, and what lies ready for a message or arrives in one has a name of its own. Sizes are in
-entries; `narrow` marks those that travel in fewer bits (see `layout/comm_dtype.py`).
+Operations work on *buffers*, tensors with a name. A value of the forward pass has the key that it has in the step list,
+its gradient that key behind ``d:``. Names only tell buffers apart: everything else about a buffer is a field of an operation.
+Sizes are in entries. `narrow` marks numbers that are sent in fewer bits (see `layout/comm_dtype.py`).
 
-A program has two lanes. The main lane computes, in the order of the step list. Gradient sums go on the second lane, one after
-the other, while the main lane goes on; `Signal` and `Wait` order the two.
+A program has two lanes. The main lane computes, in the order of the step list. Gradient sums run on the second lane, one after
+the other, beside it: `BeginSum` hands the second lane the summands, `TakeSum` waits for them, `EndSum` marks the result, and
+`WaitSum` or `FinishSums` waits for that.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from convoy.layout.comm_dtype import narrow_itemsize
 from convoy.layout.layout import Box, Shape
@@ -22,22 +24,29 @@ from convoy.layout.shares import Shares
 from convoy.plan.size import LocalSize
 from convoy.plan.steps import Pass, Phase
 
-Event = tuple[str, int, int]
-"""What an operation can wait for: ("round", step, number), the messages of a round; ("ready", step, 0) and ("summed", step, 0),
-a gradient sum whose summands are there, and one that is done."""
-
 NO_SIZE = LocalSize(0, 0, 0)
 
 GRADIENT = "d:"
-"""A value's gradient has this before the value's key."""
+"""The name of a value's gradient is this and the value's key."""
+
+
+def output_gradient(output: int) -> str:
+    """Return the buffer of the gradient of an output, which the caller gives."""
+    return f"{GRADIENT}output {output}"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a buffer, in the coordinates of the buffer itself; without a box, all of it."""
+    """A box of a buffer, in the buffer's own coordinates; without a box, all of it."""
 
     buffer: str
     box: Box | None = None
+
+    def __str__(self) -> str:
+        return self.buffer + ("" if self.box is None else f"[{','.join(f'{a}:{b}' for a, b in self.box)}]")
+
+
+# --- computing -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +55,14 @@ class Compute:
 
     Attributes:
         step: id in the step list, as of every operation.
-        reads: in forward, the values that the layer takes; in backward, the gradient of the value that it made.
-        writes: in forward, the value that it makes; in backward, the gradient of each value that it took, "" where none is
-            wanted.
+        reads: in forward, the layer's inputs; in backward, the gradient of its output.
+        writes: in forward, the output; in backward, the gradient of each input, "" where none is wanted.
         wants: which of the layer's inputs have a gradient.
-        part: "all"; in backward "input" or "weight" for the one gradient alone; "statistics" and "combine" before and after
-            the devices of a batch norm tell each other their sums.
-        last: in backward, whether the layer's saved tensors are needed no more.
+        part: "all"; in backward "input" or "weight" for that gradient alone; "statistics" and "combine" before and after
+            the exchange of a batch norm's sums.
+        last: in backward, whether the layer's saved tensors are not needed after it.
         size: how much of the layer; its time depends on it.
-        rows: in forward, the rows of the input that have arrived, where it comes in chunks.
+        rows: in forward, the rows of the input that have arrived, where the input comes in chunks.
     """
 
     step: int
@@ -70,13 +78,41 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Fused:
+    """A segment: layers with no exchange between them, handed to autograd as one graph.
+
+    Attributes:
+        step: of its first operation.
+        number: the same in forward and backward.
+        reads: in forward, values from outside; in backward, the gradient of each of the forward segment's `writes`, ""
+            where none arrives.
+        writes: in forward, values used outside; in backward, the gradient of each of the forward segment's `reads`, ""
+            where none is wanted.
+        operations: computations; in backward also `Pack` and `BeginSum` of gradient sums that begin meanwhile.
+    """
+
+    step: int
+    phase: Phase
+    number: int
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    operations: tuple["Compute | Pack | BeginSum", ...]
+
+
+# --- memory, copies, additions ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
 class Make:
     """Memory for a buffer.
 
     Attributes:
         zeros: filled with zeros.
-        result: a value or a gradient, not only a place on the way.
-        reused: the same memory in every step: where summands arrive.
+        result: a value or a gradient, not an intermediate of an exchange.
+        like: a buffer whose number type it has; "": the type of the step's layer.
+        flat: an exchange sums in it.
+        slot: of the summands of a round: rounds with another slot may be under way beside it. Every step uses the same memory
+            again.
     """
 
     step: int
@@ -85,12 +121,14 @@ class Make:
     zeros: bool = False
     narrow: bool = False
     result: bool = False
-    reused: bool = False
+    like: str = ""
+    flat: bool = False
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Another name for a part of a buffer, in a shape: nothing is copied."""
+    """Another name for a part of a buffer, in a shape; nothing is copied."""
 
     step: int
     buffer: str
@@ -100,7 +138,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One part is copied to another, converted where one of them is narrow."""
+    """Copy one part to another, converted where one of them is narrow."""
 
     step: int
     source: Part
@@ -110,7 +148,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """One part is added to another, widened first where it is narrow."""
+    """Add one part to another, widened first where it is narrow."""
 
     step: int
     source: Part
@@ -121,7 +159,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """The gradient of a value with several readers: the sum of what each of them gives, in new memory."""
+    """Add up what several readers of a value give to its gradient, in new memory."""
 
     step: int
     buffer: str
@@ -129,12 +167,13 @@ class Merge:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A part goes to another device. It must not change until the round has been waited for."""
+# --- exchanging ------------------------------------------------------------------------------------------------------
 
-    step: int
-    number: int
+
+@dataclass(frozen=True, slots=True)
+class PlannedMessage:
+    """A part of a buffer that is sent to a peer, or received from it."""
+
     peer: int
     part: Part
     size: int
@@ -142,44 +181,49 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
-    """A part arrives from another device. It may be used when the round has been waited for."""
+class ExchangeRound:
+    """Start this device's messages of one round, in one call.
+
+    Until the round has been waited for, what is sent must not change, and what arrives must not be used.
+
+    Attributes:
+        number: of the round in its exchange.
+    """
 
     step: int
     number: int
-    peer: int
-    part: Part
-    size: int
-    narrow: bool = False
+    sends: tuple[PlannedMessage, ...]
+    receives: tuple[PlannedMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """The lane goes on when all of these have happened."""
+class WaitRound:
+    """Wait for the messages of a round.
+
+    Attributes:
+        step: that needs them.
+        begun: the step of the round; number: of the round.
+    """
 
     step: int
-    events: tuple[Event, ...]
+    begun: int
+    number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Signal:
-    """This has happened."""
-
-    step: int
-    event: Event
+# --- gradients of parameters -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Gradients of parameters are joined to one flat buffer, zeros for those that this device has no part in.
+    """Join gradients of parameters to one flat buffer, zeros for those that this device has no part in.
 
     Attributes:
         keys, sizes: of the parameters, and their entries.
-        flags: trailing entries that say which parameters were used on this device at all; 0: none.
+        flags: trailing entries that say which parameters were used on this device; 0: none.
         alone: the one gradient itself is the buffer, nothing is copied.
-        mixed_over: INEXACT mixing: the weights go with the gradients, divided by so many devices; 0: an exact sum.
-        into: of parameters that are kept in shares, for each the entries of every device: the buffer holds those of device 0
-            of all of them, then those of device 1, and so on.
+        mixed_over: INEXACT mixing: the weights are sent with the gradients, divided by this number of devices; 0: exact sum.
+        into: of sharded parameters, for each the entries of every device: the buffer holds those of device 0 of all of them,
+            then those of device 1, and so on.
     """
 
     step: int
@@ -197,13 +241,53 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginSum:
+    """Main lane: hand the summands in `buffer` to the second lane."""
+
+    step: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSum:
+    """Second lane: wait for the summands in `buffer`. What follows sums them, in place."""
+
+    step: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndSum:
+    """Second lane: the sum is complete, in `result`."""
+
+    step: int
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSum:
+    """Main lane: wait for one gradient sum, before step `step`."""
+
+    step: int
+    sum: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSums:
+    """Main lane: wait for all these gradient sums, at the end of backward."""
+
+    step: int
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Unpack:
-    """The gradients of parameters are those of a flat buffer from now on; fields as in `Pack`.
+    """Take the gradients of parameters from a flat buffer; fields as in `Pack`.
 
     Attributes:
-        sizes: of the parameters, or of this device's shares of them.
-        scale: mixing: what the gradients of two devices count in a whole batch.
-        copied: each gets memory of its own at the end of the step.
+        sizes: of the parameters, or of this device's shards of them.
+        scale: mixing: the factor from the samples of two devices to the global batch.
+        copied: each gets its own memory at the end of the step.
     """
 
     step: int
@@ -216,17 +300,20 @@ class Unpack:
     copied: bool = False
 
 
+# --- sharded parameters ----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class PackWeights:
-    """This device's shares of parameters are copied to their place in a flat buffer, in which the others' arrive.
+    """Copy this device's shards of parameters to their place in a flat buffer, in which the others' arrive.
 
     Attributes:
-        shares: of each parameter, the entries that every device keeps.
-        size: entries of this device's shares.
+        shares: of each parameter, the entries of every device.
+        size: entries of this device's shards.
         alone: of one parameter: the buffer is the whole parameter itself.
-        own_only: this device computes nothing with them: the buffer has its shares alone.
-        fresh: the memory of the whole parameters was given back after their last use, and is taken from the system anew.
-        stays: the buffer stays until the next pass, which has nothing else to see by whether a share has changed.
+        own_only: this device computes nothing with them: the buffer has its shards alone.
+        fresh: the memory of the whole parameters was freed after their last use, and is taken from the system anew.
+        stays: the buffer stays until the next micro-batch, which compares the shards with it.
     """
 
     step: int
@@ -247,8 +334,7 @@ class PackWeights:
 
 @dataclass(frozen=True, slots=True)
 class UnpackWeights:
-    """Whole parameters are there; where several arrived together, each is copied to memory of its own. Fields as in
-    `PackWeights`."""
+    """Whole parameters have arrived; of several in one buffer, each is copied to its own memory. Fields as in `PackWeights`."""
 
     step: int
     buffer: str
@@ -263,8 +349,10 @@ class UnpackWeights:
 
 @dataclass(frozen=True, slots=True)
 class HaveWeights:
-    """Whole parameters are there since the first pass of the step, if this device's shares of them have not changed since; if
-    they have, the step ends with an error. Fields as in `PackWeights`."""
+    """Check that whole parameters from the step's first micro-batch are still valid. Fields as in `PackWeights`.
+
+    If this device's shards have changed since, the step ends with an error.
+    """
 
     step: int
     keys: tuple[str, ...]
@@ -275,37 +363,15 @@ class HaveWeights:
 
 @dataclass(frozen=True, slots=True)
 class FreeWeights:
-    """The memory of whole parameters that were gathered from shares is given back."""
+    """Free the memory of whole parameters that were gathered from shards."""
 
     step: int
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """A stretch of computations without an exchange between them, handed to autograd as one graph.
-
-    Attributes:
-        step: of its first operation.
-        number: the same in forward and backward.
-        reads: in forward, values from outside; in backward, the gradient of each value in the forward stretch's `writes`, ""
-            where none arrives.
-        writes: in forward, values that are used outside; in backward, the gradient of each value in the forward stretch's
-            `reads`, "" where none is wanted.
-        operations: computations; in backward also `Pack` and `Signal` of gradient sums that begin meanwhile.
-    """
-
-    step: int
-    phase: Phase
-    number: int
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    operations: tuple[Compute | Pack | Signal, ...]
-
-
 Operation = (
-    Compute | Fused | Make | View | Copy | Add | Merge | Send | Receive | Wait | Signal | Pack | Unpack | PackWeights
-    | UnpackWeights | HaveWeights | FreeWeights
+    Compute | Fused | Make | View | Copy | Add | Merge | ExchangeRound | WaitRound | Pack | BeginSum | TakeSum | EndSum
+    | WaitSum | FinishSums | Unpack | PackWeights | UnpackWeights | HaveWeights | FreeWeights
 )  # fmt: skip
 
 
@@ -316,11 +382,11 @@ class DeviceProgram:
     Attributes:
         inputs: the parts of the batch that the loader provides, as buffers.
         outputs: buffers that the caller gets.
-        output_gradients: buffers that the caller gives to backward.
+        output_gradients: the outputs whose gradients the caller gives to backward, see `output_gradient`.
         input_gradients: for each input, the buffer that the caller gets from backward; "" where this device has no part in it.
         forward, backward: the main lane.
         sums: the second lane.
-        pass_: which pass of a training step it is; in the first and the middle ones there are no sums.
+        pass_: which micro-batch of a training step it is; the first and the middle ones have no sums.
     """
 
     device: int
@@ -328,7 +394,7 @@ class DeviceProgram:
     batch: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    output_gradients: tuple[str, ...]
+    output_gradients: tuple[int, ...]
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
     sums: tuple[Operation, ...]
@@ -336,12 +402,12 @@ class DeviceProgram:
     pass_: Pass = "only"
 
     def operations(self) -> Iterator[Operation]:
-        """All of them, those inside fused stretches too."""
+        """All operations, those inside segments too."""
         yield from self.main()
         yield from self.sums
 
     def main(self) -> Iterator[Operation]:
-        """Those of the main lane, those inside fused stretches too."""
+        """The operations of the main lane, those inside segments too."""
         for operation in (*self.forward, *self.backward):
             yield operation
             if isinstance(operation, Fused):
@@ -355,9 +421,9 @@ class DeviceProgram:
         """
         total: Counter[int] = Counter()
         for operation in self.operations():
-            if isinstance(operation, Send):
-                size = narrow_itemsize(itemsize) if operation.narrow else itemsize
-                total[operation.peer] += operation.size * size
+            if isinstance(operation, ExchangeRound):
+                for message in operation.sends:
+                    total[message.peer] += message.size * (narrow_itemsize(itemsize) if message.narrow else itemsize)
         return total
 
 
@@ -370,15 +436,17 @@ def reads_of(operation: Operation) -> tuple[str, ...]:
             return (source.buffer,)
         case Add(source=source, target=target):
             return (source.buffer, target.buffer)
-        case View(of=part) | Send(part=part):
+        case View(of=part):
             return (part.buffer,)
-        case Unpack(buffer=buffer) | UnpackWeights(buffer=buffer):
+        case ExchangeRound(sends=sends):
+            return tuple(message.part.buffer for message in sends)
+        case BeginSum(buffer=buffer) | Unpack(buffer=buffer) | UnpackWeights(buffer=buffer):
             return (buffer,)
     return ()
 
 
 def writes_of(operation: Operation) -> tuple[str, ...]:
-    """The buffers that an operation makes, fills or changes; what arrives is there after the wait for its round."""
+    """The buffers that an operation makes, fills or changes; what a round brings is there after the wait for it."""
     match operation:
         case Compute(writes=writes) | Fused(writes=writes):
             return tuple(name for name in writes if name)
@@ -388,6 +456,44 @@ def writes_of(operation: Operation) -> tuple[str, ...]:
             return (buffer,)
         case Copy(target=target) | Add(target=target):
             return (target.buffer,)
-        case Receive(part=part):
-            return (part.buffer,)
+        case ExchangeRound(receives=receives):
+            return tuple(message.part.buffer for message in receives)
     return ()
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def program_lines(program: DeviceProgram) -> list[str]:
+    """The program as text, one line for each operation."""
+    lines = [f"device {program.device} of {program.devices}, a batch of {program.batch}, pass {program.pass_!r}"]
+    for phase in ("forward", "backward", "sums"):
+        lines.append(f"{phase}:")
+        for operation in getattr(program, phase):
+            lines.append(f"  {operation_line(operation)}")
+            if isinstance(operation, Fused):
+                lines += [f"    {operation_line(each)}" for each in operation.operations]
+    return lines
+
+
+def operation_line(operation: Operation) -> str:
+    """An operation as text, without the fields that have their default."""
+    values = []
+    for each in fields(operation):
+        value = getattr(operation, each.name)
+        if each.name != "operations" and value != each.default:
+            values.append(f"{each.name}={_text(each.name, value)}")
+    return f"{type(operation).__name__}({', '.join(values)})"
+
+
+def message_text(direction: str, message: PlannedMessage) -> str:
+    """A message as text: its size, its part, and `direction` ("to" or "from") its peer."""
+    return f"{message.size}{' narrow' * message.narrow} of {str(message.part)!r} {direction} {message.peer}"
+
+
+def _text(name: str, value: Any) -> str:
+    if name in ("sends", "receives"):
+        return f"[{', '.join(message_text('to' if name == 'sends' else 'from', m) for m in value)}]"
+    if isinstance(value, LocalSize):
+        return repr((value.samples, value.outputs, value.inputs, *((True,) if value.shares_statistics else ())))
+    return repr(str(value)) if isinstance(value, Part) else repr(value)

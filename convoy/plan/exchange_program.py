@@ -1,8 +1,8 @@
 """The operations of one exchange on one device: a move between two layouts, or the rounds of a sum.
 
-A cut that is one block of memory is sent, and received into, as it lies; any other is copied into a block or out of one.
-What is added arrives beside the tensor it is added to: a summand must not be overwritten while it is being sent. Summands
-are added in the order of the devices that sent them, so that every run gives the same bits.
+A part that is one block of memory is sent, and received into, without a copy; any other is copied into a block or out of one.
+Summands arrive in memory of their own, because a summand must not be overwritten while it is being sent. They are added in the
+order of the devices that sent them, so that every run gives the same bits.
 """
 
 import math
@@ -10,25 +10,47 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from convoy.layout.comm_dtype import CommDtype, rounds_own_copy
 from convoy.layout.layout import Box, Layout, Partial, Replicated, Shape, box, covers, entries, local_shape
 from convoy.layout.redistribute import Round, Schedule, Transfer, forget_schedules
 from convoy.layout.shares import ranges
-from convoy.plan.device_program import Add, Copy, Event, Make, Operation, Part, Receive, Send, View, Wait
+from convoy.plan.device_program import (
+    Add,
+    Copy,
+    ExchangeRound,
+    Make,
+    Operation,
+    Part,
+    PlannedMessage,
+    View,
+    WaitRound,
+)
 from convoy.plan.steps import ShareStatistics
 
-Landing = tuple[Event | None, list[Operation]]
-"""Of a round under way: what to wait for (None where no message is), and what is done after that."""
+
+class Landing(NamedTuple):
+    """What finishes a round that has started.
+
+    Attributes:
+        step: id in the step list.
+        number: of the round to wait for; None where this device has no message in it.
+        after: what is done with what has arrived.
+    """
+
+    step: int
+    number: int | None
+    after: Sequence[Operation]
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeOperations:
-    """An exchange as one device has it.
+    """One device's part of an exchange.
 
     Attributes:
-        begin: everything up to the last message that can be started without waiting.
-        landings: per round under way.
+        begin: up to the last round that can be started without waiting.
+        landings: what finishes each of these rounds.
     """
 
     begin: Sequence[Operation] = ()
@@ -36,16 +58,16 @@ class ExchangeOperations:
 
 
 def landing(landings: Iterable[Landing], at: int) -> Iterator[Operation]:
-    """The operations that finish rounds, for a step that waits for them."""
-    for event, after in landings:
-        if event is not None:
-            yield Wait(at, (event,))
+    """The operations that finish rounds, for the step `at` that waits for them."""
+    for step, number, after in landings:
+        if number is not None:
+            yield WaitRound(at, step, number)
         yield from after
 
 
 @dataclass(frozen=True, slots=True)
 class MoveOf:
-    """A move as one device has it: of a tensor of `shape`, from layout `src` to layout `dst`.
+    """One device's part of a move of a tensor of `shape` from layout `src` to layout `dst`.
 
     Attributes:
         step: id in the step list.
@@ -90,7 +112,7 @@ class MoveOf:
     def _sum(self) -> list[Operation]:
         """A pending sum becomes copies. Every copy is computed once and then copied, so all are equal to the last bit."""
         flat = f"message {self.step}.flat"
-        operations: list[Operation] = [Make(self.step, flat, self.schedule.shape)]
+        operations: list[Operation] = [Make(self.step, flat, self.schedule.shape, flat=True)]
         if self.own is not None:
             operations.append(Copy(self.step, Part(self.source), Part(flat), math.prod(self.shape)))
         operations += sum_operations(self.step, self.schedule, self.device, flat, self.wire, lane=0)
@@ -162,9 +184,8 @@ class _DirectRound:
         arriving = [t for t in transfers if t.receiver == self.device != t.sender and entries(t.box)]
         kept = [t for t in transfers if t.sender == t.receiver] if keeps else []
         sent = {t.box: self._packed(number, place, t, begin) for place, t in enumerate(leaving)}
-        messages: list[Operation] = [
-            Send(self.step, number, t.receiver, sent[t.box], entries(t.box), self.narrow) for t in leaving
-        ]
+        sends = tuple(PlannedMessage(t.receiver, sent[t.box], entries(t.box), self.narrow) for t in leaving)
+        receives = []
         landed: dict[Transfer, Part] = {}
         for place, t in enumerate(arriving):
             target = Part(self.result, local_box(t.box, self.wanted))
@@ -172,13 +193,14 @@ class _DirectRound:
                 landed[t] = Part(f"message {self.step}.{number}<{place}")
                 begin.append(Make(self.step, landed[t].buffer, _extent(t.box), narrow=self.narrow))
                 target = landed[t]
-            messages.append(Receive(self.step, number, t.sender, target, entries(t.box), self.narrow))
-        begin += messages
+            receives.append(PlannedMessage(t.sender, target, entries(t.box), self.narrow))
+        if sends or receives:
+            begin.append(ExchangeRound(self.step, number, sends, tuple(receives)))
         begin += [self._into(t, Part(self.piece, local_box(t.box, self.own))) for t in kept if not t.adds]
         parts = landed | {t: Part(self.piece, local_box(t.box, self.own)) for t in kept if t.adds}
         after = [self._into(t, parts[t]) for t in sorted(parts, key=lambda t: t.sender)]
-        if messages:
-            landings.append((("round", self.step, number), after))
+        if sends or receives:
+            landings.append(Landing(self.step, number, after))
         else:
             begin += after
 
@@ -204,68 +226,70 @@ class _DirectRound:
 def sum_operations(
     step: int, schedule: Schedule, device: int, flat: str, wire: CommDtype, lane: int
 ) -> Iterator[Operation]:
-    """The rounds of a summing collective, in place on a flat buffer. Summands arrive in memory that every step uses again."""
+    """Yield the rounds of a collective, in place on a flat buffer. Every step reuses the memory where summands arrive."""
     under_way: deque[Landing] = deque()
     for number, transfers in enumerate(schedule.involving(device)):
         if len(under_way) == schedule.window:
             yield from landing([under_way.popleft()], step)
-        yield from _begun(
-            step, number, transfers, device, flat, wire, f"slot {lane}.{number % schedule.window}", under_way
-        )
+        yield from _begun(_FlatRound(step, number, device, flat, wire != "exact"), transfers, lane, schedule, under_way)
     yield from landing(under_way, step)
 
 
 def gather_operations(step: int, schedule: Schedule, device: int, flat: str, *, own_only: bool) -> ExchangeOperations:
-    """The one round of a gathering of shares, in place on a flat buffer: nothing is copied or made.
+    """Return the one round that gathers shards, in place on a flat buffer: nothing is copied or made.
 
     Args:
-        own_only: the buffer has this device's shares alone, which it sends.
+        own_only: the buffer has this device's shards alone, which it sends.
     """
     (transfers,) = schedule.involving(device)
     landings: deque[Landing] = deque()
-    begin = list(_begun(step, 0, transfers, device, flat, "exact", "", landings))
+    begin = list(_begun(_FlatRound(step, 0, device, flat, narrow=False), transfers, 0, schedule, landings))
     if own_only:
-        begin = [replace(op, part=Part(flat)) for op in begin if isinstance(op, Send)]
+        rounds = [op for op in begin if isinstance(op, ExchangeRound)]
+        begin = [replace(op, sends=tuple(replace(m, part=Part(flat)) for m in op.sends)) for op in rounds]
     return ExchangeOperations(begin, landings)
 
 
+@dataclass(frozen=True, slots=True)
+class _FlatRound:
+    step: int
+    number: int
+    device: int
+    flat: str
+    narrow: bool
+
+
 def _begun(
-    step: int,
-    number: int,
-    transfers: Round,
-    device: int,
-    flat: str,
-    wire: CommDtype,
-    slot: str,
-    under_way: deque[Landing],
+    of: _FlatRound, transfers: Round, lane: int, schedule: Schedule, under_way: deque[Landing]
 ) -> Iterator[Operation]:
-    narrow = wire != "exact"
-    leaving = [t for t in transfers if t.sender == device and entries(t.box)]
-    arriving = sorted((t for t in transfers if t.receiver == device and entries(t.box)), key=lambda t: t.sender)
+    """Yield what starts a round on a flat buffer, and note in `under_way` what finishes it."""
+    step, flat, narrow = of.step, of.flat, of.narrow
+    leaving = [t for t in transfers if t.sender == of.device and entries(t.box)]
+    arriving = sorted((t for t in transfers if t.receiver == of.device and entries(t.box)), key=lambda t: t.sender)
     ready: dict[Box, Part] = {}
     for place, (span, adds) in enumerate({t.box: t.adds for t in leaving}.items()):
         ready[span] = Part(flat, span)
         if narrow:
-            ready[span] = Part(f"message {step}.{number}>{place}")
-            yield Make(step, ready[span].buffer, _extent(span), narrow=True)
+            ready[span] = Part(f"message {step}.{of.number}>{place}")
+            yield Make(step, ready[span].buffer, _extent(span), narrow=True, like=flat)
             yield Copy(step, Part(flat, span), ready[span], entries(span))
-            if not adds:  # what the others get as the sum is the sum here, too
+            if not adds:  # this device keeps the same rounded sum as the devices that receive it
                 yield Copy(step, ready[span], Part(flat, span), entries(span))
     after: list[Operation] = []
-    receives: list[Operation] = []
+    receives = []
     for place, t in enumerate(arriving):
-        target = Part(flat, t.box)
+        target, size = Part(flat, t.box), entries(t.box)
         if t.adds or narrow:
-            yield Make(step, f"{slot}.{place}", _extent(t.box), narrow=narrow, reused=True)
-            landed = Part(f"{slot}.{place}")
-            size = entries(t.box)
+            slot = of.number % schedule.window
+            landed = Part(f"slot {lane}.{slot}.{place}")
+            yield Make(step, landed.buffer, _extent(t.box), narrow=narrow, like=flat, slot=slot)
             after.append(Add(step, landed, target, size, narrow) if t.adds else Copy(step, landed, target, size))
             target = landed
-        receives.append(Receive(step, number, t.sender, target, entries(t.box), narrow))
-    for t in leaving:
-        yield Send(step, number, t.receiver, ready[t.box], entries(t.box), narrow)
-    yield from receives
-    under_way.append((("round", step, number) if leaving or receives else None, after))
+        receives.append(PlannedMessage(t.sender, target, size, narrow))
+    if leaving or receives:
+        sends = tuple(PlannedMessage(t.receiver, ready[t.box], entries(t.box), narrow) for t in leaving)
+        yield ExchangeRound(step, of.number, sends, tuple(receives))
+    under_way.append(Landing(step, of.number if leaving or receives else None, after))
 
 
 def shared_rows(step: ShareStatistics, device: int, of: Sequence[str]) -> Iterator[Operation]:

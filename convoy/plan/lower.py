@@ -1,16 +1,17 @@
 """lower(plan): from strategies per layer to one list of steps for one batch size."""
 
+import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from convoy.layout import redistribute
 from convoy.layout.comm_dtype import comm_dtype_of
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, everywhere, held_entries, holders
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.plan.gathering import Bucket, Turn, buckets_of, turns
 from convoy.plan.placing import is_gathered, kept_layouts, placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.steps import (
@@ -29,13 +30,12 @@ from convoy.plan.steps import (
     Value,
 )
 from convoy.plan.strategy import Batch, One, Placement, parameter_holders
-from convoy.plan.together import rows_of
 
 BUCKET_ENTRIES = 500_000
-"""A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""
+"""Entries that start a gradient sum: large enough for full bandwidth, small enough to overlap."""
 
 BESIDE_ENTRIES = 125_000
-"""What has so many leaves together with what is full: at the end of a step it would be alone on the wire."""
+"""A bucket with this many entries is summed with a full one: later it would be alone on the wire."""
 
 
 def lower(
@@ -46,18 +46,96 @@ def lower(
     kept: Mapping[str, Layout] | None = None,
     pass_: Pass = "only",
 ) -> StepList:
-    """The steps of one pass of `plan` for a global batch of `batch` samples (default: the plan's).
+    """Return the steps of one micro-batch of `plan`, for a global batch of `batch` samples (default: the plan's).
 
     Args:
-        input_gradients: for each input of the graph, where backward brings the gradient of it; nothing: none has one.
-        kept: where the parameters lie, by key, if not as this plan has it: all devices that keep copies get their gradients.
-        pass_: which pass of a training step it is; by default the only one.
+        input_gradients: for each input of the graph, where its gradient is brought; empty: none has one.
+        kept: layouts of parameters, by key, that differ from this plan's: all devices with copies get their gradients.
+        pass_: which micro-batch of a training step it is; by default the only one.
 
     Raises:
         PlanError: the plan does not fit the graph.
     """
     plan.check(graph)
     return _Lowering(plan, graph, plan.batch if batch is None else batch, input_gradients, kept or {}, pass_).run()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are gathered together.
+
+    Attributes:
+        devices: that compute with them.
+        freed: their whole copies are freed after use.
+        layers: that compute with them.
+    """
+
+    parameters: tuple[Parameter, ...]
+    devices: tuple[int, ...]
+    freed: bool
+    layers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Around one layer: the buckets to start before it, and the parameters to free after it, by key."""
+
+    begins: list[Bucket] = field(default_factory=list)
+    frees: list[str] = field(default_factory=list)
+
+
+def buckets_of(graph: Graph, used: Mapping[str, Layout], freed: Collection[str], bucket_entries: int) -> list[Bucket]:
+    """Return the parameters that are gathered, in buckets, in the order in which they are used.
+
+    Args:
+        used: those that are gathered, by key, with the layout in which layers compute with them.
+        freed: keys of those that are freed after use.
+        bucket_entries: of a full bucket; a larger parameter has its own.
+    """
+    found: list[Bucket] = []
+    filled: dict[tuple[tuple[int, ...], bool], list[tuple[Parameter, str]]] = {}
+    sent = 0
+    rows = {p.key: (p, layer.name) for layer in graph.layers.values() for p in layer.parameters.values()}
+    for key, row in rows.items():
+        if key not in used:
+            continue
+        kind = (holders(used[key]), key in freed)
+        if row[0].entries >= bucket_entries:
+            found.append(_bucket([row], *kind))
+            sent += row[0].entries
+            continue
+        filled.setdefault(kind, []).append(row)
+        size = sum(p.entries for p, _ in filled[kind])
+        # The first layers wait for their weights, so the first buckets are small.
+        if size >= min(bucket_entries, max(bucket_entries // 16, sent)):
+            found.append(_bucket(filled.pop(kind), *kind))
+            sent += size
+    return found + [_bucket(rest, *kind) for kind, rest in filled.items()]
+
+
+def _bucket(rows: Sequence[tuple[Parameter, str]], devices: tuple[int, ...], freed: bool) -> Bucket:
+    return Bucket(tuple(p for p, _ in rows), devices, freed, frozenset(layer for _, layer in rows))
+
+
+def turns(buckets: Sequence[Bucket], order: Sequence[str]) -> dict[str, Turn]:
+    """Return by layer which freed buckets start and end there. Each starts when the one before it is first used.
+
+    Args:
+        order: the layers, in the order in which they are computed.
+    """
+    places = {name: place for place, name in enumerate(order)}
+    spans = []
+    for bucket in buckets:
+        used_at = [places[name] for name in bucket.layers if name in places]
+        if used_at:
+            spans.append((min(used_at), max(used_at), bucket))
+    spans.sort(key=lambda span: span[:2])
+    found: dict[str, Turn] = {}
+    for number, (first, last, bucket) in enumerate(spans):
+        begins = spans[number - 1][0] if number else first
+        found.setdefault(order[begins], Turn()).begins.append(bucket)
+        found.setdefault(order[last], Turn()).frees.extend(p.key for p in bucket.parameters)
+    return found
 
 
 class _Lowering:
@@ -107,7 +185,7 @@ class _Lowering:
         for i, (name, value) in enumerate(zip(self.graph.outputs, outputs, strict=True)):
             if name in self.trains:
                 after = self._after([value])
-                # Of an output that is here in part, a device knows its part of the gradient: a move of it goes back as any.
+                # Of a sharded output a device has its shard of the gradient, and moves go back as usual.
                 returned = value if isinstance(value.layout, Split | OnOne) else self.values[name]
                 step = ReturnGradient(self._id, i, value, returned, after)
                 ready.setdefault(returned.key, []).append(self._add(step))
@@ -118,7 +196,7 @@ class _Lowering:
         )
 
     def _output_layout(self) -> dict[str, Layout]:
-        """Where each output is for the caller: copies everywhere, or by samples, of all outputs alike."""
+        """Return each output's layout for the caller: copies everywhere, or all split by samples alike."""
         everyone = everywhere(self.plan.devices)
         own = {name: self.values[name].layout for name in self.graph.outputs if self.graph[name].batched}
         if self.plan.outputs == "everywhere" or not own:
@@ -145,7 +223,7 @@ class _Lowering:
         return tuple(sorted({self.made_by[v.key] for v in values if v.key in self.made_by}))
 
     def _gather(self, bucket: Bucket, phase: Phase) -> None:
-        """Parameters that are kept in shares set out to those who use them; or are still there, from the step's first pass."""
+        """Gather sharded parameters where they are used; later micro-batches may still have them."""
         keys, shares = tuple(p.key for p in bucket.parameters), tuple(map(self._entries_of_shares, bucket.parameters))
         held = not bucket.freed and self.pass_ in ("middle", "last")
         step = self._add(GatherWeights(self._id, phase, keys, shares, bucket.devices, held=held))
@@ -153,7 +231,7 @@ class _Lowering:
             self.gathered_by.update(dict.fromkeys(keys, step))
 
     def _waits_for_weights(self, layer: Layer) -> set[int]:
-        """The gatherings that a layer has to wait for in this phase."""
+        """Return the steps that gather this layer's parameters in this phase."""
         return {self.gathered_by[p.key] for p in layer.parameters.values() if p.key in self.gathered_by}
 
     def _entries_of_shares(self, parameter: Parameter) -> Shares:
@@ -161,7 +239,7 @@ class _Lowering:
         return tuple(held_entries(layout, d, parameter.shape) for d in range(self.plan.devices))
 
     def _forward(self, row: Sequence[Layer]) -> None:
-        """A layer, or norms that exchange together."""
+        """Lower a layer, or batch norms that exchange their sums together."""
         computes = [step for layer in row if (step := self._reading(layer)) is not None]
         if row[0].name in self.statistics:
             after = tuple(sorted({before for step in computes for before in step.after}))
@@ -173,7 +251,7 @@ class _Lowering:
             self.made_by[step.writes.key] = self._add(step if step.id == self._id else replace(step, id=self._id))
 
     def _reading(self, layer: Layer) -> Compute | None:
-        """What a layer reads comes to it; how it is then computed."""
+        """Move a layer's inputs to it, and return its computation."""
         placed = self.placed[layer.name]
         shape = layer.batch_shape(self.batch)
         value = Value(layer.name, shape, placed.gives)
@@ -198,13 +276,13 @@ class _Lowering:
         )  # fmt: skip
 
     def _share(self, phase: Phase, rows: Sequence[tuple[str, Value]], after: tuple[int, ...]) -> int:
-        """Norms, each with its input, tell each other's devices their sums."""
+        """Add the exchange of some norms' sums; `rows` has each norm's name and input."""
         names, reads = zip(*rows, strict=True)
         sizes, members = tuple(self.statistics[name][0] for name in names), self.statistics[names[0]][1]
         return self._add(ShareStatistics(self._id, phase, names, reads, sizes, members, after))
 
     def _pieces(self, layer: Layer, placed: Placement) -> int:
-        """In how many pieces a layer's input comes to it, if it has to come."""
+        """Return the number of chunks in which a layer's input is moved."""
         if self.plan.pieces == 1 or layer.kind != "conv" or (layer.inputs[0], placed.takes[0]) in self.versions:
             return 1
         source = self.values[layer.inputs[0]]
@@ -216,7 +294,7 @@ class _Lowering:
         return {key: self.kept[p.key] for key, p in layer.parameters.items()}
 
     def _statistics(self, layer: Layer) -> tuple[int, tuple[int, ...]] | None:
-        """(entries per device, devices that take part) where a batch norm has its batch on several devices."""
+        """Return (entries per device, members) of a batch norm over several devices, else None."""
         placed = self.placed[layer.name]
         if not layer.statistics or not isinstance(placed.gives, Split) or placed.gives.axis != 0:
             return None
@@ -239,7 +317,7 @@ class _Lowering:
         return value
 
     def _backward(self, forward: list[Step], ready: dict[str, list[int]]) -> tuple[Value | None, ...]:
-        """All of backward; the values whose gradients are those of the inputs, None where an input has none."""
+        """Lower backward. Return for each input the value with its gradient; None where it has none."""
         sums = _Buckets(self)
         with_gradient = reached(self.graph, self.trains)
         order = [name for name in reversed(self.row_of) if name in with_gradient]
@@ -254,14 +332,14 @@ class _Lowering:
         return gradients
 
     def _sum(self, sums: "_Buckets", *, everything: bool) -> None:
-        """The sums that are due; in a pass that is not the last, those that the last one makes."""
+        """Add the sums that are due; all but the last micro-batch leave them to it."""
         for step in sums.take(self._id, everything=everything):
-            # What comes to shares is summed in every pass: to wait, each device would have to keep a whole gradient.
+            # Sums into shards do not wait: each device would have to keep a whole gradient.
             waits = self.pass_ in ("first", "middle") and not step.into
             (self.later if waits else self.steps).append(replace(step, id=self._id))
 
     def _input_gradient(self, layer: Layer, ready: dict[str, list[int]]) -> Value | None:
-        """The value whose gradient the caller gets: the input itself, or what its gradient is brought to."""
+        """Return the value whose gradient the caller gets: the input, or a value that its gradient is moved to."""
         after, value = ready.get(layer.name), self.values[layer.name]
         if after is None or layer.name not in self.wanted:
             return None
@@ -276,7 +354,7 @@ class _Lowering:
         return whole
 
     def _return(self, step: Move, ready: dict[str, list[int]]) -> None:
-        """The gradient of what was moved goes back, once, when everything that read it has contributed."""
+        """Move a gradient back, once, when every reader of the moved value has contributed."""
         after = ready.pop(step.writes.key, None)
         if after is not None:
             back = Move(self._id, "backward", step.writes, step.reads, step.reduce, tuple(after), wire=step.wire)
@@ -307,9 +385,9 @@ class _Lowering:
                 self._sum(sums, everything=False)
 
     def _told_back(self, step: Compute, ready: Mapping[str, list[int]]) -> int:
-        """The exchange of a norm in backward, with those it exchanged with in forward, as far as they have a gradient.
+        """Return the exchange of a norm in backward, with its partners of forward that have a gradient.
 
-        They stand one after the other in forward, before all that reads them: when the last of them has its gradient, all have.
+        Partners are neighbours in forward, before all their readers: when the last has its gradient, all have.
         """
         if step.layer not in self.told_back:
             names = [name for name in self.row_of[step.layer] if name in ready]
@@ -319,10 +397,9 @@ class _Lowering:
         return self.told_back[step.layer]
 
     def _parts(self, step: Compute, sums: "_Buckets") -> tuple[tuple[Part, bool], ...]:
-        """The gradient that has to travel is computed first, and travels while the other one is computed.
+        """Split a layer's backward so that the gradient that must be sent travels while the other is computed.
 
-        A gradient for the inputs goes before a sum over copies of the weights: the layers below wait for it. And weights go
-        first only where they fill a bucket, which then leaves.
+        An input gradient goes first, because the layers below wait for it. Weights go first only if they fill a bucket.
         """
         layer = self.graph[step.layer]
         if not layer.multiplies or not layer.trainable or not any(step.wants):
@@ -339,7 +416,7 @@ def by_samples(layout: Layout) -> bool:
 
 
 def trains(graph: Graph, inputs: Collection[str] = ()) -> set[str]:
-    """Layers whose output has a gradient: they or something before them is trainable, or an input that wants a gradient."""
+    """Return the layers whose output has a gradient: something before them is trainable, or `inputs` wants one."""
     result = set(inputs)
     for layer in graph.layers.values():
         if layer.trainable or result.intersection(_traced_back(layer)):
@@ -348,7 +425,7 @@ def trains(graph: Graph, inputs: Collection[str] = ()) -> set[str]:
 
 
 def reached(graph: Graph, trains: set[str]) -> set[str]:
-    """Layers whose backward runs: a gradient comes to them from an output."""
+    """Return the layers whose backward runs: a gradient reaches them from an output."""
     result = trains.intersection(graph.outputs)
     for layer in reversed(list(graph.layers.values())):
         if layer.name in result:
@@ -362,7 +439,7 @@ def _traced_back(layer: Layer) -> Iterator[str]:
 
 @dataclass
 class _Bucket:
-    """Gradients that travel together."""
+    """Gradients that are summed together."""
 
     parameters: list[Parameter] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -371,12 +448,12 @@ class _Bucket:
 
 
 _Name = tuple[tuple[int, ...], tuple[int, ...], bool, str]
-"""Of a bucket: devices that have summands; for mixing, the samples of each; whether the sum comes to shares; the key of a
-gradient that is alone in it."""
+"""A bucket: devices with summands; for mixing, the samples of each; whether it is summed into shards; the key of a gradient
+that is alone in it."""
 
 
 class _Buckets:
-    """Collects gradients of copied parameters as backward completes them."""
+    """Buckets of gradients, filled as backward completes them."""
 
     def __init__(self, lowering: "_Lowering") -> None:
         self.plan, self.graph, self.kept = lowering.plan, lowering.graph, lowering.kept
@@ -388,7 +465,7 @@ class _Buckets:
         self.read_by_others = {p.key for layer in others for p in layer.trainable}
 
     def add(self, step: Compute) -> None:
-        """The backward of a layer is done: its parameters' gradients are ready where no earlier layer shares them."""
+        """Add a layer's gradients, which are ready unless an earlier layer shares the parameter."""
         layer = self.graph[step.layer]
         for parameter in layer.trainable:
             self.uses[parameter.key] -= 1
@@ -403,7 +480,7 @@ class _Buckets:
                 bucket.after.append(step.id)
 
     def would_fill(self, step: Compute) -> bool:
-        """Whether a sum is due when this layer's weight gradients are there."""
+        """Whether this layer's weight gradients fill a bucket."""
         new = [p for p in self.graph[step.layer].trainable if self.uses[p.key] == 1 and self._is_summed(p.key)]
         filled: Counter[_Name] = Counter()
         for parameter in new:
@@ -411,7 +488,7 @@ class _Buckets:
         return any(n + sum(self.open.get(name, _Bucket()).sizes) >= BUCKET_ENTRIES for name, n in filled.items())
 
     def _bucket_of(self, step: Compute, parameter: Parameter) -> "_Name":
-        """A gradient that fills a bucket has one of its own, where its memory is its own too: then nothing is copied."""
+        """Return the bucket of a gradient. One that fills a bucket is alone in it, if its memory is its own: no copy."""
         alone = self.graph[step.layer].multiplies and parameter.key not in self.read_by_others and not self.plan.mixes
         name = parameter.key if alone and parameter.entries >= BUCKET_ENTRIES else ""
         # Mixing weighs gradients by samples, so only layers with the same samples share a bucket.
@@ -424,7 +501,7 @@ class _Buckets:
         return key in self.lowering.gathered or (isinstance(layout, Replicated) and len(layout.devices) > 1)
 
     def take(self, first_id: int, *, everything: bool) -> Iterator[SumGradients]:
-        """The sums that are due, numbered from `first_id`."""
+        """Yield the sums that are due, numbered from `first_id`."""
         entries = {name: sum(bucket.sizes) for name, bucket in self.open.items()}
         is_full = any(n >= BUCKET_ENTRIES for n in entries.values())
         for name, bucket in list(self.open.items()):
@@ -442,9 +519,65 @@ class _Buckets:
                 first_id += 1
 
     def _samples(self, layer: Layer, layout: Layout) -> tuple[int, ...]:
-        """How many samples each device computes of a layer; a bare parameter is read by all other layers' samples."""
+        """Return each device's samples of a layer; a bare parameter is read by all other layers' samples."""
         if not layer.batched and isinstance(self.plan.otherwise, Batch):
             layout = Split(0, rescale(self.plan.otherwise.shares, self.batch))
         if isinstance(layout, Split) and layout.axis == 0:
             return layout.shares
         return tuple(self.batch if d in holders(layout) else 0 for d in range(self.plan.devices))
+
+
+Row = tuple[str, ...]
+"""A layer; or batch norms that exchange together, in the order of the net."""
+
+Before = tuple[tuple[str, frozenset[str]], ...]
+"""See `Graph.before`."""
+
+
+def rows_of(graph: Graph, exchanged: Mapping[str, Hashable]) -> tuple[Row, ...]:
+    """Return the layers in the order in which they are computed, with norms that exchange together as one row.
+
+    A net that branches (Inception, ResNet at its shortcuts) has norms whose inputs are ready at about the same time. One
+    message then has the sums of all of them. A norm's level is the number of exchanges on the longest way to it, its own
+    included. Norms of one level do not depend on each other; those of one level and kind exchange together.
+
+    Args:
+        exchanged: the norms that exchange sums, with the kind of each.
+    """
+    levels: dict[str, int] = {}
+    for name, some in graph.before:
+        levels[name] = max([levels[each] for each in some], default=0) + (name in exchanged)
+    met: dict[Hashable, list[str]] = {}
+    for name, kind in exchanged.items():
+        met.setdefault((levels[name], kind), []).append(name)
+    return _ordered(graph.before, tuple(tuple(row) for row in met.values() if len(row) > 1))
+
+
+@lru_cache(maxsize=64)
+def _ordered(before: Before, met: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Return the graph's order with each row in the place of its last layer and its readers behind it (Kahn's algorithm).
+
+    Cached, because a planner asks for the same order often.
+    """
+    row_of: dict[str, Row] = {name: (name,) for name, _ in before} | {name: row for row in met for name in row}
+    if not met:
+        return tuple(row_of.values())
+    place = {row_of[name]: at for at, (name, _) in enumerate(before)}  # of its last layer
+    needs: dict[Row, set[Row]] = {row: set() for row in place}
+    for name, some in before:
+        needs[row_of[name]].update(row_of[other] for other in some)
+    behind: dict[Row, list[Row]] = {row: [] for row in place}
+    for row, others in needs.items():
+        for other in others:
+            behind[other].append(row)
+    missing = Counter({row: len(others) for row, others in needs.items()})
+    ready = [(place[row], row) for row, others in needs.items() if not others]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        found.append(heapq.heappop(ready)[1])
+        for row in behind[found[-1]]:
+            missing[row] -= 1
+            if not missing[row]:
+                heapq.heappush(ready, (place[row], row))
+    return tuple(found)

@@ -1,18 +1,23 @@
-"""Which layout each layer of a plan works in, and in which layouts parameters are used and kept."""
+"""Which layout each layer of a plan works in, and in which layouts parameters are used and kept.
+
+In evaluation every layer computes where training keeps its parameters. A model may differ there: dropout passes its input on, a
+layer no longer looks at the whole batch, an auxiliary output is gone. Layers that follow their input could then be placed on
+devices without their parameters; `pin` gives those a strategy of their own.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from convoy.errors import PlanError
-from convoy.layout.layout import Layout, OnOne, Replicated, Split, holders
-from convoy.layout.shares import rescale
+from convoy.layout.layout import Layout, OnOne, Replicated, Split, everywhere, holders
+from convoy.layout.shares import apportion, rescale
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, InShares, One, Placement, Strategy, follow, place
+from convoy.plan.strategy import Batch, Filter, InShares, One, Placement, Strategy, follow, place
 
 
 def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:
-    """Placement of every layer, in order.
+    """Return the placement of every layer, in order.
 
     Raises:
         PlanError: a named strategy does not fit its layer.
@@ -33,12 +38,12 @@ def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, 
 
 
 def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:
-    """How every parameter and buffer is kept, by its `state_dict` key; it does not depend on the batch at hand."""
+    """Return the layout of every parameter and buffer between steps, by its `state_dict` key, for any batch."""
     return kept_layouts(plan, graph, used_layouts(graph, placements(plan, graph)))
 
 
 def used_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:
-    """What layers compute with, by key: parameters as they are kept, or gathered from their shares."""
+    """Return the layouts that layers compute with, by key: parameters as they are kept, or gathered from their shards."""
     return {
         graph[name].parameters[key].key: layout
         for name, each in placed.items()
@@ -47,7 +52,7 @@ def used_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Lay
 
 
 def kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[str, Layout]:
-    """How parameters are kept that layers compute with in these layouts."""
+    """Return the layouts of parameters between steps, which layers compute with in the layouts `used`."""
     kept = dict(used)
     for name, how in plan.in_shares.items():
         kept |= {p.key: _in_shares(how, p, used[p.key]) for p in graph[name].trainable}
@@ -55,19 +60,19 @@ def kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[s
 
 
 def _in_shares(how: InShares, parameter: Parameter, used: Layout) -> Layout:
-    """A parameter that several devices use whole is cut along its first axis; any other stays as it is used."""
+    """Shard a parameter that several devices use whole along its first axis; leave any other as it is used."""
     if not isinstance(used, Replicated) or len(used.devices) == 1 or not parameter.shape:
         return used
     return Split(0, rescale(how.shares, parameter.shape[0]))
 
 
 def is_gathered(kept: Layout, used: Layout) -> bool:
-    """Whether a parameter is made whole from shares before it is used."""
+    """Whether a parameter is gathered from shards before it is used."""
     return isinstance(kept, Split) and isinstance(used, Replicated)
 
 
 def own_strategy(plan: Plan, layer: Layer) -> Strategy | None:
-    """A layer's own strategy. A second call of one module does what the first does: they share weights."""
+    """Return a layer's own strategy. A second call of one module has the first one's: they share weights."""
     return plan.layers.get(layer.name) or plan.layers.get(layer.name.partition("#")[0])
 
 
@@ -82,8 +87,7 @@ def _placement(plan: Plan, graph: Graph, layer: Layer, placed: Mapping[str, Plac
 def unnamed(
     graph: Graph, layer: Layer, leading: Layout | None, otherwise: Strategy, batch: int, devices: int
 ) -> tuple[Strategy | None, Placement]:
-    """What a layer does that has no strategy of its own, with its placement: it follows its input (None), or does as the
-    plan's other layers do.
+    """Place a layer without a strategy of its own: it follows its input (None), or takes the plan's `otherwise`.
 
     Args:
         leading: layout of its first batched input; None where it has none.
@@ -111,7 +115,7 @@ def unnamed(
 
 
 def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
-    """Data is loaded where the first layers want it, so that no image crosses the network."""
+    """Place an input where the first layers read it, so that no image crosses the network."""
     wants = _wants(plan, graph, layer, batch, {})
     if len(wants) == 1:
         (only,) = wants
@@ -127,7 +131,7 @@ def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
 
 
 def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, set[Layout]]) -> set[Layout]:
-    """The layouts in which the layers after `layer` take its output, looking through layers that follow."""
+    """Return the layouts in which later layers read `layer`'s output, looking through layers that follow."""
     if layer.name in known:
         return known[layer.name]
     wants: set[Layout] = set()
@@ -144,3 +148,82 @@ def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, 
             wants.add(placed.takes[reader.inputs.index(layer.name)])
     known[layer.name] = wants
     return wants
+
+
+def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
+    """Return the plan for the graph of evaluation, with a strategy for each layer that would leave its parameters.
+
+    Raises:
+        PlanError: the plan does not fit the graph of training.
+    """
+    known = {name: s for name, s in plan.layers.items() if name in evaluation.layers}
+    # What training keeps in shares is gathered wherever evaluation uses it whole: see `lower`'s `kept`.
+    pinned = replace(plan, model=evaluation.fingerprint, layers=known, in_shares={})
+    placed = placements(plan, training)
+    homes = {name: placed[name].gives for name, layer in training.layers.items() if layer.parameters}
+    while strays := _strays(pinned, training, evaluation, plan):
+        moves = {layer.name: _strategy_at(layer, homes[layer.name], plan) for layer in strays if layer.name in homes}
+        if moves.items() <= pinned.layers.items():
+            break
+        pinned = replace(pinned, layers={**pinned.layers, **moves})
+    return pinned
+
+
+def borrowed(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> dict[str, Layout]:
+    """Return layouts in evaluation of parameters that no strategy brings to their layers; none in ordinary models.
+
+    Example: a layer that is whole in evaluation only, while training splits its inside.
+
+    Raises:
+        PlanError: two such layers want the same parameter in different parts.
+    """
+    kept, placed = used_layouts(training, placements(plan, training)), placements(pinned, evaluation)
+    result: dict[str, Layout] = {}
+    for layer in _strays(pinned, training, evaluation, plan):
+        for name, wanted in placed[layer.name].parameters.items():
+            key = layer.parameters[name].key
+            before = result.get(key, wanted)
+            if _held(wanted, kept.get(key, wanted)) and before == wanted:
+                continue
+            if before != wanted and (isinstance(before, Split) or isinstance(wanted, Split)):
+                raise PlanError(
+                    f"in evaluation two layers want other parts of {key!r} than training keeps: give them the strategy 'one'"
+                )
+            result[key] = wanted if before == wanted else everywhere(plan.devices)
+    return result
+
+
+def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> list[Layer]:
+    kept, placed = used_layouts(training, placements(plan, training)), placements(pinned, evaluation)
+    return [
+        layer
+        for layer in evaluation.layers.values()
+        if any(
+            not _held(wanted, kept.get(layer.parameters[key].key, wanted))
+            for key, wanted in placed[layer.name].parameters.items()
+        )
+    ]
+
+
+def _held(wanted: Layout, kept: Layout) -> bool:
+    """Whether devices that keep a parameter in layout `kept` can compute a layer that wants it in layout `wanted`."""
+    if isinstance(kept, Replicated | OnOne) and isinstance(wanted, Replicated | OnOne):
+        return set(holders(wanted)) <= set(holders(kept))
+    return wanted == kept
+
+
+def _strategy_at(layer: Layer, home: Layout, plan: Plan) -> Strategy:
+    """Return the strategy that computes a layer where its output lies in training."""
+    match home:
+        case OnOne(device):
+            return One(device)
+        case Split(axis, shares) if axis > 0:
+            return Filter(shares)
+        case Split(_, shares) if layer.per_sample:
+            return Batch(shares)
+        case Split(_, shares):
+            return One(shares.index(max(shares)))
+    devices = holders(home)
+    if not layer.per_sample:
+        return One(devices[0])
+    return Batch(apportion(plan.batch, [float(d in devices) for d in range(plan.devices)]))

@@ -1,7 +1,7 @@
-"""Checks the programs of all devices together, before anything runs: a program that cannot run is refused.
+"""Checks the programs of all devices together, before the first step, and refuses programs that cannot run.
 
-The programs are walked as the devices would walk them, without tensors. A round is done when both ends of each of its messages
-have begun them.
+The check runs through the programs as the devices would, without tensors. A round is complete when both ends of each of its
+messages have started.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,24 +11,32 @@ from itertools import zip_longest
 from convoy.errors import PlanError
 from convoy.plan.device_program import (
     Add,
+    BeginSum,
     Compute,
     Copy,
     DeviceProgram,
-    Event,
+    EndSum,
+    ExchangeRound,
+    FinishSums,
     Fused,
     Make,
     Operation,
     Part,
-    Receive,
-    Send,
-    Signal,
-    Wait,
+    PlannedMessage,
+    TakeSum,
+    WaitRound,
+    WaitSum,
+    message_text,
+    operation_line,
+    output_gradient,
     reads_of,
     writes_of,
 )
-from convoy.plan.program_text import operation_line
 
 MAIN, SUMS = 0, 1
+
+_Round = tuple[int, int]
+"""A round: its step and its number."""
 
 
 def check_programs(programs: Sequence[DeviceProgram]) -> None:
@@ -44,31 +52,38 @@ def check_programs(programs: Sequence[DeviceProgram]) -> None:
 
 
 def _check_messages(programs: Sequence[DeviceProgram]) -> None:
-    """The two ends of a pair begin their messages to each other in one order, lane by lane."""
-    sent: dict[tuple[int, int, int], list[Send | Receive]] = {}
-    received: dict[tuple[int, int, int], list[Send | Receive]] = {}
+    """Check that the two ends of a pair start the messages between them in one order, lane by lane."""
+    sent: dict[tuple[int, int, int], list[tuple[ExchangeRound, PlannedMessage]]] = {}
+    received: dict[tuple[int, int, int], list[tuple[ExchangeRound, PlannedMessage]]] = {}
     for program in programs:
         for lane, operations in _lanes(program):
             for op in operations:
-                if isinstance(op, Send):
-                    sent.setdefault((program.device, op.peer, lane), []).append(op)
-                elif isinstance(op, Receive):
-                    received.setdefault((op.peer, program.device, lane), []).append(op)
+                if isinstance(op, ExchangeRound):
+                    for message in op.sends:
+                        sent.setdefault((program.device, message.peer, lane), []).append((op, message))
+                    for message in op.receives:
+                        received.setdefault((message.peer, program.device, lane), []).append((op, message))
     for pair in sorted({*sent, *received}):
         sender, receiver, lane = pair
         for out, into in zip_longest(sent.get(pair, ()), received.get(pair, ())):
+            leaves = "" if out is None else f"{message_text('to', out[1])} ({_round_of(out[0])})"
+            arrives = "" if into is None else f"{message_text('from', into[1])} ({_round_of(into[0])})"
             if out is None or into is None:
-                alone, verb = (into, "sends") if out is None else (out, "receives")
-                at = receiver if out is None else sender
+                at, verb = (receiver, "sends") if out is None else (sender, "receives")
                 raise PlanError(
-                    f"device program {at}: nobody {verb} the other end of {operation_line(alone)} (devices {sender} to "
+                    f"device program {at}: nobody {verb} the other end of {leaves or arrives} (devices {sender} to "
                     f"{receiver}, lane {lane})"
                 )
-            if (out.step, out.number, out.size, out.narrow) != (into.step, into.number, into.size, into.narrow):
+            ends = [(op.step, op.number, message.size, message.narrow) for op, message in (out, into)]
+            if ends[0] != ends[1]:
                 raise PlanError(
-                    f"device program {sender}: {operation_line(out)} meets {operation_line(into)} of device {receiver}: "
-                    "the two ends of a message must be of one round, one size and one width, and come in one order"
+                    f"device program {sender}: {leaves} meets {arrives} of device {receiver}: the two ends of a message must "
+                    "be of one round, one size and one width, and come in one order"
                 )
+
+
+def _round_of(operation: ExchangeRound) -> str:
+    return f"round {operation.number} of step {operation.step}"
 
 
 def _lanes(program: DeviceProgram) -> Iterator[tuple[int, list[Operation]]]:
@@ -78,12 +93,13 @@ def _lanes(program: DeviceProgram) -> Iterator[tuple[int, list[Operation]]]:
 
 @dataclass
 class _Device:
-    """Where a device has come to.
+    """The state of one device in the check.
 
     Attributes:
         empty: buffers that were made, but hold nothing yet.
         filled: buffers that hold numbers.
-        travelling: by event, the parts that are being sent and received.
+        travelling: by round, the parts that are being sent and received (True).
+        begun, ended: gradient sums, by step.
     """
 
     program: DeviceProgram
@@ -91,17 +107,18 @@ class _Device:
     at: list[int] = field(default_factory=lambda: [0, 0])
     empty: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
-    travelling: dict[Event, list[tuple[Part, bool]]] = field(default_factory=dict)
-    happened: set[Event] = field(default_factory=set)
+    travelling: dict[_Round, list[tuple[Part, bool]]] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
 
 
 class _Walk:
     def __init__(self, programs: Sequence[DeviceProgram]) -> None:
         self.devices = {p.device: _Device(p, [row for _, row in _lanes(p)]) for p in programs}
-        self.begun: set[tuple[int, int, int, int]] = set()  # step, round, device, peer: that end has begun
-        self.rounds: dict[tuple[int, Event], set[int]] = {}  # a device's round -> its peers
+        self.begun: set[tuple[_Round, int, int]] = set()  # round, device, peer: that end has started
+        self.rounds: dict[tuple[int, _Round], set[int]] = {}  # a device's round -> its peers
         for device in self.devices.values():
-            device.filled |= {*device.program.inputs, *device.program.output_gradients}
+            device.filled |= {*device.program.inputs, *map(output_gradient, device.program.output_gradients)}
 
     def run(self) -> None:
         moved = True
@@ -118,8 +135,8 @@ class _Walk:
         if waiting:
             raise PlanError(f"device programs wait for each other for ever: {'; '.join(waiting[:4])}")
         for number, device in self.devices.items():
-            if left := [event for event, parts in device.travelling.items() if any(arrives for _, arrives in parts)]:
-                raise PlanError(f"device program {number}: nobody waits for round {left[0][2]} of step {left[0][1]}")
+            if left := [each for each, parts in device.travelling.items() if any(arrives for _, arrives in parts)]:
+                raise PlanError(f"device program {number}: nobody waits for round {left[0][1]} of step {left[0][0]}")
 
     def _go(self, device: _Device, lane: int) -> bool:
         """Walk a lane as far as it goes; whether it moved."""
@@ -127,22 +144,29 @@ class _Walk:
         operations = device.lanes[lane]
         while device.at[lane] < len(operations):
             operation = operations[device.at[lane]]
-            if isinstance(operation, Wait) and not all(self._happened(device, event) for event in operation.events):
+            if not self._can_go_on(device, operation):
                 break
             self._do(device, operation)
             device.at[lane] += 1
         return device.at[lane] > start
 
-    def _happened(self, device: _Device, event: Event) -> bool:
-        if event[0] != "round":
-            return event in device.happened
-        me, (_, step, number) = device.program.device, event
-        peers = self.rounds.get((me, event))
-        if peers is None:
-            raise PlanError(
-                f"device program {me}: a wait for round {number} of step {step}, which this device has not begun"
-            )
-        return all((step, number, peer, me) in self.begun for peer in peers)
+    def _can_go_on(self, device: _Device, operation: Operation) -> bool:
+        match operation:
+            case TakeSum(step=step):
+                return step in device.begun
+            case WaitSum(sum=step):
+                return step in device.ended
+            case FinishSums(sums=sums):
+                return device.ended.issuperset(sums)
+            case WaitRound(begun=step, number=number):
+                me = device.program.device
+                peers = self.rounds.get((me, (step, number)))
+                if peers is None:
+                    raise PlanError(
+                        f"device program {me}: a wait for round {number} of step {step}, which this device has not begun"
+                    )
+                return all(((step, number), peer, me) in self.begun for peer in peers)
+        return True
 
     def _do(self, device: _Device, operation: Operation) -> None:
         for name in reads_of(operation):
@@ -150,20 +174,23 @@ class _Walk:
                 what = "before anything is written to it" if name in device.empty else "before it is made"
                 me = device.program.device
                 raise PlanError(f"device program {me}: {name!r} is read {what}: {operation_line(operation)}")
-            if not isinstance(operation, Copy | Add | Send):  # these name the part that they read
+            if not isinstance(operation, Copy | Add | ExchangeRound):  # these name the part that they read
                 rows = operation.rows if isinstance(operation, Compute) else None
                 self._still(device, operation, Part(name, (rows,) if rows else None), writing=False)
         match operation:
-            case Send() | Receive():
-                self._begin(device, operation)
+            case ExchangeRound(sends=sends, receives=receives):
+                for message, arrives in [*((m, False) for m in sends), *((m, True) for m in receives)]:
+                    self._begin(device, operation, message, arrives=arrives)
                 return
-            case Wait(events=events):
-                for event in events:
-                    for part, arrives in device.travelling.pop(event, ()):
-                        device.filled |= {part.buffer} if arrives else set()
+            case WaitRound(begun=step, number=number):
+                for part, arrives in device.travelling.pop((step, number), ()):
+                    device.filled |= {part.buffer} if arrives else set()
                 return
-            case Signal(event=event):
-                device.happened.add(event)
+            case BeginSum(step=step):
+                device.begun.add(step)
+                return
+            case EndSum(step=step):
+                device.ended.add(step)
                 return
             case Copy(source=source, target=target) | Add(source=source, target=target):
                 self._still(device, operation, source, writing=False)
@@ -179,26 +206,25 @@ class _Walk:
         if hollow:
             device.filled -= set(writes_of(operation))
 
-    def _begin(self, device: _Device, operation: Send | Receive) -> None:
-        me, event = device.program.device, ("round", operation.step, operation.number)
-        part = operation.part
+    def _begin(self, device: _Device, operation: ExchangeRound, message: PlannedMessage, *, arrives: bool) -> None:
+        me, key, part = device.program.device, (operation.step, operation.number), message.part
         if part.buffer not in device.filled | device.empty:
             raise PlanError(
                 f"device program {me}: {part.buffer!r} is not there to receive into: {operation_line(operation)}"
             )
-        self._still(device, operation, part, writing=isinstance(operation, Receive))
-        device.travelling.setdefault(event, []).append((part, isinstance(operation, Receive)))
-        self.begun.add((operation.step, operation.number, me, operation.peer))
-        self.rounds.setdefault((me, event), set()).add(operation.peer)
+        self._still(device, operation, part, writing=arrives)
+        device.travelling.setdefault(key, []).append((part, arrives))
+        self.begun.add((key, me, message.peer))
+        self.rounds.setdefault((me, key), set()).add(message.peer)
 
     def _still(self, device: _Device, operation: Operation, part: Part, *, writing: bool) -> None:
-        """Refuse to write what travels, and to read what still arrives."""
-        for event, parts in device.travelling.items():
+        """Refuse to write what is being sent, and to use what is still arriving."""
+        for (step, number), parts in device.travelling.items():
             for other, arrives in parts:
                 if (writing or arrives) and _overlap(part, other):
                     raise PlanError(
                         f"device program {device.program.device}: {operation_line(operation)} uses {part.buffer!r} while round "
-                        f"{event[2]} of step {event[1]} travels: wait for it first"
+                        f"{number} of step {step} travels: wait for it first"
                     )
 
 

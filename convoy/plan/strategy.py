@@ -272,9 +272,9 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
 
 
 def _changes_what_it_shares(layer: Layer) -> bool:
-    """Whether a call changes its parameters or buffers: the running statistics of a batch norm, say."""
-    running = (layer.statistics or not layer.per_sample) and any(p.buffer for p in layer.parameters.values())
-    return running or layer.notes
+    """Whether a call changes its parameters or buffers, or may do so: the running statistics of a batch norm, say."""
+    running = layer.statistics and any(p.buffer for p in layer.parameters.values())
+    return running or layer.notes or (layer.kind == "opaque" and not layer.per_sample)
 
 
 # --- The table: where a layer of each kind may be cut, so that what is split may pass without moving ------------------

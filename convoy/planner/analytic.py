@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from convoy.layout.comm_dtype import CommDtype, sent_itemsize
+from convoy.layout.comm_dtype import sent_itemsize
 from convoy.layout.layout import Layout, Partial, Replicated, Split, holders
 from convoy.layout.redistribute import Reduce
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
-from convoy.plan.plan import OutputPlace, Plan
+from convoy.plan.plan import Plan
 from convoy.plan.size import LocalSize, part_of_outputs, shares_statistics, whole_size
 from convoy.plan.steps import Pass, StepList
 from convoy.plan.strategy import InShares, Placement, may_be_in_shares
+from convoy.planner.request import PlanRequest
 from convoy.simulate.compute import Roofline
-from convoy.simulate.costs import Costs
 from convoy.simulate.memory import optimizer_named
 from convoy.simulate.traffic import Loads, loads, move_s, share_loads, sum_loads
 
@@ -72,41 +72,27 @@ def content(plan: Plan) -> tuple[object, ...]:
 
 
 class CostModel:
-    """Seconds of the parts of a step, for one model, batch and fleet.
+    """Seconds of the parts of a step for one request.
+
+    Where a step has several micro-batches, seconds are the mean over them: the last one sums and updates for all.
 
     Args:
-        batch: global batch, in samples.
         overlap: the part of what may travel while devices compute (gradients on their way back, sums of gradients) that
-            counts as free, and so much of all jitter. The truth lies between 0 and 1, and only a simulation knows where.
-        wire: in which numbers tensors travel.
-        outputs: where they are, by any plan.
-        reduce: how sums are made; None: by `direct` up to `DIRECT_DEVICES`, by `ring` beyond.
-        passes: so many make a step. Seconds are then those of a pass in the mean: the last one sums and updates for all.
+            counts as free, and so much of all jitter. The truth lies between 0 and 1; only a simulation knows where.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        batch: int,
-        costs: Costs,
-        *,
-        overlap: float = 0.0,
-        wire: CommDtype = "exact",
-        reduce: Reduce | None = None,
-        passes: int = 1,
-        outputs: OutputPlace = "everywhere",
-    ) -> None:
-        self.passes, self.outputs = passes, outputs
-        self.graph, self.batch, self.costs, self.overlap, self.wire = graph, batch, costs, overlap, wire
-        self.devices = costs.network.devices
-        self.reduce: Reduce = reduce or ("direct" if self.devices <= DIRECT_DEVICES else "ring")
-        self.trains = trains(graph)
-        self.losses = frozenset(name for name in graph.outputs if graph[name].batched and name in self.trains)
-        self.alike = tuple(costs.times.alike(d) for d in range(self.devices))
-        self.firsts = _alike_layers(graph, self.trains) if isinstance(costs.times, Roofline) else {}
-        self.counts = Counter(self.like(layer).name for layer in graph.layers.values() if layer.kind != "input")
-        self.round_overhead_s = max((o.round_s + 2 * o.message_s for o in costs.overheads), default=0.0)
-        self.round_s = costs.network.largest_latency_s + self.round_overhead_s
+    def __init__(self, request: PlanRequest, overlap: float = 0.0) -> None:
+        self.request, self.overlap = request, overlap
+        self.graph, self.batch, self.costs = request.graph, request.batch, request.costs
+        self.devices = self.costs.network.devices
+        self.reduce: Reduce = request.sums or ("direct" if self.devices <= DIRECT_DEVICES else "ring")
+        self.trains = trains(self.graph)
+        self.losses = frozenset(n for n in self.graph.outputs if self.graph[n].batched and n in self.trains)
+        self.alike = tuple(self.costs.times.alike(d) for d in range(self.devices))
+        self.firsts = _alike_layers(self.graph, self.trains) if isinstance(self.costs.times, Roofline) else {}
+        self.counts = Counter(self.like(layer).name for layer in self.graph.layers.values() if layer.kind != "input")
+        self.round_overhead_s = max((o.round_s + 2 * o.message_s for o in self.costs.overheads), default=0.0)
+        self.round_s = self.costs.network.largest_latency_s + self.round_overhead_s
         self.arithmetic: dict[tuple[str, int, LocalSize], float] = {}
         self.wholes: dict[tuple[int, int, bool], float] = {}
         self.curves: dict[tuple[str, Side, int], list[float]] = {}
@@ -145,13 +131,10 @@ class CostModel:
         overhead = self.costs.overhead(kind)
         seconds = self._arithmetic_s(layer, kind, size) + phases * overhead.layer_s / 2
         seconds = max(seconds, phases * overhead.queue_s)
-        if layer.name in self.losses and self.outputs == "where-computed":
-            seconds += self.loss_s(layer, kind, size.samples)
+        if layer.name in self.losses and self.request.outputs == "where-computed":
+            # Elsewhere every device computes the loss of the whole batch, whatever the plan.
+            seconds += overhead.loss_s((size.samples * math.prod(layer.shape),), self.costs.itemsize)
         return seconds
-
-    def loss_s(self, layer: Layer, device: int, samples: int) -> float:
-        """Of the loss of so many samples of an output; where outputs are everywhere, every device computes that of all."""
-        return self.costs.overhead(device).loss_s((samples * math.prod(layer.shape),), self.costs.itemsize)
 
     def _arithmetic_s(self, layer: Layer, device: int, size: LocalSize) -> float:
         layer, device = self.like(layer), self.alike[device]
@@ -216,27 +199,6 @@ class CostModel:
             (alike[d], LocalSize(self.batch, part_of_outputs(layer, gives, d), whole.inputs)) for d in holders(gives)
         }
 
-    def alone_s(self, device: int) -> float:
-        """A step of this device alone with the whole batch, its layers fused to one segment."""
-        trained = {p.key: p.entries for layer in self.graph.layers.values() for p in layer.trainable}
-        overhead = self.costs.overhead(device)
-        update_s = sum(trained.values()) * self.costs.update_s(device) + len(trained) * overhead.update_s_per_tensor
-        layers = (layer for layer in self.graph.layers.values() if layer.kind != "input")
-        layers_s = sum(self._arithmetic_s(layer, device, whole_size(layer, self.batch)) for layer in layers)
-        loss_s = sum(self.loss_s(self.graph[name], device, self.batch) for name in self.losses)
-        return layers_s + overhead.layer_s + update_s / self.passes + overhead.step_s + loss_s
-
-    def solo_speeds(self) -> tuple[float, ...]:
-        """Samples/s of each device training alone with the whole batch."""
-        known: dict[object, float] = {}
-        result = []
-        for device, kind in enumerate(self.alike):
-            key = (kind, self.costs.update_s(device), self.costs.overhead(device))
-            if key not in known:
-                known[key] = self.batch / self.alone_s(device)
-            result.append(known[key])
-        return tuple(result)
-
     # --- exchanges and memory ----------------------------------------------------------------------------------------
 
     def move_s(self, src: Layout, dst: Layout, source: Layer, *, back: bool) -> float:
@@ -254,7 +216,7 @@ class CostModel:
         return self.moves[key]
 
     def _exchange_s(self, load: Loads) -> float:
-        seconds = move_s(load, self.costs.network, sent_itemsize(self.wire, self.costs.itemsize))
+        seconds = move_s(load, self.costs.network, sent_itemsize(self.request.wire, self.costs.itemsize))
         # Who computed comes late to the first round; to the next ones, all come from waiting.
         return seconds + load.rounds * self.round_overhead_s + (self._jitter_s if load.rounds else 0.0)
 
@@ -281,29 +243,27 @@ class CostModel:
                 )
             kept = max(kept, max(n * self.costs.update_s(d) for d, n in _held(layout, parameter.shape)))
         if not summed:
-            return kept / self.passes
+            return kept / self.request.micro_batches
         copies = next(v for v in placed.parameters.values() if isinstance(v, Replicated))
         # Sums share buckets: a small layer pays only its part of a bucket's latency and jitter.
         shared = max(0.0, 1 - summed / BUCKET_ENTRIES)
         if how is not None:
             load = share_loads(copies.devices, how.shares, float(summed), self.devices)
-            gathered = 1 / self.passes if how.form == "keep" else 2
+            gathered = 1 / self.request.micro_batches if how.form == "keep" else 2
             seconds = self._exchange_s(load) + gathered * self._exchange_s(load.reversed)
             seconds -= (1 + gathered) * (self.round_s + self._jitter_s) * shared
-            return kept / self.passes + seconds * (1 - self.overlap)
+            return kept / self.request.micro_batches + seconds * (1 - self.overlap)
         load = sum_loads(copies.devices, copies.devices, float(summed), self.devices, self.reduce)
         seconds = self._exchange_s(load) - (load.rounds * self.round_s + self._jitter_s) * shared
-        return (kept + seconds * (1 - self.overlap)) / self.passes
+        return (kept + seconds * (1 - self.overlap)) / self.request.micro_batches
 
-    def memory_s(
-        self, layer: Layer, placed: Placement, penalty: MemoryPenalty, optimizer: str, how: InShares | None = None
-    ) -> float:
+    def memory_s(self, layer: Layer, placed: Placement, penalty: MemoryPenalty, how: InShares | None = None) -> float:
         """The price of what a layer keeps beyond each device's part of it: parameters with gradient and state, its output.
 
         Were the whole priced, whole tensors would only change places; so priced, they are split. Of what is kept in shares and
         freed after use, whole copies and whole gradients are there for a while only.
         """
-        numbers = 2 + optimizer_named(optimizer).state
+        numbers = 2 + optimizer_named(self.request.optimizer).state
         rows: list[tuple[Layout, tuple[int, ...], int]] = []
         for key, p in layer.parameters.items():
             layout, times = placed.parameters[key], numbers if p.trainable else 1

@@ -1,53 +1,85 @@
-"""A lower bound on the step: what no exact plan of the vocabulary can take less than, however its shares are chosen.
+"""A lower bound on the step time of every exact plan, whatever its shares.
 
-It is proved for the cost model, not for the machine: of every plan that `lower` takes, the simulated step is at least so long,
-by the same costs. Two things that no plan can avoid are added up, apart, and the larger is the bound.
+It holds for the cost model, not for the machine: no plan that `lower` takes is simulated to be shorter, by the same costs.
+Two things that no plan can avoid are computed apart, and the larger one is the bound.
 
-**Computing.** Every entry that a layer makes is computed on one device at least, every trained entry is updated on one, and the
-loss of every output is computed on one. Let
-device d take at least r(l, d) seconds for the whole of item l, and at least f r(l, d) for a part f of it, whatever its shape
-(`ComputeTimes.least_s`). Device d has T - o(d) seconds for its parts, where o(d) is what every device takes for a step beside
-its layers. So sum over l of f(l, d) r(l, d) <= T - o(d) for each d, and sum over d of f(l, d) >= 1 for each l. Multiply the
-first by any weights w(d) >= 0 that sum to 1, and add:
+**Computing.** Every entry of a layer is computed on at least one device, every trained entry is updated on one, and every
+output's loss is computed on one. Let device d take at least r(l, d) seconds for all of item l, and at least f r(l, d) for a
+fraction f of it (`ComputeTimes.least_s`). In T seconds, device d has T - o(d) for its parts, where o(d) is its overhead of a
+step. So sum over l of f(l, d) r(l, d) <= T - o(d) for each d, and sum over d of f(l, d) >= 1 for each l. Multiply the first
+by any weights w(d) >= 0 that sum to 1, and add:
 
     T >= sum over d of w(d) o(d) + sum over l and d of w(d) f(l, d) r(l, d)
-      >= sum over d of w(d) o(d) + sum over l of the least w(d) r(l, d) of all d.
+      >= sum over d of w(d) o(d) + sum over l of the minimum over d of w(d) r(l, d)
 
 The last line holds for *any* weights, so the search for good ones needs no proof.
 
-**The wire of one device, and a chain of entries.** Where layers are shared out, something passes the cards, and where they are
-not, devices wait for each other: `bound_wire.py`; and what a device has of one layer comes from who has the layer before:
-`bound_shares.py`.
+**One NIC.** Take a device that is alone on its host, and a path through the net: weighted layers, each dependent on the one
+before. Each layer is all on this device ("own"), all on the others, or split by samples, filters or channels. Between two
+layers, each pair of these sends entries through the NIC (`_CROSSINGS`). Splitting by samples sends the layer's gradients and
+weights. If the device gives away g seconds of its work, it computes for the rest, and the others together take at least g / k
+seconds for g. Here k is their speed relative to the device at what suits them best. Dynamic programming over the path finds
+the fewest entries for each g, counted in units. A sum of s units is counted as floor(s). Adding r to it moves the count by
+floor(r) or ceil(r), so no plan is missed. Layers beside the path may be given away without messages.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from convoy.layout.comm_dtype import CommDtype, sent_itemsize
-from convoy.model.graph import Graph
-from convoy.planner.bound_shares import shares_s
-from convoy.planner.bound_wire import LOSS, Kinds, path_of, wire_s
+from convoy.layout.comm_dtype import sent_itemsize
+from convoy.model.graph import Graph, Layer
+from convoy.plan.lower import reached, trains
+from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 
 ROUNDS = 300
-"""Of the search for weights; any weights are right."""
+"""Rounds of the search for weights; any weights are right."""
 
 MORE = 1e-3
-"""By so much more than computing the wire has to say, to be named: both say the same where all can be shared."""
+"""The NIC is named if its bound is larger by this fraction. Both are equal if all work can be shared."""
 
-CARDS = 4
-"""Of so many devices the wire is looked at, the fastest."""
+NICS = 4
+"""The NICs of this number of devices are looked at, those of the fastest."""
+
+MOST_HOSTS = 64
+"""In larger fleets no NIC is looked at."""
+
+UNITS = 128
+"""Units of work that the dynamic programming counts."""
+
+Floats = npt.NDArray[np.float64]
+_Place = Literal["own", "others", "samples", "filters", "channels"]
+_PLACES: tuple[_Place, ...] = ("own", "others", "samples", "filters", "channels")
+
+_CROSSINGS: Mapping[tuple[_Place, _Place], int] = {
+    ("own", "others"): 1,
+    ("others", "own"): 1,
+    **{(before, "filters"): 1 for before in _PLACES},
+    **{("channels", after): 1 for after in _PLACES},
+    ("channels", "filters"): 2,
+}
+"""How often a tensor between two weighted layers goes through the NIC, sent or received. So does its gradient.
+
+Filters read the whole input on both sides, so each side's part goes to the other. Channels make summands of every entry on both
+sides; they meet on one side, or before filters on both. In every other pair, shares can be chosen so that next to nothing is
+sent. The smallest tensor between the two layers counts, since each of its entries depends on the other side. Where the net
+branches this still holds: an entry of a sum is nowhere without its summands or itself.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """What no exact plan can take less than.
+    """The seconds that no exact plan can go below, per micro-batch on average.
 
     Attributes:
-        compute_s: by computing alone: layers_s, updates_s of the optimizer, apart_s beside them, and loss_s, as in the proof.
-        wire_s: by the card of one device; 0: none says more than computing does.
-        device: whose card that is.
+        layers_s, updates_s, apart_s, loss_s: parts of the computing bound: layers, optimizer, overheads, loss.
+        wire_s: by one NIC; 0 if no NIC needs longer than computing.
+        device: whose NIC that is, or -1.
     """
 
     layers_s: float
@@ -66,48 +98,177 @@ class LowerBound:
         return max(self.compute_s, self.wire_s)
 
 
-def lower_bound(graph: Graph, batch: int, costs: Costs, wire: CommDtype = "exact", passes: int = 1) -> LowerBound:
-    """The bound for a pass of a global batch; where several make a step, of a pass in the mean.
-
-    Args:
-        wire: in which numbers tensors travel.
-    """
-    kinds = Kinds.of(graph, batch, costs, passes)
-    best = LowerBound(*_computing_s(kinds))
-    path = path_of(graph, batch, costs) if costs.network.devices > 1 else None
+def lower_bound(request: PlanRequest) -> LowerBound:
+    """Return the bound for one micro-batch, on average over those of a step."""
+    work = _Work.of(request)
+    best = work.computing()
+    network = request.costs.network
+    path = (
+        path_of(request.graph, request.batch, request.costs)
+        if 1 < len(network.send_bytes_per_s) <= MOST_HOSTS
+        else None
+    )
     if path is None:
         return best
-    alone = kinds.seconds.sum(axis=0)
-    hosts = costs.network.host
-    single = [d for d in range(len(hosts)) if hosts.count(hosts[d]) == 1] if len(hosts) <= 64 else []
-    for device in sorted(single, key=lambda d: (alone[kinds.of_device[d]], d))[:CARDS]:
-        found_s = max(
-            float(bound_s(graph, batch, costs, path, kinds, device, sent_itemsize(wire, costs.itemsize), passes))
-            for bound_s in (wire_s, shares_s)
-        )
+    single = [d for d, host in enumerate(network.host) if network.host.count(host) == 1]
+    alone = work.seconds.sum(axis=0)
+    for device in sorted(single, key=lambda d: (alone[work.kinds[d]], d))[:NICS]:
+        found_s = _wire_s(request, path, work, device)
         if found_s > best.step_s * (1 + MORE):
             best = replace(best, wire_s=found_s, device=device)
     return best
 
 
-def _computing_s(kinds: Kinds) -> tuple[float, float, float, float]:
-    """The largest bound of the weights that are tried, those that are even in time, then by multiplicative steps: what layers,
-    updates, what is beside them, and the loss have of it."""
-    seconds, apart_s, count = kinds.seconds, kinds.apart_s, kinds.count
-    loss = kinds.names.index(LOSS) if LOSS in kinds.names else None
-    total = np.maximum(seconds.sum(axis=0), 1e-300)
-    weights = 1 / total  # a device that takes twice as long for everything has half the price of a second
-    best = (0.0, 0.0, float(apart_s.max(initial=0.0)), 0.0)  # a device without a part takes that, too
-    for step in range(ROUNDS):
-        weights = weights / (weights * count).sum()
-        priced = weights * seconds
-        chosen = priced.argmin(axis=1)
-        rows = np.arange(len(seconds))
-        items = priced[rows, chosen]
-        layers_s, beside_s = float(items[: kinds.layers].sum()), float((weights * count * apart_s).sum())
-        loss_s = 0.0 if loss is None else float(items[loss])
-        best = max(best, (layers_s, float(items.sum()) - layers_s - loss_s, beside_s, loss_s), key=sum)
-        # The load of each kind where every item goes to whom it is cheapest for: who has more gets dearer.
-        load = np.bincount(chosen, seconds[rows, chosen], len(weights)) / count + apart_s
-        weights = weights * np.exp((load / max(load.max(), 1e-300) - 0.5) / (2.0 + step))
-    return best
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The items of a step and the least seconds of each on every kind of device.
+
+    Attributes:
+        names: of the layers, whose arithmetic are the first items. Then come the loss, if any, and the updates.
+        losses: 1 if there is a loss.
+        seconds: `seconds[item, kind]`.
+        apart_s: overhead of a step, by kind.
+        count: devices of each kind.
+        kinds: the kind of each device.
+    """
+
+    names: tuple[str, ...]
+    losses: int
+    seconds: Floats
+    apart_s: Floats
+    count: Floats
+    kinds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, request: PlanRequest) -> "_Work":
+        graph, batch, costs = request.graph, request.batch, request.costs
+        marks = [(costs.times.alike(d), costs.update_s(d), costs.overhead(d)) for d in range(costs.network.devices)]
+        distinct = list(dict.fromkeys(marks))
+        first = [marks.index(mark) for mark in distinct]
+        back = reached(graph, trains(graph))
+        layers = [layer for layer in graph.layers.values() if layer.kind != "input"]
+        rows = [[layer_s(costs, d, layer, batch, layer.name in back) for d in first] for layer in layers]
+        if back:  # an output's loss is computed where the output is, on at least one device
+            outputs = sum(batch * math.prod(graph[name].shape) for name in graph.outputs if graph[name].batched)
+            rows.append([outputs * costs.itemsize * costs.overhead(d).loss_s_per_byte for d in first])
+        trained = {p.key: p.entries for layer in layers for p in layer.trainable if layer.name in back}
+        rows += [[entries * costs.update_s(d) / request.micro_batches for d in first] for entries in trained.values()]
+        kinds = tuple(distinct.index(mark) for mark in marks)
+        apart_s = np.array([costs.overhead(d).step_s for d in first])
+        count = np.bincount(kinds, minlength=len(distinct)).astype(np.float64)
+        names = tuple(layer.name for layer in layers)
+        return cls(names, int(bool(back)), np.array(rows), apart_s, count, kinds)
+
+    def computing(self) -> LowerBound:
+        """Return the largest computing bound of the weights that are tried: even in time, then by multiplicative steps."""
+        seconds, rows, layers = self.seconds, np.arange(len(self.seconds)), len(self.names)
+        weights = 1 / np.maximum(seconds.sum(axis=0), 1e-300)
+        best = LowerBound(0.0, apart_s=float(self.apart_s.max(initial=0.0)))  # also of a device without a part
+        for step in range(ROUNDS):
+            weights = weights / (weights * self.count).sum()
+            priced = weights * seconds
+            chosen = priced.argmin(axis=1)
+            items = priced[rows, chosen]
+            layers_s, loss_s = float(items[:layers].sum()), float(items[layers : layers + self.losses].sum())
+            updates_s = float(items.sum()) - layers_s - loss_s
+            apart_s = float((weights * self.count * self.apart_s).sum())
+            best = max(best, LowerBound(layers_s, updates_s, apart_s, loss_s), key=lambda each: each.compute_s)
+            # If every item goes to the kind that prices it lowest, a kind with more load gets a higher price.
+            load = np.bincount(chosen, seconds[rows, chosen], len(weights)) / self.count + self.apart_s
+            weights = weights * np.exp((load / max(load.max(), 1e-300) - 0.5) / (2.0 + step))
+        return best
+
+
+def layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool) -> float:
+    """Return the least seconds of all of a layer on a device, forward and, where gradients reach it, backward."""
+    seconds = costs.times.least_s(device, layer, "forward", batch)
+    return seconds + costs.times.least_s(device, layer, "backward", batch) if back else seconds
+
+
+def path_of(graph: Graph, batch: int, costs: Costs) -> list[list[Layer]] | None:
+    """Return the path through the net that takes longest: weighted layers, each with the layers up to the next one.
+
+    None if layers have rules of their own, for which `_CROSSINGS` does not hold.
+    """
+    longest: dict[str, tuple[float, str]] = {}
+    fed: set[str] = set()  # computed from the inputs without weights: every device may have a copy
+    for layer in graph.layers.values():
+        before = max(((longest[i][0], i) for i in layer.inputs if i in longest), default=(0.0, ""))
+        if not layer.weighted and not before[1]:
+            fed.add(layer.name)
+            continue
+        longest[layer.name] = (layer_s(costs, 0, layer, batch, back=True) + before[0], before[1])
+    ends = [name for name in graph.outputs if name in longest]
+    if len(graph.inputs) != 1 or not ends:
+        return None
+    name, groups = max(ends, key=lambda end: longest[end][0]), list[list[Layer]]()
+    behind: list[Layer] = []
+    while name:
+        layer = graph[name]
+        if _has_own_rules(layer) or (not layer.weighted and layer.inputs[0] in fed):
+            return None
+        behind.insert(0, layer)
+        if layer.weighted:
+            groups.insert(0, behind)
+            behind = []
+        name = longest[name][1]
+    return groups
+
+
+def _has_own_rules(layer: Layer) -> bool:
+    odd = (
+        layer.kind in ("opaque", "pick", "parameter") or layer.shared or layer.everywhere or layer.each or layer.several
+    )
+    return odd or not layer.batched or layer.groups > 1 or layer.blocked != () or not layer.differentiable
+
+
+def _wire_s(request: PlanRequest, path: list[list[Layer]], work: _Work, device: int) -> float:
+    """Return the least seconds of a step by the NIC and the processor of one device."""
+    own, network = work.kinds[device], request.costs.network
+    itemsize = sent_itemsize(request.wire, request.costs.itemsize)
+    whole_s = float(work.seconds[:, own].sum())
+    if not whole_s:
+        return 0.0
+    rows = [float(work.seconds[work.names.index(group[0].name), own]) for group in path]
+    fewest = _fewest_entries(request, path, [row * UNITS / whole_s for row in rows])
+    reached_units = np.flatnonzero(np.isfinite(fewest))
+    entries, least_s = fewest[reached_units], reached_units * whole_s / UNITS
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.nan_to_num(work.seconds[:, own : own + 1] / work.seconds, nan=1.0, posinf=np.inf).max(axis=0)
+    others = float(ratios @ work.count - 1)  # its own ratio is 1
+    busy_s = whole_s + float(work.apart_s[own]) + entries * itemsize * network.processor_s_per_byte[device]
+    ideal_s = busy_s if others == math.inf else busy_s * others / (1 + others)
+    given_s = np.clip(ideal_s, least_s, least_s + whole_s / UNITS + whole_s - sum(rows))
+    host = network.host[device]
+    nic_s = entries * itemsize / (network.send_bytes_per_s[host] + network.receive_bytes_per_s[host])
+    return float(np.maximum(np.maximum(busy_s - given_s, given_s / others), nic_s).min())
+
+
+def _fewest_entries(request: PlanRequest, path: list[list[Layer]], units: list[float]) -> Floats:
+    """Return the fewest entries through the NIC for each number of units of work that the device gives away.
+
+    Args:
+        units: of each weighted layer of the path.
+    """
+    back = reached(request.graph, trains(request.graph))
+    nothing = np.full(UNITS + 1, np.inf)
+    nothing[0] = 0.0
+    fewest = dict.fromkeys(_PLACES, nothing)
+    smallest = 0  # entries between two layers; every device loads what it wants of the inputs
+    for group, amount in zip(path, units, strict=True):
+        layer, following = group[0], dict[_Place, Floats]()
+        weights = sum(p.entries for p in layer.trainable) if layer.name in back else 0
+        for here in _PLACES:
+            arrived = np.min([fewest[b] + smallest * _CROSSINGS.get((b, here), 0) for b in _PLACES], axis=0)
+            least = 0 if here != "others" else math.floor(amount)
+            most = 0 if here == "own" else math.ceil(amount)
+            moved = [np.roll(arrived, n) for n in range(least, most + 1)]
+            for n, each in zip(range(least, most + 1), moved, strict=True):
+                each[:n] = np.inf
+            sent = 2 * weights / request.micro_batches if here == "samples" else 0.0
+            following[here] = np.min(moved, axis=0) + sent
+        fewest = following
+        smallest = request.batch * min(math.prod(each.shape) for each in group) * (2 if layer.name in back else 1)
+    # What channels make at the end is summed somewhere.
+    fewest["channels"] = fewest["channels"] + request.batch * min(math.prod(each.shape) for each in path[-1])
+    return np.asarray(np.min(list(fewest.values()), axis=0))

@@ -1,54 +1,50 @@
-"""Would a fleet pay? The planner's answer with its interval, and what another batch, link or device would change.
+"""Whether a fleet pays: the planner's answer with its interval, and the effect of another batch, link or device.
 
-The answer itself is the planner's best plan, replayed. What is asked around it (other batches, links, devices) is compared
-by the analytic model.
+The answer is the planner's best plan, simulated. Other batches, links and devices are compared by the analytic model.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Literal, TypeVar
 
 from convoy.fleet import Fleet
-from convoy.model.graph import Graph
-from convoy.plan.plan import OutputPlace, Plan
+from convoy.plan.plan import Plan
 from convoy.plan.strategy import One
-from convoy.planner.by_simulation import SHALLOW
-from convoy.planner.planner import quick_candidates
-from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan, working
-from convoy.simulate.costs import Costs
-from convoy.simulate.described import described_costs
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.planner import SHALLOW, Candidate, candidates, quick_candidates
+from convoy.planner.predict import PlanPrediction, predict_plan, working
+from convoy.planner.request import PlanRequest
 from convoy.simulate.interval import Basis, Interval, around
 from convoy.simulate.memory import memory_of
 
 _T = TypeVar("_T")
 
 WORTH = 1.02
-"""A fleet pays where it is at least so many times as fast as its fastest device alone."""
+"""A fleet pays if its speedup over its fastest device alone is at least this."""
 
 BATCHES = tuple(1 << power for power in range(2, 15))
 
 LINKS = tuple(rate / 8 for rate in (1e7, 1e8, 1e9, 2.5e9, 1e10, 2.5e10, 4e10, 1e11))
-"""Bytes/s of the links that are asked about: 10 Mbit/s to 100 Gbit/s."""
+"""Bytes/s of the links that are compared: 10 Mbit/s to 100 Gbit/s."""
 
 REPLAYED = 3
-"""Of a deep net's plans so many are replayed."""
+"""This number of a deep net's plans are simulated."""
 
 MOST_ASKED = 100
 """More plans than the quick search finds for a few devices."""
 
 ASKED_DEVICES = 8
-"""Of larger fleets nothing is asked about single devices."""
+"""In larger fleets, single devices are not compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one device less or more brings.
+    """The effect of one device less or more.
 
     Attributes:
         words: "without b", "another rtx3090".
-        gain: of the changed fleet, over the fastest device alone of the fleet as it is.
+        gain: speedup of the changed fleet over the fastest device alone of today's fleet.
     """
 
     words: str
@@ -60,22 +56,20 @@ class Forecast:
     """Whether a fleet pays for one net and batch.
 
     Attributes:
-        passes: in so many passes a batch goes, since it fits no device in one; context, plan and step are of one pass, in the
-            mean: gradients are summed in the last.
+        request: of one micro-batch, if the batch must be divided to fit on the fastest device alone.
         best: the planner's plan.
-        shared: the best plan that gives work to several devices; None where there is only one.
+        shared: the best plan that gives work to several devices; None if there is none.
         fastest: index of the fastest device alone.
-        gain: how many times as fast as that device the shared plan is; 1 where there is none.
-        gain_within: what nine of ten measurements lie between.
+        gain: speedup of the shared plan over that device; 1 if there is none.
+        gain_within: the interval of nine of ten measurements.
         alone_within: samples/s of each device alone.
-        from_batch: the smallest of `BATCHES` at which the fleet pays; None: at none that fits.
-        from_link: bytes/s of the slowest of `LINKS` at which it pays; None: at none, or the hosts have links of their own.
+        from_batch: the smallest of `BATCHES` at which the fleet pays; None if there is none that fits.
+        from_link: bytes/s of the slowest of `LINKS` at which it pays; None if there is none, or hosts have links of their own.
         changes: one device less or more.
     """
 
-    context: PlanningContext
+    request: PlanRequest
     basis: Basis | None
-    passes: int
     best: PlanPrediction
     shared: PlanPrediction | None
     fastest: int
@@ -89,130 +83,108 @@ class Forecast:
 
     @property
     def verdict(self) -> Literal["yes", "perhaps", "probably not", "no"]:
-        """Yes where even the low end of the interval is a gain; no where even the high end is none."""
+        """Yes if even the low end of the interval is a gain; no if even the high end is none."""
         if self.best.workers == 1 or self.gain < WORTH:
             return "no" if self.gain_within.high < WORTH else "probably not"
         return "yes" if self.gain_within.low >= 1 else "perhaps"
 
 
-def forecast(
-    graph: Graph,
-    batch: int,
-    fleet: Fleet,
-    costs: Costs | None = None,
-    *,
-    optimizer: str = "sgd-momentum",
-    outputs: OutputPlace = "everywhere",
-    say: Callable[[str], object] = lambda _: None,
-) -> Forecast:
-    """The answer for a fleet: from its measured costs, or from what its devices can do.
+def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None) -> Forecast:
+    """Return the answer for a fleet that is described or measured.
 
     Args:
-        costs: from what was measured on this fleet; None: the devices are described.
-        outputs: where they are, by every plan.
-        say: told what is being worked on.
+        say: given a description of the work in progress.
 
     Raises:
         PlanError: no plan fits the devices' memory.
         InputError: a device of which nothing is known.
     """
-    costs = costs or described_costs(fleet, optimizer=optimizer)
-    basis = costs.errors.basis
-    context, passes = _in_passes(PlanningContext.of(graph, batch, costs, fleet, optimizer, outputs=outputs), fleet)
-    batch = context.batch
+    fleet = request.fleet.fleet
+    assert fleet is not None
+    request = _fitting_alone(request)
+    errors = request.costs.errors
     say(f"planning for {len(fleet.devices)} devices")
-    best, shared = _best(context)
-    speeds = context.speeds.devices
-    fastest = max(range(len(speeds)), key=lambda d: speeds[d])
+    best, shared = _best(request)
+    speeds, fastest = request.speeds.devices, request.speeds.fastest
     gain = 1.0 if shared is None else shared.samples_per_s / speeds[fastest]
-    rates = partial(_rates, graph, optimizer, passes, outputs)
-    several = len(fleet.devices) > 1
-    asked_links = basis == "described" and several and len(fleet.hosts) > 1 and not fleet.links
-    pays = best.workers > 1 and gain >= WORTH
-    if basis == "described" and several:
+    asks = errors.basis == "described" and len(fleet.devices) > 1
+    asked_links = asks and len(fleet.hosts) > 1 and not fleet.links
+    from_link, from_batch = None, None
+    if asks:
         say("comparing batches, links and devices")
-    from_link = _first(LINKS, lambda rate: _pays(rates(batch, _with_link(fleet, rate)))) if asked_links else None
-    sizes = [size for size in BATCHES if size <= batch * _more_samples(context)]
-    from_batch = _first(sizes, lambda size: _pays(rates(size, fleet))) if basis == "described" and several else None
-    if pays and fleet.network is not None and from_link is not None:
-        from_link = min(from_link, fleet.network.send_bytes_per_s)
-    if pays and basis == "described":
-        from_batch = batch if from_batch is None else min(from_batch, batch)
+        sizes = [size for size in BATCHES if size <= request.batch * _more_samples(request)]
+        from_batch = _first(sizes, lambda size: _pays(_rates(replace(request, batch=size), fleet)))
+    if asked_links:
+        from_link = _first(LINKS, lambda rate: _pays(_rates(request, _with_link(fleet, rate))))
+    if best.workers > 1 and gain >= WORTH:
+        if fleet.network is not None and from_link is not None:
+            from_link = min(from_link, fleet.network.send_bytes_per_s)
+        if errors.basis == "described":
+            from_batch = request.batch if from_batch is None else min(from_batch, request.batch)
     return Forecast(
-        context=context, basis=basis, passes=passes, best=best, shared=shared, fastest=fastest, gain=gain,
+        request=request, basis=errors.basis, best=best, shared=shared, fastest=fastest, gain=gain,
         gain_within=around(gain, 1.0 if shared is None else shared.gain_spread),
-        alone_within=tuple(around(speed, costs.errors.alone(d)) for d, speed in enumerate(speeds)),
+        alone_within=tuple(around(speed, errors.alone(d)) for d, speed in enumerate(speeds)),
         from_batch=from_batch, from_link=from_link, asked_links=asked_links,
-        changes=_changes(partial(rates, batch), fleet, speeds[fastest]) if basis == "described" else (),
+        changes=_changes(request, fleet, speeds[fastest]) if errors.basis == "described" else (),
     )  # fmt: skip
 
 
-def _best(context: PlanningContext) -> tuple[PlanPrediction, PlanPrediction | None]:
-    """The planner's plan, and its best with several devices; of a deep net the best of a few that its quick search finds."""
-    if len(context.graph.weighted) <= SHALLOW:
-        found = context.candidates()
-        several = [each for each in found if len(working(each.plan, context.graph)) > 1][:1]
-        found = [*found[:1], *(each for each in several if each is not found[0])]
+def _best(request: PlanRequest) -> tuple[PlanPrediction, PlanPrediction | None]:
+    """Return the planner's plan, and its best with several devices; for a deep net, the best of a few of its quick search."""
+
+    def several(each: Candidate) -> bool:
+        return len(working(each.plan, request.graph)) > 1
+
+    if len(request.graph.weighted) <= SHALLOW:
+        found = candidates(request)
+        found = [*found[:1], *islice((each for each in found[1:] if several(each)), 0 if several(found[0]) else 1)]
     else:
-        few = len(context.names) <= ASKED_DEVICES
-        fitting_ones = quick_candidates(
-            context.graph, context.batch, context.costs, context.room, enough=MOST_ASKED if few else REPLAYED,
-            passes=context.passes, outputs=context.outputs,
-        )  # fmt: skip
-        found = fitting_ones[:REPLAYED]
-        # Where one device is faster than several, the best of several may be a plan for some of the devices only.
-        of_several = (each for each in fitting_ones if each not in found and len(working(each.plan, context.graph)) > 1)
-        found += islice(of_several, REPLAYED)
-        found = found or context.candidates()[:1]  # that search saves memory where it must
-    rows = [predict_plan(each.plan.named("auto"), context) for each in found]
-    if len(context.names) > 1 and not any(row.workers > 1 for row in rows):
-        rows.append(predict_plan(context.named("data-by-speed"), context))
-    fitting = [row for row in rows if not row.overfull] or rows
-    shared = [row for row in fitting if row.workers > 1]
-    return _fastest(fitting), _fastest(shared) if shared else None
+        few = len(request.names) <= ASKED_DEVICES
+        fitting = quick_candidates(request, MOST_ASKED if few else REPLAYED)
+        # If one device is faster than several, the best of several may be a plan for only some of the devices.
+        found = fitting[:REPLAYED]
+        found += islice((each for each in fitting if each not in found and several(each)), REPLAYED)
+        found = found or candidates(request)[:1]  # this search saves memory where it must
+    rows = [predict_plan(each.plan.named("auto"), request) for each in found]
+    if len(request.names) > 1 and not any(row.workers > 1 for row in rows):
+        rows.append(predict_plan(request.named("data-by-speed"), request))
+    rows = [row for row in rows if not row.overfull] or rows
+    shared = [row for row in rows if row.workers > 1]
+    return _fastest(rows), _fastest(shared) if shared else None
 
 
 def _fastest(rows: Sequence[PlanPrediction]) -> PlanPrediction:
     return min(rows, key=lambda row: row.step_s)
 
 
-def _in_passes(context: PlanningContext, fleet: Fleet) -> tuple[PlanningContext, int]:
-    """The context of one pass of a batch, and how many there are: the fastest device alone must hold one, or there would be
-    nothing to compare with."""
-    more = _more_samples(context)
-    if more >= 1:
-        return context, 1
-    passes = next((n for n in range(2, context.batch + 1) if context.batch % n == 0 and 1 / n <= more), 0)
-    if not passes:
-        return context, 1
-    graph, costs, room = context.graph, context.costs, context.room
-    smaller = PlanningContext.of(
-        graph, context.batch // passes, costs, fleet, room.optimizer, passes=passes, outputs=context.outputs
-    )
-    return smaller, passes
+def _fitting_alone(request: PlanRequest) -> PlanRequest:
+    """Divide the batch until the fastest device alone can hold a part; otherwise there would be nothing to compare with."""
+    more = _more_samples(request)
+    counts = (n for n in range(1, request.batch + 1) if request.batch % n == 0 and 1 / n <= more)
+    return request if more >= 1 else request.split(next(counts, 1))
 
 
-def _more_samples(context: PlanningContext) -> float:
-    """How many times as many samples the fastest device alone has memory for."""
-    speeds = context.speeds.devices
-    fastest = max(range(len(speeds)), key=lambda d: speeds[d])
-    limit = context.room.bytes_of(fastest)
+def _more_samples(request: PlanRequest) -> float:
+    """Return the multiple of the batch that fits on the fastest device alone."""
+    fastest = request.speeds.fastest
+    limit = request.room.bytes_of(fastest)
     if limit == float("inf"):
         return limit
-    plan = Plan("alone", context.graph.fingerprint, len(speeds), context.batch, {}, One(fastest))
-    need = memory_of(plan, context.graph, optimizer=context.room.optimizer, itemsize=context.costs.itemsize)[fastest]
+    plan = Plan("alone", request.graph.fingerprint, len(request.names), request.batch, {}, One(fastest))
+    need = memory_of(plan, request.graph, optimizer=request.optimizer, itemsize=request.costs.itemsize)[fastest]
     fixed = need.total_bytes - need.activations_bytes
     return max(0.0, (limit - fixed) / max(1, need.activations_bytes))
 
 
-def _rates(
-    graph: Graph, optimizer: str, passes: int, outputs: OutputPlace, batch: int, fleet: Fleet
-) -> tuple[float, float] | None:
-    """Samples/s of a fleet by the analytic model: of its best plan, of its fastest device alone; None: nothing fits."""
-    costs = described_costs(fleet, optimizer=optimizer)
-    context = PlanningContext.of(graph, batch, costs, fleet, optimizer, passes=passes)
-    found = quick_candidates(graph, batch, costs, context.room, passes=passes, outputs=outputs)
-    return (batch / found[0].step_s, max(context.speeds.devices)) if found else None
+def _rates(request: PlanRequest, fleet: Fleet) -> tuple[float, float] | None:
+    """Return the samples/s of a fleet by the analytic model: of its best plan, and of its fastest device alone.
+
+    None: no plan fits.
+    """
+    here = replace(request, fleet=FleetKnowledge(fleet))
+    found = quick_candidates(here)
+    return (here.batch / found[0].step_s, max(here.speeds.devices)) if found else None
 
 
 def _pays(rates: tuple[float, float] | None) -> bool:
@@ -220,7 +192,7 @@ def _pays(rates: tuple[float, float] | None) -> bool:
 
 
 def _first(values: Sequence[_T], holds: Callable[[_T], bool]) -> _T | None:
-    """The first of some values from which on something holds, found by halving; None where it holds at none."""
+    """Return the first value from which on `holds` is true, found by bisection; None if it never is."""
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
@@ -232,7 +204,7 @@ def _first(values: Sequence[_T], holds: Callable[[_T], bool]) -> _T | None:
 
 
 def _with_link(fleet: Fleet, bytes_per_s: float) -> Fleet:
-    """All hosts on cards of another rate."""
+    """Return the fleet with all hosts on NICs of another rate."""
     cards = [host.card for host in fleet.hosts if host.card is not None]
     card = fleet.network or cards[0]
     hosts = tuple(replace(host, card=None) for host in fleet.hosts)
@@ -240,8 +212,8 @@ def _with_link(fleet: Fleet, bytes_per_s: float) -> Fleet:
     return replace(fleet, hosts=hosts, network=network)
 
 
-def _changes(rates_of: Callable[[Fleet], tuple[float, float] | None], fleet: Fleet, alone: float) -> tuple[Change, ...]:
-    """Each device left out, and another of each class."""
+def _changes(request: PlanRequest, fleet: Fleet, alone: float) -> tuple[Change, ...]:
+    """Leave out each device, and add another of each class."""
     if not 2 <= len(fleet.devices) <= ASKED_DEVICES:
         return ()
     all_ = set(range(len(fleet.devices)))
@@ -252,12 +224,12 @@ def _changes(rates_of: Callable[[Fleet], tuple[float, float] | None], fleet: Fle
         if kind not in seen and len(fleet.hosts) > 1:
             seen.add(kind)
             changed.append((f"with another {device.class_name or device.name}", _with_another(fleet, index)))
-    rates = [(words, rates_of(each)) for words, each in changed]
+    rates = [(words, _rates(request, each)) for words, each in changed]
     return tuple(Change(words, None if rate is None else max(rate) / alone) for words, rate in rates)
 
 
 def _with_another(fleet: Fleet, index: int) -> Fleet:
-    """A device like this one on a host of its own."""
+    """Add a device like this one, on a host of its own."""
     like = fleet.devices[index]
     host = next(host for host in fleet.hosts if host.name == like.host)
     name = f"{like.name[:56]}-more"

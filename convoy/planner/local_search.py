@@ -24,8 +24,7 @@ from convoy.plan.strategy import STRATEGIES, InShares, Strategy
 from convoy.planner.analytic import CostModel, content, uses_copies
 from convoy.planner.search import Search
 from convoy.simulate.compute import RememberedTimes
-from convoy.simulate.price import computing_s, layers_s
-from convoy.simulate.simulate import Timeline, simulate
+from convoy.simulate.simulate import Timeline, computing_s, layers_s, simulate
 
 CHUNKS = (2, 4, 8, 16, 32)
 """In how many chunks moves are tried."""
@@ -132,7 +131,7 @@ class LocalSearch:
             steps = self.model.steps(plan)
             if limit_s < math.inf and max(computing_s(steps, graph, costs)) >= limit_s:
                 return None
-            kinds = passes_of(self.model.passes).items()
+            kinds = passes_of(self.model.request.micro_batches).items()
             rows = [(n, Replay.of(simulate(self.model.steps(plan, kind), graph, costs))) for kind, n in kinds]
             self.known[key] = Replay.mean(rows) if len(rows) > 1 else rows[0][1]
         return self.known[key]

@@ -1,6 +1,6 @@
-"""Plans that fit the devices' memory: of those found, or made to save it.
+"""Plans that fit the devices' memory.
 
-Where the fastest plans do not fit, the search goes on with a penalty on memory, and at last with all weights freed after use.
+Where the fastest plans do not fit, the search is repeated with a penalty on memory, and last with all weights freed after use.
 """
 
 import math
@@ -8,60 +8,53 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from convoy.errors import PlanError
-from convoy.layout.redistribute import Reduce
 from convoy.layout.shares import apportion
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.steps import passes_of
 from convoy.plan.strategy import Batch, InShares, One, may_be_in_shares
 from convoy.planner.analytic import DIRECT_DEVICES, CostModel, MemoryPenalty
-from convoy.planner.found import Found, in_order, model_s
 from convoy.planner.load_balance import batch_shares
-from convoy.planner.search import Search
-from convoy.simulate.memory import Room, memory_of, memory_of_passes, memory_of_steps, most_bytes
+from convoy.planner.search import Found, Search, in_order, model_s
+from convoy.simulate.memory import memory_of, memory_of_passes, memory_of_steps, most_bytes
 
 MEMORY_ATTEMPTS = 8
 """Attempts to save memory, each at a higher price, for each set of devices."""
 
 
-def fits(plan: Plan, model: CostModel, room: Room | None) -> bool:
-    return room is None or not room.limited or not room.excess(_memory(plan, model, room))
+def fits(plan: Plan, model: CostModel) -> bool:
+    room = model.request.room
+    return not room.limited or not room.excess(_memory(plan, model))
 
 
-def _memory(plan: Plan, model: CostModel, room: Room) -> tuple[int, ...]:
-    """Bytes on each device; where there is plenty of room, more than that."""
-    graph, optimizer, itemsize = model.graph, room.optimizer, model.costs.itemsize
-    most = most_bytes(model.steps(plan), graph, optimizer=optimizer, itemsize=itemsize)
+def _memory(plan: Plan, model: CostModel) -> tuple[int, ...]:
+    """Return the bytes needed on each device. Where all fits easily, this is an upper limit."""
+    graph, room, itemsize = model.graph, model.request.room, model.costs.itemsize
+    most = most_bytes(model.steps(plan), graph, optimizer=room.optimizer, itemsize=itemsize)
     if not room.excess(most):
         return most
-    # The first of several passes keeps what it has gathered or sent; the one between needs less than that or the last.
-    kinds = [kind for kind in passes_of(model.passes if plan.in_shares else 1) if kind != "middle"]
+    # The first micro-batch keeps what it has gathered or sent. Those between need less than it or the last.
+    kinds = [kind for kind in passes_of(model.request.micro_batches if plan.in_shares else 1) if kind != "middle"]
     lists = [model.steps(plan, kind) for kind in kinds]
-    return tuple(row.total_bytes for row in memory_of_passes(lists, graph, optimizer=optimizer, itemsize=itemsize))
+    return tuple(row.total_bytes for row in memory_of_passes(lists, graph, optimizer=room.optimizer, itemsize=itemsize))
 
 
-def that_fit(
-    model: CostModel,
-    found: Sequence[Found],
-    order: Sequence[int],
-    room: Room,
-    lean: Reduce,
-    in_passes: Callable[[], str],
-) -> list[Found]:
-    """Of the plans found, those that fit; and where the fastest did not, others that were made to save memory.
+def that_fit(model: CostModel, found: Sequence[Found], order: Sequence[int], remedy: Callable[[], str]) -> list[Found]:
+    """Return the plans that fit. If the fastest one does not, search for more that save memory.
 
     Args:
-        lean: how sums are made where memory is short: in a ring less of a tensor arrives at once than directly.
-        in_passes: in how many passes some plan fits, as `passes_words` says it, for the message.
+        remedy: returns the number of micro-batches with which some plan fits, in the words of `passes_words`.
 
     Raises:
         PlanError: no plan fits.
     """
-    needs = [(each, _memory(each.plan, model, room)) for each in in_order(found)]
+    room = model.request.room
+    lean = model.request.sums or "ring"  # in a ring, less of a tensor arrives at once than directly
+    needs = [(each, _memory(each.plan, model)) for each in in_order(found)]
     for each, need in list(needs):
         if room.excess(need) and each.plan.reduce == "direct" and lean != "direct":
             plan = replace(each.plan, reduce=lean)
-            needs.append((Found(model_s(model, order, plan), each.working, plan), _memory(plan, model, room)))
+            needs.append((Found(model_s(model, order, plan), each.working, plan), _memory(plan, model)))
     fitting = [each for each, need in needs if not room.excess(need)]
     if not needs or (fitting and fitting[0] is needs[0][0]):
         return fitting
@@ -77,25 +70,25 @@ def that_fit(
                     # Of many devices each sends a share to each: only where nothing else fits.
                     if keepers and fitting and len(order) > DIRECT_DEVICES:
                         continue
-                    for each, need in _saving_memory(model.variant(reduce=lean), active, room, keepers):
+                    for each, need in _saving_memory(model.variant(reduce=lean), active, keepers):
                         needs.append((each, need))
                         if not room.excess(need):
                             fitting.append(each)
-    for each, need in freeing_weights(model, order, room):
+    for each, need in freeing_weights(model, order):
         needs.append((each, need))
         if not room.excess(need):
             fitting.append(each)
     if not fitting:
-        raise PlanError(room.refusal(model.graph.model, model.batch, [need for _, need in needs], in_passes()))
+        raise PlanError(room.refusal(model.graph.model, model.batch, [need for _, need in needs], remedy()))
     return fitting
 
 
-def freeing_weights(model: CostModel, order: Sequence[int], room: Room) -> list[tuple[Found, tuple[int, ...]]]:
-    """Plans in which all weights are kept in shares and freed after use: what is left on a device is its samples.
+def freeing_weights(model: CostModel, order: Sequence[int]) -> list[tuple[Found, tuple[int, ...]]]:
+    """Return plans in which all weights are sharded and freed after use, with the bytes that each needs.
 
-    So samples go from the devices that are overfilled to those with room, until it fits or there is none.
+    What is left on a device is its samples, so these move from overfilled devices to others until the plan fits.
     """
-    graph, batch = model.graph, model.batch
+    graph, batch, room = model.graph, model.batch, model.request.room
     parts = [min(room.bytes_of(d), 1e18) if d in order else 0.0 for d in range(model.devices)]
     how = InShares(apportion(SHARE_UNITS, parts), "free")
     kept = {layer.name: how for layer in graph.layers.values() if may_be_in_shares(layer)}
@@ -105,7 +98,7 @@ def freeing_weights(model: CostModel, order: Sequence[int], room: Room) -> list[
     for _ in range(MEMORY_ATTEMPTS if kept and 1 < len(order) <= DIRECT_DEVICES else 0):
         plan = Plan(
             "auto", graph.fingerprint, model.devices, batch, {}, Batch(tuple(samples)), model.reduce,
-            wire=model.wire, in_shares=kept, outputs=model.outputs,
+            wire=model.request.wire, in_shares=kept, outputs=model.request.outputs,
         )  # fmt: skip
         memory = memory_of_steps(model.steps(plan), graph, optimizer=room.optimizer, itemsize=model.costs.itemsize)
         need = tuple(each.total_bytes for each in memory)
@@ -119,14 +112,14 @@ def freeing_weights(model: CostModel, order: Sequence[int], room: Room) -> list[
         if sum(left) < sum(given.values()):
             break
         taken = apportion(
-            sum(given.values()), [n * s for n, s in zip(left, model.solo_speeds(), strict=True)], at_most=left
+            sum(given.values()), [n * s for n, s in zip(left, model.request.speeds.devices, strict=True)], at_most=left
         )
         samples = [n - given.get(d, 0) + taken[d] for d, n in enumerate(samples)]
     return rows
 
 
 def _few_counts(devices: int) -> list[int]:
-    """All numbers of devices up to 16; of more, only ever larger steps."""
+    """Return all numbers of devices up to 16, then ever larger steps."""
     counts = list(range(1, min(devices, 16) + 1))
     while counts[-1] < devices:
         counts.append(min(devices, counts[-1] * 3 // 2))
@@ -134,14 +127,14 @@ def _few_counts(devices: int) -> list[int]:
 
 
 def _saving_memory(
-    model: CostModel, active: Sequence[int], room: Room, keepers: Sequence[int] = ()
+    model: CostModel, active: Sequence[int], keepers: Sequence[int]
 ) -> list[tuple[Found, tuple[int, ...]]]:
-    """Plans of these devices that save ever more memory, until one fits.
+    """Return plans of these devices that save ever more memory, up to the first that fits.
 
     Args:
-        keepers: devices that may keep shares of weights that others use.
+        keepers: devices that may keep shards of weights that others use.
     """
-    plain = Search(model, active)
+    plain, room = Search(model, active), model.request.room
     alone_s = model.samples_s(active[0], model.batch)
     # One device alone keeps everything: shares of an axis are held to what part of that a device has room for.
     alone = Plan("alone", model.graph.fingerprint, model.devices, model.batch, {}, One(active[0]))
@@ -153,9 +146,9 @@ def _saving_memory(
     for attempt in range(MEMORY_ATTEMPTS):
         parts = tuple(min(1.0, each / everything) for each in budget)
         penalty = MemoryPenalty(parts, tuple(price))
-        search = Search(model, active, penalty=penalty, optimizer=room.optimizer, keepers=keepers)
+        search = Search(model, active, penalty=penalty, keepers=keepers)
         _, plan = search.run()[0]
-        rows.append((Found(plain.step_s(plan), len(active), plan), _memory(plan, model, room)))
+        rows.append((Found(plain.step_s(plan), len(active), plan), _memory(plan, model)))
         excess = room.excess(rows[-1][1])
         if not excess or len(active) == 1:  # alone there is nothing to split
             break

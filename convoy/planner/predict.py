@@ -1,44 +1,38 @@
-"""Predictions of plans on a fleet, before anything runs: the rows of `convoy plan`."""
+"""Predictions of plans on a fleet, before anything runs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 from convoy.errors import InputError, PlanError
-from convoy.fleet import Fleet
-from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.layout import holders
-from convoy.layout.redistribute import Reduce
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
-from convoy.plan.plan import OutputPlace, Plan
-from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS
 from convoy.plan.steps import Compute, StepList, passes_of
-from convoy.planner.bound import LowerBound, lower_bound
-from convoy.planner.found import Candidate
-from convoy.planner.planner import candidates
-from convoy.planner.speeds import solo_speeds
-from convoy.simulate.energy import Energy, Power, energy_of, known_power_of, least_energy
+from convoy.planner.planner import Candidate, candidates, in_micro_batches, memory_slows
+from convoy.planner.request import PlanRequest
+from convoy.simulate.energy import Energy, energy_of, least_energy
 from convoy.simulate.interval import Interval, around
-from convoy.simulate.memory import DeviceMemory, Room, memory_of_passes, room_of
+from convoy.simulate.memory import DeviceMemory, memory_of_passes
 from convoy.simulate.network import Network
 from convoy.simulate.simulate import Costs, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)
 class PlanPrediction:
-    """The prediction for one plan on one fleet; where several passes make a step, of a pass in the mean.
+    """The prediction for one plan on one fleet, per micro-batch: the mean over all of a step.
 
     Attributes:
-        step_s: predicted seconds of a training step.
-        spread, gain_spread: the factors within which nine of ten measurements lie, of the step and of how many times as fast as
-            the fastest device alone it is.
-        efficiency: samples/s over the sum of the devices' solo speeds.
-        sent_bytes, received_bytes: on the wire per step, of each device.
-        overfull: the devices whose memory it overfills, in words.
-        energy: None where the fleet gives no watts.
-        timeline: where several passes make a step, of the last one.
-        bound: what the step waits for most: "computing on b-cpu", "sending from host a".
+        step_s: predicted seconds.
+        spread: the factor within which nine of ten measurements of it lie.
+        gain_spread: the same for the speedup over the fastest device alone.
+        efficiency: samples/s divided by the sum of solo speeds.
+        sent_bytes, received_bytes: on the wire, by device.
+        overfull: the devices whose memory the plan overfills, in words.
+        energy: None if the fleet gives no watts.
+        timeline: of the last micro-batch.
+        bound: the busiest resource: "computing on b-cpu", "sending from the host of a".
     """
 
     plan: Plan
@@ -57,128 +51,50 @@ class PlanPrediction:
 
     @property
     def within(self) -> Interval:
-        """Seconds of a step that nine of ten measurements lie between."""
+        """The seconds between which nine of ten measurements lie."""
         return around(self.step_s, self.spread)
 
     @property
     def traffic_bytes(self) -> int:
-        """On the wire per step, over all devices."""
+        """Bytes on the wire, over all devices."""
         return sum(self.sent_bytes)
 
     @property
     def workers(self) -> int:
-        """How many devices have a part in any layer."""
+        """The number of devices that have a part in any layer."""
         return sum(memory.weights_bytes + memory.activations_bytes > 0 for memory in self.memory)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanningContext:
-    """What plans of one model on one fleet are made and predicted with.
-
-    Attributes:
-        room: memory that plans may fill.
-        power: watts of each device; None where one of them has none.
-        speeds: samples/s of each device alone.
-        wire: in which numbers tensors travel, by any plan.
-        reduce: how sums are made, by any plan; None: as each plan is known for, or as the planner says.
-        passes: so many passes of a batch make a step; the last one sums gradients and updates weights for all.
-        outputs: where they are, by any plan.
-    """
-
-    graph: Graph
-    batch: int
-    costs: Costs
-    names: tuple[str, ...]
-    room: Room
-    power: tuple[Power, ...] | None
-    speeds: Speeds
-    wire: CommDtype = "exact"
-    reduce: Reduce | None = None
-    passes: int = 1
-    outputs: OutputPlace = "everywhere"
-
-    @classmethod
-    def of(
-        cls,
-        graph: Graph,
-        batch: int,
-        costs: Costs,
-        fleet: Fleet,
-        optimizer: str = "sgd-momentum",
-        wire: CommDtype = "exact",
-        reduce: Reduce | None = None,
-        passes: int = 1,
-        outputs: OutputPlace = "everywhere",
-    ) -> Self:
-        """The context of a model on a fleet.
-
-        Raises:
-            InputError: unknown optimizer.
-        """
-        names = tuple(device.name for device in fleet.devices)
-        speeds, power = Speeds(solo_speeds(graph, batch, costs, passes)), known_power_of(fleet)
-        return cls(
-            graph,
-            batch,
-            costs,
-            names,
-            room_of(fleet, optimizer, costs.process_bytes),
-            power,
-            speeds,
-            wire,
-            reduce,
-            passes,
-            outputs,
-        )
-
-    def candidates(self) -> list[Candidate]:
-        """The planner's; see `convoy.planner.planner.candidates`."""
-        return candidates(
-            self.graph, self.batch, self.costs, self.room, self.wire, reduce=self.reduce, passes=self.passes,
-            outputs=self.outputs,
-        )  # fmt: skip
-
-    def least(self) -> LowerBound:
-        """What no exact plan can take less than; see `convoy.planner.bound`."""
-        return lower_bound(self.graph, self.batch, self.costs, self.wire, self.passes)
-
-    def named(self, name: str) -> Plan:
-        """A plan by name, with the sums, the wire and the place of outputs of all plans here."""
-        made = named_plan(name, self.graph, self.batch, self.speeds, self.reduce)
-        return replace(made, wire=self.wire, outputs=self.outputs)
-
-
-def predict_all(context: PlanningContext, least_energy_s: float | None = None) -> list[PlanPrediction]:
-    """A prediction per named plan, and `auto` last: the shortest predicted step, or the least energy within a limit.
+def predict_all(request: PlanRequest, least_energy_s: float | None = None) -> list[PlanPrediction]:
+    """Predict every named plan, and last `auto`: the shortest step, or the least energy within a limit.
 
     Args:
-        least_energy_s: choose the plan of least joules per image among those whose step takes at most this long.
+        least_energy_s: choose by joules per image, among plans whose step takes at most this long.
 
     Raises:
         PlanError: no plan fits the devices' memory, or none is fast enough.
         InputError: least energy on a fleet without watts.
     """
-    rows = [predict_plan(context.named(name), context) for name in PLANS]
-    found = context.candidates()
+    rows = [predict_plan(request.named(name), request) for name in PLANS]
+    found = candidates(request)
     if least_energy_s is None:
-        best = predict_plan(found[0].plan, context)
+        best = predict_plan(found[0].plan, request)
     else:
-        best = _least_energy([predict_plan(each.plan, context) for each in found], least_energy_s, context.names)
+        best = _least_energy([predict_plan(each.plan, request) for each in found], least_energy_s, request.names)
     return [*rows, replace(best, plan=best.plan.named("auto"))]
 
 
-def choices(context: PlanningContext) -> list[Candidate]:
-    """The planner's choice, and the plans that are worth autotuning beside it; see `worth_trying`.
+def choices(request: PlanRequest) -> list[Candidate]:
+    """Return the planner's choice, and the plans worth autotuning beside it; see `worth_trying`.
 
     Raises:
         PlanError: no plan fits the devices' memory.
     """
-    tried = worth_trying(context.candidates(), context.graph)
+    tried = worth_trying(candidates(request), request.graph)
     return [replace(each, plan=each.plan.named("auto")) for each in tried]
 
 
 def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequence[str]) -> PlanPrediction:
-    """The plan of least joules per image among those whose step takes at most `limit_s`."""
     energies = [(index, row.energy) for index, row in enumerate(rows) if row.energy is not None]
     if not energies:
         raise InputError(
@@ -194,16 +110,16 @@ def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequenc
         ) from None
 
 
-def predict_plan(plan: Plan, context: PlanningContext) -> PlanPrediction:
-    """Simulate one plan, each kind of pass that a step has."""
-    graph, costs, room = context.graph, context.costs, context.room
-    kinds = passes_of(context.passes)
+def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
+    """Simulate one plan, each kind of micro-batch that a step has."""
+    graph, costs, room = request.graph, request.costs, request.room
+    kinds = passes_of(request.micro_batches)
     lists = [lower(plan, graph, pass_=kind) for kind in kinds]
     timelines = [simulate(each, graph, costs) for each in lists]
     steps, timeline = lists[-1], timelines[-1]
 
     def mean(values: Iterable[float]) -> float:
-        return sum(n * value for n, value in zip(kinds.values(), values, strict=True)) / context.passes
+        return sum(n * value for n, value in zip(kinds.values(), values, strict=True)) / request.micro_batches
 
     step_s = mean(each.step_s for each in timelines)
     rate = plan.batch / step_s
@@ -218,43 +134,63 @@ def predict_plan(plan: Plan, context: PlanningContext) -> PlanPrediction:
         )
 
     energy = None
-    if context.power is not None:
-        rows = [energy_of(each, context.power, plan.batch) for each in timelines]
+    if request.power is not None:
+        rows = [energy_of(each, request.power, plan.batch) for each in timelines]
         energy = replace(rows[-1], step_s=step_s, devices_j=tuple(mean(e.devices_j[d] for e in rows) for d in devices))
     return PlanPrediction(
         plan=plan,
         step_s=step_s,
         spread=costs.errors.step(computes),
-        gain_spread=costs.errors.gain(computes, context.speeds.fastest),
+        gain_spread=costs.errors.gain(computes, request.speeds.fastest),
         samples_per_s=rate,
-        efficiency=rate / sum(context.speeds.devices),
+        efficiency=rate / sum(request.speeds.devices),
         sent_bytes=sent(0),
         received_bytes=sent(1),
         memory=memory,
         overfull=tuple(room.overfull([each.total_bytes for each in memory])),
         energy=energy,
         timeline=timeline,
-        bound=_bound(timeline, steps, costs, context.names),
+        bound=_bound(timeline, steps, costs, request.names),
     )
 
 
-def rates_by_devices(context: PlanningContext) -> list[tuple[int, float]]:
-    """(devices, samples/s) of the best plan found for the fastest device alone, the two fastest, and so on."""
+MUCH = 1.2
+"""Micro-batches are proposed if no plan fits without, or if the best that does takes at least this multiple of the time."""
+
+
+def proposal(request: PlanRequest, step_s: float | None) -> PlanPrediction | None:
+    """Return a plan with micro-batches that is much faster than the best without; None if there is none.
+
+    Args:
+        step_s: predicted seconds of the best step without; None: no plan fits.
+
+    Returns:
+        the prediction per micro-batch; `request.batch / plan.batch` of them make the step.
+    """
+    if not memory_slows(request) or (found := in_micro_batches(request)) is None:
+        return None
+    smaller, best = found
+    predicted = predict_plan(best.plan, smaller)
+    return predicted if step_s is None or step_s > MUCH * predicted.step_s * smaller.micro_batches else None
+
+
+def rates_by_devices(request: PlanRequest) -> list[tuple[int, float]]:
+    """Return (devices, samples/s) of the best plan for the fastest device alone, the two fastest, and so on."""
     best: dict[int, float] = {}
-    for candidate in context.candidates():
-        count = len(working(candidate.plan, context.graph))
-        best[count] = max(best.get(count, 0.0), context.batch / candidate.step_s)
+    for candidate in candidates(request):
+        count = len(working(candidate.plan, request.graph))
+        best[count] = max(best.get(count, 0.0), request.batch / candidate.step_s)
     return sorted(best.items())
 
 
 def working(plan: Plan, graph: Graph) -> frozenset[int]:
-    """The devices that compute a part of some layer."""
+    """Return the devices that compute a part of some layer."""
     steps = lower(plan, graph)
     return frozenset(d for s in steps.phase("forward") if isinstance(s, Compute) for d in holders(s.writes.layout))
 
 
 def _bound(timeline: Timeline, steps: StepList, costs: Costs, names: Sequence[str]) -> str:
-    """The resource that is busy longest; waiting, where none is busy for half of the step."""
+    """Return the resource that is busy longest; "waiting" if none is busy for half of the step."""
     busiest = timeline.busiest
     rows = [
         (timeline.compute_s[busiest], f"computing on {names[busiest]}"),
@@ -279,18 +215,18 @@ def _cards(steps: StepList, network: Network, itemsize: int, names: Sequence[str
 
 
 REACH, TRIED, FEWER = 0.25, 3, 0.75
-"""Worth autotuning: predicted to take at most so much longer than the best; so many plans, with the best; each with at most
-this part of the messages of the one before it."""
+"""Plans worth autotuning take at most this fraction longer than the best; their number, with the best; and the fraction of the
+previous plan's messages that each may have."""
 
 REACH_ALONE = 0.6
-"""One device alone may be predicted to take so much longer: for a ResNet-8 it was out of reach, predicted a third longer than
-three devices, and was a quarter faster when both were run."""
+"""The same for one device alone. It is larger because such a plan was a quarter faster than one that was predicted a third
+shorter (a ResNet-8 on three devices)."""
 
 
 def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
-    """The best of some candidates, and those that may turn out better where messages cost more than is predicted.
+    """Return the best candidate, and those that are better if messages cost more than predicted.
 
-    That is what predictions err in most: so each of them has clearly fewer messages than those that are predicted to be faster.
+    Predictions err most in messages. So each plan has clearly fewer of them than the faster ones before it.
 
     Args:
         found: the shortest predicted step first.
@@ -309,7 +245,7 @@ def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
 
 
 def _messages(plan: Plan, graph: Graph) -> int:
-    """Messages of one step, from all devices."""
+    """Count the messages of one step, from all devices."""
     steps = lower(plan, graph).steps
     rounds = [each for step in steps if not isinstance(step, Compute) for each in step.schedule.rounds]
     return sum(transfer.sender != transfer.receiver for each in rounds for transfer in each)

@@ -4,7 +4,7 @@ The state is where the tensors that are still to be read lie; a layer's choices 
 costs its arithmetic, the moves of its inputs there and of their gradients back, and its gradient sums.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.layout.layout import Layout, OnOne, Partial, Split, everywhere
@@ -25,6 +25,32 @@ BEAM = 48
 
 EVEN_DEVICES, EVEN_LAYERS = 8, 100
 """Of so few devices and layers, filters are shared out evenly, too, not only by speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan of the search.
+
+    Attributes:
+        model_s: its seconds by the analytic model.
+        working: the number of devices that take part.
+        overlap: the overlap that the model assumed. Seconds of different overlaps cannot be compared.
+    """
+
+    model_s: float
+    working: int
+    plan: Plan
+    overlap: float = 0.0
+
+
+def in_order(found: Iterable[Found]) -> list[Found]:
+    """Sort by seconds, then by the number of devices."""
+    return sorted(found, key=lambda each: (each.model_s, each.working))
+
+
+def model_s(model: CostModel, order: Sequence[int], plan: Plan) -> float:
+    """Return the seconds of a plan by the analytic model, with the plan's own way to sum."""
+    return Search(model.variant(reduce=plan.collective), order).step_s(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +91,6 @@ class Search:
         active: the devices that may take part; the first is the one that works alone where one does.
         only: names of strategies that layers are bound to.
         penalty: what makes memory dear.
-        optimizer: whose state counts as memory.
         keepers: the devices that may keep shares of weights, by their speeds; nobody: all that use weights keep copies.
     """
 
@@ -75,11 +100,10 @@ class Search:
         active: Sequence[int],
         only: Mapping[str, str] | None = None,
         penalty: MemoryPenalty | None = None,
-        optimizer: str = "sgd-momentum",
         keepers: Sequence[int] = (),
     ) -> None:
         self.model, self.graph, self.batch, self.devices = model, model.graph, model.batch, model.devices
-        self.active, self.only, self.penalty, self.optimizer = tuple(active), only or {}, penalty, optimizer
+        self.active, self.only, self.penalty = tuple(active), only or {}, penalty
         self.by_batch = Batch(batch_shares(model, active, penalty))
         self.speeds = [1 / model.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
         # With one split of the batch for all layers, the device that is last over all of them sets the pace.
@@ -166,7 +190,7 @@ class Search:
         ordered = {name: layers[name] for name in self.graph.layers if name in layers}
         plan = Plan(
             "auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch, self.model.reduce,
-            wire=self.model.wire, outputs=self.model.outputs,
+            wire=self.model.request.wire, outputs=self.model.request.outputs,
         )  # fmt: skip
         if len(self.forms) == 1:
             return plan
@@ -308,7 +332,7 @@ class Search:
         model, penalty = self.model, self.penalty
 
         def cost(how: InShares | None) -> float:
-            memory_s = 0.0 if penalty is None else model.memory_s(layer, placed, penalty, self.optimizer, how)
+            memory_s = 0.0 if penalty is None else model.memory_s(layer, placed, penalty, how)
             return model.sums_s(layer, placed, how) + memory_s
 
         forms = self.forms if forms is None else forms
@@ -320,7 +344,7 @@ class Search:
 
     def _end_s(self, live: tuple[str, ...], where: tuple[_Available, ...]) -> float:
         """The outputs come to every device, or to their samples where they are not with them."""
-        stays = self.model.outputs == "where-computed"
+        stays = self.model.request.outputs == "where-computed"
         wanted = Split(0, self.by_batch.shares) if stays else everywhere(self.devices)
         to, found = self._number(wanted), dict(zip(live, where, strict=True))
         return sum(

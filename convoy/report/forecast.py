@@ -9,6 +9,7 @@ from convoy.fleet import Fleet
 from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
+from convoy.planner.bound import lower_bound
 from convoy.planner.forecast import LINKS, Forecast
 from convoy.planner.predict import PlanPrediction
 from convoy.report.numbers import in_bytes, plain, seconds
@@ -21,21 +22,24 @@ def show_forecast(
     console: Console, found: Forecast, fleet: Fleet, net: str, image: tuple[int, int, int], took_s: float
 ) -> None:
     """Print the answer first, then what it is based on."""
-    context = found.context
-    batch, size = context.batch, "x".join(map(str, image))
-    passes = ""
-    if found.passes > 1:
+    request = found.request
+    batch, size = request.batch, "x".join(map(str, image))
+    count, passes = request.micro_batches, ""
+    if count > 1:
         passes = (
-            f" in {found.passes} micro-batches of {batch} (--accumulate {found.passes}): {context.names[found.fastest]} alone "
+            f" in {count} micro-batches of {batch} (--accumulate {count}): {request.names[found.fastest]} alone "
             "has no memory for more. Times of a step are those of a micro-batch, on average"
         )
-    console.print(f"{net}, images of {size}, batch {batch * found.passes}{passes}. {_answer(found)}", soft_wrap=True)
+    console.print(
+        f"{net}, images of {size}, batch {batch * count}{passes}. {_answer(found)}",
+        soft_wrap=True,
+    )
     _show_devices(console, found, fleet)
     if found.shared is not None:
         console.print(_plan(found, found.shared), soft_wrap=True)
-        least = context.least()
-        console.print(least_words(found.shared, least, context.names), soft_wrap=True)
-        show_step_parts(console, found.shared, least, context)
+        least = lower_bound(request)
+        console.print(least_words(found.shared, least, request.names), soft_wrap=True)
+        show_step_parts(console, found.shared, least, request)
     for line in _changes(found, fleet):
         console.print(line, soft_wrap=True)
     console.print(f"Based on {_basis(found, fleet)}.", soft_wrap=True)
@@ -43,8 +47,8 @@ def show_forecast(
 
 
 def _answer(found: Forecast) -> str:
-    best, fastest = found.best, found.context.names[found.fastest]
-    if len(found.context.names) == 1:
+    best, fastest = found.best, found.request.names[found.fastest]
+    if len(found.request.names) == 1:
         within = between(best.within)
         return (
             f"One device: {_rate(best.samples_per_s)} images/s, {seconds(best.step_s)} a step (nine of ten: {within})."
@@ -52,11 +56,11 @@ def _answer(found: Forecast) -> str:
     gain = f"{found.gain:.2f} times as fast"
     gain_within = f"nine of ten: {found.gain_within.low:.2f} - {found.gain_within.high:.2f}"
     if found.verdict in ("no", "probably not"):
-        alone, within_rate = found.context.speeds.devices[found.fastest], found.alone_within[found.fastest]
+        alone, within_rate = found.request.speeds.devices[found.fastest], found.alone_within[found.fastest]
         several = f" The best plan with several devices is {gain} ({gain_within})." if found.shared is not None else ""
         return (
             f"Would it pay? {found.verdict.capitalize()}: {fastest} alone is the fastest, {_rate(alone)} images/s "
-            f"(nine of ten: {_rates(within_rate)}), {seconds(found.context.batch / alone)} a step.{several}"
+            f"(nine of ten: {_rates(within_rate)}), {seconds(found.request.batch / alone)} a step.{several}"
         )
     return (
         f"Would it pay? {found.verdict.capitalize()}: {gain} as {fastest} alone ({gain_within}), {_rate(best.samples_per_s)} "
@@ -67,11 +71,11 @@ def _answer(found: Forecast) -> str:
 def _show_devices(console: Console, found: Forecast, fleet: Fleet) -> None:
     columns = ("images/s alone", "nine of ten", "share of the work", "memory used", "of")
     table = new_table("Devices", ("device", "what it is"), columns)
-    shares = work_shares(lower(found.best.plan, found.context.graph), found.context.graph)
+    shares = work_shares(lower(found.best.plan, found.request.graph), found.request.graph)
     for index, device in enumerate(fleet.devices):
         table.add_row(
             device.name, "" if device.class_name is None else device_class(device.class_name).about,
-            _rate(found.context.speeds.devices[index]), _rates(found.alone_within[index]),
+            _rate(found.request.speeds.devices[index]), _rates(found.alone_within[index]),
             f"{shares[index]:.0%}" if shares[index] else "none",
             in_bytes(found.best.memory[index].total_bytes) if shares[index] else "-",
             "-" if device.memory_bytes is None else in_bytes(device.memory_bytes),
@@ -81,8 +85,8 @@ def _show_devices(console: Console, found: Forecast, fleet: Fleet) -> None:
 
 def _plan(found: Forecast, row: PlanPrediction) -> str:
     """Summarize how a plan splits the layers with weights."""
-    weighted = {layer.name for layer in found.context.graph.weighted}
-    rows = layer_rows(row.plan, found.context.graph)
+    weighted = {layer.name for layer in found.request.graph.weighted}
+    rows = layer_rows(row.plan, found.request.graph)
     kinds = Counter(layer.strategy for layer in rows if layer.layer in weighted)
     names = {"one": "on one device", "copies": "copied to every device"}
     layers = ", ".join(f"{count} {names.get(name, f'split by {name}')}" for name, count in kinds.items())
@@ -91,7 +95,7 @@ def _plan(found: Forecast, row: PlanPrediction) -> str:
 
 
 def _changes(found: Forecast, fleet: Fleet) -> list[str]:
-    if found.basis != "described" or len(found.context.names) == 1:
+    if found.basis != "described" or len(found.request.names) == 1:
         return []
     batch = (
         "no size that fits the fastest device" if found.from_batch is None else f"{found.from_batch:,} samples or more"
@@ -106,7 +110,7 @@ def _changes(found: Forecast, fleet: Fleet) -> list[str]:
     if len(told) < len(gains):
         told.append(f"any {'other ' * bool(told)}1.00x")
     if told:
-        fastest = found.context.names[found.fastest]
+        fastest = found.request.names[found.fastest]
         lines.append(f"One device less or more, compared with {fastest} alone: {', '.join(told)}.")
     return lines
 

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
-from convoy.planner.bound import LowerBound
-from convoy.planner.in_passes import InPasses
-from convoy.planner.predict import PlanningContext, PlanPrediction
+from convoy.planner.bound import LowerBound, lower_bound
+from convoy.planner.predict import PlanPrediction
+from convoy.planner.request import PlanRequest
 from convoy.planner.spare import spare_price
 from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.report.screen import Screen, new_table
@@ -19,7 +19,7 @@ from convoy.simulate.events import Event, Timeline
 from convoy.simulate.interval import Basis, Interval
 from convoy.simulate.memory import passes_words
 from convoy.simulate.network import Network
-from convoy.simulate.price import LOSS, layers_s
+from convoy.simulate.simulate import LOSS, layers_s
 
 BASIS: Mapping[Basis | None, str] = {
     None: "given costs",
@@ -30,9 +30,9 @@ BASIS: Mapping[Basis | None, str] = {
 }
 
 
-def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: PlanningContext) -> None:
+def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest) -> None:
     """Print a row per plan, and how far the last, chosen one is from the lower bound."""
-    speeds, names, least = context.speeds.devices, context.names, context.least()
+    speeds, names, least = request.speeds.devices, request.names, lower_bound(request)
     table = new_table(
         f"Predicted; the limit, the sum of solo throughputs, is {plain(sum(speeds))} samples/s", ("plan",),
         ("step", "nine of ten", "step / bound", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
@@ -71,16 +71,16 @@ def between(within: Interval) -> str:
     return f"{seconds(within.low)} - {seconds(within.high)}"
 
 
-def show_basis(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
-    basis = BASIS[context.costs.errors.basis]
+def show_basis(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
+    basis = BASIS[request.costs.errors.basis]
     console.print(
         f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. Based on {basis}.", soft_wrap=True
     )
 
 
-def show_counts(console: Console, counts: Sequence[tuple[int, float]], context: PlanningContext) -> None:
+def show_counts(console: Console, counts: Sequence[tuple[int, float]], request: PlanRequest) -> None:
     """Print what each further device brings, the fastest first."""
-    speeds, names = context.speeds.devices, context.names
+    speeds, names = request.speeds.devices, request.names
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     for (fewer, before), (more, after) in itertools.pairwise(counts):
         added, alone = " and ".join(names[d] for d in order[fewer:more]), speeds[order[0]]
@@ -90,15 +90,15 @@ def show_counts(console: Console, counts: Sequence[tuple[int, float]], context: 
         )
 
 
-def show_devices(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
+def show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
     """Print what each device computes, sends, receives, stores and draws in a step. A device without work may be busy with
     messages and the loss function."""
     columns = ("work", "busy", "sends", "receives", "memory", "of", "idle - busy", "joules")
     table = new_table(f"Plan {row.plan.name}, per device and step", ("device",), columns)
-    work = work_shares(lower(row.plan, context.graph), context.graph)
-    for device, name in enumerate(context.names):
-        limit, own = context.room.limits_bytes[device], context.room.own_bytes(device)
-        power = None if context.power is None else context.power[device]
+    work = work_shares(lower(row.plan, request.graph), request.graph)
+    for device, name in enumerate(request.names):
+        limit, own = request.room.limits_bytes[device], request.room.own_bytes(device)
+        power = None if request.power is None else request.power[device]
         table.add_row(
             name, percent(work[device]) if work[device] else "none", percent(row.timeline.compute_s[device] / row.step_s),
             in_bytes(row.sent_bytes[device]), in_bytes(row.received_bytes[device]),
@@ -109,11 +109,11 @@ def show_devices(console: Console, row: PlanPrediction, context: PlanningContext
     console.print(table)
 
 
-def show_spare(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
+def show_spare(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
     """Print the cost of the snapshots that `convoy train` keeps for a device that is lost."""
-    if len(context.names) == 1:
+    if len(request.names) == 1:
         return
-    chosen, each = spare_price(row, context), spare_price(row, context, 1)
+    chosen, each = spare_price(row, request), spare_price(row, request, 1)
     often = "each step" if chosen.every == 1 else f"every {chosen.every} steps"
     sent = f"{in_bytes(chosen.sent_bytes)} sent per step" if chosen.sent_bytes else "nothing sent"
     otherwise = f"; after each step (--spare every-step) {each.part:.1%}" if chosen.every > 1 else ""
@@ -125,31 +125,33 @@ def show_spare(console: Console, row: PlanPrediction, context: PlanningContext) 
         console.print(f"! The snapshots do not fit: {'; '.join(chosen.overfull)}. Give --spare none.", soft_wrap=True)
 
 
-def show_plan(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
+def show_plan(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
     """Print the plan layer by layer, with the cost of layers that are not split."""
-    graph, rows = context.graph, []
+    graph, rows = request.graph, []
     steps = lower(row.plan, graph)
-    costs = layers_s(steps, graph, context.costs)
+    costs = layers_s(steps, graph, request.costs)
     for layer in layer_rows(row.plan, graph):
         if graph[layer.layer].kind == "opaque" and layer.layer in costs:
             layer_s, device = costs[layer.layer]
-            cost = f"{seconds(layer_s)} of a step's {seconds(row.step_s)} on {context.names[device]}"
+            cost = f"{seconds(layer_s)} of a step's {seconds(row.step_s)} on {request.names[device]}"
             layer = replace(layer, note="; ".join(filter(None, (layer.note, cost))))
         rows.append(layer)
     Screen(visible=True, console=console).plan(row.plan, rows, work_shares(steps, graph))
 
 
-def show_passes(console: Console, row: PlanPrediction, context: PlanningContext, other: InPasses | None) -> None:
+def show_passes(console: Console, row: PlanPrediction, request: PlanRequest, other: PlanPrediction | None) -> None:
     """Print how many micro-batches a step has, and whether `other`, a step of several, would be much shorter."""
-    if context.passes > 1:
+    if request.micro_batches > 1:
         console.print(
-            f"A step of {context.batch * context.passes} samples is {passes_words(context.graph, context.passes)}. The tables "
-            f"are per micro-batch of {context.batch} samples, on average; a step of plan {row.plan.name} takes "
-            f"{seconds(context.passes * row.step_s)}.",
+            f"A step of {request.batch * request.micro_batches} samples is "
+            f"{passes_words(request.graph, request.micro_batches)}. The tables are per "
+            f"micro-batch of {request.batch} samples, on average; a step of plan {row.plan.name} takes "
+            f"{seconds(request.micro_batches * row.step_s)}.",
             soft_wrap=True,
         )
     if other is not None:
-        words = passes_words(context.graph, other.passes, other.step_s)
+        count = request.batch // other.plan.batch
+        words = passes_words(request.graph, count, count * other.step_s)
         console.print(f"Memory makes this slow. A step could be made in {words}.", soft_wrap=True)
 
 
@@ -229,11 +231,11 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def show_step_parts(console: Console, row: PlanPrediction, least: LowerBound, context: PlanningContext) -> None:
+def show_step_parts(console: Console, row: PlanPrediction, least: LowerBound, request: PlanRequest) -> None:
     """Print a row for each part of the step, with the same part of the lower bound and the difference."""
-    parts = step_parts(row.timeline, context.costs.network)
-    step = "Step" if context.passes == 1 else "Last micro-batch of a step"
-    title = f"{step} of plan {row.plan.name} on {context.names[parts.device]}, which finishes last"
+    parts = step_parts(row.timeline, request.costs.network)
+    step = "Step" if request.micro_batches == 1 else "Last micro-batch of a step"
+    title = f"{step} of plan {row.plan.name} on {request.names[parts.device]}, which finishes last"
     table = new_table(title, ("part",), ("predicted", "of the step", "lower bound", "difference"))
     rows: Sequence[tuple[str, float, float | None]] = (
         ("layers", parts.layers_s, least.layers_s),

@@ -21,7 +21,9 @@ from convoy.files import unwritable, write_whole
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
-from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.predict import predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.runlog.reader import LOG_NAME
 from convoy.runlog.writer import RunLog
 from convoy.simulate.table import Measurement
@@ -135,8 +137,8 @@ class RunHeader:
         """Log the prediction for a plan if the devices were measured; `shares_only` as in `PredictionLine`."""
         if self.measured is not None:
             settings = self.run.settings
-            context = PlanningContext.of(
-                self.graph, plan.batch, self.measured.costs(self.graph), self.measured.fleet,
-                settings.optimizer_state, plan.wire, passes=settings.passes,
+            request = PlanRequest(
+                self.graph, plan.batch, FleetKnowledge(measured=self.measured),
+                optimizer=settings.optimizer_state, wire=plan.wire, micro_batches=settings.passes,
             )  # fmt: skip
-            log.prediction(predict_plan(plan, context), context, settings.passes, shares_only)
+            log.prediction(predict_plan(plan, request), request, shares_only)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm.accelerator import allocated_bytes
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
+from convoy.machine.accelerator import allocated_bytes
 from convoy.measure.energy import EnergyMeter, meter_of, once_each
 from convoy.runlog.reader import MIN_STEPS
 from convoy.runlog.schema import SystemLine, UtilizationLine
@@ -169,7 +169,7 @@ class Meters(Observer):
         own = [
             max(self.last_s - before_s, 1e-9), own_cores, own_host, self.process.memory_info().rss,
             allocated_bytes(self.group.torch_device), own_sent,
-            self.energy.joules(), self.energy.key, self.energy.source, self.group.strangers,
+            self.energy.joules(), self.energy.key, self.energy.source, self.group.rejected,
         ]  # fmt: skip
         rows = gather(self.group, f"meters at step {self.step}", own)
         times_s, cores, host, memory, accelerator, sent_by, joules, keys, sources, strangers = zip(*rows, strict=True)

@@ -19,16 +19,17 @@ from typing import Any, Self
 import torch
 
 from convoy._version import __version__
-from convoy.comm.accelerator import modes
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.machine.accelerator import modes
 from convoy.model.graph import Graph
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.plan.steps import Move, StepList, traffic
-from convoy.planner.predict import PlanningContext, PlanPrediction
+from convoy.planner.predict import PlanPrediction
+from convoy.planner.request import PlanRequest
 from convoy.runlog import schema
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from convoy.train.rebalance import Reshare
@@ -139,10 +140,8 @@ class RunLog(Observer):
         self.graph = graph
         self.write(plan_line(plan, graph))
 
-    def prediction(
-        self, predicted: PlanPrediction, context: PlanningContext, passes: int, shares_only: bool = False
-    ) -> None:
-        """Write what a plan is predicted to reach with `passes` micro-batches per step."""
+    def prediction(self, predicted: PlanPrediction, request: PlanRequest, shares_only: bool = False) -> None:
+        """Write what a plan is predicted to reach."""
         timeline = predicted.timeline
         events = [
             (e.device, e.activity, e.label, e.start_s, e.end_s, e.peer, e.size_bytes)
@@ -151,8 +150,8 @@ class RunLog(Observer):
         ]
         self.write(
             schema.PredictionLine(
-                step_s=predicted.step_s * passes, samples_per_s=predicted.samples_per_s,
-                limit_samples_per_s=sum(context.speeds.devices), bound=predicted.bound, names=context.names,
+                step_s=predicted.step_s * request.micro_batches, samples_per_s=predicted.samples_per_s,
+                limit_samples_per_s=sum(request.speeds.devices), bound=predicted.bound, names=request.names,
                 one_pass=schema.PassEntry(s=timeline.step_s, compute_s=timeline.compute_s, exchange_s=timeline.exchange_s),
                 events=tuple(events), spread=min(predicted.spread, 1e12), shares_only=shares_only,
                 joules_per_image=None if predicted.energy is None else predicted.energy.image_j,

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from convoy.comm.accelerator import in_float64
 from convoy.comm.agreement import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import MismatchError
 from convoy.layout.layout import Replicated, everywhere
+from convoy.machine.accelerator import in_float64
 from convoy.plan.steps import Pass, StepList, Value
 from convoy.runtime.inputs import Inputs
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.accelerator import has_sync_batch_norm
 from convoy.errors import InputError
+from convoy.machine.accelerator import has_sync_batch_norm
 from convoy.model.graph import Layer
 from convoy.runtime.kernels import Gradients, named
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from convoy.comm.accelerator import finish, queued
+from convoy.machine.accelerator import finish, queued
 
 MOST_QUEUED = 1000
 """So many stretches are kept unread."""

@@ -1,8 +1,8 @@
 """Rows of layers that torch.compile makes one function of, on a device where that is right and faster: `compile=True`.
 
-A row lies within one fused stretch (`convoy.plan.fusion`). It ends where a gradient sum begins in backward, which a compiled
+A row lies within one fused stretch (`convoy.plan.compile`). It ends where a gradient sum begins in backward, which a compiled
 function would delay, and at every layer that is no plain call of torch: it draws random numbers, is a module of one's own, or
-hooks look at it. Those run as they are, and so do layers whose weights are freed after use (`convoy.plan.gathering`).
+hooks look at it. Those run as they are, and so do layers whose weights are freed after use (`convoy.plan.lower`).
 
 Each row is tried once, on random numbers of the shapes that it had, forward and backward, beside the same layers as they are.
 All devices try at the same step, and wait for each other row by row.
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from convoy.comm.accelerator import finish
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, shortened
+from convoy.machine.accelerator import finish
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, TracedModel, arguments
 from convoy.model.tracing.hooks import hooked

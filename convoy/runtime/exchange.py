@@ -1,4 +1,4 @@
-"""Interprets the operations of a device program that make, copy, add, send and receive; and moves that belong to no program."""
+"""Runs the operations of a device program that make, copy, add and exchange; and moves that belong to no program."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,50 +12,21 @@ from convoy.layout.comm_dtype import CommDtype, comm_dtype_of, narrow_dtype
 from convoy.layout.layout import Layout, Partial, Replicated, Shape, box, local_shape
 from convoy.layout.redistribute import Schedule
 from convoy.layout.redistribute import schedule as schedule_of
-from convoy.plan.device_program import Add, Copy, Event, Make, Merge, Operation, Part, Receive, Send, View, Wait
+from convoy.plan.device_program import Add, Copy, ExchangeRound, Make, Merge, Operation, Part, View, WaitRound
 from convoy.plan.exchange_program import Landing, MoveOf, landing
 
 Buffers = dict[str, Any]
 """Tensors by name; for a layer with several outputs, tuples or (as its gradient) a dict index -> gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """The sends and receives of a round, started in one call."""
-
-    event: Event
-    sends: tuple[Send, ...]
-    receives: tuple[Receive, ...]
-
-
-Bound = Operation | Messages
-
-
-def with_messages(operations: Iterable[Operation]) -> list[Bound]:
-    """The operations, with the sends and receives of each round joined."""
-    found: list[Bound] = []
-    for operation in operations:
-        if not isinstance(operation, Send | Receive):
-            found.append(operation)
-            continue
-        event = ("round", operation.step, operation.number)
-        last = found[-1] if found else None
-        if not isinstance(last, Messages) or last.event != event:
-            found.append(last := Messages(event, (), ()))
-        sends = (*last.sends, operation) if isinstance(operation, Send) else last.sends
-        receives = (*last.receives, operation) if isinstance(operation, Receive) else last.receives
-        found[-1] = Messages(event, sends, receives)
-    return found
-
-
 class Slots:
-    """Memory that every step uses again for the summands that arrive: allocating fresh pages each round is slow."""
+    """Memory for arriving summands, which every step reuses: allocating fresh pages in each round is slow."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 
     def at(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`count` entries that are nobody else's as long as their name is not asked for again."""
+        """Return `count` entries, valid until the same name is asked for again."""
         held = self._held.get(name)
         if held is None or held.numel() < count or held.dtype != dtype or held.device != device:
             held = self._held[name] = torch.empty(count, dtype=dtype, device=device)
@@ -67,26 +38,27 @@ class Lane:
 
     Args:
         number: of the group's lane, see `Group.start`.
+        slots: where summands arrive.
     """
 
     def __init__(self, group: Group, number: int, slots: Slots) -> None:
         self.group, self.number, self.slots = group, number, slots
-        self.pending: dict[Event, Pending] = {}
+        self.pending: dict[tuple[int, int], Pending] = {}
         self._handlers: Mapping[type, Callable[[Any, Buffers, torch.dtype], None]] = {
             Make: self._make,
             View: self._view,
             Copy: self._copy,
             Add: self._add,
             Merge: self._merge,
-            Messages: self._start,
-            Wait: self._wait,
+            ExchangeRound: self._start,
+            WaitRound: self._wait,
         }
 
-    def run(self, operations: Iterable[Bound], buffers: Buffers, dtype: torch.dtype) -> None:
+    def run(self, operations: Iterable[Operation], buffers: Buffers, dtype: torch.dtype) -> None:
         """Run operations of one step.
 
         Args:
-            dtype: of the buffers that they make, where those are not narrow.
+            dtype: of the buffers that they make, where those are neither narrow nor like another buffer.
 
         Raises:
             DeviceLostError: a device that had to send or receive did not.
@@ -95,8 +67,10 @@ class Lane:
             self._handlers[type(operation)](operation, buffers, dtype)
 
     def _make(self, operation: Make, buffers: Buffers, dtype: torch.dtype) -> None:
-        kind, device = _narrow(dtype) if operation.narrow else dtype, self.group.torch_device
-        if operation.reused:
+        kind, device = buffers[operation.like].dtype if operation.like else dtype, self.group.torch_device
+        if operation.narrow:
+            kind = _narrow(kind)
+        if operation.slot is not None:
             buffers[operation.buffer] = self.slots.at(operation.buffer, operation.shape[0], kind, device)
         else:
             make = torch.zeros if operation.zeros else torch.empty
@@ -119,21 +93,19 @@ class Lane:
             first = _merged(first, other) if isinstance(first, dict) else first + other
         buffers[operation.buffer] = first
 
-    def _start(self, messages: Messages, buffers: Buffers, _dtype: torch.dtype) -> None:
-        # What goes to several devices is cut once.
-        parts = {s.part: cut(buffers, s.part).contiguous() for s in messages.sends}
-        sends = [Message(s.peer, parts[s.part]) for s in messages.sends]
-        receives = [Message(r.peer, cut(buffers, r.part)) for r in messages.receives]
-        self.pending[messages.event] = self.group.start(sends, receives, self.number)
+    def _start(self, operation: ExchangeRound, buffers: Buffers, _dtype: torch.dtype) -> None:
+        # A part that goes to several devices is cut once.
+        parts = {m.part: cut(buffers, m.part).contiguous() for m in operation.sends}
+        sends = [Message(m.peer, parts[m.part]) for m in operation.sends]
+        receives = [Message(m.peer, cut(buffers, m.part)) for m in operation.receives]
+        self.pending[operation.step, operation.number] = self.group.start(sends, receives, self.number)
 
-    def _wait(self, operation: Wait, _buffers: Buffers, _dtype: torch.dtype) -> None:
-        for event in operation.events:
-            if event in self.pending:
-                self.pending.pop(event).wait()
+    def _wait(self, operation: WaitRound, _buffers: Buffers, _dtype: torch.dtype) -> None:
+        self.pending.pop((operation.begun, operation.number)).wait()
 
 
 def cut(buffers: Mapping[str, Any], part: Part) -> Tensor:
-    """The tensor of a part of a buffer."""
+    """Return a view of a part of a buffer."""
     tensor: Tensor = buffers[part.buffer]
     if part.box is None:
         return tensor
@@ -158,10 +130,10 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class Moving:
-    """A move under way on this device.
+    """A move that has started on this device.
 
     Attributes:
-        result: what this device will hold; complete once `land` has returned.
+        result: what this device will hold; complete after `land`.
     """
 
     result: Tensor
@@ -170,9 +142,9 @@ class Moving:
     _buffers: Buffers = field(default_factory=dict)
 
     def land(self) -> Tensor:
-        """Wait for all messages, and finish the result. A second call returns it at once."""
+        """Wait for all messages and finish the result. A second call returns it immediately."""
         landings, self._landings = self._landings, ()
-        self._lane.run(with_messages(landing(landings, 0)), self._buffers, self.result.dtype)
+        self._lane.run(landing(landings, 0), self._buffers, self.result.dtype)
         return self.result
 
 
@@ -185,16 +157,16 @@ def start_move(
     shape: Shape,
     wire: CommDtype = "exact",
 ) -> Moving:
-    """As `run_move`, but messages are only begun. Neither `piece` nor a result that shows already may change meanwhile.
+    """Start a move as `run_move` does, without waiting for its messages. Change neither `piece` nor the result meanwhile.
 
-    A sum in rounds that wait for each other is done when this returns.
+    A sum in rounds that wait for each other is complete when this returns.
     """
     me, lane = group.device, Lane(group, 0, Slots())
     kind = comm_dtype_of(str(piece.dtype).removeprefix("torch."), wire)
     move = MoveOf(0, schedule, me, src, dst, shape, kind, "piece", "result")
     found = move.operations()
     buffers: Buffers = {"piece": piece}
-    lane.run(with_messages(found.begin), buffers, piece.dtype)
+    lane.run(found.begin, buffers, piece.dtype)
     result = buffers.get("result")
     if result is None or box(dst, me, shape) is None:
         result = piece.new_empty(local_shape(dst, me, shape))
@@ -214,8 +186,8 @@ def run_move(
 
     Args:
         piece: what this device holds under `src`; an empty tensor of the right dtype where it holds nothing.
-        wire: in which numbers it travels. Copies are equal to the last bit also where they are rounded; what only one
-            device holds afterwards is rounded where it has travelled.
+        wire: number format of the messages. Copies are equal to the last bit even where they are rounded; what only one
+            device holds afterwards is rounded only where it was sent.
 
     Returns:
         what it holds under `dst`; where nothing has to arrive and nothing is rounded, a view of `piece`.
@@ -227,13 +199,13 @@ def run_move(
 
 
 def redistribute(group: Group, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> Tensor:
-    """As `run_move`, by the schedule for these layouts. Of a device that holds nothing under `src`, `piece` tells the dtype."""
+    """Run a move by the schedule for these layouts. On a device that holds nothing under `src`, `piece` gives the dtype."""
     held = piece if box(src, group.device, shape) is not None else piece.new_empty((0, *shape[1:]))
     return run_move(group, schedule_of(src, dst, shape), held, src, dst, shape)
 
 
 def gather_whole(group: Group, piece: Tensor, src: Layout, dst: Layout, shape: Shape, *, differ: bool) -> Tensor:
-    """As `redistribute`; where copies `differ`, because a plan mixes inexactly, it is their average."""
+    """Run a move as `redistribute` does; average copies that `differ` because a plan mixes inexactly."""
     if differ and isinstance(src, Replicated) and piece.is_floating_point():
         piece, src = piece / len(src.devices), Partial(src.devices)
     return redistribute(group, piece, src, dst, shape)

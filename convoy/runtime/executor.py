@@ -1,6 +1,7 @@
-"""The executor: interprets the program of one device, forward and then backward, operation by operation."""
+"""The executor: runs the program of one device, forward and then backward, operation by operation."""
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,30 +17,34 @@ from convoy.errors import InputError
 from convoy.layout.layout import Split
 from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, bind_operation
-from convoy.plan.compile import compile_device, output_gradient, without_gradients
+from convoy.model.tracing.layers import is_of_user
+from convoy.model.tracing.python_state import refuse_changes, subtree
+from convoy.plan.compile import compile_device, without_gradients
 from convoy.plan.device_program import (
+    BeginSum,
     Compute,
+    FinishSums,
     FreeWeights,
     Fused,
     HaveWeights,
-    Make,
     Pack,
     PackWeights,
-    Signal,
     Unpack,
     UnpackWeights,
-    Wait,
+    WaitSum,
+    output_gradient,
 )
 from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Phase, StepList, Value
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, Rows
-from convoy.runtime.exchange import Bound, Buffers, Lane, Slots
-from convoy.runtime.gradients import Found, StretchSums, Sums, Worker, collect, own_memory, packed, unpack
+from convoy.runtime.exchange import Buffers, Lane, Slots
+from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
 from convoy.runtime.kernels import (
     Arithmetic,
     ByAutograd,
+    ByBackward,
     Roots,
     arithmetic,
     detached,
@@ -50,20 +55,20 @@ from convoy.runtime.kernels import (
     widened,
     with_gradients,
 )
-from convoy.runtime.program import Program, reached_parameters
+from convoy.runtime.program import Item, Program, reached_parameters
 from convoy.runtime.whole_weights import WholeWeights
 
 
 @dataclass
 class Tape:
-    """What backward needs of one forward pass; a layer's part is dropped as soon as it is used.
+    """What backward needs of one forward pass. A layer's part is dropped as soon as it is used.
 
     Attributes:
-        saved: per layer, what its arithmetic kept.
-        norms: per batch norm over several devices, the statistics of the whole batch.
-        fused: per stretch, the graph of autograd: where it begins, and where each of its outputs is.
-        precision: what the layers computed in, where not in the model's own type.
-        rows: those that may run compiled.
+        saved: per layer, what its arithmetic saved.
+        norms: per batch norm over several devices, the statistics of the global batch.
+        fused: per segment, autograd's graph: its roots and the edge of each output.
+        precision: number type of the layers' arithmetic; None: the model's own.
+        rows: layers that may run compiled.
     """
 
     program: Program
@@ -79,15 +84,15 @@ class Executor:
 
     Args:
         group: the devices.
-        model: the module tree that holds this device's pieces of the parameters.
+        model: the module tree with this device's shards and copies of the parameters.
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
         clock: adds up computing and exchanging.
-        fuse: layers between two exchanges go to autograd as one graph; False: each by itself.
-        whole: parameters that are kept in shares and gathered for use; None: there are none.
+        fuse: give segments to autograd as one graph; False: each layer by itself.
+        whole: gathers sharded parameters; None: there are none.
 
     Attributes:
-        expected_s: by which the time of a stretch is told apart by layer.
-        compiler: makes functions of rows of layers; None: nothing is compiled.
+        expected_s: expected seconds per layer, used to divide a segment's measured time.
+        compiler: compiles rows of layers; None: nothing is compiled.
     """
 
     def __init__(
@@ -115,6 +120,13 @@ class Executor:
                 run = self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
                 if layer.everywhere and isinstance(run, ByAutograd):
                     run.call = self.calls[name] = partial(_as_traced, layer, self.calls[name])
+                elif (
+                    isinstance(run, ByAutograd | ByBackward)
+                    and not (layer.per_sample or layer.notes)
+                    and is_of_user(traced.operations[name], model)
+                ):
+                    inside = [subtree(model, path) for path in traced.operations[name].modules]
+                    run.call = self.calls[name] = refuse_changes(name, dict(ChainMap(*inside)), self.calls[name])
             if layer.kind == "batch_norm":
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
 
@@ -125,7 +137,7 @@ class Executor:
         stage: int = 0,
         left: frozenset[str] = frozenset(),
     ) -> Program:
-        """The program of this device for a step list; `missing`, `stage` and `left` as for `compile_device`."""
+        """Return this device's program for a step list; `missing`, `stage` and `left` as in `compile_device`."""
         graph = self.traced.graph
         made = compile_device(steps, graph, self.group.device, fuse=self.fuse, stage=stage, missing=missing, left=left)
         reached = reached_parameters(without_gradients(steps, graph, missing) if missing else steps, graph)
@@ -141,14 +153,14 @@ class Executor:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()  # but where a layer, or a stretch of layers, is handed to autograd
+    @torch.no_grad()  # except where a layer or a segment is handed to autograd
     def forward(
         self, program: Program, inputs: Sequence[Tensor], *, keep: bool, precision: torch.dtype | None = None
     ) -> tuple[list[Tensor], Tape]:
-        """Outputs (the whole batch, or this device's part of it), and the tape for backward (empty unless `keep`).
+        """Return the outputs (global or local batch), and the tape for backward (empty unless `keep`).
 
         Args:
-            precision: what layers compute in, as autocast has it; None: in the type that the model has.
+            precision: number type of the layers' arithmetic, as in autocast; None: the model's own.
         """
         buffers: Buffers = dict(zip(program.program.inputs, inputs, strict=True))
         tape = Tape(program, precision)
@@ -159,7 +171,7 @@ class Executor:
         return [self._output(buffers, value) for value in program.steps.outputs], tape
 
     def _output(self, buffers: Buffers, value: Value) -> Tensor:
-        """What this device has of an output; no samples of one that stays with its samples, which are all elsewhere."""
+        """Return this device's part of an output: zero samples, if all of them stay on other devices."""
         made: Tensor | None = buffers.get(value.key)
         if made is not None:
             return made
@@ -179,20 +191,16 @@ class Executor:
                 case PackWeights() | UnpackWeights() | HaveWeights() | FreeWeights() as weights:
                     self.whole.run(weights, buffers, self.group.device)
                 case _:
-                    self._exchange(lane, item.operations, program, buffers)
+                    self._exchange(lane, item, buffers)
             for name in item.drops:
                 buffers.pop(name, None)
 
-    def _exchange(self, lane: Lane, operations: Sequence[Bound], program: Program, buffers: Buffers) -> None:
+    def _exchange(self, lane: Lane, item: Item, buffers: Buffers) -> None:
         with self.clock.exchange():
-            for operation in operations:
-                dtype = torch.float32
-                if isinstance(operation, Make):
-                    dtype = program.dtypes.get(operation.step) or buffers[f"sum {operation.step}"].dtype
-                lane.run((operation,), buffers, dtype)
+            lane.run(item.operations, buffers, item.dtype)
 
     def _fused_forward(self, fused: Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        """Layers of this device, as one graph of autograd."""
+        """Run a segment as one graph of autograd."""
         bound = tape.program.fused[fused.number]
         wants = [keep and wanted for wanted in bound.wants]
         with self.clock.stretch(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
@@ -201,7 +209,7 @@ class Executor:
             begin = Roots(roots, wants)
             del roots
             with self._autocast(tape.precision):
-                ready = 0  # up to this computation, by a compiled row
+                ready = 0  # computations before this one were done by a compiled row
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, Compute)
                     if (row := tape.rows.get((fused.number, number))) is not None:
@@ -212,7 +220,7 @@ class Executor:
                             own[op.writes[0]] = self._call(op, inputs, whole=op.layer in bound.whole)
                         del inputs
                     for name in drops:
-                        own.pop(name, None)  # what a compiled row has inside was never here
+                        own.pop(name, None)  # values inside a compiled row were never here
             made = [widened(own[name], tape.precision) for name in fused.writes]
             if tape.precision is not None:
                 layers = {op.writes[0]: op.layer for op in fused.operations if isinstance(op, Compute)}
@@ -223,13 +231,13 @@ class Executor:
             tape.fused[fused.number] = (begin, tuple(map(edge_of, made)))
 
     def _call(self, op: Compute, inputs: Sequence[Any], *, whole: bool) -> Any:
-        """A layer's output with autograd's graph behind it; a layer that is here in part cannot be called as it is."""
+        """Return a layer's output with autograd's graph. A sharded layer's module cannot be called itself."""
         if whole:
             return self.calls[op.layer](inputs, op.size.samples)
         return self.arithmetic[op.layer].forward(inputs, op.size.samples, False, op.wants)[0]
 
     def _expected_s(self, fused: Fused, program: Program) -> dict[str, float]:
-        """By layer of a stretch, for the clock, which times the whole of it."""
+        """Expected seconds per layer of a segment, used to divide its measured time."""
         key = (fused.number, fused.phase)
         if key not in program.expected_s:
             found: dict[str, float] = {}
@@ -241,7 +249,7 @@ class Executor:
         return program.expected_s[key]
 
     def _no_rows(self, norm: GlobalBatchNorm) -> Tensor:
-        """The sums of a device without samples."""
+        """Return the sums of a device without samples."""
         return torch.zeros(1, 2 * norm.channels, dtype=norm.dtype, device=self.group.torch_device)
 
     def _autocast(self, precision: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -286,18 +294,18 @@ class Executor:
         """Run the backward operations.
 
         Args:
-            left: gradients by passes before, to which this one adds its own before they are summed.
+            left: unsummed gradients of earlier micro-batches, which are added before the sums.
 
         Returns:
-            the gradients of the parameters held here, by key, each in memory of its own; and those of the inputs, None where
+            the gradients of the parameters held here, by key, each in its own memory; and those of the inputs, None where
             this device gets none.
         """
         program = self._with(tape.program, output_gradients, mixing_stage, frozenset(left or ()))
         buffers: Buffers = {output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
-        # Of a parameter that is kept in shares, passes before have left the sum of a share, and not a summand.
+        # Earlier micro-batches left the summed shard of a sharded parameter, not a summand: add it afterwards.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
-        # What it sends must not go on in another generation.
+        # After a regroup, sums of this backward must not send to the new group.
         sums = Sums(present(self.group), program.sums, self.slots, self._worker)
         with self.whole.in_place(program.gathered):
             self._run_backward(program, tape, buffers, found, sums)
@@ -310,8 +318,8 @@ class Executor:
         taken |= {g.untyped_storage().data_ptr() for g in inputs if g is not None}
         parameters = {key: self._parameter(key) for key in (*program.reached, *found)}
         for key in program.reached:
-            # Of a parameter that lies elsewhere a device has an empty gradient, and zeros of one whose sum others wait for: to
-            # optimizers, all devices have as many.
+            # Every device has a gradient of every reached parameter, so that all optimizers see the same number of them:
+            # empty for a parameter that lies elsewhere, zeros where other devices wait for the sum.
             parameter = parameters[key]
             if found.get(key) is None and (key in program.waiting or not parameter.numel()):
                 found[key] = torch.zeros_like(parameter)
@@ -330,9 +338,9 @@ class Executor:
     def _with(
         self, program: Program, output_gradients: Sequence[Tensor | None], mixing_stage: int, left: frozenset[str]
     ) -> Program:
-        """The program for the outputs that the loss depends on, for a stage of mixing, and for what passes before have left."""
+        """Return the program's variant for these output gradients, a stage of mixing, and gradients left unsummed."""
         missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
-        missing &= {int(name.rpartition(" ")[2]) for name in program.program.output_gradients}
+        missing &= set(program.program.output_gradients)
         key = (missing, mixing_stage % program.mixing_stages, left if missing else frozenset())
         if key not in program.variants:
             program.variants[key] = self.program(program.steps, *key) if any(key) else program
@@ -350,21 +358,21 @@ class Executor:
                     self._backward(compute, buffers, found, tape)
                 case Pack() as pack:
                     buffers[pack.buffer] = packed(pack, found, self.model, self.group)
-                case Signal(step=step):
-                    sums.begin(step, buffers[f"sum {step}"])
+                case BeginSum(step=step, buffer=flat):
+                    sums.begin(step, buffers[flat])
                 case PackWeights() | UnpackWeights() | FreeWeights() as weights:
                     self.whole.run(weights, buffers, self.group.device)
-                case Wait(events=(("summed", step, _),), step=at) if at < len(program.steps.steps):
+                case WaitSum(sum=step):
                     with self.clock.exchange():
                         sums.wait(step)
-                case Wait(events=(("summed", _, _), *_)):
+                case FinishSums():
                     with self.clock.exchange():
                         sums.finish()
                     buffers.update(sums.shares)
                 case Unpack() as pack:
                     unpack(pack, buffers[pack.buffer], found, self.model)
                 case _:
-                    self._exchange(lane, item.operations, program, buffers)
+                    self._exchange(lane, item, buffers)
             for name in item.drops:
                 buffers.pop(name, None)
 
@@ -376,7 +384,7 @@ class Executor:
         buffers[op.writes[0]] = row
 
     def _fused_backward(self, fused: Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:
-        """The gradients of a stretch's inputs and parameters; those of parameters leave as soon as they are there."""
+        """Compute the gradients of a segment's inputs and parameters; sums of the latter start immediately."""
         roots, outputs = tape.fused.pop(fused.number)
         computed = [op for op in fused.operations if isinstance(op, Compute)]
         layers = dict.fromkeys(op.layer for op in computed)
@@ -389,7 +397,7 @@ class Executor:
         for name in fused.reads:
             buffers.pop(name, None)
         with self.clock.stretch(self._expected_s(fused, tape.program), fused.phase) as end_lap:
-            leaving = StretchSums(self.model, self.traced.graph, fused, buffers, found, sums, end_lap)
+            leaving = SegmentSums(self.model, self.traced.graph, fused, buffers, found, sums, end_lap)
             with leaving.watching(parameters):
                 results = iter(gradients_of(pairs, [*roots.edges, *parameters.values()]))
             del pairs
@@ -417,7 +425,7 @@ class Executor:
             for name, gradient in zip(op.writes, inputs, strict=True):
                 if name and gradient is not None:
                     pick = layer.kind == "pick"
-                    # The gradient of a layer with several outputs: index -> gradient.
+                    # A layer with several outputs has a dict of gradients: index -> gradient.
                     buffers[name] = {self.traced.operations[layer.name].args[1]: gradient} if pick else gradient
         if op.part != "input":
             for key, parameter in layer.parameters.items():
@@ -426,7 +434,7 @@ class Executor:
 
 
 def _as_traced(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any], samples: int) -> Any:
-    """A layer's call whose hooks, which no trace has seen, may change numbers, but not shapes."""
+    """Call a layer whose hooks no trace has seen. They may change numbers, but not shapes."""
     y = call(inputs, samples)
     first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
@@ -439,10 +447,10 @@ def _as_traced(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any], sa
 
 
 Expected = Callable[[Layer, Phase, LocalSize], float]
-"""Seconds that a part of a layer is expected to take on this device."""
+"""Expected seconds of a part of a layer on this device."""
 
 
 def by_arithmetic(layer: Layer, _phase: Phase, size: LocalSize) -> float:
-    """What is expected where nothing was measured: 100 GFLOP/s, and each entry of the output twice through 10 GB/s."""
+    """Expected seconds without measurements: 100 GFLOP/s, and each output entry twice through 10 GB/s."""
     outputs = math.prod(layer.shape) * size.samples * size.outputs / max(1, whole_size(layer, 1).outputs)
     return flop(layer, size) / 100e9 + 2 * 4 * outputs / 10e9

@@ -1,66 +1,77 @@
-"""Gradients of copied parameters: summed over the devices, never averaged. And the norm of all gradients together."""
+"""Gradients of replicated parameters, summed over the devices and never averaged; and the norm of all gradients."""
 
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.accelerator import in_float64, queued
 from convoy.comm.agreement import share_number
 from convoy.comm.group import Group
 from convoy.layout.shares import Shares
+from convoy.machine.accelerator import in_float64, queued
 from convoy.model.graph import Graph
-from convoy.plan.device_program import Compute, Fused, Operation, Pack, Signal, Unpack, Wait
-from convoy.runtime.exchange import Bound, Buffers, Lane, Slots, with_messages
+from convoy.plan.device_program import Compute, EndSum, Fused, Operation, Pack, TakeSum, Unpack
+from convoy.runtime.exchange import Buffers, Lane, Slots
 
 SUM_LANE = 1
 
 IDLE_S = 1.0
-"""The thread of sums waits so long for the next one, of this step or another."""
+"""Seconds that the thread of sums waits for the next one, of this step or another, before it ends."""
 
 Found = dict[str, Tensor | None]
-"""Gradients that backward reached, by `state_dict` key. None: reached, but this device has no part in it.
-A key that is missing was reached on no device: the loss does not depend on that parameter."""
+"""Gradients by `state_dict` key. None: backward reached the parameter, but this device has no part in its gradient.
+A missing key was reached on no device: the loss does not depend on that parameter."""
+
+
+@dataclass(slots=True)
+class OneSum:
+    """One gradient sum: operations that sum `buffer` in place, with what this device keeps of it in `result`."""
+
+    buffer: str
+    result: str
+    operations: list[Operation] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SumLane:
-    """The second lane of a program, as it runs.
+    """The second lane of a program, ready to run.
 
     Attributes:
-        sums: the operations of each gradient sum, by its step, in the order in which they run.
-        behind: what is left when all have run: waits for messages that arrive where they belong.
+        sums: by step, in the order in which they run.
+        behind: what runs after all of them: waits for messages that arrive in their place.
     """
 
-    sums: Mapping[int, list[Bound]]
-    behind: list[Bound]
+    sums: Mapping[int, OneSum]
+    behind: list[Operation]
 
     @classmethod
     def of(cls, lane: Sequence[Operation]) -> Self:
-        """That of a program."""
-        sums: dict[int, list[Operation]] = {}
+        """Read the second lane of a program."""
+        sums: dict[int, OneSum] = {}
         behind: list[Operation] = []
         last = -1
         for operation in lane:
-            if isinstance(operation, Wait) and operation.events[0][0] == "ready":
-                last = operation.step
-                sums[last] = []
-            elif not isinstance(operation, Signal):
-                (sums[last] if operation.step == last else behind).append(operation)
-        return cls({step: with_messages(row) for step, row in sums.items()}, with_messages(behind))
+            match operation:
+                case TakeSum(step=last, buffer=buffer):
+                    sums[last] = OneSum(buffer, buffer)
+                case EndSum(step=step, result=result):
+                    sums[step].result = result
+                case _:
+                    (sums[last].operations if operation.step == last else behind).append(operation)
+        return cls(sums, behind)
 
 
 class Worker:
-    """A thread that does one thing after the other, step after step. It ends when there was nothing to do for `IDLE_S`.
+    """A thread that runs orders one after another. It ends when it had none for `IDLE_S`, and starts again with the next.
 
-    A thread of its own for each step took 0.1 to 0.3 ms of a processor to start. It is a daemon: where a process ends with an
-    error, no message that cannot come any more keeps it from telling the others.
+    A new thread for each step would take 0.1 to 0.3 ms of processor time. It is a daemon, so that a process that fails can
+    exit and report its error although a message never arrives.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,7 +88,7 @@ class Worker:
         return self._stream
 
     def add(self, order: Callable[[], None]) -> None:
-        """Something to do, behind what is to be done already. It must not raise."""
+        """Queue an order. It must not raise."""
         with self._lock:
             self._orders.put(order)
             starts, self._works = not self._works, True
@@ -87,7 +98,7 @@ class Worker:
     def _work(self) -> None:
         while (order := self._next()) is not None:
             order()
-            del order  # it has a whole gradient
+            del order  # it holds a whole gradient
 
     def _next(self) -> Callable[[], None] | None:
         while True:
@@ -101,12 +112,12 @@ class Worker:
 
 
 class Sums:
-    """The gradient sums of one backward. Each begins as soon as its gradients are there, and runs while backward goes on.
+    """The gradient sums of one backward. Each starts as soon as its summands are ready, and runs beside backward.
 
-    A thread takes them one after the other, in the order of the program, on a lane of the group that is its own. It waits for
-    the network, without a processor, and adds. Where a group has a single lane, sums are made at once. Every device begins its
-    sums in the same order: one whose gradients are there early waits for those before it. What was begun is made also where
-    backward ends with an error: the other devices make it, too, and messages of the next step go behind it.
+    A thread runs them one after another on its own lane of the group. It mostly waits for the network, and adds. A group with a
+    single lane runs each sum immediately instead. Every device runs its sums in the order of the program: one that is ready
+    early waits for those before it. A sum that has begun is completed even if backward fails: the other devices complete it
+    too, and messages of the next step follow it.
 
     Args:
         lane: of the program.
@@ -114,7 +125,7 @@ class Sums:
         worker: the thread, and on an accelerator its stream.
 
     Attributes:
-        shares: what this device keeps of sums that come to shares, as buffers.
+        shares: this device's shards of sums into sharded parameters, as buffers.
     """
 
     def __init__(self, group: Group, lane: SumLane, slots: Slots, worker: Worker) -> None:
@@ -129,7 +140,7 @@ class Sums:
         self.shares: Buffers = {}
 
     def begin(self, step: int, flat: Tensor) -> None:
-        """The summands of one sum are there: it is made in place, in its turn."""
+        """Sum `flat` in place, in its turn: its summands are complete."""
         self._ready[step] = flat
         while self._order and self._order[0] in self._ready:
             turn = self._order.pop(0)
@@ -144,9 +155,11 @@ class Sums:
         self._worker.add(partial(self._in_thread, step, flat, begins))
 
     def _run(self, step: int, flat: Tensor) -> None:
-        buffers: Buffers = {f"sum {step}": flat}
-        self._lane.run(self._sums[step], buffers, flat.dtype)
-        self.shares.update((name, buffer) for name, buffer in buffers.items() if name.startswith("share "))
+        one = self._sums[step]
+        buffers: Buffers = {one.buffer: flat}
+        self._lane.run(one.operations, buffers, flat.dtype)
+        if one.result != one.buffer:
+            self.shares[one.result] = buffers[one.result]
 
     def _in_thread(self, step: int, flat: Tensor, begins: torch.Event | None) -> None:
         try:
@@ -160,7 +173,7 @@ class Sums:
         self._done[step].set()
 
     def _run_on_stream(self, step: int, flat: Tensor, begins: torch.Event) -> None:
-        """Make a sum on the thread's stream, which does not wait for what backward queues on its own stream meanwhile."""
+        """Run a sum on the thread's stream, which does not wait for work that backward queues on its stream meanwhile."""
         stream = self._worker.stream(flat.device)
         begins.wait(stream)
         flat.record_stream(stream)
@@ -196,11 +209,11 @@ class Sums:
         self._lane.run(self._behind, {}, torch.float32)  # which makes nothing
 
 
-class StretchSums:
-    """The gradient sums that begin while autograd is in a fused stretch: each as soon as its last gradient is there.
+class SegmentSums:
+    """The gradient sums that begin while autograd runs a segment: each as soon as its last gradient is ready.
 
     Args:
-        end_lap: called before a sum begins, so that its time is not taken for that of a layer.
+        end_lap: called before a sum begins, so that its time does not count as a layer's.
     """
 
     def __init__(
@@ -227,7 +240,7 @@ class StretchSums:
 
     @contextmanager
     def watching(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """While autograd runs, it tells of every gradient of these that a sum waits for."""
+        """Within it, hooks collect every gradient of these parameters that a sum waits for."""
         waited = set().union(*self._missing.values())
         hooks = [p.register_hook(self._hook(k)) for k, p in parameters.items() if k in waited]  # type: ignore[no-untyped-call]
         try:
@@ -243,7 +256,7 @@ class StretchSums:
         return arrived
 
     def collect(self, key: str, gradient: Tensor | None) -> None:
-        """A parameter's gradient of this stretch is there."""
+        """Add this segment's gradient of a parameter, and begin the sums that it completes."""
         if key in self._collected:
             return
         self._collected.add(key)
@@ -254,7 +267,7 @@ class StretchSums:
                 self._begin(step)
 
     def finish(self) -> None:
-        """Begin the sums that waited for nothing of this stretch."""
+        """Begin the sums that need no gradient of this segment."""
         for step in list(self._missing):
             self._begin(step)
 
@@ -269,37 +282,37 @@ class StretchSums:
 
 
 def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Tensor:
-    """The flat buffer that gradients are summed in."""
+    """Return the flat buffer in which gradients are summed."""
     rows = zip(operation.keys, operation.sizes, strict=True)
     parts = [_flat(found.get(key), size, model, key) for key, size in rows]
     if operation.mixed_over:
         weights = [model.get_parameter(key) for key in operation.keys]
         parts = [w.detach().view(-1) / operation.mixed_over for w in weights] + parts
     if operation.flags:
-        # Counts of devices: no wire format rounds one of them to zero.
+        # Each flag is 0 or 1, and their sum a count of devices: no wire format rounds a count of 1 to zero.
         used = [float(found.get(key) is not None) for key in operation.keys]
         parts.append(torch.tensor(used, device=group.torch_device).to(parts[0]))
     if operation.into:
-        found.update(dict.fromkeys(operation.keys))  # the whole gradients are in the sum from now on
+        found.update(dict.fromkeys(operation.keys))  # drop the whole gradients: the buffer has them now
     if operation.alone:
         return parts[0]
     return torch.cat(by_device(parts, operation.into) if operation.into else parts)
 
 
 def by_device(flats: Sequence[Tensor], shares: Sequence[Shares]) -> list[Tensor]:
-    """Pieces of flat tensors: the share of device 0 of each of them, then that of device 1, and so on."""
+    """Split flat tensors into shards: device 0's of each tensor, then device 1's, and so on."""
     pieces = [torch.split(flat, list(entries)) for flat, entries in zip(flats, shares, strict=True)]
     return [piece for row in zip(*pieces, strict=True) for piece in row]
 
 
 def unpack(operation: Unpack, flat: Tensor, found: Found, model: nn.Module) -> None:
-    """Put sums in the place of what they were made of."""
+    """Replace gradients by their sums over the devices."""
     if operation.mixed_over:
         flat = _unmixed(operation, flat, model)
     used = flat[-operation.flags :].tolist() if operation.flags else [1.0] * len(operation.keys)
     start = 0
     for key, size, flag in zip(operation.keys, operation.sizes, used, strict=True):
-        # No device used it (control flow): then it has no gradient, as on one device.
+        # A parameter that no device used (control flow) has no gradient, as on one device.
         found[key] = flat[start : start + size] if flag else None
         start += size
 
@@ -323,16 +336,16 @@ def _flat(gradient: Tensor | None, size: int, model: nn.Module, key: str) -> Ten
 
 
 def collect(found: Found, key: str, gradient: Tensor | None) -> None:
-    """Add a gradient to what was found of a parameter's."""
+    """Add a gradient to those found so far of a parameter."""
     before = found.get(key)
     found[key] = gradient if before is None else before if gradient is None else before + gradient
 
 
 def own_memory(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> Tensor:
-    """A gradient in memory of its own, of which autograd may make `.grad`.
+    """Return a gradient in its own memory, which autograd may use as `.grad`.
 
     Args:
-        taken: storages in use. The gradient of `a + b` is one tensor for both, but no two .grad may be the same memory.
+        taken: storages in use. The gradient of `a + b` is one tensor for both, but no two .grad may share memory.
     """
     gradient = gradient.view_as(parameter)
     storage = gradient.untyped_storage()
@@ -343,16 +356,16 @@ def own_memory(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> Te
 
 
 def global_norm(group: Group, gradients: Iterable[tuple[Tensor, bool]], norm_type: float = 2.0) -> float:
-    """Norm of all gradients together, of pieces and copies. The same number on every device.
+    """Return the norm of all gradients together, the same number on every device.
 
     Args:
-        gradients: each gradient held here, with whether this device is the one to count it (copies count once).
+        gradients: each gradient held here, and whether this device counts it (copies count once).
         norm_type: the p of the p-norm; infinity for the largest entry.
     """
     own = [g for g, counts in gradients if counts and g.numel()]
     powers = [torch.linalg.vector_norm(in_float64(g), norm_type) for g in own]
     if norm_type == float("inf"):
-        # Not Python's max: it would lose what is not a number.
+        # Python's max would lose a NaN.
         here = float(torch.stack(powers).max()) if powers else 0.0
         return float(torch.tensor(share_number(group, here), dtype=torch.float64).max())
     here = float(sum(p**norm_type for p in powers)) if powers else 0.0

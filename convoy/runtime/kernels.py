@@ -22,14 +22,14 @@ Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 
 
 class Arithmetic(Protocol):
-    """What a kind of layer computes on one device."""
+    """The arithmetic of a kind of layer on one device."""
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
-        """Output, and what backward needs (None unless `keep`). `batch` counts the samples on this device."""
+        """Return the output, and what backward needs (None unless `keep`). `batch` counts the samples on this device."""
         ...
 
     def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
-        """Gradients of the inputs that `wants` marks and of the parameters, or of the one or the other alone."""
+        """Return the gradients of the inputs that `wants` marks and of the parameters, or of one kind alone."""
         ...
 
 
@@ -39,10 +39,10 @@ _TRANSPOSED: Mapping[int, _Conv] = {1: F.conv_transpose1d, 2: F.conv_transpose2d
 
 
 class Convolution:
-    """x_NC.. * w_KC.. with any filters, input channels or groups left away; the weight present decides.
+    """x_NC.. * w_KC.. for the filters, input channels or groups of this device's weight.
 
-    A transposed one has its weight the other way round, w_CK.., and is otherwise alike. Padding other than by zeros, or by more
-    on one side, is an operation of its own before it.
+    A transposed convolution has its weight as w_CK.. instead. Padding that is not zero or not symmetric is a separate operation
+    before it.
     """
 
     def __init__(self, module: nn.Module, layer: Layer) -> None:
@@ -103,7 +103,7 @@ class Convolution:
 
 
 class FullyConnected:
-    """x_N..F @ w_KF^T + b_K, with any output or input features left away."""
+    """x_N..F @ w_KF^T + b_K, for the output or input features of this device's weight."""
 
     def __init__(self, module: nn.Module, layer: Layer) -> None:  # noqa: ARG002
         assert isinstance(module, nn.Linear)
@@ -123,7 +123,7 @@ class FullyConnected:
 
 
 class ByAutograd:
-    """Any other layer: autograd runs on this layer alone, between tensors cut off from the rest."""
+    """Any other layer: autograd runs on this layer alone, on tensors detached from the rest."""
 
     def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
         self.call = bind_operation(model, operation)
@@ -132,7 +132,7 @@ class ByAutograd:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that the model has now: one that is kept in shares is whole in a step only."""
+        """The model's parameters now: a sharded one is whole only during a step."""
         return {key: self._model.get_parameter(whole_key) for key, whole_key in self._keys.items()}
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
@@ -152,7 +152,7 @@ class ByAutograd:
 
 
 class ByBackward:
-    """A layer with a backward that torch.autograd.grad refuses: `Tensor.backward` runs it, and its `.grad` are taken away."""
+    """A layer whose backward torch.autograd.grad refuses: run `Tensor.backward`, then take the `.grad` away."""
 
     def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
         self.call = bind_operation(model, operation)
@@ -202,7 +202,7 @@ class Picking:
 
 
 def arithmetic(model: nn.Module, layer: Layer, operation: Operation) -> Arithmetic:
-    """The arithmetic of a layer, on the parameters that `model` (this device's part of the model) holds."""
+    """Return a layer's arithmetic, on the parameters of `model` (this device's part of the model)."""
     if layer.multiplies:
         assert isinstance(operation.target, str)
         module = model.get_submodule(operation.target)
@@ -217,7 +217,7 @@ def named(**gradients: Tensor | None) -> dict[str, Tensor | None]:
 
 
 def _present(bias: Tensor | None) -> Tensor | None:
-    """A bias that this device holds; where the output is a pending sum only one device adds it."""
+    """Return the bias if this device holds it; of a pending sum only one device does."""
     return bias if bias is not None and bias.numel() else None
 
 
@@ -226,14 +226,14 @@ def detached(y: Any) -> Any:
 
 
 def widened(y: Any, dtype: torch.dtype | None) -> Any:
-    """Outputs in float32 that were computed in `dtype`."""
+    """Return outputs that were computed in `dtype` as float32."""
     if isinstance(y, tuple | list):
         return tuple(widened(each, dtype) for each in y)
     return y.float() if isinstance(y, Tensor) and y.dtype == dtype else y
 
 
 class _Enter(torch.autograd.Function):
-    """The beginning of a graph of autograd: gradients are taken at its edge, and nothing keeps the tensor for that."""
+    """The root of an autograd graph. Gradients are taken at its edge, so nothing keeps the tensor alive for them."""
 
     @staticmethod
     def forward(_ctx: Any, _anchor: Tensor, x: Tensor) -> Tensor:
@@ -248,14 +248,14 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 
 
 def enter(x: Tensor) -> Tensor:
-    """The same numbers, as the root of a graph of autograd."""
+    """Return the same numbers as the root of an autograd graph."""
     return _Enter.apply(_ANCHOR, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Roots:
-    """Where a graph of autograd begins: edges that gradients are taken at, for those of some tensors that want one.
+    """The edges of an autograd graph at which gradients are taken, one for each tensor that wants a gradient.
 
-    It holds no tensor: a layer that does not need its input for backward does not keep it.
+    It holds no tensor: a layer that does not need its input in backward does not keep it.
     """
 
     def __init__(self, tensors: Sequence[Any], wants: Sequence[bool]) -> None:
@@ -264,17 +264,17 @@ class Roots:
         self._shapes = [(x.shape, x.dtype, x.device) for x in wanted]
 
     def or_zeros(self, gradients: Iterator[Tensor | None]) -> list[Tensor]:
-        """The next gradients, one for each root: zeros where the output does not depend on it, as on any other device."""
+        """Return the next gradient for each root: zeros if the output does not depend on it, as on every device."""
         rows = [(next(gradients), shape) for shape in self._shapes]
         return [torch.zeros(s, dtype=t, device=d) if g is None else g for g, (s, t, d) in rows]
 
 
 def edge_of(y: Any) -> Any:
-    """Where the gradient of a tensor enters a graph of autograd; None where it has none. Of several outputs, a tuple."""
+    """Return the edge where a tensor's gradient enters its graph; None without one. Of several outputs, a tuple."""
     if isinstance(y, tuple | list):
         return tuple(edge_of(each) for each in y)
     if not isinstance(y, Tensor) or not y.requires_grad or (y.grad_fn is None and y._is_view()):
-        return None  # a view that was made under no_grad is in no graph, whatever it says
+        return None  # a view made under no_grad is in no graph although it requires a gradient
     return get_gradient_edge(y)
 
 
@@ -283,7 +283,7 @@ Pairs = tuple[list[GradientEdge], list[Tensor]]
 
 
 def gradients_of(pairs: Sequence[Pairs], sources: Sequence[Any]) -> Sequence[Tensor | None]:
-    """The gradient of each source; None where no output depends on it."""
+    """Return the gradient of each source; None if no output depends on it."""
     outputs, gradients = [y for ys, _ in pairs for y in ys], [g for _, gs in pairs for g in gs]
     if not outputs or not sources:
         return [None] * len(sources)
@@ -291,7 +291,7 @@ def gradients_of(pairs: Sequence[Pairs], sources: Sequence[Any]) -> Sequence[Ten
 
 
 def with_gradients(y: Any, g: Any) -> Pairs:
-    """Outputs that have a gradient, beside it. A layer with several outputs has a dict: index -> gradient."""
+    """Return the outputs that have a gradient, and the gradients. Several outputs have a dict: index -> gradient."""
     if not isinstance(y, tuple) or isinstance(y, GradientEdge):
         return ([], []) if y is None else ([y], [g])
     pairs = [(y[i], gradient) for i, gradient in g.items() if y[i] is not None]
@@ -302,7 +302,7 @@ def with_gradients(y: Any, g: Any) -> Pairs:
 
 
 def in_precision(run: Arithmetic, dtype: torch.dtype | None, device: str) -> Arithmetic:
-    """A layer's arithmetic in a precision as torch.autocast has it, on a kind of device. Outputs and gradients are float32."""
+    """Return a layer's arithmetic in autocast's precision `dtype`. Outputs and gradients are float32."""
     if dtype is None:
         return run
     if isinstance(run, Convolution | FullyConnected):
@@ -311,7 +311,7 @@ def in_precision(run: Arithmetic, dtype: torch.dtype | None, device: str) -> Ari
 
 
 class _Rounded:
-    """A convolution or a fully connected layer. It calls torch's backward kernels itself, which autocast does not see."""
+    """A convolution or linear layer in lower precision. autocast does not see the backward kernels that it calls."""
 
     def __init__(self, run: Convolution | FullyConnected, dtype: torch.dtype) -> None:
         self.run, self.dtype, self.natural = run, dtype, dtype
@@ -325,7 +325,7 @@ class _Rounded:
         return [_float(x) for x in inputs], {key: _float(w) for key, w in own.items()}
 
     def _run(self) -> Arithmetic:
-        """The same on rounded weights, which are made anew: the weights change with every step."""
+        """Return the layer with rounded weights, made anew because weights change in every step."""
         run, module = copy.copy(self.run), copy.copy(self.run.module)
         module._parameters = {
             name: None if p is None else nn.Parameter(p.detach().to(self.dtype), p.requires_grad)
@@ -336,7 +336,7 @@ class _Rounded:
 
 
 class _Autocast:
-    """Any other layer: autocast decides what in it is safe to compute in fewer bits."""
+    """Any other layer in lower precision: autocast decides which of its operations are safe."""
 
     def __init__(self, run: Arithmetic, dtype: torch.dtype, device: str) -> None:
         self.run, self.dtype, self.device = run, dtype, device

@@ -19,7 +19,6 @@ from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated
 from convoy.model.operation import fill_result
 from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
-from convoy.model.tracing.freed_memory import give_back_freed
 from convoy.model.tracing.hooks import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
@@ -27,6 +26,7 @@ from convoy.runtime.alike import Comparisons
 from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, check_compiler
 from convoy.runtime.executor import Executor, Expected
+from convoy.runtime.freed_memory import give_back_freed
 from convoy.runtime.inputs import Inputs, parts_of, read_inputs
 from convoy.runtime.marks import mark_originals, mark_unsummed
 from convoy.runtime.module_of_pieces import ModuleOfPieces
@@ -62,7 +62,7 @@ class Distributed(ModuleOfPieces):
         group: the devices.
         example: one batch of each input, for the shapes.
         slowdown: makes this device play one that is so many times slower.
-        fuse: layers between two exchanges go to autograd as one graph (see `convoy.plan.fusion`); False: each by itself.
+        fuse: layers between two exchanges go to autograd as one graph (see `convoy.plan.compile`); False: each by itself.
         compile: rows of such layers go through torch.compile where that is faster (see `convoy.runtime.compiled`): equal up to
             rounding.
         takes_over: use the model's own modules, and its own parameters where every device has them whole. Parameters that
@@ -245,7 +245,7 @@ class Distributed(ModuleOfPieces):
         self._programs = ProgramCache(self._in_use, self._executors, self._noting)
 
     def enter(self, plan: Plan) -> None:
-        """Go on in another generation of the group, by a plan for its devices. It moves nothing: `StateKeeper.restore` does.
+        """Go on in another generation of the group, by a plan for its devices. It moves nothing: `SnapshotStore.restore` does.
 
         What a step that broke off has left is forgotten.
 
@@ -330,7 +330,7 @@ class Distributed(ModuleOfPieces):
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
-        """What parts of layers are expected to take here, as measured: the time of a fused stretch is told apart by it."""
+        """Set the measured seconds of layers, used to divide a segment's time."""
         self._programs.expect(seconds)
 
 

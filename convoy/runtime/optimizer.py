@@ -1,5 +1,6 @@
 """What torch offers for optimizers of whole models, for a distributed one: clipping by the common norm, the whole state."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -94,6 +95,15 @@ def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
         f"the optimizer remembers {name!r} as a {type(value).__name__}: only tensors, numbers and texts can be moved or saved; "
         f"use one of {elementwise_names()}"
     )
+
+
+def number_of(row: Mapping[str, Any], parameter: Tensor) -> Any:
+    """Return the number or plain value of which `described` made this row."""
+    if row["kind"] == "plain":
+        return row["value"]
+    # Some optimizers count on the CPU, whatever device the parameter is on.
+    device = parameter.device if row["near"] else torch.device("cpu")
+    return torch.tensor(row["value"], dtype=getattr(torch, row["dtype"]), device=device)
 
 
 def _piece(held: Any, row: dict[str, Any], parameter: nn.Parameter) -> Tensor:

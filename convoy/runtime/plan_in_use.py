@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from convoy.layout.layout import Layout, Replicated, Split, everywhere, holders
 from convoy.model.graph import Graph, Parameter
-from convoy.plan.evaluation import borrowed, pin
-from convoy.plan.placing import parameter_layouts
+from convoy.plan.placing import borrowed, parameter_layouts, pin
 from convoy.plan.plan import Plan
 
 

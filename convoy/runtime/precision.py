@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.comm.accelerator import accelerator
 from convoy.comm.agreement import difference, gather, share_number
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
+from convoy.machine.accelerator import accelerator
 from convoy.model.graph import Graph
 from convoy.runtime.kernels import widened
 from convoy.runtime.marks import check_summed

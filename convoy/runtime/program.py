@@ -1,7 +1,7 @@
-"""Device programs made ready to run: messages joined, and what can be dropped after each operation."""
+"""Device programs prepared for the executor: grouped operations, and the buffers to drop after each group."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,48 +11,52 @@ from torch import nn
 from convoy.model.graph import Graph
 from convoy.plan.compile import MIXING
 from convoy.plan.device_program import (
+    Add,
     Compute,
+    Copy,
     DeviceProgram,
+    ExchangeRound,
     FreeWeights,
     Fused,
-    HaveWeights,
+    Make,
+    Merge,
     Operation,
-    Pack,
-    PackWeights,
-    Signal,
-    Unpack,
-    UnpackWeights,
-    Wait,
+    View,
+    WaitRound,
     reads_of,
     writes_of,
 )
 from convoy.plan.steps import Compute as ComputeStep
 from convoy.plan.steps import GatherWeights, ShareStatistics, StepList, SumGradients
-from convoy.runtime.exchange import Bound, with_messages
 from convoy.runtime.gradients import SumLane
 from convoy.runtime.random_numbers import RandomNumbers
+
+_ON_LANE = (Make, View, Copy, Add, Merge, ExchangeRound, WaitRound)
+"""Operations that `Lane` runs, several in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One operation, or several exchange operations that follow each other, and what is dropped afterwards.
+    """One operation, or several consecutive ones that `Lane` runs.
 
     Attributes:
-        drops: buffers that nobody reads any more.
+        drops: buffers that no later operation reads.
+        dtype: of the buffers that the operations make.
     """
 
-    operations: tuple[Bound, ...]
+    operations: tuple[Operation, ...]
     drops: tuple[str, ...]
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class BoundFused:
-    """What a fused stretch needs beside its operations.
+    """What a segment needs beside its operations.
 
     Attributes:
-        wants: of the values it reads, which have a gradient.
-        drops: after each computation in forward, its own values that nobody reads any more.
-        whole: layers whose module can be called as it is: this device holds all of their parameters.
+        wants: which of the values it reads have a gradient.
+        drops: after each computation in forward, the segment's own values that no later one reads.
+        whole: layers whose module can be called itself: this device holds all of their parameters.
     """
 
     wants: tuple[bool, ...]
@@ -61,17 +65,17 @@ class BoundFused:
 
 
 class Program:
-    """A device program made ready to run: messages joined, and for every operation what can be dropped after it.
+    """A device program prepared for the executor.
 
     Args:
         steps: the list that it was compiled from.
-        reached: the parameters that its backward finds a gradient of, on whatever device.
+        reached: the parameters whose gradient its backward computes on any device.
 
     Attributes:
-        gathered: the parameters that are gathered from shares for this device to compute with, in this pass or one before.
+        gathered: sharded parameters that this device computes with, gathered in this micro-batch or an earlier one.
         freed: those of them that are freed after use.
-        into_shares: parameters whose gradients are summed into the shares that are kept of them.
-        waiting: parameters whose gradients a later pass sums, and which every device uses.
+        into_shares: parameters whose gradients are summed into shards.
+        waiting: parameters that every device uses and whose gradients a later micro-batch sums.
         random: which devices draw random numbers.
         owned_outputs: whether nothing but the caller keeps the memory of an output.
     """
@@ -80,8 +84,9 @@ class Program:
         self, steps: StepList, program: DeviceProgram, graph: Graph, model: nn.Module, reached: tuple[str, ...]
     ) -> None:
         self.steps, self.program = steps, program
-        self.forward = _items(program.forward, set(program.outputs))
-        self.backward = _items(program.backward, set(program.input_gradients))
+        dtypes = {step.id: getattr(torch, graph[name].dtype) for step in steps.steps if (name := _layer_of(step))}
+        self.forward = _items(program.forward, set(program.outputs), dtypes)
+        self.backward = _items(program.backward, set(program.input_gradients), dtypes)
         gathers = [s for s in steps.steps if isinstance(s, GatherWeights) and program.device in s.devices]
         self.gathered = tuple(dict.fromkeys(key for step in gathers for key in step.keys))
         self.freed = frozenset(k for op in program.forward if isinstance(op, FreeWeights) for k in op.keys)
@@ -97,21 +102,20 @@ class Program:
         self.statistics = {
             name: (step.members, value) for step in shared for name, value in zip(step.layers, step.reads, strict=True)
         }
-        self.dtypes = {step.id: getattr(torch, graph[_layer_of(step)].dtype) for step in steps.steps if _layer_of(step)}
         self.fused = {
             op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, Fused)
         }
         mixing = [s for s in steps.steps if isinstance(s, SumGradients) and s.reduce == MIXING]
-        # After so many stages of inexact mixing, partners are those of the first again.
+        # After this many stages of inexact mixing, the partners repeat.
         self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
-        self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by stretch and phase, what its layers take
+        self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
         self.natural: dict[str, torch.dtype] = {}  # by layer, what autocast computed it in
         self.compiled: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.compiled`
         self.variants: dict[tuple[frozenset[int], int, frozenset[str]], Program] = {}
 
 
 def _is_owned(graph: Graph, name: str, readers: int) -> bool:
-    """Whether no other layer keeps the memory of a value: it is new, or a view of what nobody else reads."""
+    """Whether no other layer keeps a value's memory: it is new, or a view of memory that nothing else reads."""
     layer = graph[name]
     if layer.kind == "input" or len(graph.readers[name]) > readers or (readers and name in graph.outputs):
         return False
@@ -120,13 +124,13 @@ def _is_owned(graph: Graph, name: str, readers: int) -> bool:
 
 
 def reached_parameters(steps: StepList, graph: Graph) -> tuple[str, ...]:
-    """The parameters that backward finds a gradient of, on whatever device."""
+    """Return the parameters whose gradient backward computes on any device."""
     computed = [s for s in steps.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
     return tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
 
 
 def _layer_of(step: Any) -> str:
-    """The layer whose numbers a step works with; "" for a gradient sum, which has the parameters' own."""
+    """Return the layer whose number type a step uses; "" for a gradient sum, which uses the parameters'."""
     if isinstance(step, ComputeStep):
         return step.layer
     if isinstance(step, ShareStatistics):
@@ -135,28 +139,25 @@ def _layer_of(step: Any) -> str:
     return reads.layer if reads is not None else ""
 
 
-def _items(operations: Sequence[Operation], kept: set[str]) -> list[Item]:
-    rows: list[list[Operation]] = []
+def _items(operations: Sequence[Operation], kept: set[str], dtypes: Mapping[int, torch.dtype]) -> list[Item]:
+    """Group the operations that run in one call, and find what can be dropped after each group."""
+    rows: list[tuple[list[Operation], torch.dtype | None]] = []
     for operation in operations:
-        if not rows or _stands_alone(operation) or _stands_alone(rows[-1][0]):
-            rows.append([])
-        rows[-1].append(operation)
+        made = dtypes.get(operation.step) if isinstance(operation, Make) and not operation.like else None
+        row, dtype = rows[-1] if rows else ([], None)
+        joins = row and isinstance(operation, _ON_LANE) and isinstance(row[0], _ON_LANE)
+        if joins and (made is None or dtype is None or made == dtype):
+            row.append(operation)
+            rows[-1] = (row, dtype or made)
+        else:
+            rows.append(([operation], made))
     items: list[Item] = []
     seen = set(kept)
-    for row in reversed(rows):
+    for row, dtype in reversed(rows):
         named = {name for operation in row for name in (*reads_of(operation), *writes_of(operation))}
-        named |= {f"sum {op.step}" for op in row if isinstance(op, Signal)}  # with it, the summands are handed on
-        items.append(Item(tuple(with_messages(row)), tuple(named - seen)))
+        items.append(Item(tuple(row), tuple(named - seen), dtype or torch.float32))
         seen |= named
     return items[::-1]
-
-
-def _stands_alone(operation: Operation) -> bool:
-    summed = isinstance(operation, Wait) and operation.events[0][0] == "summed"
-    return summed or isinstance(
-        operation,
-        Compute | Fused | Pack | Unpack | PackWeights | UnpackWeights | HaveWeights | FreeWeights | Signal,
-    )
 
 
 def _bound(fused: Fused, graph: Graph, model: nn.Module, gathered: Collection[str]) -> BoundFused:

@@ -1,4 +1,4 @@
-"""The programs by which a device runs a plan: lowered, checked, compiled and made ready at first use."""
+"""A device's programs for a plan: lowered, checked, compiled and prepared at first use."""
 
 from collections.abc import Mapping
 
@@ -14,21 +14,21 @@ from convoy.runtime.plan_in_use import PlanInUse
 from convoy.runtime.program import Program
 
 CHECKED_DEVICES = 16
-"""Of larger fleets the programs are not checked against each other before the first step: that takes seconds."""
+"""Programs of larger fleets are not checked against each other before the first step: that takes seconds."""
 
 Noting = dict[str, set[int]]
-"""By layer that changes its own state, the devices on which it has run."""
+"""By layer that changes its own state: the devices on which it has run."""
 
 
 class ProgramCache:
-    """The programs of this device by one plan.
+    """The programs of this device for one plan.
 
     Args:
         executors: by mode (True: training).
-        noting: goes on from plan to plan, as the state of layers does.
+        noting: kept from plan to plan, as the state of layers is.
 
     Attributes:
-        programs: by mode, batch, where gradients of inputs are brought, and kind of pass.
+        programs: by mode, batch, where gradients of inputs are brought, and which micro-batch.
     """
 
     def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], noting: Noting) -> None:
@@ -36,7 +36,7 @@ class ProgramCache:
         self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], Pass], Program] = {}
 
     def get(self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), pass_: Pass = "only") -> Program:
-        """The program for a global batch of this size.
+        """Return the program for a global batch of this size.
 
         Raises:
             InputError: a layer with a state of its own would run on other devices than before.
@@ -47,7 +47,7 @@ class ProgramCache:
         return self.programs[key]
 
     def expect(self, seconds: Expected) -> None:
-        """What parts of layers are expected to take here, as measured: the time of a fused stretch is told apart by it."""
+        """Set the measured seconds of layers, used to divide a segment's time."""
         for executor in self._executors.values():
             executor.expected_s = seconds
         for program in self.programs.values():
@@ -64,7 +64,7 @@ class ProgramCache:
         return executor.program(steps)
 
     def _check_noting(self, steps: StepList, graph: Graph) -> None:
-        """A layer that changes its own state must run on the same devices in every step: elsewhere its state lies behind."""
+        """Refuse a layer with its own state that would run on other devices than before: their state is outdated."""
         for step in steps.phase("forward"):
             if not isinstance(step, Compute) or not (graph[step.layer].notes or step.layer in self._noting):
                 continue

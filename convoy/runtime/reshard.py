@@ -15,10 +15,9 @@ from convoy.layout.redistribute import schedule
 from convoy.plan.plan import Plan
 from convoy.runtime.elementwise import ELEMENTWISE, elementwise_names
 from convoy.runtime.exchange import Moving, start_move
-from convoy.runtime.keep import number_of
 from convoy.runtime.marks import is_unsummed
 from convoy.runtime.module import Distributed, not_distributed
-from convoy.runtime.optimizer import described
+from convoy.runtime.optimizer import described, number_of
 
 
 def reshare(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:

@@ -1,7 +1,7 @@
 """One training step as two nodes of the caller's autograd graph: the step, and before it the parameters.
 
-To autograd a step is a function of its inputs and of the parameters on this device. What becomes of the parameters' gradients,
-which are summed over the devices by then, is autograd's own affair: it adds them to `.grad`, calls hooks, or hands them to
+To autograd a step is a function of its inputs and of this device's parameters. Autograd receives the parameters' gradients
+summed over the devices, and treats them as usual: it adds them to `.grad`, calls hooks, or returns them from
 `torch.autograd.grad`.
 """
 
@@ -29,11 +29,11 @@ class StepCall:
     Attributes:
         parts: this device's part of each input; emptied after forward.
         parameters: those that have a gradient, by key.
-        passes: those of its step.
-        begin_backward: of the gradients of the outputs; refuses what cannot be right. Returns the stage of inexact mixing.
+        passes: the micro-batches of its step.
+        begin_backward: takes the outputs' gradients, refuses wrong ones, and returns the stage of inexact mixing.
         tape: from forward to backward.
-        gradients: of the parameters, from the one node's backward to the other's.
-        left: what passes before have left of them.
+        gradients: of the parameters, from one node's backward to the other's.
+        left: unsummed gradients of earlier micro-batches.
     """
 
     executor: Executor
@@ -48,17 +48,13 @@ class StepCall:
     left: Found = field(default_factory=dict)
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Those of the step, as a function of its inputs and of the parameters.
-
-        Args:
-            inputs: as the caller gave them.
-        """
+        """Return the step's outputs as a function of its inputs, as the caller gave them, and of the parameters."""
         weights = _Parameters.apply(self, *self.parameters.values())  # type: ignore[no-untyped-call]
         return _Step.apply(self, weights, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Parameters(torch.autograd.Function):
-    """All parameters. Its backward follows that of the step, and only where a gradient of parameters is asked for."""
+    """All parameters. Its backward follows the step's, and only if a parameter's gradient is wanted."""
 
     @staticmethod
     def forward(ctx: Any, call: StepCall, *_parameters: Tensor) -> Tensor:
@@ -67,18 +63,18 @@ class _Parameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _g: Tensor) -> tuple[Tensor | None, ...]:
-        # Nobody else may hold them: autograd then makes them .grad as they are, without a copy.
+        # With no other reference to them, autograd uses these tensors as .grad without a copy.
         call: StepCall = ctx.call
         gradients, call.gradients = call.gradients, ()
         rows = list(zip(call.parameters.values(), gradients, strict=False))
         sums = call.program.steps.sums
-        # autograd would call hooks of a parameter that gets no gradient, with None; on one device it is not in the graph. And
-        # hooks wait for the pass that sums.
+        # autograd would call the hooks of a parameter without a gradient, with None; on one device it is not in the graph.
+        # And hooks wait for the micro-batch that sums.
         held = _take_hooks(p for p, g in rows if g is None or not sums)
         if held:
             _at_end(partial(_give_back, held))
         if not sums or call.left:
-            # A hook may have used a gradient, and cleared it.
+            # A hook may have used and cleared a gradient.
             given = [p for p, g in rows if g is not None and not p._post_accumulate_grad_hooks]
             taken = any(g is not None for g in call.left.values())
             _at_end(partial(check_added, given, to_each=taken))
@@ -87,7 +83,7 @@ class _Parameters(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """The layers: backward runs the backward operations of the program."""
+    """The layers. Backward runs the program's backward operations."""
 
     @staticmethod
     def forward(ctx: Any, call: StepCall, _weights: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -95,12 +91,12 @@ class _Step(torch.autograd.Function):
         made, call.tape = call.executor.forward(program, call.parts, keep=True, precision=call.precision)
         empty = [None if x.numel() else torch.zeros_like(x) for x in inputs]  # a device without samples
         ctx.call, ctx.empty, call.parts = call, empty, ()
-        # The caller may change what he gets in place: neither a view, nor memory that backward reads.
+        # The caller may change outputs in place, so they are neither views nor memory that backward reads.
         outputs = tuple(
             y.detach() if owned else y.clone() for y, owned in zip(made, program.owned_outputs, strict=True)
         )
         ctx.set_materialize_grads(False)
-        trained = {int(name.rpartition(" ")[2]) for name in program.program.output_gradients}
+        trained = program.program.output_gradients
         ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in trained))
         return outputs
 
@@ -131,13 +127,13 @@ class _Step(torch.autograd.Function):
 
 
 def _at_end(work: Callable[[], None]) -> None:
-    """When autograd has done with the present backward."""
+    """Run `work` when autograd has finished the present backward."""
     torch.autograd.Variable._execution_engine.queue_callback(work)
 
 
 @contextmanager
 def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside a step, gradients of a parameter are parts of sums: its hooks wait for the sum, which autograd hands them."""
+    """Take hooks away inside a step, where gradients are only summands: autograd calls them with the sums."""
     held = _take_hooks(parameters)
     try:
         yield

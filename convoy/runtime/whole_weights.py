@@ -10,9 +10,9 @@ from torch.utils.dlpack import from_dlpack
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.layout import Shape
-from convoy.model.tracing.freed_memory import give_back_freed
 from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights, UnpackWeights
 from convoy.runtime.exchange import Buffers
+from convoy.runtime.freed_memory import give_back_freed
 from convoy.runtime.gradients import by_device
 from convoy.runtime.marks import has_changed, mark_changed
 from convoy.runtime.shard_guards import CallGuard

@@ -1,7 +1,7 @@
 """Costs of devices that are only described: what they can do at most, times the part of it that nets reach on such devices.
 
 The parts and how far they err are read from measurements: a hundred trainings of one device, ours and published ones
-(`python -m benchmarks.calibrate`, benchmarks/published.toml). They are properties of a kind of device, never of a case.
+(`python -m lab.calibrate`, benchmarks/published.toml). They are properties of a kind of device, never of a case.
 """
 
 from dataclasses import dataclass, replace

@@ -51,7 +51,7 @@ REPLAY: Mapping[Basis, Replay] = {
     "rates": Replay(alone=1.0, step=1.17, gain=1.32),
     "described": Replay(alone=1.0, step=1.17, gain=1.32),
 }
-"""By `python -m benchmarks.calibrate`, a rule for all: no case has a figure of its own. Of described devices alone nothing is
+"""By `python -m lab.calibrate`, a rule for all: no case has a figure of its own. Of described devices alone nothing is
 left unexplained, since their own factor is from such trainings; rates are replayed as they are."""
 
 

@@ -19,15 +19,15 @@ from convoy.model.graph import Graph
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import (
     DeviceProgram,
+    ExchangeRound,
+    FinishSums,
     FreeWeights,
     HaveWeights,
     Make,
     Pack,
     PackWeights,
-    Receive,
-    Send,
     View,
-    Wait,
+    WaitSum,
 )
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
@@ -303,8 +303,10 @@ def gathered_entries(program: DeviceProgram) -> tuple[int, int]:
                 whole = {key: size for key, size in whole.items() if key not in keys}
             case Pack(into=into) if into:
                 gradients[op.step] = op.size - sum(shares[program.device] for shares in into)
-            case Wait(events=events):
-                gradients = {step: n for step, n in gradients.items() if ("summed", step, 0) not in events}
+            case WaitSum():
+                gradients.pop(op.sum, None)
+            case FinishSums(sums=sums):
+                gradients = {step: n for step, n in gradients.items() if step not in sums}
         most = max(most, (sum(whole.values()), sum(gradients.values())), key=sum)
     return most
 
@@ -365,37 +367,44 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
     """
     rounds: dict[int, dict[int, int]] = {}  # by step and round
     flat: Counter[int] = Counter()
+    flats: set[str] = set()
     leaves: set[int] = set()
-    turns: dict[int, set[str]] = {}
-    narrow_parts = {
-        op.buffer: narrow_itemsize(itemsize) for op in program.operations() if isinstance(op, Make) and op.narrow
-    }
+    slots: dict[int, set[int]] = {}
+    narrow: set[str] = set()
     counted: set[str] = set()
     for op in program.operations():
         match op:
-            case Make(buffer=buffer, reused=True):
-                turns.setdefault(op.step, set()).add(buffer.rpartition(".")[0])
-            case Make(buffer=buffer, shape=shape) if buffer.endswith(".flat"):
-                flat[op.step] += math.prod(shape) * itemsize
-            case Pack(alone=False, size=size) | PackWeights(made=size):
+            case Make():
+                if op.narrow:
+                    narrow.add(op.buffer)
+                if op.slot is not None:
+                    slots.setdefault(op.step, set()).add(op.slot)
+                elif op.flat:
+                    flats.add(op.buffer)
+                    flat[op.step] += math.prod(op.shape) * itemsize
+            case Pack() | PackWeights():
+                flats.add(op.buffer)
+                size = op.made if isinstance(op, PackWeights) else 0 if op.alone else op.size
                 flat[op.step] += size * itemsize
-            case Receive(part=part, size=size) | Send(part=part, size=size):
-                wide = part.buffer not in narrow_parts
-                is_flat = part.buffer.startswith(("sum ", "weights ")) or part.buffer.endswith(".flat")
+            case ExchangeRound():
                 taken = rounds.setdefault(op.step, {})
-                if isinstance(op, Receive) and not is_flat:
-                    taken[op.number] = taken.get(op.number, 0) + size * narrow_parts.get(part.buffer, itemsize)
-                elif isinstance(op, Send) and not wide and part.buffer not in counted:
-                    counted.add(part.buffer)
-                    taken[op.number] = taken.get(op.number, 0) + size * narrow_parts[part.buffer]
-                if isinstance(op, Send) and wide:
-                    leaves.add(op.step)
+                for message in op.receives:
+                    if message.part.buffer not in flats:
+                        width = narrow_itemsize(itemsize) if message.part.buffer in narrow else itemsize
+                        taken[op.number] = taken.get(op.number, 0) + message.size * width
+                for message in op.sends:
+                    buffer = message.part.buffer
+                    if buffer not in narrow:
+                        leaves.add(op.step)
+                    elif buffer not in counted:
+                        counted.add(buffer)
+                        taken[op.number] = taken.get(op.number, 0) + message.size * narrow_itemsize(itemsize)
     found: dict[int, int] = {}
     for step, taken in rounds.items():
         # The chunks of a move are begun together; of a sum, so many rounds as have memory of their own.
-        at_once = len(turns.get(step, ())) or 1
+        at_once = len(slots.get(step, ())) or 1
         found[step] = flat[step] + (
-            max(taken.values(), default=0) * at_once if flat[step] or step in turns else sum(taken.values())
+            max(taken.values(), default=0) * at_once if flat[step] or step in slots else sum(taken.values())
         )
     for each in steps.phase("backward"):
         if isinstance(each, Move) and each.id in leaves and not flat[each.id]:

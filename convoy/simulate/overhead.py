@@ -104,7 +104,7 @@ def handling_of(operation: Operation) -> Handling | None:
     written. Memory that every step uses again costs nothing to make.
     """
     match operation:
-        case Make(reused=True) | View() | Unpack() | Pack(alone=True) | FreeWeights():
+        case Make(slot=int()) | View() | Unpack() | Pack(alone=True) | FreeWeights():
             return NOTHING
         case Make(shape=shape, zeros=zeros):
             size = math.prod(shape)

@@ -168,15 +168,44 @@ class AdoptedLoader(Loader):
     def _labelled(self, batch: int) -> tuple[int, int]:
         return super()._labelled(batch) if self.parts else (0, batch)
 
+    def begin(self, *, joined: bool = False) -> tuple[int, list[list[int]]]:
+        if joined and not self._agreed:
+            self._check_sampler()
+        return super().begin(joined=joined)
+
     def batches(self, epoch: int) -> list[list[int]]:  # noqa: ARG002
         drawn = self._drawn()  # on all devices, so that random numbers drawn in the training loop stay alike
-        if self.model is not None:
-            drawn = from_first(self.model.group, "loader: order", lambda: drawn)
-        self.seed, rows = drawn
+        if self.model is None:
+            self.seed = drawn[0]
+            return drawn[1]
+        own = self._generators()
+        told = from_first(self.model.group, "loader: order", lambda: [*drawn, [g.get_state().tolist() for g in own]])
+        rows: list[list[int]]
+        self.seed, rows, states = told
+        # Every device may be the first one later, also one that joined.
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(torch.tensor(state, dtype=torch.uint8))
         return rows
 
-    def _skipped(self) -> None:
-        self._drawn()
+    def _told(self, model: Distributed) -> dict[str, Any]:
+        # The seed is device 0's in every epoch.
+        return {name: value for name, value in super()._told(model).items() if name != "seed"}
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators that the order is drawn with, beside torch's own."""
+        sources = (self.source, self.source.sampler, self.source.batch_sampler)
+        found = [getattr(each, "generator", None) for each in sources]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _check_sampler(self) -> None:
+        """Raise InputError for a sampler whose state a device that joins later cannot have."""
+        for each in (self.source.sampler, self.source.batch_sampler):
+            if not type(each).__module__.startswith("torch.utils.data") and not hasattr(each, "set_epoch"):
+                raise InputError(
+                    f"the DataLoader's {type(each).__name__} is not torch's, and has drawn epochs before this device joined, "
+                    "which may have changed its state: to let devices join, use a sampler of torch.utils.data, or give it a "
+                    "set_epoch(epoch) that alone decides the order"
+                )
 
     def _drawn(self) -> tuple[int, list[list[int]]]:
         # In the order in which the DataLoader's own iterator draws: first the seed of its workers, then the sampler's.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from convoy.comm.accelerator import in_host_memory, queued
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
+from convoy.machine.accelerator import in_host_memory, queued
 
 LATE_STEPS = 2
 """So many steps after its own the loss of a step is read where an accelerator computes; by then it is there."""

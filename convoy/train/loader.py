@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from convoy.comm.accelerator import bring
 from convoy.comm.agreement import difference, gather
 from convoy.data.augment import Augment
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
 from convoy.layout.layout import box
+from convoy.machine.accelerator import bring
 from convoy.runtime.inputs import mark_part
 from convoy.runtime.module import Distributed, not_distributed
 
@@ -71,9 +71,7 @@ class Loader:
         self.dataset, self.batch_size, self.model, self.augment = dataset, batch_size, model, augment
         self.shuffle, self.seed, self.drop_last, self.workers = shuffle, seed, drop_last, workers
         self.epoch, self.start = 0, 0
-        self.playing = False  # within an iteration
-        self.follows = False  # on a device that came later: its epoch is that of the others
-        self.place = 0  # of the present iteration: the first batch that belongs to no finished step
+        self._agreed = False  # with the other devices, on an epoch
         self.collate: Collate | None = None
         self.options: Mapping[str, Any] = {}
 
@@ -110,16 +108,14 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         guard = None if self.model is None else self.model.guard
-        self.seed, rows = self._begun() if guard is None else guard(self)
+        self.seed, rows = self.begin() if guard is None else guard(self)
         epoch, first, batches = self.epoch, self.start, rows[self.start :]
         self.epoch, self.start = epoch + 1, 0
         device = self.model.group.torch_device if self.model is not None else torch.device("cpu")
         done = finished = 0  # batches handed out, and those of them that belong to steps that are finished
-        self.place = first
         while done < len(batches):
             reshares, steps, repeats = self._changes
             prepared = iter(self._prepared(batches[done:], epoch, sum(map(len, rows[: first + done]))))
-            self.playing = True
             try:
                 for batch, loaded in zip(batches[done:], prepared, strict=True):
                     if isinstance(loaded, ConvoyError):
@@ -137,32 +133,40 @@ class Loader:
                         break
                     if now[1] != steps:
                         finished, steps = done, now[1]
-                        self.place = first + finished
                     if now[0] != reshares:
                         break  # what is prepared already are parts of the old plan: the rest is prepared anew
             finally:
-                self.playing = False
                 _end_workers(prepared)
         if self.model is not None:
             self.model.announce(None)  # what is not of a loader any more says itself how large it is
 
-    def _begun(self) -> tuple[int, list[list[int]]]:
-        """Agrees with the other devices on an epoch; its seed, and the samples of its batches."""
+    def begin(self, *, joined: bool = False) -> tuple[int, list[list[int]]]:
+        """Agree with the other devices on an epoch. Return its seed, and the samples of its batches.
+
+        Args:
+            joined: this device joined a running job, so the others know which epoch it is.
+        """
         if self.model is not None:
-            self._agree(self.model)
+            self._agree(self.model, adopts=joined and not self._agreed)
+            self._agreed = True
         rows = self.batches(self.epoch)  # may choose the seed
         return self.seed, rows
 
-    def _skipped(self) -> None:
-        """What beginning an epoch draws at random, on a device that comes later: the others have had this epoch."""
+    def _agree(self, model: Distributed, *, adopts: bool) -> None:
+        """Check that every device plays the same epoch of the same loader, and has trained the same weights until then.
 
-    def _agree(self, model: Distributed) -> None:
-        """Every device must play the same epoch of the same loader, and have trained the same weights until then.
+        Args:
+            adopts: take the epoch of the other devices.
 
         Raises:
             MismatchError: says what differs.
         """
-        rows = gather(model.group, "loader", self._told(model))
+        own = self._told(model)
+        rows = gather(model.group, "loader", own | {"the epoch": None} if adopts else own)
+        known = [row["the epoch"] for row in rows if row["the epoch"] is not None]
+        if adopts and known:
+            self.epoch = known[0]
+        rows = [row | {"the epoch": known[0]} if row["the epoch"] is None and known else row for row in rows]
         for name in rows[0]:
             if found := difference([row.get(name) for row in rows]):
                 raise MismatchError(

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from convoy.checkpoint import Checkpointer, Progress
 from convoy.comm.agreement import share_number
 from convoy.comm.group import Group
+from convoy.elastic.members import Members, StoppedError
 from convoy.errors import DeviceLostError, DivergedError, unknown_name
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
@@ -28,7 +29,6 @@ from convoy.train.controller import Rebalancer
 from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.loader import Loader
 from convoy.train.loss import Loss
-from convoy.train.members import Members, StoppedError
 from convoy.train.observer import EpochResult, Observer, Observers, StepResult
 from convoy.train.record import History, Place, Record
 
@@ -165,7 +165,7 @@ def fit(
     repeats = False
     if members is not None:
         members.fall_back = None if keeper is None else partial(_reload, keeper)
-        members.story = loop.story, loop.take_over
+        members.run_state = loop.run_state, loop.take_over
         try:
             place = Place(*members.begin(start.step, list(place)))
             if members.entrance is not None:  # the others begin anew after this step, too
@@ -251,17 +251,17 @@ class _Loop:
         if self.rebalancer is not None:
             self.rebalancer.restart()
 
-    def story(self) -> dict[str, Any]:
+    def run_state(self) -> dict[str, Any]:
         """What has happened, as JSON: results, and losses of the present epoch; the run's own text, which its folder holds."""
         run = None if self.keeper is None else self.keeper.run
-        return self.record.story(self.unread.known()) | {"late": self.unread.late, "run": run}
+        return self.record.run_state(self.unread.known()) | {"late": self.unread.late, "run": run}
 
-    def take_over(self, story: dict[str, Any]) -> None:
+    def take_over(self, run_state: dict[str, Any]) -> None:
         """What has happened before this device came."""
-        self.record.take_over(story)
-        self.unread.late = story["late"]
+        self.record.take_over(run_state)
+        self.unread.late = run_state["late"]
         if self.keeper is not None:
-            self.keeper.run = story["run"]
+            self.keeper.run = run_state["run"]
 
     def epoch(self, epoch: int, train: Loader, *, is_last: bool, again: bool = False) -> None:
         """One epoch, from the batch on that the loader was set to.

@@ -118,7 +118,7 @@ class Record:
             step += 1
         return found
 
-    def story(self, unread: Sequence[tuple[Unread, float]]) -> dict[str, Any]:
+    def run_state(self, unread: Sequence[tuple[Unread, float]]) -> dict[str, Any]:
         """What has happened, as JSON: results, and losses from the beginning of the present epoch on.
 
         Args:
@@ -138,9 +138,12 @@ class Record:
             "evaluations": [asdict(each) for each in self.tests.values()],
         }  # fmt: skip
 
-    def take_over(self, story: dict[str, Any]) -> None:
+    def take_over(self, run_state: dict[str, Any]) -> None:
         """What has happened before this device came; `go_back` to its place must follow."""
-        self.begun, self.samples = story["begun"], [(int(epoch), int(count)) for epoch, count in story["samples"]]
-        self.history.losses, self.diverged = list(story["losses"]), story["diverged"]
-        self.epochs = {row["epoch"]: EpochResult(**row) for row in story["epochs"]}
-        self.tests = {row["step"]: Evaluation(**row) for row in story["evaluations"]}
+        self.begun, self.samples = (
+            run_state["begun"],
+            [(int(epoch), int(count)) for epoch, count in run_state["samples"]],
+        )
+        self.history.losses, self.diverged = list(run_state["losses"]), run_state["diverged"]
+        self.epochs = {row["epoch"]: EpochResult(**row) for row in run_state["epochs"]}
+        self.tests = {row["step"]: Evaluation(**row) for row in run_state["evaluations"]}

@@ -22,7 +22,7 @@ from benchmarks.worker import WorkerJob, run_fleet
 from convoy.comm.group import Group
 from convoy.model.nets import build_net, graph_of
 from convoy.plan.compile import compile_all
-from convoy.plan.device_program import Send
+from convoy.plan.device_program import ExchangeRound, PlannedMessage
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
@@ -70,13 +70,12 @@ def test_no_output_of_the_cell_crosses_the_wire() -> None:
     found = predict(replace(case, plans=("data-by-speed", AUTO)), graph, roofline_costs(fleet), fleet)
     logits = (case.batch, task.classes, *task.image[1:])
 
-    def with_logits(plan: Plan) -> list[Send]:
+    def with_logits(plan: Plan) -> list[PlannedMessage]:
         steps = lower(plan, graph)
         moved = {each.id for each in steps.steps if isinstance(each, Move) and each.reads.shape == logits}
-        sent = [
-            op for each in compile_all(steps, graph) for op in (*each.forward, *each.backward) if isinstance(op, Send)
-        ]
-        return [op for op in sent if op.step in moved]
+        operations = [op for each in compile_all(steps, graph) for op in (*each.forward, *each.backward)]
+        rounds = [op for op in operations if isinstance(op, ExchangeRound) and op.step in moved]
+        return [message for each in rounds for message in each.sends]
 
     plans = [Plan.from_json(each.plan) for each in (*found.plans.values(), *found.others)]
     assert [plan.name for plan in plans][:2] == ["data-by-speed", "auto"]

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from benchmarks.calibrate import alone, gains, other_net, ours_alone, steps
 from benchmarks.score import Residual, held, inside, spread_of
 from convoy.simulate.described import CPU, OTHER_NET
 from convoy.simulate.interval import REPLAY
+from lab.calibrate import alone, gains, other_net, ours_alone, steps
 
 MEASURED = REPLAY["measured"]
 

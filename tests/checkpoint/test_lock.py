@@ -218,7 +218,7 @@ def test_a_newcomer_takes_over_the_folder_of_a_device_that_is_stopped(tmp_path: 
     assert first.keeper is not None
     assert newcomer.keeper is not None
     first.keeper.run = "this run"
-    newcomer.take_over(json.loads(json.dumps(first.story())))
+    newcomer.take_over(json.loads(json.dumps(first.run_state())))
     with (tmp_path / LOCK).open("w") as stopped:
         fcntl.flock(stopped, fcntl.LOCK_EX)
         stopped.write(json.dumps({"run": "this run"}))

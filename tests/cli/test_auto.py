@@ -4,7 +4,6 @@ import copy
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.api import distribute, make_plan, make_plans
+from convoy.api import Plans, distribute, make_plan, make_plans
 from convoy.cli.plan import run_plan
+from convoy.cli.question import PlanQuestion
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.layout.layout import local_shape
-from convoy.measure.auto import Plans
-from convoy.measure.job import measure_job
+from convoy.measure.job import MeasureOptions, measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
@@ -33,6 +32,7 @@ from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
 BATCH = 12
+QUESTION = PlanQuestion("two-conv:4:6", (1, 8, 8), 10, 32)
 SHAPE = (3, 8, 8)
 
 
@@ -63,7 +63,7 @@ def measured() -> Measurement:
 def measure(group: Group) -> str:
     model = net()
     times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
-    return measure_job(group, trace(model, example()), model, BATCH, net="small", **times).to_toml()
+    return measure_job(group, trace(model, example()), model, BATCH, MeasureOptions("small", **times)).to_toml()
 
 
 def timed(measured: Measurement, *factors: float) -> Measurement:
@@ -194,41 +194,6 @@ def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, 
         refused(file, 2, net(), example())
 
 
-def planned_in_passes(group: Group, file: str) -> tuple[int, list[torch.Tensor]]:
-    """Weights after four steps, each in as many passes as memory asks for."""
-    torch.set_num_threads(1)
-    plans = make_plans(net(), example(), BATCH, group, fleet=Path(file), passes="auto", optimizer="sgd-momentum")
-    assert plans[0].batch * plans.passes == BATCH
-    part = distribute(net(), plans[0], group, example())
-    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):
-        rows = zip(*(each.chunk(plans.passes) for each in batch(step)), strict=True)
-        for number, (x, y) in enumerate(rows):
-            with part.no_sync() if number + 1 < plans.passes else nullcontext():
-                loss = nn.functional.cross_entropy(part(x, whole=True), y)
-                (loss / plans.passes).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return plans.passes, list(part.full_state_dict().values())
-
-
-def test_a_step_is_made_in_as_many_passes_as_memory_asks_for(measured: Measurement, tmp_path: Path) -> None:
-    """24 kB hold no batch of 12, and a part of it: the weights are those of one device, which made each step in one pass. The
-    processes of these devices take nothing."""
-    found = {}
-    tables = tuple(replace(table, process_bytes=0) for table in measured.device)
-    for room in (24_000, 10**9):
-        devices = tuple(replace(device, memory_bytes=room) for device in measured.fleet.devices)
-        file = tmp_path / f"{room}.toml"
-        file.write_text(replace(measured, fleet=replace(measured.fleet, devices=devices), device=tables).to_toml())
-        rows = run_on_threads(2, lambda group, file=file: planned_in_passes(group, str(file)))
-        found[room] = {passes for passes, _ in rows}
-        for _, weights in rows:
-            assert_like_one_device(weights)
-    assert found[10**9] == {1}
-    assert min(found[24_000]) > 1
-
-
 def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +207,7 @@ def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
         described.append([device.name for device in options["fleet"].devices])
         return timed(measured, 1.0, 1.5)
 
-    monkeypatch.setattr("convoy.measure.auto.measure_job", measure)
+    monkeypatch.setattr("convoy.api.measure_job", measure)
     plans = run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group))
     assert plans[0] == plans[1]
     assert described
@@ -262,7 +227,7 @@ def test_devices_whose_times_vary_much_are_measured_once_more(
         calls[group.device] += 1
         return with_spread(50.0, 1e3, 1.0) if calls[group.device] == 1 else with_spread(0.0, 1.0, 1e3)
 
-    monkeypatch.setattr("convoy.measure.auto.measure_job", measure)
+    monkeypatch.setattr("convoy.api.measure_job", measure)
     graph = trace(net(), example()).graph
     for plan in run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group)):
         assert working(plan, graph) == {0}, "the quiet times say so"
@@ -331,7 +296,7 @@ def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first
     (plans, plan), (others, other) = run_on_threads(2, work)
     assert len(plans) > 1
     assert plans == others
-    assert plans.known == others.known, "any device may have to plan anew"
+    assert plans.request.fleet == others.request.fleet, "any device may have to plan anew"
     assert plans.measured is not None
     assert plan == other == plans[0]
     assert plans.predicted_s(plans[0]) == plans.step_s[0]
@@ -346,7 +311,7 @@ def measure_tiny(group: Group) -> str:
     model = build_net("two-conv:4:6", (1, 8, 8), 10)
     traced = trace(model, torch.zeros(1, 1, 8, 8))
     times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
-    return measure_job(group, traced, model, 32, net="two-conv:4:6", **times).to_toml()
+    return measure_job(group, traced, model, 32, MeasureOptions("two-conv:4:6", **times)).to_toml()
 
 
 def assert_trains(tmp_path: Path, *options: str) -> None:
@@ -390,7 +355,7 @@ def test_the_forecast_marks_what_does_not_fit(
     tables = tuple(replace(table, process_bytes=0) for table in tiny.device)
     file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
     file.write_text(replace(tiny, fleet=replace(tiny.fleet, devices=devices), device=tables).to_toml())
-    run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, plan)
+    run_plan(QUESTION, file, plan)
     said = capsys.readouterr().out
     assert f"! data does not fit: {first.name} needs" in said
     assert "! auto" not in said
@@ -399,9 +364,9 @@ def test_the_forecast_marks_what_does_not_fit(
     saved = Plan.load(plan)
     graph = trace(build_net("two-conv:4:6", (1, 8, 8), 10), torch.zeros(1, 1, 8, 8)).graph
     assert memory_of(saved, graph)[0].total_bytes <= 20_000
-    run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, None, least_energy_s=1e3)
+    run_plan(QUESTION, file, least_energy_s=1e3)
     with pytest.raises(PlanError, match="the fastest takes"):
-        run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, None, least_energy_s=1e-9)
+        run_plan(QUESTION, file, least_energy_s=1e-9)
 
 
 def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> None:
@@ -415,8 +380,8 @@ def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> Non
     assert all(line.startswith("planning ") for line in done.stderr.splitlines()), done.stderr
     assert Plan.load(plan).wire == "inexact-bf16"
     with pytest.raises(InputError, match="unknown wire format 'fp8'"):
-        run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, None, wire="fp8")
-    run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, plan, outputs="where-computed")
+        run_plan(replace(QUESTION, wire="fp8"), file)
+    run_plan(replace(QUESTION, outputs="where-computed"), file, plan)
     assert Plan.load(plan).outputs == "where-computed"
 
 

@@ -215,7 +215,7 @@ def endless_training(folder: Path) -> Iterator[tuple[subprocess.Popen[str], dict
         launcher.communicate()
 
 
-@pytest.mark.slow  # tests/launch/test_launch.py has the words, tests/train/test_members.py a device that is killed
+@pytest.mark.slow  # tests/launch/test_launch.py has the words, tests/elastic/test_members.py a device that is killed
 def test_a_device_that_is_killed_in_mid_training_is_named(tmp_path: Path) -> None:
     with endless_training(tmp_path) as (launcher, devices):
         devices[2].kill()

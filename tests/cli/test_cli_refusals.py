@@ -127,7 +127,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--label-smoothing", "1"], ["--label-smoothing 1", "from 0 to below 1"]),
     (["--drop-factor", "2"], ["--drop-factor 2", "above 0, up to 1"]),
     (["--schedule", "linear"], ["--schedule 'linear'", "constant, cosine, one-cycle, step"]),
-    (["--accumulate", "0"], ["--accumulate '0'", "auto, or a whole number of 1 or more"]),
+    (["--accumulate", "0"], ["--accumulate 0", "give a whole number of 1 or more"]),
     (["--accumulate", "5"], ["--accumulate 5 with --batch 32", "must be equal", "1, 2, 4, 8, 16, 32"]),
     (["--precision", "half"], ["--precision 'half'", "bf16, float32, fp16"]),
     (["--precision", "fp16"], ["--precision fp16 on a CPU", "use bf16"]),
@@ -279,7 +279,7 @@ def test_the_devices_of_this_machine(
 def test_a_device_named_by_the_environment_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     monkeypatch.setenv("CONVOY_DEVICE", "cpu")
-    monkeypatch.setattr("convoy.comm.accelerator.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
+    monkeypatch.setattr("convoy.machine.accelerator.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
     monkeypatch.setattr("convoy.cli.train.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY]) == 0
     assert started == ["alone"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from convoy.cli.ending import leave, of_job, stop, who_leaves
-from convoy.comm import roster
-from convoy.comm.roster import Row
 from convoy.errors import ConvoyError, InputError
+from convoy.machine import roster
+from convoy.machine.roster import Row
 from tests.support.ssh_hosts import eventually
 
 
@@ -62,8 +62,8 @@ def test_a_job_is_named_where_there_are_several() -> None:
 
 DEVICE = """
 import sys, time
-from convoy.comm import roster
-from convoy.comm.signals import hearing_signals
+from convoy.machine import roster
+from convoy.machine.signals import hearing_signals
 class Members:
     generation = None
     ends = False
@@ -91,7 +91,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def device(folder: Path, kind: str) -> "subprocess.Popen[str]":
-    own = f"from convoy.comm import roster; from pathlib import Path; roster._folder = lambda: Path({str(folder)!r})\n"
+    own = (
+        f"from convoy.machine import roster; from pathlib import Path; roster._folder = lambda: Path({str(folder)!r})\n"
+    )
     command = [sys.executable, "-c", own + DEVICE, f"a job of {os.getpid()}", kind]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

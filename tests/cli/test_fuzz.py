@@ -25,6 +25,7 @@ from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
 from convoy.checkpoint.folder import Manifest
 from convoy.cli.fleet_tree import tree_of
 from convoy.cli.predict import run_predict
+from convoy.cli.question import PlanQuestion
 from convoy.cli.simulate import run_step
 from convoy.config.checks import check
 from convoy.config.run_file import resolve_settings, to_toml
@@ -35,7 +36,7 @@ from convoy.measure.partial import Partial
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.predict import predict_plan
 from convoy.report.page import write_report
 from convoy.simulate.table import Measurement
 from tests.support.good_files import (
@@ -58,6 +59,7 @@ from tests.support.mutations import (
     mutated_lines,
     mutated_tree,
 )
+from tests.support.plan_requests import asked
 
 # ------------------------------------------------------------------------------------------------------------------ files
 
@@ -95,7 +97,7 @@ def mutated_toml(content: bytes, random: Random) -> bytes:
 
 
 def use_fleet(path: Path) -> None:
-    run_step(path.parent / "out", NET, path, "data", 16, IMAGE, draw=False)
+    run_step(path.parent / "out", PlanQuestion(NET, IMAGE, 10, 16), path, "data", draw=False)
 
 
 def use_classes(path: Path) -> None:
@@ -103,7 +105,7 @@ def use_classes(path: Path) -> None:
     fleet = read_fleet(path)
     Console(file=io.StringIO()).print(tree_of(fleet))
     assert Fleet.from_toml(fleet.to_toml()) == fleet
-    run_predict(NET, IMAGE, 10, 16, fleet=path)
+    run_predict(PlanQuestion(NET, IMAGE, 10, 16), fleet=path)
 
 
 def use_measurement(path: Path) -> None:
@@ -111,7 +113,7 @@ def use_measurement(path: Path) -> None:
     costs = measured.costs(graph())
     devices = len(measured.fleet.devices)
     plan = named_plan("data", graph(), 16, Speeds((1.0,) * devices))
-    predict_plan(plan, PlanningContext.of(graph(), 16, costs, measured.fleet))
+    predict_plan(plan, asked(graph(), 16, costs, measured.fleet))
 
 
 def use_run_file(path: Path) -> None:

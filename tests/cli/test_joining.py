@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +13,13 @@ from convoy.cli.newcomer import run_of
 from convoy.comm.environment import LISTENER
 from convoy.comm.processes import JoinedGroup
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
+from convoy.elastic.regroup import door_address, home_at
 from convoy.errors import InputError
+from convoy.measure.anew import Replanner
 from convoy.plan.presets import Speeds
-from convoy.planner.known import Known
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.request import PlanRequest
 from convoy.runlog.directory import RunHeader
-from convoy.train.welcome import door_address, home_at
 
 GIVEN: dict[str, Any] = {
     "data": "digits", "net": "two-conv:4:8", "devices": "cpu,cpu", "slowdown": (1.0, 2.0), "speeds": (2.0, 1.0),
@@ -36,7 +37,8 @@ class Here:
 def joining(run: RunSettings, count: int) -> tuple[JoiningDevices, Here]:
     speeds = Speeds((1.0,) * count, measured=False)
     header: Any = RunHeader(run, [("cpu", "desk", 1.0)] * count, speeds, None, None, None, 64, 4)  # type: ignore[arg-type]
-    here, replan = Here(header), SimpleNamespace(known=Known("data", tuple(range(count)), speeds))
+    known = FleetKnowledge(ids=tuple(range(count)), speeds=speeds)
+    here, replan = Here(header), Replanner(PlanRequest(None, 1, known, "data"))  # type: ignore[arg-type]
     return JoiningDevices(None, "", replan, here), here  # type: ignore[arg-type]
 
 
@@ -100,7 +102,7 @@ def test_devices_of_several_machines_answer_where_they_speak() -> None:
     assert door_address("192.168.1.5", "192.168.1.5", first=True) == "192.168.1.5"
     assert door_address("192.168.1.5", "192.168.1.6", first=False) == "192.168.1.6"
     with pytest.raises(
-        InputError, match=r"--listen 10.0.0.5: the devices have met at 192.168.1.5 .* --listen 192.168.1.5"
+        InputError, match=r"--listen 10.0.0.5: the devices communicate at 192.168.1.5 .* --listen 192.168.1.5"
     ):
         door_address("10.0.0.5", "192.168.1.5", first=True)
 

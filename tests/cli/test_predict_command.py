@@ -1,12 +1,14 @@
 """`convoy predict`, and `convoy plan` of a fleet that is only described."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from convoy import cli
 from convoy.cli.predict import run_predict
+from convoy.cli.question import PlanQuestion
 from convoy.errors import InputError
 
 FLEET = """
@@ -92,5 +94,8 @@ def test_plan_answers_for_a_described_fleet(
     ],
 )
 def test_what_cannot_be_answered(given: dict[str, object], message: str) -> None:
+    own = {name: given[name] for name in ("batch", "outputs", "optimizer") if name in given}
+    question = replace(PlanQuestion("two-conv:4:6", (3, 32, 32), 10, 8), **own)  # type: ignore[arg-type]
+    others = {name: value for name, value in given.items() if name not in own}
     with pytest.raises(InputError, match=message):
-        run_predict("two-conv:4:6", (3, 32, 32), 10, **({"batch": 8} | given))  # type: ignore[arg-type]
+        run_predict(question, **others)  # type: ignore[arg-type]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from convoy.comm.channel import Credentials
-from convoy.comm.door import Door
 from convoy.comm.environment import listen_at
 from convoy.comm.failure import FailureReport, Health, HealthServer, NoAnswer, find_failed
 from convoy.comm.group import Group, Message
 from convoy.comm.job_key import make_key
+from convoy.comm.listener import Listener
 from convoy.comm.processes import join
 from convoy.errors import MismatchError
 from tests.comm.test_group import say
@@ -46,7 +46,7 @@ def test_all_survivors_name_a_killed_device(network: dict[str, str]) -> None:
     for device in (0, 1, 3):
         assert reports[device][0] == 2, reports
         assert "device 2 (host" in reports[device][1]
-        assert "without a word" in reports[device][1]
+        assert "without a report" in reports[device][1]
 
 
 @on_each_network_slowly
@@ -98,7 +98,7 @@ def have_bad_days(device: int) -> list[Any]:
         if device == 0:
             reports.append(say(group, lambda: group.exchange([], [Message(1, here)])))
         else:
-            group.timeout_s = 0.5  # bounds the farewell too
+            group.timeout_s = 0.5  # also bounds the exit barrier
             reports.append([])
 
     with join("cpu", timeout_s=20) as group:
@@ -157,7 +157,7 @@ Said = Health | NoAnswer | FailureReport | LateReport
 
 
 class StoryPeers:
-    """What the doors of devices say in a story."""
+    """Answers of devices as a test gives them."""
 
     def __init__(self, story: dict[int, Said]) -> None:
         self.story = story
@@ -176,10 +176,10 @@ class StoryPeers:
 @pytest.mark.parametrize(
     ("story", "timed_out", "lost", "words"),
     [
-        ({1: NoAnswer.DEAD}, False, 1, "without a word"),
+        ({1: NoAnswer.DEAD}, False, 1, "without a report"),
         ({1: NoAnswer.FROZEN}, True, 1, "sent nothing for 60 s, and its process exists but does not answer"),
         ({1: NoAnswer.UNREACHABLE}, True, 1, "cable"),
-        ({1: Health(2), 2: Health(3), 3: NoAnswer.DEAD}, True, 3, "without a word"),
+        ({1: Health(2), 2: Health(3), 3: NoAnswer.DEAD}, True, 3, "without a report"),
         ({1: Health(2), 2: Health(3), 3: NoAnswer.FROZEN}, False, 3, "frozen"),
         ({1: Health(2), 2: FailureReport(2, 3, "was lost: a story")}, True, 3, "a story"),
         ({1: Health(2), 2: LateReport(FailureReport(2, 3, "was lost: a story"))}, True, 3, "a story"),
@@ -200,11 +200,11 @@ def test_the_root_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lo
 def test_connections_to_devices_that_are_gone_are_closed() -> None:
     """Whom a device had asked whether it is there, and asked no more when others came between them, kept its connection."""
     credentials = Credentials(make_key())
-    doors = [Door(listen_at("127.0.0.1", 0), credentials) for _ in range(3)]
-    servers = [HealthServer(device, door, "a test") for device, door in enumerate(doors)]
+    listeners = [Listener(listen_at("127.0.0.1", 0), credentials) for _ in range(3)]
+    servers = [HealthServer(device, listener, "a test") for device, listener in enumerate(listeners)]
     try:
         for other in servers[1:]:
-            assert servers[0].ask(other.address, "health") == {"waits_for": None, "done": False, "place": ANY}
+            assert servers[0].ask(other.address, "health") == {"waits_for": None, "done": False, "line": ANY}
         gone, stays = (servers[0]._calls[other.address] for other in servers[1:])
         servers[0].keep_calls([servers[2].address])
         assert (gone.connection.fileno() < 0, stays.connection.fileno() < 0) == (True, False)

@@ -290,60 +290,6 @@ def test_a_group_of_one_needs_no_environment(monkeypatch: pytest.MonkeyPatch) ->
         group.exchange([], [])
 
 
-# ---------------------------------------------------------------------------------------------- losses, on threads
-
-
-def test_the_first_cause_is_raised_and_the_others_are_told() -> None:
-    told: dict[int, list[Any]] = {}
-
-    def work(group: Group) -> None:
-        if group.device == 2:
-            raise ValueError("no such image")
-        waits = group.start([], [Message((group.device + 1) % 3, torch.zeros(1))])
-        told[group.device] = say(group, waits.wait)
-        assert told[group.device] == say(group, lambda: group.agree("later", ""))  # broken for good
-
-    begin_s = time.monotonic()
-    with pytest.raises(ValueError, match="no such image"):
-        run_on_threads(3, work, timeout_s=20)
-    assert time.monotonic() - begin_s < 10
-    assert [told[device][0] for device in (0, 1)] == [2, 2]
-    assert "no such image" in told[0][1]
-
-
-def test_threads_that_wait_too_long_name_the_silent_one() -> None:
-    release = threading.Event()
-
-    def work(group: Group) -> list[Any]:
-        if group.device == 1:
-            release.wait(10)
-            return []
-        report = say(group, lambda: group.exchange([], [Message(1, torch.zeros(1))]))
-        release.set()
-        return report
-
-    lost = run_on_threads(2, work, timeout_s=0.2)[0]
-    assert lost[0] == 1
-    assert "0.2 s" in lost[1]
-
-
-def test_threads_that_had_finished_are_named() -> None:
-    def work(group: Group) -> list[Any]:
-        return say(group, lambda: group.exchange([], [Message(1, torch.zeros(1))])) if group.device == 0 else []
-
-    lost = run_on_threads(2, work, timeout_s=20)[0]
-    assert lost[0] == 1
-    assert "finished" in lost[1]
-
-
-def test_unequal_sizes_on_both_sides_are_an_error() -> None:
-    def work(group: Group) -> None:
-        group.exchange([Message(1 - group.device, torch.ones(3))], [Message(1 - group.device, torch.zeros(4))])
-
-    with pytest.raises(MismatchError, match="3 elements"):
-        run_on_threads(2, work, timeout_s=5)
-
-
 @pytest.mark.parametrize("texts", [("plan", "plan"), ("plan", "speeds")])
 def test_devices_at_different_topics_are_an_error(texts: tuple[str, str]) -> None:
     def work(group: Group) -> tuple[str, ...]:

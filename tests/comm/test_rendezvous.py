@@ -173,7 +173,7 @@ def test_two_processes_on_one_accelerator_are_named(monkeypatch: pytest.MonkeyPa
     claim = r"device 1 \(host lab1, cuda:0\) and device 2 \(host lab1, cuda:0\) are two processes on one accelerator \(GPU-1\)"
     with pytest.raises(InputError, match=f"{claim}: leave CONVOY_DEVICE unset, .* CONVOY_SHARED_ACCELERATOR=1"):
         check_infos([INFO, first, first])
-    monkeypatch.setattr("convoy.comm.rendezvous.own_mark", lambda _: "GPU-1")
+    monkeypatch.setattr("convoy.comm.rendezvous.uuid_of", lambda _: "GPU-1")
     assert own_info(torch.device("cpu"), 2, "10.0.0.1").accelerator == "GPU-1"
     monkeypatch.setenv("CONVOY_SHARED_ACCELERATOR", "1")
     assert own_info(torch.device("cpu"), 2, "10.0.0.1").accelerator == ""
@@ -206,7 +206,7 @@ class _Gathering:
 
 def tell_over_the_store_for_nccl(group: Group) -> list[str]:
     joined: Any = present(group)
-    store = joined._store_for_nccl(_Gathering(group, time.monotonic() + 10))
+    store = joined._nccl_store(_Gathering(group, time.monotonic() + 10), "127.0.0.1")
     store.set(f"by {group.device}", str(group.device))
     group.agree("both have told", "")
     told = [store.get(f"by {device}").decode() for device in range(group.devices)]
@@ -215,5 +215,4 @@ def tell_over_the_store_for_nccl(group: Group) -> list[str]:
 
 
 def test_the_gpus_of_one_host_meet_at_a_store_of_torchs() -> None:
-    """NCCL wants one. It listens on this machine alone; only its port is told, over the job's own connections."""
     assert on_processes(2, "tests.comm.test_rendezvous:tell_over_the_store_for_nccl") == [["0", "1"]] * 2

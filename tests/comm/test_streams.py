@@ -1,4 +1,4 @@
-"""Connections of a pair: ones that a door drops at first, and who moves which message."""
+"""Connections of a pair: dropped ones are made again, and which thread moves which message."""
 
 import socket
 import threading
@@ -9,21 +9,21 @@ from datetime import timedelta
 import pytest
 import torch
 
-from convoy.comm import door as doors_module
+from convoy.comm import listener as listener_module
 from convoy.comm import streams
 from convoy.comm.backends import PeerFailure, PendingWork
 from convoy.comm.channel import Credentials
-from convoy.comm.door import Door
 from convoy.comm.environment import listen_at
 from convoy.comm.group import Message
 from convoy.comm.job_key import make_key
+from convoy.comm.listener import Listener
 from convoy.comm.streams import StreamBackend
 
 
-def test_a_connection_that_a_door_drops_is_made_again() -> None:
-    """On a busy machine a handshake took longer than a door waits: the job failed to start (chaos on threads, seed 20030)."""
-    doors = two_doors()
-    take, dropped = doors[0].handlers["stream"], []
+def test_a_connection_that_a_listener_drops_is_made_again() -> None:
+    """On a busy machine a handshake took longer than `HANDSHAKE_S`, and the job failed to start."""
+    listeners = two_listeners()
+    take, dropped = listeners[0].handlers["stream"], []
 
     def drops_the_first(words: dict[str, object], channel: object) -> object:
         if not dropped:
@@ -31,8 +31,8 @@ def test_a_connection_that_a_door_drops_is_made_again() -> None:
             return None
         return take(words, channel)  # type: ignore[arg-type]
 
-    doors[0].handlers["stream"] = drops_the_first  # type: ignore[assignment]
-    with connected(doors) as backends:
+    listeners[0].handlers["stream"] = drops_the_first  # type: ignore[assignment]
+    with connected(listeners) as backends:
         assert dropped
         arrived = torch.zeros(3)
         sending = backends[1].start([Message(0, torch.ones(3))], [], 0)
@@ -41,18 +41,18 @@ def test_a_connection_that_a_door_drops_is_made_again() -> None:
         assert arrived.tolist() == [1.0, 1.0, 1.0]
 
 
-def two_doors() -> list[Door]:
+def two_listeners() -> list[Listener]:
     credentials = Credentials(make_key())
-    return [Door(listen_at("127.0.0.1", 0), credentials) for _ in range(2)]
+    return [Listener(listen_at("127.0.0.1", 0), credentials) for _ in range(2)]
 
 
 @contextmanager
-def connected(doors: list[Door]) -> Iterator[list[StreamBackend]]:
+def connected(listeners: list[Listener]) -> Iterator[list[StreamBackend]]:
     """Two backends, connected to each other."""
-    addresses, backends = [door.address for door in doors], dict[int, StreamBackend]()
+    addresses, backends = [listener.address for listener in listeners], dict[int, StreamBackend]()
 
     def connect(device: int) -> None:
-        backends[device] = StreamBackend(doors[device], addresses, device, "pair", 20.0)
+        backends[device] = StreamBackend(listeners[device], addresses, device, "pair", 20.0)
 
     threads = [threading.Thread(target=connect, args=(device,)) for device in range(2)]
     for thread in threads:
@@ -64,16 +64,16 @@ def connected(doors: list[Door]) -> Iterator[list[StreamBackend]]:
     finally:
         for backend in backends.values():
             backend.cut(broken=False)
-        for door in doors:
-            door.close()
+        for listener in listeners:
+            listener.close()
 
 
 @pytest.fixture(params=["as inside a machine", "encrypted"])
 def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StreamBackend]]:
     if request.param == "encrypted":
-        for module in (streams, doors_module):
+        for module in (streams, listener_module):
             monkeypatch.setattr(module, "is_loopback", lambda _: False)
-    with connected(two_doors()) as backends:
+    with connected(two_listeners()) as backends:
         yield backends
 
 
@@ -152,7 +152,7 @@ def test_who_waits_while_another_reads_gets_its_message_as_well(pair: list[Strea
     threads[1].start()
     second = works[1].works[0][1]
     assert isinstance(second, streams.Arrival)
-    while second.told is None:
+    while second.ticket is None:
         pass
     end(begin(pair[0], 1, [torch.ones(3), torch.full((3,), 2.0)], []))
     for thread in threads:
@@ -206,7 +206,7 @@ def test_another_size_than_expected_is_an_error(size: int, pair: list[StreamBack
 def test_of_a_large_message_there_leaves_at_once_what_the_kernel_takes() -> None:
     """To wake a thread for each made a step of AlexNet, its Linear layers by filters, 9 % longer than over gloo. What is left
     of one goes behind it, and so do the messages after it."""
-    with connected(two_doors()) as pair:
+    with connected(two_listeners()) as pair:
         out = pair[0]._out[0, 1]
         sizes = (1_000_000, 32_000_000, 10, 20_000)
         sent = [torch.arange(size, dtype=torch.int64).to(torch.uint8) for size in sizes]
@@ -241,7 +241,7 @@ class Full:
 @pytest.mark.parametrize("takes", [0, 3, 8, 9, 20_000])
 def test_a_message_arrives_whole_wherever_the_kernel_cuts_it(takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also within the eight bytes of its header."""
-    with connected(two_doors()) as pair:
+    with connected(two_listeners()) as pair:
         channel = pair[0]._out[0, 1]._channel
         monkeypatch.setattr(channel, "connection", Full(channel.connection, takes))
         sent, arrived = torch.arange(20_000).to(torch.uint8), torch.zeros(20_000, dtype=torch.uint8)

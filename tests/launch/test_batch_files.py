@@ -32,7 +32,7 @@ RUN = ["run", "--", "note.py", "it's $HOME"]
 
 NOTE = """
 import json, os, sys
-from convoy.comm.launch_env import as_torchrun
+from convoy.machine.launch_env import as_torchrun
 told = as_torchrun(os.environ)
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "CONVOY_DEVICE", "OMP_NUM_THREADS", "CONVOY_SLOWDOWN", "NODE")
 seen = sorted(name for name in os.environ if name.startswith(("SLURM_PROC", "SLURM_JOB")) or name == "RANK")

@@ -254,7 +254,7 @@ print("status", status, flush=True)
 SLEEPER = """
 import os, sys, time
 if os.environ["HOW"] == "watched":
-    from convoy.comm.processes import watch_parent
+    from convoy.machine.process import watch_parent
     watch_parent()
 if os.environ["HOW"] == "stubborn" and os.environ["RANK"] == "1":
     import signal

@@ -22,8 +22,8 @@ DEVICE = """
 import os, sys, threading, time
 sys.path[:0] = PATHS
 from pathlib import Path
-from convoy.comm import roster
-from convoy.comm.signals import hearing_signals
+from convoy.machine import roster
+from convoy.machine.signals import hearing_signals
 # As `watch_parent` does, which would load torch.
 threading.Thread(target=lambda: (os.read(int(os.environ["CONVOY_PARENT_PIPE"]), 1), os._exit(2)), daemon=True).start()
 rank, folder, how, members = os.environ["RANK"], Path(sys.argv[1]), sys.argv[2], tuple(range(int(sys.argv[3])))

@@ -13,8 +13,8 @@ import pytest
 
 from convoy import cli
 from convoy.comm.environment import read_process_env
-from convoy.comm.launch_env import hidden
 from convoy.fleet import Card, Device, Fleet, Host
+from convoy.machine.launch_env import hidden
 from tests.support.processes import PLACE, ROOT
 
 NAMES = (

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from convoy.comm import roster
 from convoy.comm.job_key import write_key_file
+from convoy.machine import roster
 from tests.support.processes import PLACE, ROOT
 from tests.support.ssh_fleets import FLEET, convoy
 from tests.support.ssh_hosts import Lab, eventually, needs_ssh

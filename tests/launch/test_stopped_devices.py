@@ -14,7 +14,7 @@ from tests.support.ssh_fleets import QUICK
 DEVICE = """
 import os, signal, sys, threading, time
 sys.path[:0] = PATHS
-from convoy.comm import roster
+from convoy.machine import roster
 threading.Thread(target=lambda: (os.read(int(os.environ["CONVOY_PARENT_PIPE"]), 1), os._exit(2)), daemon=True).start()
 rank = int(os.environ["RANK"])
 roster.enter("a job of this test", rank, "cpu")

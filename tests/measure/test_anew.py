@@ -6,19 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.chaos import TIGHT, Case, make_data, make_net
 from convoy.api import distribute, loader
+from convoy.elastic.members import Members
 from convoy.measure.anew import Replanner
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.anew import Anew
-from convoy.planner.known import Known
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.request import PlanRequest
 from convoy.simulate.regrouped import seconds_of_layers
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import Training, fit
-from convoy.train.members import Members
 from convoy.train.rebalance import Balancer, observe, slower
+from lab.chaos import TIGHT, Case, make_data, make_net
 from tests.support.described_fleets import measured_fleet
 from tests.support.losses import Device, with_losses
 from tests.support.torch_seed import torch_seed
@@ -49,19 +50,21 @@ def test_how_many_times_as_long_as_predicted_a_device_takes() -> None:
 def test_a_newcomers_plan_is_made_while_all_train_and_taken_where_it_is_still_for_that() -> None:
     graph = trace(make_net(), EXAMPLE).graph
     measured = measured_fleet(graph, [1e9, 2e9, 3e9], CASE.batch)
-    known = Known(AUTO, (0, 1, 2), Speeds((1.0, 2.0, 3.0)), measured)
+    speeds = Speeds((1.0, 2.0, 3.0))
+    known = FleetKnowledge(measured=measured, ids=(0, 1, 2), speeds=speeds)
     runs = named_plan("data", graph, CASE.batch, Speeds((1.0, 2.0))).named(AUTO)
     model: Any = SimpleNamespace(traced={True: SimpleNamespace(graph=graph)}, plan=runs)
-    replan, other = Replanner(known), Anew(named_plan("master", graph, CASE.batch, known.speeds).named(AUTO), 1.0)
+    replan = Replanner(PlanRequest(graph, CASE.batch, known))
+    other = Anew(named_plan("master", graph, CASE.batch, speeds).named(AUTO), 1.0)
     usual = replan(model, (0, 1), (0, 1, 2))
     assert usual != other.plan
-    replan.prepared = runs, (0, 1), (0, 1, 2), known.speeds, other
+    replan.prepared = runs, (0, 1), (0, 1, 2), speeds, other
     assert replan(model, (0, 1), (0, 1, 2)) == other.plan
     assert replan.told().startswith("planned anew: about 1 s")
     assert replan(model, (0, 1), (0, 1, 2)) == usual, "it is taken once"
     for prepared in (
-        (usual, (0, 1), (0, 1, 2), known.speeds, other),
-        (runs, (0, 1), (0, 2), known.speeds, other),
+        (usual, (0, 1), (0, 1, 2), speeds, other),
+        (runs, (0, 1), (0, 2), speeds, other),
         (runs, (0, 1), (0, 1, 2), Speeds((1.0, 2.0, 9.0)), other),
     ):
         replan.prepared = prepared
@@ -72,10 +75,9 @@ def test_all_that_are_left_know_the_same_and_go_on_by_the_plan_that_follows(monk
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     graph = trace(make_net(), EXAMPLE).graph
-    known = Known(
-        AUTO, (0, 1, 2), Speeds((1.0, 2.0, 3.0)), measured_fleet(graph, [1e9, 2e9, 3e9], CASE.batch), passes=1
-    )
-    begins = named_plan("hybrid", graph, CASE.batch, known.speeds).named(AUTO)
+    speeds, measured = Speeds((1.0, 2.0, 3.0)), measured_fleet(graph, [1e9, 2e9, 3e9], CASE.batch)
+    request = PlanRequest(graph, CASE.batch, FleetKnowledge(measured=measured, ids=(0, 1, 2), speeds=speeds))
+    begins = named_plan("hybrid", graph, CASE.batch, speeds).named(AUTO)
 
     def train(here: Device | None) -> tuple[list[float], Replanner | None, object]:
         with torch_seed(0):
@@ -88,7 +90,7 @@ def test_all_that_are_left_know_the_same_and_go_on_by_the_plan_that_follows(monk
         if here is None:
             return fit(training, *loaders, 3).losses, None, None
         rebalancer = Rebalancer(model, optimizer, every=1)  # type: ignore[arg-type]
-        replan = Replanner(known, rebalancer)
+        replan = Replanner(request, rebalancer)
         here.members = members = Members(model, optimizer, replan=replan)  # type: ignore[arg-type]
         history = fit(training, *loaders, 3, rebalancer=rebalancer, members=members)
         members.close()

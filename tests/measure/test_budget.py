@@ -21,6 +21,7 @@ from convoy.measure.job import (
     POINT_STRETCHES,
     POINTS,
     SHORTEST_S,
+    MeasureOptions,
     _measure_tables,
     _with_plan_sizes,
     measure_job,
@@ -161,7 +162,7 @@ def sizes_timed(left_s: float, planning_s: float, monkeypatch: pytest.MonkeyPatc
 def measured() -> Measurement:
     model = net()
     traced = trace(model, torch.zeros(2, 1, 8, 8))
-    return measure_job(AloneGroup(CPU), traced, model, BATCH, net="two-conv", budget_s=0.1, stretch_s=1e-5)
+    return measure_job(AloneGroup(CPU), traced, model, BATCH, MeasureOptions("two-conv", budget_s=0.1, stretch_s=1e-5))
 
 
 def test_sizes_that_plans_have_are_timed_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +201,9 @@ def test_the_whole_job_keeps_to_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convoy.measure.job.measure_meetings", slow)
     model = net()
     traced = trace(model, torch.zeros(2, 1, 8, 8))
-    measure_job(AloneGroup(CPU), traced, model, BATCH, net="two-conv", budget_s=10.0, stretch_s=1e-5, wall=wall)
+    measure_job(
+        AloneGroup(CPU), traced, model, BATCH, MeasureOptions("two-conv", budget_s=10.0, stretch_s=1e-5, wall=wall)
+    )
     assert left == [pytest.approx(4.0)]
 
 
@@ -213,7 +216,9 @@ def test_what_meetings_tell_reaches_the_file(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("convoy.measure.job.measure_meetings", lambda *_, **__: found)
     model = net()
     traced = trace(model, torch.zeros(2, 1, 8, 8))
-    (costs,) = measure_job(AloneGroup(CPU), traced, model, BATCH, net="two-conv", budget_s=1.0, stretch_s=1e-5).device
+    (costs,) = measure_job(
+        AloneGroup(CPU), traced, model, BATCH, MeasureOptions("two-conv", budget_s=1.0, stretch_s=1e-5)
+    ).device
     assert (costs.jitter_s, costs.beside_s, costs.rested_s, costs.burst) == (0.1, 0.2, 0.4, 4.0)
     assert (costs.step_s, costs.layer_s) == (0.01, 0.02)
     assert (costs.round_s, costs.message_s) == pytest.approx((0.09, 0.12))
@@ -243,9 +248,9 @@ def test_one_device_has_nothing_to_share_and_measures_nothing(name: str) -> None
 
 @pytest.mark.usefixtures("nothing_is_timed")
 def test_a_net_that_one_device_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from convoy.measure import auto
+    from convoy import api
 
-    small = auto.describe(CPU, 1.0)
-    monkeypatch.setattr(auto, "describe", lambda *_: replace(small, memory_bytes=1000))
+    small = api.describe(CPU, 1.0)
+    monkeypatch.setattr(api, "describe", lambda *_: replace(small, memory_bytes=1000))
     with pytest.raises(PlanError, match=r"fits the devices' memory.* of 0\.001 MB"):
         make_plans(net(), torch.zeros(2, 1, 8, 8), BATCH, AloneGroup(CPU), plan=AUTO)

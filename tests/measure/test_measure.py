@@ -22,7 +22,7 @@ from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.measure.describe import Own, fit, fleet_of, host_indices
 from convoy.measure.energy import ABSENT, Counter, EnergyMeter
-from convoy.measure.job import _measure_costs, crowding, measure_job, with_crowding
+from convoy.measure.job import MeasureOptions, _measure_costs, crowding, measure_job, with_crowding
 from convoy.measure.layers import Bench
 from convoy.measure.overheads import LOSS_ENTRIES, loss_shapes
 from convoy.measure.partial import Partial
@@ -89,7 +89,12 @@ def measure_alone(partial: Path | None, progress: Callable[[str, int, int], None
     model, traced = traced_net("two-conv")
     with AloneGroup(CPU) as group:
         return measure_job(
-            group, traced, model, 8, net="two-conv", partial=partial, progress=progress, budget_s=1.0, stretch_s=QUICK_S
+            group,
+            traced,
+            model,
+            8,
+            MeasureOptions("two-conv", partial=partial, budget_s=1.0, stretch_s=QUICK_S),
+            progress,
         )
 
 
@@ -117,7 +122,9 @@ def test_the_callers_settings_of_torch_reach_no_probe(dtype: torch.dtype) -> Non
             model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
             traced = trace(model, torch.zeros(2, 4, 1, 1))
             group = AloneGroup(CPU)
-            measure_job(group, traced, model, 4, net="small", budget_s=0.1, links_budget_s=0.1, stretch_s=QUICK_S)
+            measure_job(
+                group, traced, model, 4, MeasureOptions("small", budget_s=0.1, links_budget_s=0.1, stretch_s=QUICK_S)
+            )
             assert torch.is_anomaly_enabled()
             assert not torch.is_grad_enabled()
         assert torch.get_default_dtype() == dtype
@@ -219,9 +226,8 @@ def test_layers_are_timed_in_the_precision_that_they_train_in(precision: str, dt
 def test_the_file_says_the_precision_and_an_older_one_was_float32() -> None:
     model, traced = traced_net("two-conv")
     with AloneGroup(CPU) as group:
-        measured = measure_job(
-            group, traced, model, 4, net="two-conv", budget_s=0.1, stretch_s=1e-5, precision="bf16"
-        )  # fmt: skip
+        options = MeasureOptions("two-conv", budget_s=0.1, stretch_s=1e-5, precision="bf16")
+        measured = measure_job(group, traced, model, 4, options)
     text = measured.to_toml()
     assert Measurement.from_toml(text).precision == "bf16"
     assert Measurement.from_toml(text.replace('precision = "bf16"\n', "")).precision == "float32"
@@ -280,10 +286,10 @@ def test_tables_of_another_job_are_not_taken_over(tmp_path: Path) -> None:
 def measure_on_threads(fleets: Sequence[Fleet | None]) -> list[Measurement]:
     def work(group: Group) -> Measurement:
         model, traced = traced_net("two-conv")
-        return measure_job(
-            group, traced, model, 4, net="two-conv", fleet=fleets[group.device], budget_s=0.1, links_budget_s=0.2,
-            stretch_s=1e-5,
-        )  # fmt: skip
+        options = MeasureOptions(
+            "two-conv", fleet=fleets[group.device], budget_s=0.1, links_budget_s=0.2, stretch_s=1e-5
+        )
+        return measure_job(group, traced, model, 4, options)
 
     return run_on_threads(len(fleets), work, timeout_s=30.0)
 

@@ -7,18 +7,19 @@ import torch
 from torch import nn
 
 from convoy.api import distribute
-from convoy.comm.accelerator import process_bytes
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import PlanError
 from convoy.fleet import Device, Fleet, Host
+from convoy.machine.accelerator import process_bytes
 from convoy.measure.describe import Own, describe, fleet_of
-from convoy.measure.job import _model_bytes, measure_job
+from convoy.measure.job import MeasureOptions, _model_bytes, measure_job
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.planner.planner import candidates
-from convoy.simulate.memory import Room, memory_of, room_of
+from convoy.simulate.memory import memory_of, room_of
 from convoy.simulate.table import Measurement
 from studies.roofline import roofline_costs
+from tests.support.plan_requests import asked
 from tests.support.processes import on_processes
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def test_it_is_measured_with_the_devices_beside_the_model_and_stands_in_their_fi
     monkeypatch.setattr("convoy.measure.describe.process_bytes", lambda _: 70 * MB + model_bytes)
     with AloneGroup(CPU) as group:
         traced = trace(model, torch.zeros(2, 3, 2, 2))
-        measured = measure_job(group, traced, model, 4, net="small", budget_s=0.2, stretch_s=1e-4)
+        measured = measure_job(group, traced, model, 4, MeasureOptions("small", budget_s=0.2, stretch_s=1e-4))
     assert measured.device[0].process_bytes == 70 * MB
     assert Measurement.from_toml(measured.to_toml()) == measured
     assert measured.costs(traced.graph).process_bytes == (70 * MB,)
@@ -99,9 +100,9 @@ def test_plans_may_fill_what_the_process_leaves() -> None:
 def test_a_limit_that_holds_the_tensors_alone_is_too_small() -> None:
     graph = trace(net(), torch.zeros(2, 3, 32, 32)).graph
     alone = memory_of(named_plan("data", graph, BATCH, Speeds((1.0,))), graph)[0].total_bytes
-    device = Device("a", "a", "cpu", peak_flop_per_s=1e11, memory_bytes_per_s=1e10)
-    costs = roofline_costs(Fleet((Host("a"),), (device,)))
-    fits = Room((alone + MB,), ("a",))
-    assert candidates(graph, BATCH, costs, fits)
+    device = Device("a", "a", "cpu", peak_flop_per_s=1e11, memory_bytes_per_s=1e10, memory_bytes=alone + MB)
+    fleet = Fleet((Host("a"),), (device,))
+    costs = roofline_costs(fleet)
+    assert candidates(asked(graph, BATCH, costs, fleet))
     with pytest.raises(PlanError, match=r"50 MB of them its process before it trains"):
-        candidates(graph, BATCH, costs, replace(fits, process_bytes=(50 * MB,)))
+        candidates(asked(graph, BATCH, replace(costs, process_bytes=(50 * MB,)), fleet))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from convoy.comm.group import Group
-from convoy.measure.job import measure_job
+from convoy.measure.job import MeasureOptions, measure_job
 from convoy.measure.layers import Bench
 from convoy.measure.sizes import sizes_to_profile
 from convoy.measure.timing import Times
@@ -19,10 +19,10 @@ from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.size import LocalSize, local_size
 from convoy.plan.steps import Compute
 from convoy.planner.planner import candidates
-from convoy.planner.predict import PlanningContext
 from convoy.simulate.compute import Correction, Grid, LayerTimes
 from convoy.simulate.overhead import Overheads
 from convoy.simulate.table import LayerPoint, Measurement, layer_times
+from tests.support.plan_requests import asked
 from tests.support.threads import run_on_threads
 
 LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]
@@ -136,9 +136,8 @@ def measured() -> list[Measurement]:
         patch.setattr("convoy.measure.job.measure_overheads", lambda *_: Overheads())
 
         def work(group: Group) -> Measurement:
-            return measure_job(
-                group, traced, model, BATCH, net=NET, budget_s=60.0, links_budget_s=0.5, stretch_s=1e-4,
-            )  # fmt: skip
+            options = MeasureOptions(NET, budget_s=60.0, links_budget_s=0.5, stretch_s=1e-4)
+            return measure_job(group, traced, model, BATCH, options)
 
         return run_on_threads(3, work, timeout_s=60.0)
 
@@ -158,9 +157,9 @@ def test_the_sizes_of_the_plans_are_exact(measured: list[Measurement]) -> None:
     graph = trace(build_net(NET, IMAGE, 10), torch.zeros(2, *IMAGE)).graph
     alone = by_grids(measured[0])
     costs, by_grids_costs = measured[0].costs(graph), alone.costs(graph)
-    speeds = PlanningContext.of(graph, BATCH, by_grids_costs, alone.fleet).speeds
+    speeds = asked(graph, BATCH, by_grids_costs, alone.fleet).speeds
     plans = [named_plan(name, graph, BATCH, speeds) for name in PLANS]
-    plans += [candidates(graph, BATCH, by_grids_costs, simulated=False)[0].plan]
+    plans += [candidates(asked(graph, BATCH, by_grids_costs), simulated=False)[0].plan]
     seen = 0
     for plan in plans:
         for step in lower(plan, graph).phase("forward"):

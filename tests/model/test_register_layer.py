@@ -149,7 +149,7 @@ def test_what_cannot_be_registered() -> None:
     for given, message in (
         ({"splits": "channels"}, "registered already"),
         ({}, "either splits or like"),
-        ({"splits": "rows"}, "unknown splits 'rows': choose one of entries, channels, filters"),
+        ({"splits": "rows"}, "unknown splits 'rows': choose one of samples, entries, channels, filters"),
         ({"like": Centred}, "registered already|must be a registered"),
     ):
         layer = nn.GroupNorm if "already" in message and "splits" in given else Scale
@@ -170,3 +170,37 @@ def test_a_device_that_registered_otherwise_is_told_so() -> None:
 
     del MODULES[Scale]
     assert all("another model" in told for told in run_on_threads(2, work))
+
+
+# --- by samples alone ------------------------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if _reads_numbers(x) else x
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def test_python_that_treats_samples_by_themselves_may_say_so() -> None:
+    net, x = nn.Sequential(nn.Conv2d(3, 6, 3), Centred()), torch.zeros(2, 3, 8, 8)
+    assert not trace(net, x).graph["1"].per_sample
+    convoy.register_layer(Centred, splits="samples")
+    assert (trace(net, x).graph["1"].kind, trace(net, x).graph["1"].per_sample) == ("opaque", True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"), [(Mixing, "depends on the others"), (Remembering, "keeps '1.calls' in Python")]
+)
+def test_what_does_not_is_refused(layer: type[nn.Module], why: str) -> None:
+    convoy.register_layer(layer, splits="samples")
+    with pytest.raises(InputError, match=rf"layer '1' was registered .*{why}"):
+        trace(nn.Sequential(nn.Conv2d(3, 6, 3), layer()), torch.zeros(2, 3, 8, 8))

@@ -52,8 +52,7 @@ def windows(part: nn.Module, x: Tensor) -> Tensor:
 
 def in_bands(part: nn.Module, x: Tensor) -> Tensor:
     rows = [part.conv(x[:, :, i : i + 2]) for i in range(0, x.size(-2), 2)]
-    assert len(x.chunk(3, 1)) == 3
-    return torch.cat(rows, 2) * sum(each.ndim + each.dim() for each in x.chunk(3, dim=1))
+    return torch.cat(rows, 2) * (len(x.chunk(3, 1)) == 3) * sum(each.ndim + each.dim() for each in x.chunk(3, dim=1))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """One small net of every convolutional family of torchvision and timm: three steps as on one device, in float64.
 
-`python -m tests.support.families` writes the table of docs/families.md; what it says is held to here.
+`python -m lab.families` writes the table of docs/families.md; what it says is held to here.
 """
 
 import importlib.metadata
@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.families import page
-from tests.support.families.registry import Member, names_by_family
-from tests.support.families.trial import Row, try_family
+from lab.families import page
+from lab.families.registry import Member, names_by_family
+from lab.families.trial import Row, try_family
 
 KEPT = page.read()
 ROWS = {row.family: row for row in KEPT.rows}

@@ -30,6 +30,7 @@ from tests.support.one_device import (
     part,
     traffic_of,
 )
+from tests.support.slow import each_value
 from tests.support.threads import run_on_threads
 
 SHORT = (10, 3, 10)
@@ -45,8 +46,7 @@ def test_float32_follows_within_rounding(plan: str) -> None:
     check(training, mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv"), 2e-4)
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "mixed"])
-@pytest.mark.parametrize("net", ["resnet", "bare", "opaque-per-sample"])
+@pytest.mark.parametrize(("net", "plan"), each_value(["resnet", "bare", "opaque-per-sample"], [*PLANS, "mixed"]))
 def test_copies_are_equal_to_the_last_bit_after_every_step(net: str, plan: str) -> None:
     model = nets.build(net, dtype=torch.float32)
     chosen = mixed(net, "butterfly") if plan == "mixed" else by_name(plan, net, "butterfly")
@@ -82,8 +82,10 @@ def test_copies_are_equal_to_the_last_bit_after_every_step(net: str, plan: str) 
     )
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "mixed"])
-@pytest.mark.parametrize("net", ["two-conv", "resnet", "opaque-per-sample", "tied", "auxiliary", "shuffle"])
+@pytest.mark.parametrize(
+    ("net", "plan"),
+    each_value(["two-conv", "resnet", "opaque-per-sample", "tied", "auxiliary", "shuffle"], [*PLANS, "mixed"]),
+)
 def test_the_bytes_of_a_step_are_those_the_plan_predicts(net: str, plan: str) -> None:
     chosen = mixed(net, "butterfly") if plan == "mixed" else by_name(plan, net, "star" if plan == "data" else "ring")
     for size in (10, 3):

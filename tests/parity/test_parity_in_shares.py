@@ -30,6 +30,7 @@ from tests.support.one_device import (
     part,
     traffic_of,
 )
+from tests.support.slow import each_value
 from tests.support.threads import run_on_threads
 
 SHORT = (10, 3, 10)
@@ -51,8 +52,7 @@ def test_twenty_steps(shares: tuple[int, ...], form: Form) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("net", nets.NETS)
+@pytest.mark.parametrize(("net", "form"), each_value([*nets.NETS], FORMS))
 def test_every_net(net: str, form: Form) -> None:
     check(Training(net, SHORT), by_speed(net, form=form))
 
@@ -81,9 +81,7 @@ def test_clipping_by_the_norm_of_all_gradients(kind: float) -> None:
     check(training, by_speed("two-conv"))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile"])
-@pytest.mark.parametrize("entries", [1, 40])
+@pytest.mark.parametrize(("net", "form", "entries"), each_value(["two-conv", "resnet", "mobile"], FORMS, [1, 40]))
 def test_large_parameters_arrive_where_they_lie(
     net: str, entries: int, form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:

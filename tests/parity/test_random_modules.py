@@ -1,6 +1,6 @@
 """Random modules against plain PyTorch: each is exact, or refused with a clear error; none differs silently.
 
-A net that fails is printed with its seed and its source, as small as it gets. `python -m tests.support.random_nets.sweep`
+A net that fails is printed with its seed and its source, as small as it gets. `python -m lab.random_nets.sweep`
 tries others.
 """
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from convoy.runtime.module import Distributed
-from tests.support.random_nets.recipe import Part, Recipe, draw
-from tests.support.random_nets.sweep import BAD
-from tests.support.random_nets.trial import Left, attempt, differences, report, shrunk
+from lab.random_nets.recipe import Part, Recipe, draw
+from lab.random_nets.sweep import BAD
+from lab.random_nets.trial import Left, attempt, differences, report, shrunk
 
 NETS, CHUNKS = 5000, 20
 COUNTED = ("exact", "refused", *BAD)

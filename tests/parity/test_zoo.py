@@ -27,6 +27,7 @@ from studies.roofline import roofline_costs
 from tests.support import model_zoo
 from tests.support.odd_nets import Thinking
 from tests.support.one_device import EXACT, one_trace, part
+from tests.support.plan_requests import asked
 from tests.support.threads import run_on_threads
 from tests.support.traced_models import last
 
@@ -93,7 +94,7 @@ def _computing(plan: Plan, graph: Graph) -> set[int]:
 def test_auto_plans_it_explains_it_and_trains_it_as_one_device(name: str) -> None:
     model = model_zoo.build(name)
     graph = model_zoo.traced(name, model).graph
-    plans = [each.plan for each in candidates(graph, model_zoo.BATCH, roofline_costs(FLEET))]
+    plans = [each.plan for each in candidates(asked(graph, model_zoo.BATCH, roofline_costs(FLEET)))]
     # ConvNeXt at this size is fastest on one device, and left to it: the best plan of several is trained, too.
     plan = next(each for each in plans if len(_computing(each, graph)) > 1)
     assert plan is plans[0] or "convnext" in name
@@ -148,7 +149,7 @@ def test_a_model_that_cannot_be_taken_apart_is_shared_out_by_samples_and_says_so
     (x, _), *_ = model_zoo.batches("thinking", model)
     assert len({model.answer(sample)[1] for sample in x.split(1)}) > 1, "samples that are thought about differently"
     graph = model_zoo.traced("thinking", model).graph
-    plan = plan_auto(graph, model_zoo.BATCH, roofline_costs(FLEET))
+    plan = plan_auto(asked(graph, model_zoo.BATCH, roofline_costs(FLEET)))
     (row,) = layer_rows(plan, graph)
     assert row.note.startswith("torch.fx cannot trace it")
     assert row.strategy == "batch"

@@ -1,4 +1,4 @@
-"""Device programs: by hand, printed and read back, their bytes, and broken ones that are refused before anything runs."""
+"""Device programs: by hand, as text, their bytes, and broken ones that are refused before anything runs."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,24 +16,27 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all, compile_device
 from convoy.plan.device_program import (
+    BeginSum,
     Compute,
     DeviceProgram,
+    EndSum,
+    ExchangeRound,
     Fused,
     Make,
     Merge,
     Operation,
     Pack,
     Part,
-    Receive,
-    Send,
-    Signal,
-    Wait,
+    PlannedMessage,
+    TakeSum,
+    WaitRound,
+    operation_line,
+    program_lines,
     reads_of,
 )
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
-from convoy.plan.program_text import operation_line, parse_program, program_lines
 from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.gradients import SumLane
 from tests.support import nets
@@ -59,26 +62,38 @@ def test_a_split_by_samples_by_hand() -> None:
     plan = Plan("hand", graph.fingerprint, 2, 3, {}, Batch((2, 1)))
     found = compile_device(lower(plan, graph), graph, 0)
     assert [operation_line(op) for op in found.forward] == [
-        "compute(step=0, phase='forward', layer='0', reads=('input_1',), writes=('0',), wants=(False,), size=(2, 2, 1))",
-        "make(step=1, buffer='0@copies(0,1)', shape=(3, 2, 2, 2), result=True)",
-        "send(step=1, number=0, peer=1, part='0', size=16)",
-        "receive(step=1, number=0, peer=1, part=('0@copies(0,1)', '2:3,0:2,0:2,0:2'), size=8)",
-        "copy(step=1, source='0', target=('0@copies(0,1)', '0:2,0:2,0:2,0:2'), size=16)",
-        "wait(step=5, events=(('round', 1, 0),))",
+        "Compute(step=0, phase='forward', layer='0', reads=('input_1',), writes=('0',), wants=(False,), size=(2, 2, 1))",
+        "Make(step=1, buffer='0@copies(0,1)', shape=(3, 2, 2, 2), result=True)",
+        "ExchangeRound(step=1, number=0, sends=[16 of '0' to 1], receives=[8 of '0@copies(0,1)[2:3,0:2,0:2,0:2]' from 1])",
+        "Copy(step=1, source='0', target='0@copies(0,1)[0:2,0:2,0:2,0:2]', size=16)",
+        "WaitRound(step=5, begun=1, number=0)",
     ]
-    assert [type(op).__name__ for op in found.backward] == ["View", "Compute", "Pack", "Signal", "Wait", "Unpack"]
+    assert [operation_line(op) for op in found.backward[-3:]] == [
+        "BeginSum(step=4, buffer='sum 4')",
+        "FinishSums(step=5, sums=(4,))",
+        "Unpack(step=4, buffer='sum 4', keys=('0.weight', '0.bias'), sizes=(18, 2), copied=True)",
+    ]
+    assert [type(op).__name__ for op in found.backward[:-3]] == ["View", "Compute", "Pack"]
     assert [operation_line(op) for op in found.sums] == [
-        "wait(step=4, events=(('ready', 4, 0),))",
-        "make(step=4, buffer='slot 1.0.0', shape=(10,), reused=True)",
-        "send(step=4, number=0, peer=1, part=('sum 4', '0:10'), size=10)",
-        "receive(step=4, number=0, peer=1, part='slot 1.0.0', size=10)",
-        "wait(step=4, events=(('round', 4, 0),))",
-        "add(step=4, source='slot 1.0.0', target=('sum 4', '10:20'), size=10)",
-        "send(step=4, number=1, peer=1, part=('sum 4', '10:20'), size=10)",
-        "receive(step=4, number=1, peer=1, part=('sum 4', '0:10'), size=10)",
-        "wait(step=4, events=(('round', 4, 1),))",
-        "signal(step=4, event=('summed', 4, 0))",
+        "TakeSum(step=4, buffer='sum 4')",
+        "Make(step=4, buffer='slot 1.0.0', shape=(10,), like='sum 4', slot=0)",
+        "ExchangeRound(step=4, number=0, sends=[10 of 'sum 4[0:10]' to 1], receives=[10 of 'slot 1.0.0' from 1])",
+        "WaitRound(step=4, begun=4, number=0)",
+        "Add(step=4, source='slot 1.0.0', target='sum 4[10:20]', size=10)",
+        "ExchangeRound(step=4, number=1, sends=[10 of 'sum 4[10:20]' to 1], receives=[10 of 'sum 4[0:10]' from 1])",
+        "WaitRound(step=4, begun=4, number=1)",
+        "EndSum(step=4, result='sum 4')",
     ]
+
+
+def test_a_program_as_text_has_a_line_for_each_operation_under_its_lane() -> None:
+    (program, _) = programs("two-conv", replace(by_name("data", "two-conv"), wire="inexact-bf16"))[:2]
+    lines = program_lines(program)
+    assert lines[0].startswith("device 0 of")
+    phases = [lines.index(f"{phase}:") for phase in ("forward", "backward", "sums")]
+    assert phases == sorted(phases)
+    assert len(lines) - 1 - len(phases) == len(list(program.operations()))
+    assert any("narrow of 'message" in line for line in lines[phases[2] :])
 
 
 @pytest.mark.parametrize("wire", ["exact", "inexact-bf16"])
@@ -88,15 +103,15 @@ def test_the_last_round_of_a_sum_is_awaited_behind_all_sums(monkeypatch: pytest.
     monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", 140)
     graph = graph_of("two-conv")
     found = compile_device(lower(replace(by_name("data", "two-conv"), wire=wire, reduce="direct"), graph), graph, 0)
-    waits = [(op.events[0][0], op.step) for op in found.sums if isinstance(op, Wait)]
+    waits = [(type(op), op.step) for op in found.sums if isinstance(op, TakeSum | WaitRound)]
     *most, last = dict.fromkeys(step for _, step in waits)
     assert len(most) == 3
-    apart = [pair for step in (*most, last) for pair in (("ready", step), ("round", step), ("round", step))]
-    behind = [pair for step in (*most, last) for pair in (("ready", step), ("round", step))]
-    assert waits == (behind + [("round", step) for step in (*most, last)] if wire == "exact" else apart)
+    apart = [pair for step in (*most, last) for pair in ((TakeSum, step), (WaitRound, step), (WaitRound, step))]
+    behind = [pair for step in (*most, last) for pair in ((TakeSum, step), (WaitRound, step))]
+    assert waits == (behind + [(WaitRound, step) for step in (*most, last)] if wire == "exact" else apart)
     lane = SumLane.of(found.sums)
     assert list(lane.sums) == [*most, last]
-    assert [op.step for op in lane.behind if isinstance(op, Wait)] == (most if wire == "exact" else [])
+    assert [op.step for op in lane.behind] == (most if wire == "exact" else [])
 
 
 def test_a_value_with_two_readers_is_merged_before_its_gradient_is_read() -> None:
@@ -123,7 +138,7 @@ def test_a_loss_of_some_outputs_leaves_out_the_rest_of_backward() -> None:
 
 
 @pytest.mark.parametrize("net", nets.NETS)
-def test_programs_can_run_print_and_send_what_the_list_says(net: str) -> None:
+def test_programs_can_run_and_send_what_the_list_says(net: str) -> None:
     """By every plan by name, exact or narrow, inputs whole or in chunks: another of the four for each net and plan."""
     for number, plan in enumerate(PLANS, start=list(nets.NETS).index(net)):
         check_all(net, plan, [WAYS[number % 4]])
@@ -146,7 +161,6 @@ def check_all(net: str, plan: str, ways: Sequence[tuple[CommDtype, int]]) -> Non
         steps = lower(replace(by_name(plan, net), wire=wire, pieces=pieces), graph)
         found = compile_all(steps, graph)
         check_programs(found)
-        assert [parse_program(program_lines(each)) for each in found] == found, (plan, wire, pieces)
         sent = Counter({(each.device, peer): n for each in found for peer, n in each.sent_bytes(4).items()})
         assert sent == steps.traffic(4), (plan, wire, pieces)
 
@@ -194,6 +208,20 @@ def changed(kind: type, **values: Any) -> Callable[[list[Operation]], Sequence[O
     return change
 
 
+def with_message(ends: str, number: int, change: Callable[[PlannedMessage], list[PlannedMessage]]) -> Any:
+    """Change one message: the first (`number` 0) or last (-1) of the "sends" or "receives" of all rounds."""
+
+    def changed_round(operations: list[Operation]) -> Sequence[Operation]:
+        rounds = [p for p, op in enumerate(operations) if isinstance(op, ExchangeRound) and getattr(op, ends)]
+        place = rounds[number]
+        messages = list(getattr(operations[place], ends))
+        messages[number : number + 1 or None] = change(messages[number])
+        operations[place] = replace(operations[place], **{ends: tuple(messages)})
+        return operations
+
+    return changed_round
+
+
 def moved_to_front(kind: type) -> Callable[[list[Operation]], Sequence[Operation]]:
     def change(operations: list[Operation]) -> Sequence[Operation]:
         place = next(place for place, op in enumerate(operations) if isinstance(op, kind))
@@ -205,23 +233,28 @@ def moved_to_front(kind: type) -> Callable[[list[Operation]], Sequence[Operation
 @pytest.mark.parametrize(
     ("change", "lane", "said"),
     [
-        (without(Receive, -1), "backward", "device program 1: nobody receives the other end of send"),
-        (without(Send, -1), "backward", "device program 1: nobody sends the other end of receive"),
-        (without(Send, -1), "sums", "nobody sends"),
-        (without(Send), "sums", "meets receive.* come in one order"),
-        (changed(Send, size=7), "forward", "one size"),
-        (changed(Receive, narrow=True), "forward", "one width"),
-        (changed(Send, step=999), "forward", "meets"),
+        (with_message("receives", -1, lambda _: []), "backward", "device program 1: nobody receives the other end of"),
+        (with_message("sends", -1, lambda _: []), "backward", "device program 1: nobody sends the other end of"),
+        (without(ExchangeRound, -1), "sums", "nobody (sends|receives)"),
+        (without(ExchangeRound), "sums", "meets .* come in one order"),
+        (with_message("sends", 0, lambda m: [replace(m, size=7)]), "forward", "one size"),
+        (with_message("receives", 0, lambda m: [replace(m, narrow=True)]), "forward", "one width"),
+        (changed(ExchangeRound, step=999), "forward", "meets"),
         (without(Make), "forward", "is not there to receive into"),
-        (without(Wait), "forward", "travels: wait for it first"),
-        (without(Wait, -1), "forward", "(nobody waits for round|travels: wait for it first)"),
-        (without(Wait), "sums", "(wait for each other for ever|travels: wait for it first|read before)"),
+        (without(WaitRound), "forward", "travels: wait for it first"),
+        (without(WaitRound, -1), "forward", "(nobody waits for round|travels: wait for it first)"),
+        (without(TakeSum), "sums", "(wait for each other for ever|travels: wait for it first|read before)"),
         (without(Fused), "forward", "is read before it is made"),
         (without(Compute), "forward", "is read before it is made"),
         (without(Pack), "backward", "is read before it is made|is not there"),
-        (without(Signal), "sums", "wait for each other for ever: device 0: wait"),
-        (moved_to_front(Wait), "forward", "which this device has not begun"),
-        (changed(Send, part=Part("nobody made this")), "forward", "read before it is made"),
+        (without(EndSum), "sums", "wait for each other for ever: device 0: FinishSums"),
+        (without(BeginSum), "backward", "wait for each other for ever: device 0: FinishSums"),
+        (moved_to_front(WaitRound), "forward", "which this device has not begun"),
+        (
+            with_message("sends", 0, lambda m: [replace(m, part=Part("nobody made this"))]),
+            "forward",
+            "read before it is made",
+        ),
     ],
 )
 def test_a_broken_program_is_refused_by_name(
@@ -239,13 +272,14 @@ def test_a_circle_of_waits_is_refused() -> None:
             peer = 1 - device
             return [
                 Make(step, f"in {step}", (4,)),
-                Send(step, 0, peer, Part("x"), 4),
-                Receive(step, 0, peer, Part(f"in {step}"), 4),
-                Wait(step, (("round", step, 0),)),
+                ExchangeRound(
+                    step, 0, (PlannedMessage(peer, Part("x"), 4),), (PlannedMessage(peer, Part(f"in {step}"), 4),)
+                ),
+                WaitRound(step, step, 0),
             ]
 
-        sums = [Wait(9, (("ready", 9, 0),)), *swap(second)]
-        main = [*swap(first), Signal(9, ("ready", 9, 0))]
+        sums = [TakeSum(9, "x"), *swap(second)]
+        main = [*swap(first), BeginSum(9, "x")]
         return DeviceProgram(device, 2, 4, ("x",), (), (), tuple(main), (), tuple(sums))
 
     check_programs([program(0, 1, 2), program(1, 1, 2)])
@@ -258,32 +292,8 @@ def test_a_summand_may_not_change_while_it_travels() -> None:
     def early(operations: list[Operation]) -> Sequence[Operation]:
         """The addition of the first round, before it has been waited for."""
         add = next(op for op in operations if type(op).__name__ == "Add")
-        place = next(
-            place for place, op in enumerate(operations) if isinstance(op, Wait) and op.events[0][0] == "round"
-        )
+        place = next(place for place, op in enumerate(operations) if isinstance(op, WaitRound))
         return [*operations[:place], add, *operations[place:]]
 
     with pytest.raises(PlanError, match=r"(wait for it first|read before anything is written)"):
         check_programs(broken(early, "sums"))
-
-
-# --- text ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "an empty text"),
-        ("program(device=0)", "line 1"),
-        ("forward:", "line 1 .* cannot be read"),
-        ("HEAD\n  send(step=1)", "line 2 .* in no phase"),
-        ("HEAD\nforward:\n  leap(step=1)", "line 3 .*'leap' is no operation: use one of add, compute"),
-        ("HEAD\nforward:\n  send(step=1)", "line 3 .*missing"),
-        ("HEAD\nforward:\n  send(step=__import__('os').getpid())", "line 3 .* cannot be read"),
-        ("HEAD\nforward:\n    compute(step=1)", "line 3 .* follows no fused"),
-    ],
-)
-def test_a_text_that_is_no_program_is_refused_by_its_line(text: str, said: str) -> None:
-    (head, *_) = program_lines(programs("two-conv", by_name("data", "two-conv"))[0])
-    with pytest.raises(PlanError, match=said):
-        parse_program(text.replace("HEAD", head))

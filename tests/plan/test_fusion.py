@@ -25,7 +25,7 @@ from convoy.runtime.precision import UnderAutocast, compute_in
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Work
 from convoy.simulate.overhead import Overheads
-from convoy.simulate.price import programs
+from convoy.simulate.simulate import programs
 from tests.simulate.test_simulate import Table, hosts
 from tests.support import nets
 from tests.support.one_device import Training, by_name, check, graph_of

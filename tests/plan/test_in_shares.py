@@ -16,7 +16,6 @@ from convoy.plan.lower import lower
 from convoy.plan.placing import parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
-from convoy.plan.program_text import parse_program, program_lines
 from convoy.plan.steps import Compute, GatherWeights, SumGradients
 from convoy.plan.strategy import Batch, Filter, Form, InShares
 from convoy.simulate.memory import memory_of, memory_of_passes, memory_of_steps, parameter_entries
@@ -107,10 +106,9 @@ def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("net", ["two-conv", "resnet"])
-def test_programs_are_checked_and_read_back(net: str, form: Form) -> None:
+def test_programs_can_run_together(net: str, form: Form) -> None:
     programs = compile_all(lower(plan_of(net, form), graph_of(net)), graph_of(net))
     check_programs(programs)
-    assert [parse_program(program_lines(p)) for p in programs] == programs
 
 
 def test_a_plan_file_names_them() -> None:
@@ -185,7 +183,6 @@ def test_passes_behind_the_first_print_and_parse() -> None:
     check_programs(programs)
     for program in programs:
         assert any(isinstance(op, HaveWeights) for op in program.forward)
-        assert parse_program(program_lines(program)) == program
 
 
 def test_weights_that_are_freed_take_fresh_memory_at_each_gathering() -> None:

@@ -10,9 +10,8 @@ from convoy.errors import PlanError
 from convoy.layout.layout import OnOne, Replicated, Split
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.plan.evaluation import borrowed, pin
 from convoy.plan.lower import lower
-from convoy.plan.placing import parameter_layouts, placements
+from convoy.plan.placing import borrowed, parameter_layouts, pin, placements
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from tests.support import nets

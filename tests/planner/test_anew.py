@@ -10,14 +10,17 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
+from convoy.plan.size import whole_size
 from convoy.plan.strategy import Batch, One
 from convoy.plan.survivors import plan_for
 from convoy.planner.analytic import CostModel
 from convoy.planner.anew import BETTER, plan_anew, with_newcomer
-from convoy.planner.found import model_s
-from convoy.planner.known import Known
-from convoy.planner.predict import PlanningContext, predict_plan
-from convoy.simulate.regrouped import CorrectedTimes, of_devices, with_device
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.predict import predict_plan
+from convoy.planner.request import PlanRequest
+from convoy.planner.search import model_s
+from convoy.simulate.regrouped import of_devices, with_device
+from convoy.simulate.table import Measurement
 from tests.support.described_fleets import measured_fleet
 from tests.support.plain_nets import TwoConv
 
@@ -29,26 +32,42 @@ def graph() -> Graph:
     return trace(TwoConv(16, 24), torch.zeros(2, 3, 8, 8)).graph
 
 
-def known(graph: Graph, *flop_per_s: float, name: str | None = AUTO, link: float = 1e9, **memory: int) -> Known:
+def known(graph: Graph, *flop_per_s: float, link: float = 1e9, **memory: int) -> FleetKnowledge:
     measured = measured_fleet(graph, flop_per_s, BATCH, memory_bytes=memory, link_bytes_per_s=link)
-    return Known(name, tuple(range(len(flop_per_s))), Speeds(flop_per_s), measured)
+    return FleetKnowledge(measured=measured, ids=tuple(range(len(flop_per_s))), speeds=Speeds(flop_per_s))
+
+
+def by_speeds(*speeds: float) -> FleetKnowledge:
+    return FleetKnowledge(ids=tuple(range(len(speeds))), speeds=Speeds(speeds))
+
+
+def joining(speed: float, measured: Measurement) -> FleetKnowledge:
+    return FleetKnowledge(measured=measured, ids=(0,), speeds=Speeds((speed,)))
+
+
+def request(of: FleetKnowledge, graph: Graph, name: str | None = AUTO) -> PlanRequest:
+    return PlanRequest(graph, BATCH, of, name)
+
+
+def some_of(of: FleetKnowledge, graph: Graph, ids: list[int]) -> PlanRequest:
+    fleet = of.of(ids)
+    assert fleet is not None
+    return request(fleet, graph)
 
 
 def by_speed(graph: Graph, *speeds: float) -> Plan:
     return named_plan("data-by-speed", graph, BATCH, Speeds(speeds)).named(AUTO)
 
 
-def predicted_s(of: Known, graph: Graph, plan: Plan, ids: list[int]) -> float:
-    found = of.costs_of(ids, graph)
-    assert found is not None
-    return predict_plan(plan, PlanningContext.of(graph, BATCH, *found)).step_s
+def predicted_s(of: FleetKnowledge, graph: Graph, plan: Plan, ids: list[int]) -> float:
+    return predict_plan(plan, some_of(of, graph, ids)).step_s
 
 
 def test_where_the_fastest_is_lost_another_plan_may_be_faster_than_the_old_one_in_proportion(graph: Graph) -> None:
     """Two slow devices far apart did a little beside a fast one; alone, over such a link, one of them does all."""
     of = known(graph, 1e9, 1e8, 1e8, link=1e4)
     old = by_speed(graph, 8, 2, 2)
-    found = plan_anew(of, graph, old, (0, 1, 2), (1, 2))
+    found = plan_anew(request(of, graph), old, (0, 1, 2), (1, 2))
     same = plan_for(old, graph, [1, 2])
     assert found.plan.devices == 2
     assert found.step_s is not None
@@ -66,24 +85,28 @@ def test_what_runs_stays_where_no_other_plan_is_faster_beyond_doubt(
     same = plan_for(runs, graph, [0, 2])
     for better, stays in ((0.9, True), (0.98, False)):
         monkeypatch.setattr("convoy.planner.anew.BETTER", better)
-        assert (plan_anew(of, graph, runs, (0, 1, 2), (0, 2)).plan == same) == stays
+        assert (plan_anew(request(of, graph), runs, (0, 1, 2), (0, 2)).plan == same) == stays
 
 
 def test_the_same_values_give_the_same_plan_and_travel_between_devices(graph: Graph) -> None:
     of = known(graph, 1e9, 3e8, 2e8, 1e8).corrected({2: 1.7})
-    other = Known.from_json(of.to_json())
+    other = FleetKnowledge.from_json(of.to_json())
     assert other == of
     old = by_speed(graph, 8, 4, 2, 2)
-    assert plan_anew(of, graph, old, range(4), (0, 2, 3)) == plan_anew(other, graph, old, range(4), (0, 2, 3))
+    assert plan_anew(request(of, graph), old, range(4), (0, 2, 3)) == plan_anew(
+        request(other, graph), old, range(4), (0, 2, 3)
+    )
 
 
 def test_what_rebalancing_found_counts(graph: Graph) -> None:
     """Both were measured alike, one turned out four times as slow: it gets a fifth, not a half."""
     of = known(graph, 1e9, 1e9, 1e9).corrected({2: 4.0})
-    found = plan_anew(of, graph, by_speed(graph, 1, 1, 1), (0, 1, 2), (1, 2))
+    found = plan_anew(request(of, graph), by_speed(graph, 1, 1, 1), (0, 1, 2), (1, 2))
     assert isinstance(found.plan.otherwise, Batch)
     assert found.plan.otherwise.shares[1] in range(BATCH // 5 - 2, BATCH // 5 + 3)
-    first, second = (plan_anew(of, graph, by_speed(graph, 1, 1, 1), (0, 1, 2), ids) for ids in ((0, 1), (1, 2)))
+    first, second = (
+        plan_anew(request(of, graph), by_speed(graph, 1, 1, 1), (0, 1, 2), ids) for ids in ((0, 1), (1, 2))
+    )
     assert first.step_s is not None
     assert second.step_s is not None
     assert second.step_s > 1.3 * first.step_s
@@ -92,80 +115,72 @@ def test_what_rebalancing_found_counts(graph: Graph) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_by_name_is_made_again_for_those_that_are_left_and_for_those_that_come(graph: Graph, name: str) -> None:
     speeds = Speeds((1.0, 4.0, 2.0), {"conv1": (1.0, 3.0, 5.0)})
-    of = Known(name, (0, 1, 2), speeds)
+    of = FleetKnowledge(ids=(0, 1, 2), speeds=speeds)
     old = named_plan(name, graph, BATCH, speeds)
-    found = plan_anew(of, graph, old, (0, 1, 2), (0, 2))
+    found = plan_anew(request(of, graph, name), old, (0, 1, 2), (0, 2))
     assert found.plan == named_plan(name, graph, BATCH, Speeds((1.0, 2.0), {"conv1": (1.0, 5.0)}))
     assert found.step_s is None
-    more = of.with_device(3, Speeds((8.0,), {"conv1": (2.0,)}))
-    grown = plan_anew(more, graph, found.plan, (0, 2), (0, 2, 3))
+    more = of.with_device(3, FleetKnowledge(speeds=Speeds((8.0,), {"conv1": (2.0,)})))
+    grown = plan_anew(request(more, graph, name), found.plan, (0, 2), (0, 2, 3))
     assert grown.plan == named_plan(name, graph, BATCH, Speeds((1.0, 2.0, 8.0), {"conv1": (1.0, 5.0, 2.0)}))
 
 
 def test_the_fastest_that_is_left_becomes_the_master(graph: Graph) -> None:
-    of = Known("master", (0, 1, 2), Speeds((1.0, 4.0, 2.0)))
-    old = named_plan("master", graph, BATCH, of.speeds)
-    assert plan_anew(of, graph, old, (0, 1, 2), (0, 2)).plan.otherwise == One(1)
+    of = by_speeds(1.0, 4.0, 2.0)
+    old = named_plan("master", graph, BATCH, Speeds((1.0, 4.0, 2.0)))
+    assert plan_anew(request(of, graph, "master"), old, (0, 1, 2), (0, 2)).plan.otherwise == One(1)
 
 
 def test_shares_that_were_changed_since_stay_in_proportion(graph: Graph) -> None:
-    of = Known("data-by-speed", (0, 1, 2), Speeds((1.0, 1.0, 1.0)))
-    moved = replace(named_plan("data-by-speed", graph, BATCH, of.speeds), otherwise=Batch((8, 16, 24)))
-    assert plan_anew(of, graph, moved, (0, 1, 2), (0, 1)).plan.otherwise == Batch((16, 32))
+    of = by_speeds(1.0, 1.0, 1.0)
+    even = named_plan("data-by-speed", graph, BATCH, Speeds((1.0, 1.0, 1.0)))
+    moved = replace(even, otherwise=Batch((8, 16, 24)))
+    assert plan_anew(request(of, graph, "data-by-speed"), moved, (0, 1, 2), (0, 1)).plan.otherwise == Batch((16, 32))
 
 
 def test_where_nothing_is_known_shares_are_in_proportion_and_newcomers_get_a_mean_one(graph: Graph) -> None:
-    of = Known(None, (0, 1), Speeds((1.0, 3.0)))
+    of = by_speeds(1.0, 3.0)
     old = by_speed(graph, 1, 3)
-    assert plan_anew(of, graph, old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((8, 24, 16))
-    more = of.with_device(2, Speeds((8.0,)))
-    assert plan_anew(more, graph, old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((4, 12, 32))
-    assert with_newcomer(of, graph, old, (0, 1), 2)[1] is None
+    assert plan_anew(request(of, graph, None), old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((8, 24, 16))
+    more = of.with_device(2, by_speeds(8.0))
+    assert plan_anew(request(more, graph, None), old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((4, 12, 32))
+    assert with_newcomer(request(of, graph, None), old, (0, 1), 2)[1] is None
 
 
 def test_a_device_that_comes_is_given_work_and_the_fleet_gains(graph: Graph) -> None:
     of = known(graph, 1e8, 1e8)
     came = measured_fleet(graph, [2e8], BATCH, ["d1"])  # a name that is taken
-    more = of.with_device(7, Speeds((2.0,)), replace(came, fleet=replace(came.fleet, network=None)))
+    more = of.with_device(7, joining(2.0, replace(came, fleet=replace(came.fleet, network=None))))
     old = by_speed(graph, 1, 1)
-    found = plan_anew(more, graph, old, (0, 1), (0, 1, 7))
+    found = plan_anew(request(more, graph), old, (0, 1), (0, 1, 7))
     assert isinstance(found.plan.otherwise, Batch)
     assert found.plan.otherwise.shares == (12, 12, 24)
-    _, gain = with_newcomer(more, graph, old, (0, 1), 7)
+    _, gain = with_newcomer(request(more, graph), old, (0, 1), 7)
     assert gain is not None
     assert 1.5 < gain < 2.1
-    back = plan_anew(more, graph, found.plan, (0, 1, 7), (1, 7))
+    back = plan_anew(request(more, graph), found.plan, (0, 1, 7), (1, 7))
     assert isinstance(back.plan.otherwise, Batch)
     assert back.plan.otherwise.shares == (16, 32)
 
 
 def test_a_device_that_comes_over_a_slow_link_brings_nothing(graph: Graph) -> None:
     of = known(graph, 1e8, 1e8, link=2e3)
-    old = plan_anew(of, graph, by_speed(graph, 1, 1), (0, 1), (0, 1)).plan
-    more = of.with_device(2, Speeds((0.1,)), measured_fleet(graph, [1e7], BATCH, ["d2"], link_bytes_per_s=1e3))
-    _, gain = with_newcomer(more, graph, old, (0, 1), 2)
+    old = plan_anew(request(of, graph), by_speed(graph, 1, 1), (0, 1), (0, 1)).plan
+    more = of.with_device(2, joining(0.1, measured_fleet(graph, [1e7], BATCH, ["d2"], link_bytes_per_s=1e3)))
+    _, gain = with_newcomer(request(more, graph), old, (0, 1), 2)
     assert gain is not None
     assert gain <= 1.01
 
 
 def test_a_device_that_comes_back_is_known_by_what_it_measured_last(graph: Graph) -> None:
     of = known(graph, 1e9, 1e9).corrected({0: 3.0})
-    again = of.with_device(0, Speeds((5e8,)), measured_fleet(graph, [5e8], BATCH, ["d0"]))
+    again = of.with_device(0, joining(5e8, measured_fleet(graph, [5e8], BATCH, ["d0"])))
     assert again.ids == (1, 0)
-    assert again.speeds.devices == (1e9, 5e8)
+    assert again.speeds == Speeds((1e9, 5e8))
     assert again.slower == {}
-    costs = again.costs_of([0, 1], graph)
-    assert costs is not None
-    layer = graph["conv1"]
-    assert predict_ratio(costs[0].times, layer) == pytest.approx(2.0)
-
-
-def predict_ratio(times: object, layer: object) -> float:
-    from convoy.plan.size import whole_size
-
-    assert isinstance(times, CorrectedTimes)
-    seconds = [times.seconds(d, layer, "forward", whole_size(layer, BATCH)) for d in (0, 1)]  # type: ignore[arg-type]
-    return seconds[0] / seconds[1]
+    times, size = some_of(again, graph, [0, 1]).costs.times, whole_size(graph["conv1"], BATCH)
+    seconds = [times.seconds(device, graph["conv1"], "forward", size) for device in (0, 1)]
+    assert seconds[0] / seconds[1] == pytest.approx(2.0)
 
 
 def test_another_model_is_refused(graph: Graph) -> None:
@@ -179,11 +194,10 @@ def test_a_plan_that_fits_is_taken_before_one_in_proportion_that_does_not(graph:
     """What is left in proportion needs more than the small device has; by fewer samples there, it fits."""
     roomy = known(graph, 1e9, 1e9, 1e9)
     old = by_speed(graph, 1, 1, 1)
-    context = PlanningContext.of(graph, BATCH, *roomy.costs_of([1, 2], graph))
-    need = predict_plan(plan_for(old, graph, [1, 2]), context).memory[1].total_bytes
-    found = plan_anew(known(graph, 1e9, 1e9, 1e9, d2=int(0.8 * need)), graph, old, (0, 1, 2), (1, 2))
+    need = predict_plan(plan_for(old, graph, [1, 2]), some_of(roomy, graph, [1, 2])).memory[1].total_bytes
+    found = plan_anew(request(known(graph, 1e9, 1e9, 1e9, d2=int(0.8 * need)), graph), old, (0, 1, 2), (1, 2))
     assert not found.overfull
-    hopeless = plan_anew(known(graph, 1e9, 1e9, 1e9, d1=100, d2=100), graph, old, (0, 1, 2), (1, 2))
+    hopeless = plan_anew(request(known(graph, 1e9, 1e9, 1e9, d1=100, d2=100), graph), old, (0, 1, 2), (1, 2))
     assert hopeless.plan == plan_for(old, graph, [1, 2])
     assert len(hopeless.overfull) == 2
     assert hopeless.overfull[0].startswith("d1 needs ")
@@ -192,10 +206,8 @@ def test_a_plan_that_fits_is_taken_before_one_in_proportion_that_does_not(graph:
 def test_many_devices_are_compared_by_the_analytic_model(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convoy.planner.anew.SIMULATED_WORK", 0)
     of = known(graph, 1e9, 5e8, 2e8)
-    found = plan_anew(of, graph, by_speed(graph, 4, 2, 1), (0, 1, 2), (0, 1))
-    costs = of.costs_of([0, 1], graph)
-    assert costs is not None
-    assert found.step_s == model_s(CostModel(graph, BATCH, costs[0]), [0, 1], found.plan)
+    found = plan_anew(request(of, graph), by_speed(graph, 4, 2, 1), (0, 1, 2), (0, 1))
+    assert found.step_s == model_s(CostModel(some_of(of, graph, [0, 1])), [0, 1], found.plan)
 
 
 def test_rows_of_some_devices_in_any_order(graph: Graph) -> None:

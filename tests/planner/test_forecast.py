@@ -7,15 +7,23 @@ import pytest
 from convoy.cli.predict import fleet_on
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
+from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
+from convoy.plan.plan import OutputPlace
 from convoy.planner.forecast import BATCHES, LINKS, Forecast, _first, forecast
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.request import PlanRequest
 from convoy.simulate.described import CPU, ENCRYPTION_S_PER_BYTE, TF32_GPU, UNKNOWN, described_costs, reached_by
 
 NET = graph_of("two-conv:50:500")
 
 
+def answer(net: Graph, batch: int, fleet: Fleet, outputs: OutputPlace = "everywhere") -> Forecast:
+    return forecast(PlanRequest(net, batch, FleetKnowledge(fleet), outputs=outputs))
+
+
 def of(on: str, batch: int, link_bytes_per_s: float = 125e6, latency_s: float = 1e-4) -> Forecast:
-    return forecast(NET, batch, fleet_on(on, link_bytes_per_s, latency_s))
+    return answer(NET, batch, fleet_on(on, link_bytes_per_s, latency_s))
 
 
 def test_equal_processors_on_a_fast_link_pay():
@@ -35,7 +43,7 @@ def test_outputs_that_stay_with_their_samples_pay_where_sent_ones_do_not():
     """A U-Net's logits of four images, 21 MB, at 1 Gbit/s: sending them takes longer than a second device saves."""
     net = graph_of("unet:8", (3, 256, 256), 21)
     fleet = fleet_on("zen5-core,zen5-core", 125e6, 1e-4)
-    sent, stays = (forecast(net, 4, fleet, outputs=place) for place in ("everywhere", "where-computed"))
+    sent, stays = (answer(net, 4, fleet, outputs=place) for place in ("everywhere", "where-computed"))
     assert stays.best.plan.outputs == "where-computed"
     assert stays.best.workers == 2
     assert stays.best.step_s < sent.best.step_s
@@ -54,7 +62,7 @@ def test_a_slow_device_far_away_does_not_pay():
     assert found.gain < found.gain_within.high < 1
     assert found.shared is not None
     assert found.shared.workers > 1
-    assert found.context.names[found.fastest] == "h100"
+    assert found.request.names[found.fastest] == "h100"
 
 
 def test_the_best_of_several_devices_may_be_a_plan_for_some_of_them():
@@ -62,7 +70,7 @@ def test_the_best_of_several_devices_may_be_a_plan_for_some_of_them():
     graph = graph_of("resnet18:64")
     gains = []
     for on in "rtx3090,rtx3090", "rtx3090,rtx3090,rtx3090":
-        found = forecast(graph, 16, fleet_on(on, 125e6, 1e-4))
+        found = answer(graph, 16, fleet_on(on, 125e6, 1e-4))
         assert found.best.workers == 1
         gains.append(found.gain)
     assert gains[1] > 0.9 * gains[0]
@@ -94,7 +102,7 @@ def test_one_device_less_or_more():
 def test_no_plan_fits_is_an_error_and_no_answer():
     small = Device("small", "a", "cpu", peak_flop_per_s=1e11, memory_bytes_per_s=1e10, memory_bytes=1000)
     with pytest.raises(PlanError):
-        forecast(NET, 64, Fleet((Host("a"),), (small,)))
+        answer(NET, 64, Fleet((Host("a"),), (small,)))
 
 
 def test_a_device_of_which_nothing_is_known_is_refused_with_what_to_write():
@@ -126,7 +134,7 @@ def test_tensor_cores_count_for_convolutions_only():
 def test_slowed_and_shared_processors_are_slower():
     one = fleet_on("zen5-core", 1e8, 0.0)
     slowed = replace(one, devices=(replace(one.devices[0], slowdown=4.0),))
-    a, b = (forecast(NET, 64, fleet).best.step_s for fleet in (one, slowed))
+    a, b = (answer(NET, 64, fleet).best.step_s for fleet in (one, slowed))
     assert b == pytest.approx(4 * a, rel=0.01)
 
 
@@ -161,4 +169,4 @@ def test_a_fleet_that_is_none_is_refused(text: str):
 
 def test_a_batch_of_fewer_samples_than_pieces_is_planned():
     """The planner tried moves in eight pieces with four samples, which a check of plans had begun to refuse."""
-    assert of("zen5-core,zen5-core,zen5-core", 4).context.batch == 4
+    assert of("zen5-core,zen5-core,zen5-core", 4).request.batch == 4

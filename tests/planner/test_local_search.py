@@ -19,8 +19,8 @@ from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Event, Timeline
 from convoy.simulate.network import Network
-from convoy.simulate.price import computing_s
-from convoy.simulate.simulate import simulate
+from convoy.simulate.simulate import computing_s, simulate
+from tests.support.plan_requests import asked
 
 
 def small_graph() -> Graph:
@@ -33,7 +33,7 @@ def plan_of(layers: dict[str, Strategy], otherwise: Batch | One, devices: int) -
 
 
 def search(graph: Graph, costs: Costs) -> LocalSearch:
-    return LocalSearch(CostModel(graph, 8, costs))
+    return LocalSearch(CostModel(asked(graph, 8, costs)))
 
 
 def balanced(plan: Plan, graph: Graph, timeline: Timeline) -> Plan:
@@ -94,7 +94,9 @@ def test_a_variant_that_does_not_fit_leads_nowhere() -> None:
     graph, costs = small_graph(), slow_receiver()
     even = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
     found = list(
-        LocalSearch(CostModel(graph, 8, costs), lambda plan: plan.reduce != "direct").change_exchanges_and_shares(even)
+        LocalSearch(
+            CostModel(asked(graph, 8, costs)), lambda plan: plan.reduce != "direct"
+        ).change_exchanges_and_shares(even)
     )
     assert found
     assert all(plan.reduce == "ring" for _, plan in found)

@@ -10,10 +10,13 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Placement, place
 from convoy.planner.analytic import CostModel
-from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.planner import candidates
+from convoy.planner.predict import predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.simulate.overhead import Overheads
 from tests.planner.test_passes import fleet, roofline_costs
 from tests.support.odd_nets import UNet
+from tests.support.plan_requests import asked
 from tests.support.torch_seed import torch_seed
 
 with torch_seed(0):
@@ -23,8 +26,8 @@ FLEET = fleet((1e10, None), (5e9, None), (2e9, None))
 BATCH = 24
 
 
-def context(**more: object) -> PlanningContext:
-    return PlanningContext.of(GRAPH, BATCH, roofline_costs(FLEET), FLEET, **more)  # type: ignore[arg-type]
+def context(**more: object) -> PlanRequest:
+    return asked(GRAPH, BATCH, roofline_costs(FLEET), FLEET, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["data", "data-by-speed", "model"])
@@ -46,7 +49,7 @@ def test_a_loss_of_many_pixels_is_in_the_step_and_shared_out_with_the_samples() 
     """100 ns a byte: where outputs are everywhere, each device takes it of the whole batch; where they stay, of its samples."""
     without = context()
     overheads = tuple(Overheads(loss_s_per_byte=1e-7) for _ in FLEET.devices)
-    priced = replace(without, costs=replace(without.costs, overheads=overheads))
+    priced = asked(GRAPH, BATCH, replace(without.costs, overheads=overheads), FLEET)
     plan = without.named("data")
     (output,) = GRAPH.outputs
     whole_s = 1e-7 * 4 * BATCH * math.prod(GRAPH[output].shape)
@@ -55,11 +58,11 @@ def test_a_loss_of_many_pixels_is_in_the_step_and_shared_out_with_the_samples() 
         more_s = predict_plan(here, priced).step_s - predict_plan(here, without).step_s
         assert more_s == pytest.approx(part * whole_s, rel=0.02)
         rows = [
-            CostModel(GRAPH, BATCH, each.costs, outputs=where).compute_s(GRAPH[output], last_of(here))
+            CostModel(asked(GRAPH, BATCH, each.costs, outputs=where)).compute_s(GRAPH[output], last_of(here))
             for each in (without, priced)
         ]
         assert rows[1] - rows[0] == pytest.approx(whole_s / 3 if where == "where-computed" else 0.0)
-    alone_s = [CostModel(GRAPH, BATCH, each.costs).alone_s(0) for each in (without, priced)]
+    alone_s = [each.alone_s(0) for each in (without, priced)]
     assert alone_s[1] - alone_s[0] == pytest.approx(whole_s)
 
 
@@ -69,7 +72,7 @@ def last_of(plan: Plan) -> Placement:
 
 def test_auto_plans_for_where_outputs_are() -> None:
     """Where an image of logits has to come to all devices, sharing out samples costs more than where it stays."""
-    everywhere, stays = (context(outputs=o).candidates() for o in ("everywhere", "where-computed"))
+    everywhere, stays = (candidates(context(outputs=o)) for o in ("everywhere", "where-computed"))
     assert {c.plan.outputs for c in everywhere} == {"everywhere"}
     assert {c.plan.outputs for c in stays} == {"where-computed"}
     assert stays[0].step_s < everywhere[0].step_s

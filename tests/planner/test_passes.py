@@ -11,23 +11,24 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS
 from convoy.plan.steps import Compute, GatherWeights, SumGradients, passes_of, traffic
-from convoy.planner.in_passes import MUCH, as_memory_asks, proposal, split
 from convoy.planner.planner import candidates
-from convoy.planner.predict import PlanningContext, predict_plan, working
+from convoy.planner.predict import MUCH, predict_plan, proposal, working
+from convoy.planner.request import PlanRequest
 from convoy.simulate.memory import fewest_passes, memory_of, room_of, sees_batch
 from convoy.simulate.overhead import Overheads
 from convoy.simulate.simulate import simulate
 from studies.roofline import roofline_costs
 from tests.support.described_fleets import fleet
 from tests.support.one_device import by_name, graph_of
+from tests.support.plan_requests import asked
 from tests.support.stacks import Stack
 
 WIDE = Stack((2, 64, 64)).conv(2, 3).pool().flatten().linear(2048).graph()
 CONVOLUTIONS = Stack((8, 32, 32)).conv(64, 3).conv(256, 3).conv(256, 3).pool().flatten().linear(10).graph()
 
 
-def context_of(fleet: Fleet, graph: Graph, batch: int, passes: int) -> PlanningContext:
-    return PlanningContext.of(graph, batch, roofline_costs(fleet), fleet, passes=passes)
+def context_of(fleet: Fleet, graph: Graph, batch: int, passes: int) -> PlanRequest:
+    return asked(graph, batch, roofline_costs(fleet), fleet, micro_batches=passes)
 
 
 def test_the_kinds_of_passes() -> None:
@@ -78,7 +79,7 @@ def test_optimizer_and_sum_count_once_and_additions_between_passes() -> None:
     )
     times = []
     for passes in (1, 2, 5):
-        context = PlanningContext.of(graph, 1, costs, device, passes=passes)
+        context = asked(graph, 1, costs, device, micro_batches=passes)
         found = predict_plan(context.named("data"), context)
         assert found.energy is not None
         assert found.energy.step_s == found.step_s
@@ -93,7 +94,7 @@ def test_a_fleet_behind_a_slow_link_pays_where_it_sums_once_for_many_passes() ->
     workers, speeds = [], []
     for passes in (1, 16):
         context = context_of(slow, CONVOLUTIONS, 64, passes)
-        best = context.candidates()[0]
+        best = candidates(context)[0]
         workers.append(len(working(best.plan, CONVOLUTIONS)))
         speeds.append(best.step_s / predict_plan(best.plan, context).step_s)
     assert workers == [1, 2]
@@ -103,7 +104,7 @@ def test_a_fleet_behind_a_slow_link_pays_where_it_sums_once_for_many_passes() ->
 def test_the_analytic_model_counts_a_sum_once_too() -> None:
     slow = fleet((1e11, None), (1e11, None), bytes_per_s=1.25e6)
     costs = roofline_costs(slow)
-    found = [candidates(CONVOLUTIONS, 64, costs, simulated=False, passes=n)[0].plan for n in (1, 16)]
+    found = [candidates(asked(CONVOLUTIONS, 64, costs, micro_batches=n), simulated=False)[0].plan for n in (1, 16)]
     assert [len(working(plan, CONVOLUTIONS)) for plan in found] == [1, 2]
 
 
@@ -112,18 +113,18 @@ def test_where_no_plan_fits_passes_are_proposed_in_which_one_does() -> None:
     tight = fleet((1e11, 30_000_000), (1e11, 30_000_000))
     context = context_of(tight, CONVOLUTIONS, 64, 1)
     with pytest.raises(PlanError, match=r"Make a step of \d+ passes \(--accumulate \d+; in Python") as caught:
-        context.candidates()
+        candidates(context)
     passes = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
     fewer = context_of(tight, CONVOLUTIONS, 64 // passes, passes)
-    plan = fewer.candidates()[0].plan
+    plan = candidates(fewer)[0].plan
     assert not room_of(tight).excess([each.total_bytes for each in memory_of(plan, CONVOLUTIONS)])
     with pytest.raises(PlanError, match=f"--accumulate {passes};"):  # half of them are already made, and do not do
-        context_of(tight, CONVOLUTIONS, 64 // passes * 2, passes // 2).candidates()
+        candidates(context_of(tight, CONVOLUTIONS, 64 // passes * 2, passes // 2))
 
 
 def test_where_not_even_one_sample_fits_no_passes_are_proposed() -> None:
     with pytest.raises(PlanError, match=r"Use a smaller batch or net"):
-        context_of(fleet((1e11, 1_000_000)), WIDE, 8, 1).candidates()
+        candidates(context_of(fleet((1e11, 1_000_000)), WIDE, 8, 1))
 
 
 def test_the_fewest_passes_are_a_divisor_of_the_batch() -> None:
@@ -136,55 +137,49 @@ def test_the_fewest_passes_are_a_divisor_of_the_batch() -> None:
 def test_the_message_says_how_long_a_step_in_passes_takes() -> None:
     tight = context_of(fleet((1e11, 30_000_000), (1e11, 30_000_000)), CONVOLUTIONS, 64, 1)
     with pytest.raises(PlanError) as caught:
-        tight.candidates()
+        candidates(tight)
     found = proposal(tight, None)
     assert found is not None
-    assert f"{found.passes} passes (--accumulate {found.passes}; in Python, model.no_sync()), which fits: " in str(
-        caught.value
-    )
-    assert f"{found.step_s:.3g} s a step; or use a smaller batch" in str(caught.value)
-    best = found.context.candidates()[0].step_s
-    assert best <= found.best.step_s
-    assert not found.best.overfull
+    count = 64 // found.plan.batch
+    assert f"{count} passes (--accumulate {count}; in Python, model.no_sync()), which fits: " in str(caught.value)
+    assert f"{found.step_s * count:.3g} s a step; or use a smaller batch" in str(caught.value)
+    assert candidates(tight.split(count))[0].step_s <= found.step_s
+    assert not found.overfull
 
 
 def test_passes_are_proposed_where_memory_makes_a_step_slow_and_nowhere_else() -> None:
     """Half of the batch fits on the fast device; for all of it, the slow one has to help over 10 Mbit/s."""
     room = 200_000_000
 
-    def context(memory: int | None) -> PlanningContext:
+    def context(memory: int | None) -> PlanRequest:
         return context_of(fleet((1e11, memory), (2e10, memory), bytes_per_s=1.25e6), CONVOLUTIONS, 64, 1)
 
     tight, wide = context(room), context(None)
-    step_s = tight.candidates()[0].step_s
+    step_s = candidates(tight)[0].step_s
     found = proposal(tight, step_s)
     assert found is not None
-    assert step_s > MUCH * found.step_s
-    assert (found.passes, as_memory_asks(tight).passes) == (2, 2)
-    assert proposal(tight, found.step_s * 1.1) is None
+    assert found.plan.batch == 32
+    assert step_s > MUCH * 2 * found.step_s
+    assert proposal(tight, 2 * found.step_s * 1.1) is None
     assert proposal(wide, None) is None
-    assert as_memory_asks(wide) is wide
     roomy = context(10**9)
-    assert as_memory_asks(roomy) is roomy
-    assert proposal(roomy, roomy.candidates()[0].step_s) is None
+    assert proposal(roomy, candidates(roomy)[0].step_s) is None
 
 
-def test_a_net_with_batch_norm_is_not_made_in_passes_unasked() -> None:
+def test_the_message_says_that_batch_norm_sees_a_micro_batch() -> None:
     norm = graph_of("resnet")
     assert sees_batch(norm)
     assert not sees_batch(CONVOLUTIONS)
     need = max(each.total_bytes for each in memory_of(by_name("data", "resnet", batch=64), norm))
     tight = context_of(fleet((1e11, need // 2), (1e11, need // 2)), norm, 64, 1)
-    assert as_memory_asks(tight) is tight
     with pytest.raises(
         PlanError, match=r"with other numbers than in one pass, since batch norm '\S+' and \d more would see"
     ):
-        tight.candidates()
+        candidates(tight)
 
 
 def test_passes_of_a_step_are_equal() -> None:
     context = context_of(fleet((1e11, None)), CONVOLUTIONS, 64, 1)
-    assert (split(context, 4).batch, split(split(context, 4), 2).passes) == (16, 8)
-    assert split(context, 1) == context
-    with pytest.raises(PlanError, match=r"64 samples in 3 passes: .* a number that divides 64"):
-        split(context, 3)
+    assert (context.split(4).batch, context.split(4).split(2).micro_batches) == (16, 8)
+    with pytest.raises(PlanError, match=r"64 samples in 3 micro-batches: .* a number that divides 64"):
+        context.split(3)

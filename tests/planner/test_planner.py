@@ -29,10 +29,10 @@ from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
 from convoy.planner.analytic import CostModel
 from convoy.planner.load_balance import balance
 from convoy.planner.planner import candidates, plan_auto
-from convoy.planner.speeds import solo_speeds
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.network import Network
 from convoy.simulate.simulate import Costs, simulate
+from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 
 
@@ -70,7 +70,7 @@ def graph_of(net: nn.Module, side: int = 16) -> Graph:
 
 def every_plan(graph: Graph, batch: int, costs: Costs) -> Iterator[Plan]:
     """Every combination of strategies, for the fastest device, the two fastest, and so on; shares by speed."""
-    speeds = solo_speeds(graph, batch, costs)
+    speeds = asked(graph, batch, costs).speeds.devices
     order = sorted(range(len(speeds)), key=lambda d: -speeds[d])
     weighted = graph.weighted
     for count in range(1, len(order) + 1):
@@ -94,7 +94,7 @@ def test_no_combination_of_strategies_is_faster(case: int) -> None:
     graph, devices, batch = graph_of(small_net(rng)), rng.choice([2, 3]), rng.choice([8, 32])
     costs = costs_of([rng.choice([1e9, 2e9, 5e9, 1e10]) for _ in range(devices)], rng.choice([1e6, 1e7, 1e8, 1e9]))
     best_s = min(simulate(lower(plan, graph), graph, costs).step_s for plan in every_plan(graph, batch, costs))
-    found = candidates(graph, batch, costs)[0]
+    found = candidates(asked(graph, batch, costs))[0]
     # The planner may also balance by measured curves, so it may win by a little; it may never lose.
     assert found.step_s <= best_s * 1.005
     assert found.step_s == simulate(lower(found.plan, graph), graph, costs).step_s
@@ -121,7 +121,7 @@ def test_no_way_to_keep_weights_is_faster(case: int) -> None:
     best_s = min(
         simulate(lower(plan, graph), graph, costs).step_s for plan in {plan.to_json(): plan for plan in plans}.values()
     )
-    found = candidates(graph, batch, costs)[0]
+    found = candidates(asked(graph, batch, costs))[0]
     assert found.step_s <= best_s * 1.005
     assert found.step_s == simulate(lower(found.plan, graph), graph, costs).step_s
 
@@ -134,7 +134,7 @@ def test_weights_are_kept_in_shares_where_that_is_faster() -> None:
     )
     graph = graph_of(net, 32)
     costs = replace(costs_of([1e11, 1e11], 1e8), update_s_per_entry=(1e-6, 1e-6))
-    plan = plan_auto(graph, 64, costs)
+    plan = plan_auto(asked(graph, 64, costs))
     seconds = [simulate(lower(each, graph), graph, costs).step_s for each in (plan, replace(plan, in_shares={}))]
     assert plan.in_shares
     assert seconds[0] < seconds[1]
@@ -144,8 +144,8 @@ def test_weights_are_kept_in_shares_where_that_is_faster() -> None:
 def test_auto_is_predicted_no_slower_than_any_named_plan(batch: int) -> None:
     graph = graph_of(build_net("two-conv:150:800", (3, 32, 32), 10), 32)
     costs = costs_of([88e9, 55e9, 33e9, 22e9], 125e6)
-    speeds = Speeds(solo_speeds(graph, batch, costs))
-    auto_s = candidates(graph, batch, costs)[0].step_s
+    speeds = Speeds(asked(graph, batch, costs).speeds.devices)
+    auto_s = candidates(asked(graph, batch, costs))[0].step_s
     for name in PLANS:
         plan = named_plan(name, graph, batch, speeds)
         assert auto_s <= simulate(lower(plan, graph), graph, costs).step_s
@@ -156,13 +156,13 @@ def test_a_way_to_sum_that_is_asked_for_is_planned_with(reduce: Reduce) -> None:
     """By all plans, also where another would be faster."""
     graph = graph_of(build_net("two-conv:16:32", (3, 16, 16), 10))
     costs = costs_of([4e9, 2e9, 1e9], 1e8)
-    assert {each.plan.reduce for each in candidates(graph, 16, costs, reduce=reduce)} == {reduce}
-    assert candidates(graph, 16, costs)[0].plan.reduce == "direct"
+    assert {each.plan.reduce for each in candidates(asked(graph, 16, costs, reduce=reduce))} == {reduce}
+    assert candidates(asked(graph, 16, costs))[0].plan.reduce == "direct"
 
 
 def test_a_wire_that_is_too_slow_leaves_the_work_to_the_fastest_device() -> None:
     graph = graph_of(build_net("two-conv:8:16", (3, 16, 16), 10))
-    plan = plan_auto(graph, 8, costs_of([1e9, 1e10, 1e9], 1e3))
+    plan = plan_auto(asked(graph, 8, costs_of([1e9, 1e10, 1e9], 1e3)))
     for step in lower(plan, graph).phase("forward"):
         # The last layer may be summed over devices: its outputs go to everybody anyway, and a ring carries them best.
         if isinstance(step, Compute) and step.layer != graph.outputs[0]:
@@ -187,19 +187,19 @@ class PositionCodes(nn.Module):
 def test_a_layer_that_reads_no_tensor_is_planned(bytes_per_s: float) -> None:
     graph = graph_of(PositionCodes())
     assert graph["zeros"].inputs == ()
-    for each in candidates(graph, 16, costs_of([1e9, 5e8], bytes_per_s)):
+    for each in candidates(asked(graph, 16, costs_of([1e9, 5e8], bytes_per_s))):
         each.plan.check(graph, 2)
 
 
 def test_the_same_question_has_the_same_answer() -> None:
     graph = graph_of(small_net(random.Random(3)))
     costs = costs_of([3e9, 2e9, 2e9], 1e7)
-    assert plan_auto(graph, 24, costs) == plan_auto(graph, 24, costs)
+    assert plan_auto(asked(graph, 24, costs)) == plan_auto(asked(graph, 24, costs))
 
 
 def test_a_residual_net_is_planned_and_its_plan_fits() -> None:
     graph = graph_of(build_net("resnet:8:16", (3, 32, 32), 10), 32)
-    plan = plan_auto(graph, 64, costs_of([8e9, 5e9, 3e9, 2e9], 125e6))
+    plan = plan_auto(asked(graph, 64, costs_of([8e9, 5e9, 3e9, 2e9], 125e6)))
     plan.check(graph, 4)
     assert plan.name in ("auto", *PLANS)
 
@@ -236,9 +236,9 @@ def test_plans_with_many_exchanges_are_left_where_exchanges_come_late() -> None:
     """AlexNet-like, three devices: what is best without jitter has more exchanges than what is best with it."""
     graph = graph_of(build_net("alexnet:64", (3, 32, 32), 10), 32)
     calm = costs_of([4e9, 2e9, 1e9], 1e8)
-    step_s = candidates(graph, 16, calm)[0].step_s
+    step_s = candidates(asked(graph, 16, calm))[0].step_s
     late = replace(calm, network=replace(calm.network, jitter_s=(step_s / 20,) * 3))
-    plans = [candidates(graph, 16, costs)[0].plan for costs in (calm, late)]
+    plans = [candidates(asked(graph, 16, costs))[0].plan for costs in (calm, late)]
     exchanges = [sum(not isinstance(step, Compute) for step in lower(plan, graph).steps) for plan in plans]
     assert exchanges[1] < exchanges[0]
     # And it is the better one there.
@@ -252,9 +252,11 @@ def test_the_analytic_model_adds_jitter_once_to_an_exchange() -> None:
     late = replace(calm, network=replace(calm.network, jitter_s=(0.5, 0.25, 0.0)))
     source = next(layer for layer in graph.layers.values() if layer.kind == "conv")
     src, dst = Split(0, (8, 5, 3)), Split(1, (8, 5, 3))
-    without_s, with_s = (CostModel(graph, 16, costs).move_s(src, dst, source, back=False) for costs in (calm, late))
+    without_s, with_s = (
+        CostModel(asked(graph, 16, costs)).move_s(src, dst, source, back=False) for costs in (calm, late)
+    )
     assert with_s - without_s == pytest.approx(0.5)
-    assert CostModel(graph, 16, late).move_s(src, src, source, back=True) == 0.0
+    assert CostModel(asked(graph, 16, late)).move_s(src, src, source, back=True) == 0.0
 
 
 def test_a_deep_net_of_short_layers_is_left_to_one_device_where_that_is_faster() -> None:
@@ -264,7 +266,7 @@ def test_a_deep_net_of_short_layers_is_left_to_one_device_where_that_is_faster()
     costs = costs_of([20e9, 12e9, 8e9, 5e9], 125e6)
     late = replace(costs, network=flat_network(4, 125e6, latency_s=8e-3))
     alone = Plan("alone", graph.fingerprint, 4, 64, {}, One(0))
-    assert candidates(graph, 64, late)[0].step_s <= simulate(lower(alone, graph), graph, late).step_s
+    assert candidates(asked(graph, 64, late))[0].step_s <= simulate(lower(alone, graph), graph, late).step_s
 
 
 def test_of_a_deep_net_named_plans_that_are_far_off_are_not_replayed() -> None:
@@ -274,8 +276,8 @@ def test_of_a_deep_net_named_plans_that_are_far_off_are_not_replayed() -> None:
         stack += [nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Tanh()]
     graph = trace(nn.Sequential(*stack, nn.Flatten(), nn.Linear(512, 10)), torch.zeros(2, 3, 8, 8)).graph
     costs = costs_of([20e9, 12e9], 1e6)
-    speeds = Speeds(solo_speeds(graph, 16, costs))
-    found = candidates(graph, 16, costs)
+    speeds = Speeds(asked(graph, 16, costs).speeds.devices)
+    found = candidates(asked(graph, 16, costs))
     names = {each.plan.name for each in found}
     assert names >= {"auto", "data-by-speed"}
     left_out = {"model", "master"}
@@ -301,4 +303,4 @@ def test_where_cards_set_the_pace_filters_are_shared_out_evenly() -> None:
     }
     by_batch = Batch(apportion(16, rates))
     by_hand = Plan("by hand", graph.fingerprint, 3, 16, strategies, by_batch, "direct", pieces=16)
-    assert candidates(graph, 16, costs)[0].step_s <= simulate(lower(by_hand, graph), graph, costs).step_s
+    assert candidates(asked(graph, 16, costs))[0].step_s <= simulate(lower(by_hand, graph), graph, costs).step_s

@@ -16,14 +16,15 @@ from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
 from convoy.planner.analytic import CostModel
 from convoy.planner.planner import candidates, plan_auto, quick_candidates
-from convoy.planner.predict import PlanningContext, predict_all
+from convoy.planner.predict import predict_all
+from convoy.planner.request import PlanRequest
 from convoy.planner.search import Search
-from convoy.planner.speeds import solo_speeds
 from convoy.simulate.energy import energy_of
 from convoy.simulate.memory import Room, memory_of, most_bytes
 from convoy.simulate.simulate import Costs, simulate
 from studies.roofline import roofline_costs
 from tests.support.described_fleets import fleet
+from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 from tests.support.stacks import Stack
 
@@ -32,10 +33,8 @@ WIDE = Stack((2, 64, 64)).conv(2, 3).pool().flatten().linear(2048).graph()
 BATCH = 8
 
 
-def context_of(
-    fleet: Fleet, graph: Graph = WIDE, batch: int = BATCH, optimizer: str = "sgd-momentum"
-) -> PlanningContext:
-    return PlanningContext.of(graph, batch, roofline_costs(fleet), fleet, optimizer)
+def context_of(fleet: Fleet, graph: Graph = WIDE, batch: int = BATCH, optimizer: str = "sgd-momentum") -> PlanRequest:
+    return asked(graph, batch, roofline_costs(fleet), fleet, optimizer=optimizer)
 
 
 def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
@@ -44,7 +43,7 @@ def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
 
 def test_a_plan_that_fits_is_the_same_with_and_without_limits() -> None:
     roomy = context_of(fleet((1e11, 10**10), (5e10, 10**10)))
-    assert plan_auto(WIDE, BATCH, roomy.costs, roomy.room) == plan_auto(WIDE, BATCH, roomy.costs)
+    assert plan_auto(roomy) == plan_auto(asked(WIDE, BATCH, roomy.costs))
 
 
 @pytest.mark.parametrize(("reduce", "wire"), [*((each, "exact") for each in SUMS), ("ring", "inexact-bf16")])
@@ -62,15 +61,15 @@ def test_where_there_is_plenty_of_room_no_program_is_compiled(monkeypatch: pytes
     """Choosing for a deep net took half as long again, because every plan was compiled to see whether it fits."""
     roomy = context_of(fleet((1e11, 10**10), (5e10, 10**10)))
     monkeypatch.setattr("convoy.simulate.memory.compile_all", lambda *_: pytest.fail("compiled"))
-    assert candidates(WIDE, BATCH, roomy.costs, roomy.room, simulated=False)
+    assert candidates(roomy, simulated=False)
 
 
 def test_only_a_split_of_the_big_layer_fits() -> None:
     """Neither device holds 50 MB; together they hold 60. Every plan that copies the Linear, or leaves it to one, is out."""
     tight = context_of(fleet((1e11, 30_000_000), (5e10, 30_000_000)))
-    free = plan_auto(WIDE, BATCH, tight.costs)
+    free = plan_auto(asked(WIDE, BATCH, tight.costs))
     assert max(needs(free)) > 30_000_000  # by speed two thirds of the Linear
-    plan = plan_auto(WIDE, BATCH, tight.costs, tight.room)
+    plan = plan_auto(tight)
     assert max(needs(plan)) <= 30_000_000
     assert isinstance(plan.layers["4"], Filter | Channel)
     plan.check(WIDE, 2)
@@ -79,7 +78,7 @@ def test_only_a_split_of_the_big_layer_fits() -> None:
 def test_the_fast_device_has_little_memory() -> None:
     """By speed it would take nine tenths of the Linear's 50 MB; it has room for a quarter."""
     tight = context_of(fleet((9e10, 14_000_000), (1e10, 45_000_000)))
-    plan = plan_auto(WIDE, BATCH, tight.costs, tight.room)
+    plan = plan_auto(tight)
     first, second = needs(plan)
     assert first <= 14_000_000
     assert second <= 45_000_000
@@ -87,7 +86,7 @@ def test_the_fast_device_has_little_memory() -> None:
 
 def test_a_slow_device_with_memory_works_alone_where_the_fast_one_has_none() -> None:
     lonely = context_of(fleet((1e11, 3_000_000), (1e10, 10**9)))
-    plan = plan_auto(WIDE, BATCH, lonely.costs, lonely.room)
+    plan = plan_auto(lonely)
     assert needs(plan)[0] <= 3_000_000
 
 
@@ -96,12 +95,12 @@ def test_where_direct_sums_do_not_fit_a_ring_does() -> None:
     plan with copies takes with a ring: it is found, or one that is as fast."""
     graph = Stack((64, 16, 16)).conv(64, 3).conv(64, 3).pool().conv(128, 3).pool().flatten().linear(4).graph()
     roomy = context_of(fleet(*[(1e11, 10**10)] * 4), graph, 64)
-    free = next(each.plan for each in candidates(graph, 64, roomy.costs) if not each.plan.in_shares)
+    free = next(each.plan for each in candidates(asked(graph, 64, roomy.costs)) if not each.plan.in_shares)
     ring = replace(free, reduce="ring")
     assert free.reduce == "direct"
     assert max(needs(ring, graph)) < max(needs(free, graph))
     tight = context_of(fleet(*[(1e11, max(needs(ring, graph)))] * 4), graph, 64)
-    plan = plan_auto(graph, 64, tight.costs, tight.room)
+    plan = plan_auto(tight)
     assert max(needs(plan, graph)) <= max(needs(ring, graph))
     ring_s = simulate(lower(ring, graph), graph, tight.costs).step_s
     assert simulate(lower(plan, graph), graph, tight.costs).step_s <= ring_s * 1.001
@@ -124,7 +123,7 @@ def test_weights_are_freed_after_use_where_nothing_else_fits(limit_mb: int) -> N
     """200 MB are little more than what an even fourth of the samples takes: the fast devices give samples away."""
     graph = heavy()
     tight = context_of(fleet(*[(rate, limit_mb * 10**6) for rate in (1e11, 8e10, 6e10, 6e10)]), graph, 64)
-    plan = plan_auto(graph, 64, tight.costs, tight.room)
+    plan = plan_auto(tight)
     assert {how.form for how in plan.in_shares.values()} == {"free"}
     assert max(needs(plan, graph)) <= limit_mb * 10**6
     keeping = {name: replace(how, form="keep") for name, how in plan.in_shares.items()}
@@ -136,7 +135,7 @@ def test_weights_are_freed_after_use_where_nothing_else_fits(limit_mb: int) -> N
 def test_quick_plans_free_weights_too_where_nothing_else_fits() -> None:
     graph = heavy()
     tight = context_of(fleet(*[(1e11, 200 * 10**6)] * 4), graph, 64)
-    (found,) = quick_candidates(graph, 64, tight.costs, tight.room)
+    (found,) = quick_candidates(tight)
     assert {how.form for how in found.plan.in_shares.values()} == {"free"}
     assert max(needs(found.plan, graph)) <= 200 * 10**6
 
@@ -144,7 +143,7 @@ def test_quick_plans_free_weights_too_where_nothing_else_fits() -> None:
 def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
     small = context_of(fleet((1e11, 10_000_000), (5e10, 12_000_000)))
     with pytest.raises(PlanError) as refused:
-        plan_auto(WIDE, BATCH, small.costs, small.room)
+        plan_auto(small)
     text = str(refused.value)
     assert "d0 needs" in text or "d1 needs" in text
     assert "of 10 MB" in text or "of 12 MB" in text
@@ -156,16 +155,16 @@ def test_devices_without_a_known_limit_hold_anything() -> None:
     unknown = context_of(fleet((1e11, None), (5e10, None)))
     assert not unknown.room.limited
     half = context_of(fleet((1e11, 1_000_000), (5e10, None)))
-    assert needs(plan_auto(WIDE, BATCH, half.costs, half.room))[0] <= 1_000_000
+    assert needs(plan_auto(half))[0] <= 1_000_000
 
 
 def test_the_optimizers_state_counts() -> None:
     """64 MB are more than three times the weights, for sgd with momentum, and less than four times, for adam."""
     one = fleet((1e11, 58_000_000))
-    assert plan_auto(WIDE, BATCH, context_of(one).costs, context_of(one).room).devices == 1
+    assert plan_auto(context_of(one)).devices == 1
     adam = context_of(one, optimizer="adam")
     with pytest.raises(PlanError, match="d0 needs"):
-        plan_auto(WIDE, BATCH, adam.costs, adam.room)
+        plan_auto(adam)
 
 
 def test_named_plans_that_do_not_fit_are_marked() -> None:
@@ -197,7 +196,7 @@ def test_least_energy_by_hand() -> None:
     context = context_of(hungry(5.0, 500.0))
     power = [(5.0, 500.0), (1.0, 2.0)]
     joules = {}
-    for each in candidates(context.graph, context.batch, context.costs, context.room):
+    for each in candidates(context):
         timeline = simulate(lower(each.plan, context.graph), context.graph, context.costs)
         busy = timeline.compute_s
         joules[timeline.step_s, each.plan.name] = sum(
@@ -249,7 +248,7 @@ def many(count: int) -> tuple[Graph, Costs]:
 
 def test_a_large_fleet_is_planned_by_the_analytic_model_and_the_plan_fits() -> None:
     graph, costs = many(100)
-    first, again = candidates(graph, 800, costs), candidates(graph, 800, costs)
+    first, again = candidates(asked(graph, 800, costs)), candidates(asked(graph, 800, costs))
     assert first == again
     assert [each.step_s for each in first] == sorted(each.step_s for each in first)
     for each in first:
@@ -259,19 +258,19 @@ def test_a_large_fleet_is_planned_by_the_analytic_model_and_the_plan_fits() -> N
 def test_the_analytic_model_prices_the_plans_that_it_found() -> None:
     """The search's own sum and the walk over a finished plan are the same number."""
     graph, costs = many(6)
-    search = Search(CostModel(graph, 48, costs), (4, 3, 2))
+    search = Search(CostModel(asked(graph, 48, costs)), (4, 3, 2))
     for cost, plan in search.run():
         assert search.step_s(plan) == pytest.approx(cost, rel=1e-12)
 
 
 def test_by_the_analytic_model_auto_is_no_slower_than_a_named_plan() -> None:
     graph, costs = many(16)
-    best = candidates(graph, 64, costs)[0]
-    speeds = Speeds(solo_speeds(graph, 64, costs))
+    best = candidates(asked(graph, 64, costs))[0]
+    speeds = Speeds(asked(graph, 64, costs).speeds.devices)
     for name in (each for each in PLANS if each != "sharded"):  # which is not among them
         plan = named_plan(name, graph, 64, speeds)
         # With the sums that this plan has, not with those that the search assumes.
-        model_s = Search(CostModel(graph, 64, costs, reduce=plan.collective), tuple(range(16))).step_s(plan)
+        model_s = Search(CostModel(asked(graph, 64, costs, reduce=plan.collective)), tuple(range(16))).step_s(plan)
         assert best.step_s <= model_s * (1 + 1e-12)
-        (found,) = (each for each in candidates(graph, 64, costs) if each.plan == plan)
+        (found,) = (each for each in candidates(asked(graph, 64, costs)) if each.plan == plan)
         assert found.step_s == pytest.approx(model_s, rel=1e-12)

@@ -13,12 +13,14 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import One
-from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan
+from convoy.planner.predict import PlanPrediction, predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.planner.spare import MOST_PART, kept_bytes, spare_price
 from convoy.report.plans import show_spare
 from convoy.simulate.overhead import Overheads
 from tests.support.described_fleets import measured_fleet
 from tests.support.plain_nets import TwoConv
+from tests.support.plan_requests import asked
 
 BATCH = 48
 
@@ -34,13 +36,13 @@ def entries(graph: Graph) -> int:
 
 def case(
     graph: Graph, name: str, copy_s_per_byte: float = 0.0, link: float = 1e12, devices: int = 3, **memory: int
-) -> tuple[PlanPrediction, PlanningContext]:
+) -> tuple[PlanPrediction, PlanRequest]:
     """A step that takes a second on each device, and nothing but the given copies and links costs time."""
     measured = measured_fleet(graph, [1.0] * devices, BATCH, memory_bytes=memory, link_bytes_per_s=link)
     costs = replace(
         measured.costs(graph), overheads=(Overheads(copy_s_per_byte=copy_s_per_byte),) * devices, update_s_per_entry=()
     )
-    context = PlanningContext.of(graph, BATCH, costs, measured.fleet)
+    context = asked(graph, BATCH, costs, measured.fleet)
     row = predict_plan(named_plan(name, graph, BATCH, Speeds((1.0,) * devices)), context)
     return replace(row, step_s=1.0), context
 
@@ -112,4 +114,4 @@ def test_no_room_is_said_and_one_device_keeps_nothing(graph: Graph) -> None:
 
 def test_batches_in_passes_make_longer_steps(graph: Graph) -> None:
     row, context = case(graph, "data", copy_s_per_byte=0.07 / (8 * entries(graph)))
-    assert spare_price(row, replace(context, passes=4)).every == 1
+    assert spare_price(row, replace(context, micro_batches=4)).every == 1

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from convoy.cli.predict import run_predict
+from convoy.cli.question import PlanQuestion
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Layer
 from convoy.model.tracing import trace
@@ -17,7 +18,7 @@ from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.steps import Part, Phase
 from convoy.plan.strategy import Batch
 from convoy.planner.bound import LowerBound
-from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.predict import predict_plan
 from convoy.report.plans import show_counts, show_devices, show_plan, show_step_parts, step_parts
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Event, Timeline
@@ -25,6 +26,7 @@ from convoy.simulate.network import network_of
 from tests.planner.test_bound import two_devices
 from tests.simulate.test_simulate import hosts
 from tests.support import nets
+from tests.support.plan_requests import asked
 
 SAMPLE_S = (0.25, 2.0)
 """Forward seconds of a sample in a layer that is not split, by device. Backward takes three times as long."""
@@ -59,7 +61,7 @@ def test_a_layer_that_is_not_split_is_listed_with_its_seconds_and_device(
     devices = (Device("quick", "a", "cpu"), Device("slow", "b", "cpu"))
     fleet = Fleet((Host("a"), Host("b")), devices, Card(1e9, 1e9, 1e-6))
     graph = trace(nets.build(net), torch.zeros(2, 3, 8, 8, dtype=torch.float64)).graph
-    context = PlanningContext.of(graph, 8, Costs(Table(), network_of(fleet)), fleet)
+    context = asked(graph, 8, Costs(Table(), network_of(fleet)), fleet)
     row = predict_plan(Plan("hand", graph.fingerprint, 2, 8, {}, Batch(shares)), context)
     console = Console(file=io.StringIO(), width=300)
     show_plan(console, row, context)
@@ -145,7 +147,7 @@ def test_a_prediction_groups_what_changes_nothing_and_explains_the_plan_with_sev
 ) -> None:
     """It listed eight changes with "1.00x", and the parts of a step on one device where the answer was No."""
     monkeypatch.setenv("COLUMNS", "200")
-    run_predict("resnet:8:16", (3, 32, 32), 10, 256, on="laptop-cpu,rtx3060,rtx3090")
+    run_predict(PlanQuestion("resnet:8:16", (3, 32, 32), 10, 256), on="laptop-cpu,rtx3060,rtx3090")
     out = capsys.readouterr().out
     assert "Would it pay? No: rtx3090 alone is the fastest" in out
     assert re.search(r"^Best plan with several devices \(convolutions and linear layers\): \d+ ", out, re.M)

@@ -14,9 +14,9 @@ from torch import nn
 
 from convoy.api import distribute, make_plan
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
-from convoy.comm.accelerator import check_device, local_devices, memory_of, pick_device, queued, to_device
 from convoy.comm.group import AloneGroup, Group, Message
 from convoy.errors import InputError
+from convoy.machine.accelerator import check_device, local_devices, memory_of, pick_device, queued, to_device
 from convoy.plan.presets import PLANS, Speeds
 from convoy.runtime.alike import check_batches, check_copies
 from convoy.runtime.clock import Clock

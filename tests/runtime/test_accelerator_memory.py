@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from convoy.api import distribute, make_plan
-from convoy.comm.accelerator import limit_memory, memory_of
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import DeviceLostError, InputError, PlanError
+from convoy.machine.accelerator import limit_memory, memory_of
 from tests.conftest import ROOT
 from tests.support import sim
 from tests.support.slow import most_slow

@@ -50,6 +50,7 @@ from tests.support.one_device import (
     part,
     traffic_of,
 )
+from tests.support.plan_requests import asked
 from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
@@ -314,7 +315,7 @@ def test_the_planner_knows_it() -> None:
     """On a slow wire: all plans that it looks at travel narrow, and a step is predicted as its replay."""
     graph = trace(build_net("two-conv:50:100", (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
     costs = costs_of([88e9, 55e9, 33e9], 12.5e6)
-    found, exact = candidates(graph, 64, costs, wire=BF16), candidates(graph, 64, costs)
+    found, exact = candidates(asked(graph, 64, costs, wire=BF16)), candidates(asked(graph, 64, costs))
     assert {each.plan.wire for each in found} == {BF16}
     assert found[0].step_s == simulate(lower(found[0].plan, graph), graph, costs).step_s
     assert found[0].step_s < exact[0].step_s
@@ -381,8 +382,14 @@ def check_close(plan: Plan, net: str) -> None:
     assert 0 < max(apart) < TOLERANCE, apart
 
 
-@pytest.mark.parametrize("net", ["two-conv", "resnet"])
-@pytest.mark.parametrize("plan", [*PLANS])
+@pytest.mark.parametrize(
+    ("plan", "net"),
+    [
+        *((plan, "two-conv") for plan in PLANS),
+        ("hybrid", "resnet"),
+        *(pytest.param(plan, "resnet", marks=pytest.mark.slow) for plan in PLANS if plan != "hybrid"),
+    ],
+)
 def test_five_steps_of_every_plan(plan: str, net: str) -> None:
     """Ten samples on four devices by speed: 7, 0, 2, 1; even shares are 3, 3, 2, 2."""
     check_close(by_name(plan, net), net)

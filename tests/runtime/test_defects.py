@@ -1,7 +1,6 @@
 """One test for each bug that was found by trying, its story first."""
 
 import copy
-import threading
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.runtime import gradients
-from convoy.runtime.gradients import SumLane, Sums, Worker
 from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.threads import run_on_threads
@@ -118,26 +115,6 @@ def test_a_batch_of_zero_is_refused() -> None:
     graph = trace(model, torch.zeros(2, 3, 8, 8)).graph
     with pytest.raises(PlanError, match=r"a batch of 0: .* give 1 or more"):
         lower(planned("data", model, (1.0, 1.0)), graph, 0)
-
-
-def test_sums_go_on_in_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread begins in its device's default stream: under `with torch.cuda.stream(s)` it could have read gradients that were
-    not computed yet. There is no GPU here: the interface of torch's accelerators is played."""
-    seen: list[tuple[str, int]] = []
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: "the caller's")
-    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: seen.append((stream, threading.get_ident())))
-
-    class Away:
-        """A group on an accelerator that sends nothing."""
-
-        device, devices, lanes, torch_device = 0, 1, 2, torch.device("cuda", 0)
-
-    sums = Sums(Away(), SumLane({3: []}, []), gradients.Slots(), Worker("sums"))  # type: ignore[arg-type]
-    sums.begin(3, torch.zeros(1))
-    sums.finish()
-    ((stream, thread),) = seen
-    assert stream == "the caller's"
-    assert thread != threading.get_ident()
 
 
 def test_an_optimizer_on_pieces_is_refused_also_where_distributed_was_built_directly() -> None:

@@ -17,9 +17,11 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.one_device import EXACT, UNEVEN, Training, by_name, loss_of, mixed, one_trace, part
+from tests.support.slow import each_value
 from tests.support.threads import run_on_threads
 
 PLANS = ("data-by-speed", "master", "model", "hybrid", "mixed")
+NETS = ("two-conv", "resnet", "auxiliary", "in-place", "opaque-per-sample")
 
 
 def plan_of(name: str, net: str) -> Plan:
@@ -37,8 +39,7 @@ def all_of(outputs: Any, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["in part", "whole"])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("net", ["two-conv", "resnet", "auxiliary", "in-place", "opaque-per-sample"])
+@pytest.mark.parametrize(("net", "plan"), each_value(NETS, PLANS))
 def test_an_input_has_the_gradient_that_it_has_on_one_device(net: str, plan: str, whole: bool) -> None:
     """Given in part, each device has the gradient of its part; given whole, every device has all of it. What travels is
     what the step list says."""

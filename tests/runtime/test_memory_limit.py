@@ -20,9 +20,10 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.planner.planner import plan_auto
-from convoy.simulate.memory import Room, memory_of
+from convoy.simulate.memory import memory_of
 from studies.roofline import roofline_costs
 from tests.support.memory_groups import enter, memory_groups, memory_root
+from tests.support.plan_requests import asked
 from tests.support.processes import on_processes
 from tests.support.torch_seed import torch_seed
 
@@ -63,8 +64,8 @@ def planned(name: str) -> tuple[Plan, Graph]:
     if name == "in shares":
         plan = named_plan("sharded", graph, BATCH, Speeds((1.0,) * DEVICES))
         return replace(plan, in_shares={key: replace(kept, form="free") for key, kept in plan.in_shares.items()}), graph
-    room = Room(tuple(d.memory_bytes for d in devices), tuple(d.name for d in devices), "adam")
-    return plan_auto(graph, BATCH, replace(roofline_costs(fleet), itemsize=8), room), graph
+    costs = replace(roofline_costs(fleet), itemsize=8)
+    return plan_auto(asked(graph, BATCH, costs, fleet, optimizer="adam")), graph
 
 
 def train(model: nn.Module, *, whole: bool) -> None:

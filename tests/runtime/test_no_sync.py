@@ -31,6 +31,7 @@ from tests.support.one_device import (
     one_trace,
     part,
 )
+from tests.support.slow import each_value, most_slow
 from tests.support.threads import run_on_threads
 
 SIZES = (10, 3, 10, 1, 10, 6)
@@ -82,7 +83,7 @@ def gradients_of(model: nn.Module, batches: Any) -> dict[str, Tensor]:
     ("plan", "net"),
     [
         *((plan, "two-conv") for plan in [*PLANS, "mixed"]),
-        *(("data-by-speed", net) for net in SPECIAL),
+        *most_slow(0, [("data-by-speed", net) for net in SPECIAL]),
         *(("mixed", net) for net in SPECIAL),
         ("data", "frozen"),
         ("hybrid", "resnet"),
@@ -142,8 +143,9 @@ def test_a_gradient_that_was_summed_counts_once() -> None:
         run_on_threads(DEVICES, work)
 
 
-@pytest.mark.parametrize("last", ["both", "first output", "second output"])
-@pytest.mark.parametrize("plan", ["data", "sharded", "mixed"])
+@pytest.mark.parametrize(
+    ("plan", "last"), each_value(["data", "sharded", "mixed"], ["both", "first output", "second output"])
+)
 def test_a_last_pass_that_reaches_less_sums_all(plan: str, last: str) -> None:
     """Of a net with two outputs, the loss of the last pass depends on one: what the others left is summed all the same."""
 

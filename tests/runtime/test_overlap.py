@@ -20,7 +20,7 @@ from convoy.plan import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Strategy
 from convoy.runtime import gradients as gradient_sums
-from convoy.runtime.gradients import StretchSums, Worker
+from convoy.runtime.gradients import SegmentSums, Worker
 from convoy.runtime.module import Distributed
 from tests.support.threads import run_on_threads
 
@@ -175,14 +175,14 @@ def test_a_sum_begins_while_autograd_is_in_a_stretch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
     monkeypatch.setattr(lower._Lowering, "_parts", lambda *_: (("all", True),))
     plan, whole = plan_of({name: Batch((5, 3)) for name in ("0", "2", "4")}), net()
-    here, original = threading.local(), StretchSums.collect
+    here, original = threading.local(), SegmentSums.collect
 
-    def collect(sums: StretchSums, key: str, gradient: torch.Tensor | None) -> None:
+    def collect(sums: SegmentSums, key: str, gradient: torch.Tensor | None) -> None:
         if key == "0.weight" and not here.seen:
             here.seen.append(here.begun.wait(HELD_S))
         original(sums, key, gradient)
 
-    monkeypatch.setattr(StretchSums, "collect", collect)
+    monkeypatch.setattr(SegmentSums, "collect", collect)
 
     def work(group: Group) -> tuple[bool, list[torch.Tensor]]:
         here.begun, here.seen = threading.Event(), []

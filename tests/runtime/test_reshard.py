@@ -42,6 +42,7 @@ from tests.support.one_device import (
     waiting,
 )
 from tests.support.processes import on_processes
+from tests.support.slow import each_value, most_slow
 from tests.support.threads import run_on_threads
 
 SIZES = (10, 10, 3, 10, 10, 3, 10, 10)
@@ -155,8 +156,7 @@ def test_weights_in_shares_move_to_other_shares_to_copies_and_to_filters(optimiz
     check(Training("resnet", SIZES, optimizer), plans)
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
-@pytest.mark.parametrize("net", ["two-conv", "resnet"])
+@pytest.mark.parametrize(("net", "optimizer"), each_value(["two-conv", "resnet"], [*OPTIMIZERS]))
 def test_from_every_kind_of_plan_to_every_other(net: str, optimizer: str) -> None:
     """Devices that held nothing of a layer get its weights and what the optimizer remembers; others lose theirs."""
     order = ["data-by-speed", "master", "data", "hybrid", "mixed", "model", "data-by-speed"]
@@ -382,7 +382,7 @@ def reshape_on_processes(group: Group, net: str, names: list[str]) -> dict[str, 
     return weights | {"losses": record.losses}
 
 
-@pytest.mark.parametrize("net", ["two-conv", "resnet"])
+@pytest.mark.parametrize("net", most_slow(1, ["resnet", "two-conv"]))
 def test_on_processes(net: str) -> None:
     names = ["data-by-speed", "master", "mixed", "hybrid", "model", "data"]
     expected = on_one(Training(net, SIZES, "adam"))

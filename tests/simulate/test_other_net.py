@@ -7,16 +7,16 @@ import torch
 
 from convoy.comm.group import AloneGroup
 from convoy.errors import MismatchError
-from convoy.measure.job import measure_job
+from convoy.measure.job import MeasureOptions, measure_job
 from convoy.model.nets import build_net, graph_of
 from convoy.model.tracing import trace
 from convoy.plan.size import whole_size
-from convoy.planner.speeds import solo_speeds
 from convoy.report.measured import remarks
 from convoy.simulate.compute import bytes_moved
 from convoy.simulate.described import OTHER_NET, fleet_costs
 from convoy.simulate.interval import OF_REPEATS
 from convoy.simulate.table import Measurement
+from tests.support.plan_requests import asked
 
 BATCH, IMAGE = 8, (1, 8, 8)
 
@@ -31,7 +31,7 @@ def measured() -> Measurement:
     model = build_net("two-conv:4:6", IMAGE, 10)
     traced = trace(model, torch.zeros(2, *IMAGE))
     with AloneGroup(torch.device("cpu")) as group:
-        found = measure_job(group, traced, model, BATCH, net="two-conv:4:6", budget_s=0.5, stretch_s=1e-4)
+        found = measure_job(group, traced, model, BATCH, MeasureOptions("two-conv:4:6", budget_s=0.5, stretch_s=1e-4))
     return reaching(found, other_load=0.0)
 
 
@@ -51,7 +51,7 @@ def test_another_net_is_predicted_by_what_the_devices_reached(measured: Measurem
     conv = next(layer for layer in other.weighted if layer.kind == "conv")
     size = whole_size(conv, BATCH)
     assert costs.times.seconds(0, conv, "forward", size) == pytest.approx(BATCH * conv.flop / 1e8)
-    a, b = (solo_speeds(other, 512, fleet_costs(each.fleet, each, other))[0] for each in (slow, fast))
+    a, b = (asked(other, 512, fleet_costs(each.fleet, each, other)).speeds.devices[0] for each in (slow, fast))
     assert b / a == pytest.approx(2, rel=0.15)
     assert costs.overheads == slow.costs_with(costs.times).overheads, "the rest is as it was measured"
     pool = next(layer for layer in other.layers.values() if layer.kind == "pool")

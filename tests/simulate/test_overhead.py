@@ -16,6 +16,7 @@ from convoy.simulate.overhead import FRESH_BYTES, Handling, Overheads
 from convoy.simulate.simulate import Costs, simulate
 from tests.simulate.test_simulate import GRAPH, Table, hosts, spans, work
 from tests.support.device_programs import handled, messages, program_of
+from tests.support.plan_requests import asked
 
 EVERYONE = Replicated((0, 1))
 SHAPE = (5, 3, 2, 2)
@@ -227,7 +228,8 @@ def test_shared_statistics_have_times_of_their_own() -> None:
     assert (times.seconds(NORM, "forward", alone), times.seconds(NORM, "backward", alone)) == (2.0, 4.0)
     # A part of the samples means that others have the rest.
     graph = Graph("Norm", {"x": Layer("x", "input", (), (3, 2, 2)), "bn": NORM}, ("bn",))
-    model = CostModel(graph, 4, Costs(MeasuredTimes(({"bn": times},)), hosts(1), overheads=(HAND,)))
+    request = asked(graph, 4, Costs(MeasuredTimes(({"bn": times},)), hosts(1), overheads=(HAND,)))
+    model = CostModel(request)
     assert model.layer_s(NORM, 0, LocalSize(4, 3, 3)) == pytest.approx(4 * 1.0 + 0.25)  # nothing in it is trained
     assert model.layer_s(NORM, 0, LocalSize(2, 3, 3)) == pytest.approx(2 * 10.0 + 0.25)
-    assert model.alone_s(0) == pytest.approx(4 * 1.0 + 0.5 + 3.0), "alone, all layers are one segment"
+    assert request.alone_s(0) == pytest.approx(4 * 1.0 + 0.5 + 3.0), "alone, all layers are one segment"

@@ -20,15 +20,13 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS as NAMED
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import LocalSize, whole_size
-from convoy.planner.speeds import predicted_speeds
 from convoy.report import timeline as pictures
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.energy import Power, energy_of
 from convoy.simulate.events import play
 from convoy.simulate.memory import memory_of, update_s_per_entry
 from convoy.simulate.network import network_of
-from convoy.simulate.price import programs
-from convoy.simulate.simulate import Costs, Event, Timeline, simulate
+from convoy.simulate.simulate import Costs, Event, Timeline, programs, simulate
 from studies import figures, figures_fleets, fleets, published
 from studies.__main__ import main
 from studies.catalogue import fleet_of
@@ -39,6 +37,7 @@ from studies.points import Points
 from studies.roofline import roofline_costs
 from studies.sweep import AXES, BASE, PLANS, along, crossover, five_axes, points_at, rows_of, sweep, write_csv
 from studies.terms import ByUnits, Work, named_terms, terms_of
+from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 
 FLOP_PER_S, MEMORY, LINK, LATENCY_S = 100e9, 20e9, 125e6, 1e-4
@@ -368,7 +367,7 @@ def test_a_slowed_device_is_so_many_times_slower():
     graph = NETS["two-conv"]
     fleet = equal_fleet(2)
     slowed = replace(fleet, devices=(fleet.devices[0], replace(fleet.devices[1], slowdown=4.0)))
-    speeds = predicted_speeds(graph, 32, roofline_costs(slowed))
+    speeds = asked(graph, 32, roofline_costs(slowed)).layer_speeds
     assert speeds.devices[0] / speeds.devices[1] == pytest.approx(4)
     assert speeds.layers["0"][0] / speeds.layers["0"][1] == pytest.approx(4)
     plan = fleets.make_plan("data-by-speed", graph, 40, roofline_costs(slowed))
@@ -547,7 +546,7 @@ def test_auto_is_the_envelope_of_all_curves(axis, values):
         assert each.over_best <= 1 + 1e-9
         point = {name: float(column[0]) for name, column in points_at({**SLOWER, axis: each.value}).columns().items()}
         costs, batch = costs_at(point), int(each.batch)
-        plans = (named_plan(name, graph, batch, predicted_speeds(graph, batch, costs)) for name in NAMED)
+        plans = (named_plan(name, graph, batch, asked(graph, batch, costs).layer_speeds) for name in NAMED)
         assert each.step_s <= min(simulate(lower(plan, graph), graph, costs).step_s for plan in plans) * (1 + 1e-9)
 
 

@@ -9,10 +9,10 @@ from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.redistribute import Schedule
 from convoy.model.graph import Graph, Layer
 from convoy.plan.compile import compile_device
-from convoy.plan.device_program import Add, Copy, DeviceProgram, Make, Operation, Pack, Receive, Send, Unpack, Wait
+from convoy.plan.device_program import Add, Copy, DeviceProgram, ExchangeRound, Make, Operation, Pack, Unpack, WaitRound
 from convoy.plan.exchange_program import sum_operations
 from convoy.plan.steps import Exchange, StepList
-from convoy.runtime.exchange import Lane, Slots, with_messages
+from convoy.runtime.exchange import Lane, Slots
 from convoy.simulate.overhead import NOTHING, Handling, handling_of
 
 _GRAPH = Graph("One", {"work": Layer("work", "elementwise", (), (1,))}, ("work",))
@@ -32,7 +32,7 @@ def run_rounds(
     landing: Slots | None = None,
 ) -> None:
     """Sum a flat buffer in place, by the rounds of a schedule."""
-    operations = with_messages(sum_operations(0, schedule, group.device, "sum 0", wire, lane))
+    operations = sum_operations(0, schedule, group.device, "sum 0", wire, lane)
     Lane(group, lane, landing or Slots()).run(operations, {"sum 0": flat}, flat.dtype)
 
 
@@ -40,8 +40,8 @@ def messages(step: Exchange, device: int) -> list[int]:
     """How many messages a device sends and receives in each round."""
     counts: dict[int, int] = defaultdict(int)
     for operation in program_of(step, device).operations():
-        if isinstance(operation, Send | Receive):
-            counts[operation.number] += 1
+        if isinstance(operation, ExchangeRound):
+            counts[operation.number] += len(operation.sends) + len(operation.receives)
     return [counts[n] for n in range(len(step.schedule.rounds))]
 
 
@@ -52,13 +52,13 @@ def handled(step: Exchange, device: int) -> list[tuple[Handling, Handling]]:
     """
     program = program_of(step, device)
     operations = [*program.forward, *program.backward, *program.sums]
-    arrives = any(isinstance(op, Receive) for op in operations)
+    arrives = any(isinstance(op, ExchangeRound) and op.receives for op in operations)
     around = [[NOTHING, NOTHING] for _ in step.schedule.rounds]
     number, landed = 0, False
     for place, operation in enumerate(operations):
-        if isinstance(operation, Wait) and operation.events[0][0] == "round":
-            number, landed = operation.events[0][2], True
-        elif isinstance(operation, Send | Receive):
+        if isinstance(operation, WaitRound):
+            number, landed = operation.number, True
+        elif isinstance(operation, ExchangeRound):
             number, landed = operation.number, False
         found = handling_of(operation)
         if found is None or found == NOTHING or isinstance(operation, Unpack):
@@ -70,7 +70,7 @@ def handled(step: Exchange, device: int) -> list[tuple[Handling, Handling]]:
 
 
 def _next_round(operations: list[Operation], number: int) -> int:
-    return next((op.number for op in operations if isinstance(op, Send | Receive)), number)
+    return next((op.number for op in operations if isinstance(op, ExchangeRound)), number)
 
 
 def _is_after(operation: Operation, arrives: bool) -> bool:

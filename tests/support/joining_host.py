@@ -1,4 +1,4 @@
-"""One device of a training of `tests/train/test_joins_with.py`, as a process on a host of its own:
+"""One device of a training of `tests/elastic/test_joins_with.py`, as a process on a host of its own:
 
     python -m tests.support.joining_host CASE NAME FOLDER
 
@@ -17,11 +17,11 @@ import torch
 
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv
-from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import join
 from convoy.comm.rendezvous import credentials_of
-from tests.train.test_joins_with import CASES
-from tests.train.test_newcomers import TIMEOUT_S, Job, alone
+from convoy.elastic.entrance import Entrance
+from tests.elastic.test_joins_with import CASES
+from tests.elastic.test_newcomers import TIMEOUT_S, Job, alone
 
 
 def live(job: Job, name: str, folder: Path) -> None:

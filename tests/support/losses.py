@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from convoy.comm.changing import ChangingGroup
+from convoy.elastic import members as members_module
+from convoy.elastic.agreement import Generation
+from convoy.elastic.members import Members
 from convoy.errors import DeviceLostError
-from convoy.membership.agreement import Generation
-from convoy.train import members as members_module
-from convoy.train.members import Members
 from tests.support.threads import _Mailboxes, _ThreadGroup, stay_on, this_core
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class _Place:
 
 
 class _Island:
-    """In place of `convoy.comm.regroup.Membership`."""
+    """In place of `convoy.elastic.regroup.Membership`."""
 
     def __init__(self, group: ChangingGroup, _home: object = None) -> None:
         present = group.present

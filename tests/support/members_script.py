@@ -25,7 +25,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loader = convoy.loader(torch.utils.data.TensorDataset(images, labels), 16, model)
     members = Members(model, optimizer, tell=lambda line: convoy.print(line, flush=True))
-    for _ in range(int(sys.argv[1])):
+    for _ in members.epochs(int(sys.argv[1])):
         for x, y in loader:
             with members.step() as attempt:
                 optimizer.zero_grad()

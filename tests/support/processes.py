@@ -180,7 +180,8 @@ def _nurse(order: dict[str, Any]) -> None:
 def _be_device(device: int, order: dict[str, Any]) -> None:
     import torch
 
-    from convoy.comm.processes import join, watch_parent
+    from convoy.comm.processes import join
+    from convoy.machine.process import watch_parent
 
     watch_parent()
     torch.set_num_threads(1)

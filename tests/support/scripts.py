@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from convoy import cli
-from convoy.comm.launch_env import hidden
+from convoy.machine.launch_env import hidden
 from tests.support.processes import on_processes
 
 

@@ -1,6 +1,7 @@
 """Which cases of a test everybody runs every day."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,3 +13,12 @@ def most_slow(fast: int, cases: Iterable[Any]) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow if number >= fast else ())
         for number, case in enumerate(cases)
     ]
+
+
+def each_value(*values: Sequence[Any]) -> list[Any]:
+    """Return the cases of a test with several parameters: each value of each in at least one, all combinations when slow."""
+    most = max(map(len, values))
+    daily = [tuple(number % len(each) for each in values) for number in range(most)]
+    places = [*daily, *(place for place in itertools.product(*map(range, map(len, values))) if place not in daily)]
+    cases = [tuple(each[number] for each, number in zip(values, place, strict=True)) for place in places]
+    return most_slow(most, cases)

@@ -11,9 +11,9 @@ from typing import TypeVar, final
 
 import torch
 
-from convoy.comm.accelerator import check_device, enter
 from convoy.comm.group import CountedGroup, Group, Message, Pending, closed_error
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
+from convoy.machine.accelerator import check_device, enter
 
 T = TypeVar("T")
 Route = tuple[int, int, int, int]  # sender, receiver, lane, number of the message on this way

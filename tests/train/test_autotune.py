@@ -18,8 +18,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One
-from convoy.planner.found import Candidate
-from convoy.planner.planner import candidates
+from convoy.planner.planner import Candidate, candidates
 from convoy.planner.predict import FEWER, REACH, REACH_ALONE, TRIED, worth_trying
 from convoy.train.autotune import FAR_BEHIND, Autotune, observe
 from convoy.train.controller import Rebalancer
@@ -30,6 +29,7 @@ from convoy.train.record import History
 from tests.planner.test_planner import costs_of
 from tests.support import nets
 from tests.support.one_device import EXACT, graph_of, one_trace
+from tests.support.plan_requests import asked
 from tests.support.threads import run_on_threads
 from tests.train.test_controller import BATCH, Samples
 
@@ -146,7 +146,7 @@ def test_the_words_name_every_plan_and_its_seconds() -> None:
 
 def test_only_plans_with_fewer_messages_and_nearly_the_same_time_are_tried() -> None:
     graph = trace(build_net("two-conv:8:16", (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
-    found = candidates(graph, 32, costs_of([4e9, 3e9, 2e9], 1e7))
+    found = candidates(asked(graph, 32, costs_of([4e9, 3e9, 2e9], 1e7)))
     rows = worth_trying(found, graph)
     assert rows[0] == found[0]
     assert 1 < len(rows) <= TRIED, "a slow wire and a small net: several plans are near each other"

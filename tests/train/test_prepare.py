@@ -305,6 +305,24 @@ def test_scripts_reach_the_sampler_and_tell_it_the_epoch() -> None:
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
+class Backwards(RandomSampler):
+    """A sampler whose order depends on what it has drawn before."""
+
+    drawn = 0
+
+    def __iter__(self) -> Any:
+        self.drawn += 1
+        yield from range(23)[:: -1 if self.drawn % 2 else 1]
+
+
+def test_a_sampler_with_a_state_of_its_own_cannot_join_a_running_job() -> None:
+    loader = AdoptedLoader(DataLoader(images(), 5, sampler=Backwards(images())), None)
+    with pytest.raises(InputError, match=r"Backwards is not torch's.*set_epoch"):
+        loader.begin(joined=True)
+    assert AdoptedLoader(shuffled(), None).begin(joined=True)[1]
+    assert AdoptedLoader(DataLoader(images(), 5, sampler=Turning(images())), None).begin(joined=True)[1]
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         yield from images()

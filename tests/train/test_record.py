@@ -63,7 +63,7 @@ def test_who_came_between_two_losses_knows_the_same_tests() -> None:
     record = trained()
     record.go_back(Place(3, 1, 1))
     late = Record()
-    late.take_over(json.loads(json.dumps(record.story([]))))
+    late.take_over(json.loads(json.dumps(record.run_state([]))))
     for each in record, late:
         each.go_back(Place(3, 1, 1))
     assert (late.begun, late.history.losses, late.history.evaluations) == (2, [2], record.history.evaluations)
@@ -94,9 +94,9 @@ def test_a_story_has_the_present_epoch_alone_also_where_losses_are_not_read_yet(
     record = trained(steps=6)
     unread = [(Unread(6, 3, 8, 0.1, 0.0), 6.0), (Unread(7, 3, 8, 0.1, 0.0), 7.0), (Unread(8, 4, 5, 0.1, 0.0), 8.0)]
     for count, begun, losses in [(0, 4, [4, 5]), (2, 6, [6, 7]), (3, 8, [8])]:
-        told = record.story(unread[:count])
+        told = record.run_state(unread[:count])
         assert (told["begun"], told["losses"]) == (begun, losses), count
-    assert Record().story([])["losses"] == []
+    assert Record().run_state([])["losses"] == []
 
 
 def test_what_is_done_again_is_held_once() -> None:

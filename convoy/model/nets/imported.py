@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.model.entry_points import call, find_callable, import_package, names_callable
 from convoy.model.nets.builtin import ImageShape
-from convoy.model.tracing.nodes import first_line
-from convoy.model.tracing.per_sample import run_on_random, tensors_of
+from convoy.model.tracing.opaque import first_line, run_on_random, tensors_of
+from convoy.model.tracing.shared_copy import shared_copy
 
 
 def is_imported(text: str) -> bool:
@@ -80,7 +80,7 @@ def _outputs(model: nn.Module, images: Tensor) -> list[Tensor]:
     if any(p.is_meta for p in model.parameters()):
         with torch.no_grad(), torch.device("meta"):
             return tensors_of(model(images.to("meta")))
-    return tensors_of(run_on_random(model, (images,), {}))
+    return tensors_of(run_on_random(shared_copy(model), (images,), {}))
 
 
 # --- torchvision, timm -----------------------------------------------------------------------------------------------

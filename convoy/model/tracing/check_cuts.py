@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.model.graph import Cut, Layer
 from convoy.model.operation import Operation, call_operation
-from convoy.model.tracing.nodes import first_line
-from convoy.model.tracing.per_sample import is_close, is_floating, random_like
+from convoy.model.tracing.opaque import Inputs, first_line, is_close
+from convoy.model.tracing.python_state import random_kept
 from convoy.model.tracing.shared_copy import shared_copy
 
 
@@ -33,25 +33,16 @@ def check_cuts(
     """
     if any(p.is_meta for p in model.parameters()):
         return
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(0)
+    with random_kept(), torch.no_grad():
         local = shared_copy(model)
         module = local.get_submodule(str(operation.target)) if operation.call == "module" else None
         if module is not None and layer.random:
             module.eval()  # what it draws would hide what it computes
-        given = [_exact(random_like(t, None)) for t, _ in inputs]
-        _in_double(module)
+        given = Inputs([t for t, _ in inputs], [b for _, b in inputs]).random(2, torch.float64)
+        if module is not None:
+            module.double()
         what = type(module).__name__ if module is not None else layer.name
         _Check(layer, operation, local, module, given, what).run(_cuts(layer), like)
-
-
-def _exact(t: Tensor) -> Tensor:
-    return t.double() if is_floating(t) else t
-
-
-def _in_double(module: nn.Module | None) -> None:
-    if module is not None:
-        module.double()
 
 
 def _cuts(layer: Layer) -> tuple[Cut, ...]:

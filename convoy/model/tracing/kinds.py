@@ -4,6 +4,7 @@ Each is registered as `register_layer` registers other people's; `axis_rules.py`
 """
 
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -64,9 +65,22 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def replaced_by_hand(module: nn.Module) -> str:
-    """The method of its class that an object has another function for (`layer.forward = ...`); "" where there is none."""
+    """Return the method of its class that an object has another function for (`layer.forward = ...`); "" where there is none.
+
+    One of its own methods is none (`self.forward = self.forward_quickly`): `chosen_forward` follows it.
+    """
     cls = type(module)
-    return next((name for name, held in vars(module).items() if callable(held) and hasattr(cls, name)), "")
+    rows = ((name, held) for name, held in vars(module).items() if callable(held) and hasattr(cls, name))
+    return next((name for name, _ in rows if name != "forward" or not chosen_forward(module)), "")
+
+
+def chosen_forward(module: nn.Module) -> str:
+    """Return the name of the method of its own that a module has put in the place of its forward; "" where it has not."""
+    held = vars(module).get("forward")
+    if not isinstance(held, MethodType) or held.__self__ is not module:
+        return ""
+    name = held.__func__.__name__
+    return name if getattr(type(module), name, None) is held.__func__ else ""
 
 
 def is_batch_norm(module: nn.Module) -> bool:

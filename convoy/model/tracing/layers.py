@@ -11,29 +11,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.layer_rules import Call, Known
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, call_operation
 from convoy.model.tracing.check_cuts import check_cuts
 from convoy.model.tracing.effects import batch_norm_of, draws_random
-from convoy.model.tracing.kinds import IN_PLACE, known
+from convoy.model.tracing.kinds import IN_PLACE, has_hooks, known, replaced_by_hand
 from convoy.model.tracing.nodes import Nodes, Untraceable
-from convoy.model.tracing.per_sample import (
-    PerSample,
-    aged,
-    check_later,
-    check_per_sample,
-    has_dropout,
-    is_floating,
-    tensors_of,
-)
-from convoy.model.tracing.regions import regions
+from convoy.model.tracing.opaque import Inputs, Seen, has_dropout, is_floating, observe, per_sample, tensors_of
+from convoy.model.tracing.python_state import subtree
 from convoy.model.tracing.shared_copy import shared_copy
-from convoy.model.tracing.sizes import BATCHES, Spec, called, meta_inputs
+from convoy.model.tracing.sizes import BATCHES, Spec, called
 from convoy.model.tracing.values import NodeValues, across, is_batched, is_form, mentions_batch, without_batch
-
-Verdicts = dict[str, PerSample]
-"""By layer, what was found out on small inputs; it holds for larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +40,8 @@ class LayerBuilder:
     Args:
         meta: a copy of the model on the meta device.
         together: keys of parameters that belong to one layer in another mode.
-        verdicts: what is known of how layers treat samples; what is found out is added.
         elsewhere: see `noted_by_each`, of the other mode.
+        samples: with how many a layer of the user's Python is called once.
 
     Raises:
         Untraceable: a submodule, or the model as a whole, must stay one layer.
@@ -63,12 +53,12 @@ class LayerBuilder:
         meta: nn.Module,
         nodes: Nodes,
         specs: Sequence[Spec],
-        verdicts: Verdicts,
         together: Sequence[set[str]] = (),
         elsewhere: Mapping[str, bool] = MappingProxyType({}),
+        samples: int = BATCHES[0],
     ) -> None:
-        self.model, self.traced, self.verdicts, self.together = model, nodes, verdicts, together
-        self.elsewhere = elsewhere
+        self.model, self.traced, self.together = model, nodes, together
+        self.elsewhere, self.samples = elsewhere, samples
         self.values = NodeValues(model, meta, specs, nodes.constants)
         self.norms = {node: path for node in nodes.nodes if (path := batch_norm_of(model, node)) is not None}
         self.names: dict[fx.Node, str] = {}
@@ -78,6 +68,7 @@ class LayerBuilder:
         self.operations: dict[str, Operation] = {}
         self.keys = canonical_keys(model)
         self.uses: dict[str, list[str]] = {}
+        self.changed: dict[str, str] = {}  # by layer, the Python state that it changes
 
     def run(self) -> TracedModel:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -249,7 +240,11 @@ class LayerBuilder:
             random=any(draws_random(n) for n in calls),
         )  # fmt: skip
         why = next((self.values.odd[n] for n in group if n in self.values.odd), "it is one layer in the other mode")
-        self.layers[name], self.operations[name] = self._judged(operation, layer, paths, why), operation
+        for path in paths:
+            if path in self.traced.whole:
+                why = f"{type(self.model.get_submodule(path)).__name__} stays whole: {self.traced.whole[path]}"
+        mixes = any(n in self.values.mixing for n in group)
+        self.layers[name], self.operations[name] = self._judged(operation, layer, paths, why, mixes=mixes), operation
         self.shown[name] = tuple(small) if several else small[0]
         for i, node in enumerate(gives):
             self.names[node] = self._part(name, i, self.values[node] if node in of_batch else None) if several else name
@@ -402,42 +397,62 @@ class LayerBuilder:
         what = type(module).__name__ if module is not None else node.name
         why = self.traced.whole.get(str(node.target)) if node.op == "call_module" else None
         why = f"{what} stays whole: {why}" if why else f"no rule splits the channels of {what}" if found.trusted else ""
-        return self._judged(operation, layer, [str(node.target)] if module is not None else [], why)
+        paths = [str(node.target)] if module is not None else []
+        return self._judged(operation, layer, paths, why, registered=not found.trusted)
 
-    def _judged(self, operation: Operation, layer: Layer, modules: Sequence[str], why: str) -> Layer:
-        """Add whether an opaque layer may be split by samples."""
+    def _judged(
+        self,
+        operation: Operation,
+        layer: Layer,
+        modules: Sequence[str],
+        why: str,
+        *,
+        mixes: bool = False,
+        registered: bool = False,
+    ) -> Layer:
+        """Add how an opaque layer may be computed.
+
+        Args:
+            modules: paths of those that it calls.
+            why: why it is opaque.
+            mixes: it is known to look at several samples.
+            registered: somebody has said that it treats samples alike.
+        """
         if not layer.batched:
             return replace(layer, reason="it has no batch axis, so every device makes it")
+        batched = [self.layers[name].batched for name in layer.inputs]
+        inputs = Inputs([self.shown[name] for name in layer.inputs], batched, self.samples, registered)
+
+        def call(model: nn.Module, samples: int, given: Sequence[Tensor]) -> Any:
+            return call_operation(model, operation, given, samples)
+
+        if is_of_user(operation, self.model):
+            inside = {path: m for each in modules for path, m in subtree(self.model, each).items()}
+            seen = observe(call, self.model, inside, inputs)
+            if not registered:
+                self.changed[layer.name] = seen.changes
+                return whole(layer, seen, why, self.elsewhere)
+            if keeps := seen.changes or seen.hidden:
+                raise _refused(layer, f"it keeps {keeps} in Python from call to call")
+        if mixes:
+            return replace(layer, per_sample=False, reason=f"{why}; so it runs whole on one device")
         if layer.random and not modules:
             # No two calls agree, so none can show whether samples are independent. These functions draw for each entry.
             return replace(layer, reason=why)
-        if layer.name not in self.verdicts:
-            like = [self.shown[name] for name in layer.inputs]
-            batched = [self.layers[i].batched for i in layer.inputs]
-
-            def check(holder: nn.Module) -> PerSample:
-                return check_per_sample(
-                    lambda holder, batch, inputs: call_operation(holder, operation, inputs, batch),
-                    holder, lambda: self._precise if holder is self.model else shared_copy(holder).double(),
-                    like, batched, modules,
-                )  # fmt: skip
-
-            first = check(self.model)
-            changes = first.notes or layer.name in self.elsewhere
-            self.verdicts[layer.name] = check_later(first, check, self._aged) if changes else first
-        found = self.verdicts[layer.name]
+        own = [self.model.get_submodule(path) for path in modules]
+        found = per_sample(call, self.model, lambda: self._precise, inputs, own)
         if found.overwrites:
             where = max(modules, key=len).rpartition(".")[0] if modules else ""
             raise Untraceable(f"{layer.name} overwrites its input", where)
-        return judged(layer, found, why, self.elsewhere)
+        if registered and found.dependence:
+            raise _refused(layer, found.dependence)
+        reason = "; ".join(filter(None, (why, found.dependence)))
+        each = found.each and not layer.random
+        return replace(layer, per_sample=not found.dependence, reason=reason, notes=found.each, each=each)
 
     @functools.cached_property
     def _precise(self) -> nn.Module:
         return shared_copy(self.model).double()
-
-    @functools.cached_property
-    def _aged(self) -> nn.Module:
-        return aged(self.model, meta_inputs(self.values.specs, BATCHES[0]))
 
     def _finish(self, output: fx.Node) -> TracedModel:
         names: list[str] = []
@@ -450,26 +465,53 @@ class LayerBuilder:
         return TracedModel(graph, self.operations, value, self.traced.seen, self.traced.leaves)
 
 
-def judged(layer: Layer, found: PerSample, why: str, elsewhere: Mapping[str, bool]) -> Layer:
-    """The layer with what a check of its samples has found.
+def _refused(layer: Layer, why: str) -> InputError:
+    return InputError(
+        f"layer {layer.name!r} was registered with register_layer, which is for layers that treat each sample by itself, but "
+        f"{why}: do not register it"
+    )
+
+
+def is_of_user(operation: Operation, model: nn.Module) -> bool:
+    """Whether a call runs Python that is not torch's, which may do something else in a later step."""
+    if isinstance(operation.target, Region):
+        return any(is_of_user(call, model) for call in operation.target.calls)
+    if operation.call == "module":
+        return any(map(_is_changed, model.get_submodule(str(operation.target)).modules()))
+    return callable(operation.target) and not _is_of_torch(operation.target)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    return not _is_of_torch(type(module)) or has_hooks(module) or bool(replaced_by_hand(module))
+
+
+def _is_of_torch(thing: Any) -> bool:
+    owner = getattr(thing, "__self__", None)
+    home = owner if isinstance(owner, type) else thing  # autograd.Function.apply is a method of its class
+    return (getattr(home, "__module__", None) or "torch").partition(".")[0] in _LIBRARIES
+
+
+_LIBRARIES = ("torch", "torchvision", "_operator", "operator", "math", "builtins")
+
+
+def whole(layer: Layer, seen: Seen, why: str, elsewhere: Mapping[str, bool]) -> Layer:
+    """The layer, given the whole batch: its Python is not known.
+
+    Where it changes Python state, every device calls it, so that all have the same state. With random numbers inside, copies
+    would differ: then one device calls it, and must not change.
 
     Args:
         why: why it is opaque.
-        elsewhere: see `noted_by_each`.
+        elsewhere: see `noted_by_each`, of the other mode.
     """
-    random = layer.random or found.random
-    each = found.python or (found.notes and found.dependence is None)
-    # Copies of random numbers would differ: then it keeps to its devices (see `ProgramCache`).
-    each = elsewhere.get(layer.name, each) and found.notes and not random
-    dependence = found.dependence
-    if each and dependence is not None:
-        what = dependence.removesuffix(", so it runs whole on one device")
-        does = "changes its Python state, or may do so"
-        dependence = f"{what}, and {does}: every device computes it for the whole batch"
+    random = layer.random or seen.draws or bool(seen.hidden)
+    notes = bool(seen.changes or seen.hidden) or layer.name in elsewhere
+    each = elsewhere.get(layer.name, notes) and notes and not random
+    does = f"it reads {seen.hidden}" if seen.hidden else f"it changes {seen.changes}" if seen.changes else ""
+    who = "every device computes it for the whole batch" if each else "one device computes it for the whole batch"
     return replace(
-        layer, per_sample=found.dependence is None, random=random, reason="; ".join(filter(None, (why, dependence))),
-        alone=found.alone, notes=found.notes, blocked=found.blocked, each=each,
-        everywhere=each and found.dependence is not None,
+        layer, per_sample=False, random=random, reason="; ".join(filter(None, (why, does, who))), alone=seen.alone,
+        notes=notes or seen.writes, blocked=seen.blocked, each=each, everywhere=each,
     )  # fmt: skip
 
 
@@ -494,3 +536,78 @@ def canonical_keys(model: nn.Module) -> dict[str, str]:
 def dtype_name(dtype: torch.dtype) -> str:
     """As a `Layer` holds it: "float32"."""
     return str(dtype).removeprefix("torch.")
+
+
+# --- regions: what passes between the nodes of one is not rows of the batch, so it becomes one layer --------------------
+
+Reads = Mapping[fx.Node, Collection[fx.Node]]
+"""Of each node, the nodes that it waits for: whose tensors, or odd numbers, it reads."""
+
+
+def regions(nodes: Sequence[fx.Node], reads: Reads, odd: Mapping[fx.Node, str], together: Sequence[Collection[fx.Node]],
+            rows: Collection[fx.Node], of_batch: Collection[fx.Node] = ()) -> list[list[fx.Node]]:  # fmt: skip
+    """The regions, each with its nodes in order.
+
+    Args:
+        nodes: all, in order.
+        odd: whose value cannot pass from layer to layer, and why: all its readers join its region.
+        together: nodes that must be in one region for another reason.
+        rows: nodes that give several tensors; no region gives such a value.
+        of_batch: odd nodes whose value the model may return.
+
+    Raises:
+        Untraceable: an odd value is an input or an output of the model.
+    """
+    order = {node: place for place, node in enumerate(nodes)}
+    users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    for node in nodes:
+        for read in reads[node]:
+            users[read].append(node)
+    groups = {node: {node} for node in nodes}
+    for group in together:
+        _unite(groups, group)
+    for node in odd:
+        returned = [n for n in users[node] if node in of_batch and (n.op == "output" or is_form(n))]
+        _unite(groups, [node, *(n for n in users[node] if n not in returned)])
+    while True:
+        before = len({id(group) for group in groups.values()})
+        found = {id(g): g for g in groups.values() if len(g) > 1 or any(n in odd for n in g)}
+        for group in found.values():
+            for node in [n for n in group if n in rows]:
+                _unite(groups, [node, *users[node]])
+            _unite(groups, [*groups[next(iter(group))], *_between(group, order, nodes, reads, users)])
+        if len({id(group) for group in groups.values()}) == before:
+            break
+    result = [sorted(g, key=order.__getitem__) for g in found.values() if len(g) > 1 or any(n in odd for n in g)]
+    for group in result:
+        why = next((odd[n] for n in group if n in odd), "")
+        for node in group:
+            if node.op in ("placeholder", "output"):
+                raise Untraceable(why, "" if node.op == "output" else node.meta["where"])
+    return result
+
+
+def _unite(groups: dict[fx.Node, set[fx.Node]], nodes: Collection[fx.Node]) -> None:
+    union: set[fx.Node] = set().union(*(groups[node] for node in nodes))
+    for node in union:
+        groups[node] = union
+
+
+def _between(
+    group: Collection[fx.Node],
+    order: Mapping[fx.Node, int],
+    nodes: Sequence[fx.Node],
+    reads: Reads,
+    users: Mapping[fx.Node, Sequence[fx.Node]],
+) -> list[fx.Node]:
+    """The nodes on the way from one node of a group to another."""
+    places = [order[node] for node in group]
+    first, last = min(places), max(places)
+    after, before = set(group), set(group)
+    for node in nodes[first : last + 1]:
+        if any(read in after for read in reads[node]):
+            after.add(node)
+    for node in reversed(nodes[first : last + 1]):
+        if any(user in before for user in users[node]):
+            before.add(node)
+    return [node for node in after & before if node not in group]

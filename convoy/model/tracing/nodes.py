@@ -1,6 +1,7 @@
 """Traces an nn.Module into torch.fx nodes, with untraceable submodules as leaves."""
 
 import inspect
+import math
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils._pytree import tree_leaves
 
 from convoy.errors import InputError
 from convoy.model.layer_rules import is_registered
-from convoy.model.tracing.attention import attend, is_by_heads
 from convoy.model.tracing.effects import counts_batches, has_effect, mutates, unsupported_in_place, written
-from convoy.model.tracing.kinds import computes_its_rows, has_hooks, replaced_by_hand
+from convoy.model.tracing.kinds import chosen_forward, computes_its_rows, has_hooks, replaced_by_hand
+from convoy.model.tracing.opaque import first_line
+from convoy.model.tracing.python_state import State, random_kept, subtree
 from convoy.model.tracing.sizes import Pair, Sized, Sizes, Spec, evaluating, items, meta_input
-from convoy.model.tracing.state import attributes_kept, drawn, random_kept, state_of
-from convoy.model.tracing.turning_points import PLAIN_LEN, counting
 
 # torch.fx patches nn.Module while it traces, for every thread of the process.
 TRACE_LOCK = threading.RLock()
@@ -80,7 +82,7 @@ def nodes_of(
         Untraceable: its own forward does what torch.fx cannot follow.
         InputError: it takes more inputs, or fewer.
     """
-    with TRACE_LOCK, torch.enable_grad(), random_kept():
+    with TRACE_LOCK, torch.enable_grad():
         tracer = _Tracer(dict(zip(model.modules(), meta.modules(), strict=True)), leaves, known, specs)
         names = _inputs_of(model, len(specs))
         with _watched(model):
@@ -126,39 +128,6 @@ def _inputs_of(model: nn.Module, inputs: int) -> tuple[str, ...]:
     return (*names, *(f"input_{i}" for i in range(len(names), inputs)))
 
 
-@contextmanager
-def reading_refused(model: nn.Module, changed: Collection[str]) -> Iterator[None]:
-    """While a model is traced: a forward that reads one of these attributes, given by their paths, stays whole."""
-    names: dict[nn.Module, set[str]] = {}
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        own = {key for key in vars(module) if f"{prefix}{key}" in changed}
-        if own:
-            names[module] = own
-    classes = {module: type(module) for module in names}
-    for module, own in names.items():
-        module.__class__ = _refusing(type(module), frozenset(own))
-    try:
-        yield
-    finally:
-        for module, cls in classes.items():
-            module.__class__ = cls
-
-
-READS = "its forward reads "
-
-
-def _refusing(cls: type, names: frozenset[str]) -> type:
-    found: Any = cls.__getattribute__
-
-    def read(self: Any, name: str) -> Any:
-        if name in names:
-            raise _StaysWhole(f"{READS}{name!r}, which another forward changes")
-        return found(self, name)
-
-    return type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__})
-
-
 # --- the tracer ------------------------------------------------------------------------------------------------------
 
 Followed = dict[Any, dict[str, str | None]]
@@ -194,28 +163,31 @@ class _Tracer(fx.Tracer):
         Args:
             given: the names of its inputs, or the arguments of a call of it, with a Proxy for each tensor.
         """
-        if "forward" in vars(module):
-            return "its forward was replaced by hand"
         self._given = (tuple(given), keywords)
-        self.sizes = Sizes(module, self.twins)
-        before, asked = state_of(module), drawn()
+        state = State(subtree(module))
+        self.sizes = Sizes(module, self.twins, state.names)
+        self.traced_func_name = chosen_forward(module) or "forward"
+        if "forward" in vars(module) and not chosen_forward(module):
+            return "its forward was replaced by hand"
+        own = State({"": module})
+        if reads := own.asked() or own.hidden():
+            return f"its forward reads {reads}"
+        before = state.forms()
         _TRACERS.append(self)
         try:
-            with attributes_kept(module):
+            with state.kept(), random_kept() as drawn:
                 self.trace(module)
-                after = {k: v for k, v in state_of(module).items() if not k.startswith("_tensor_constant")}
+                if drawn():
+                    return "its forward draws random numbers of its own"
+                after = state.forms()
         except _StaysWhole as why:
             return str(why)
         except Exception as error:  # whatever its forward does with a proxy
-            return f"torch.fx cannot trace it: {first_line(error)}{_line_of(error)}"
+            return _why_failed(error)
         finally:
             _TRACERS.pop()
-        if before != after:
-            changed = [k for k in {**before, **after} if before.get(k) != after.get(k)]
-            return f"its forward changes {', '.join(map(repr, changed[:3]))}"
-        return (
-            "its forward draws random numbers in Python" if asked() else None
-        )  # or another thread: then it is whole in vain
+        changed = [k for k in {**before, **after} if before.get(k) != after.get(k)]
+        return f"its forward changes {', '.join(map(repr, changed[:3]))}" if changed else None
 
     def create_args_for_root(
         self,
@@ -284,6 +256,9 @@ class _Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         self._call = (args, kwargs)
         return super().call_module(m, partial(attend, m) if is_by_heads(m, args, kwargs) else forward, args, kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)  # it passes for a tensor
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
@@ -365,17 +340,14 @@ def _or_mapped(value: Any, f: Any) -> Any:
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[None]:
     """While a model is traced: what torch.fx would lose is noticed."""
-    apply, enter, thread = (
-        torch.autograd.Function.__dict__["apply"],
-        saved_tensors_hooks.__enter__,
-        threading.get_ident(),
-    )
+    apply, enter = torch.autograd.Function.__dict__["apply"], saved_tensors_hooks.__enter__
+    thread = threading.get_ident()
 
     def noted_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = apply.__get__(None, cls)
-        if threading.get_ident() != thread or not any(isinstance(a, fx.Proxy) for a in (*args, *kwargs.values())):
+        if threading.get_ident() != thread or not any(issubclass(type(a), fx.Proxy) for a in (*args, *kwargs.values())):
             return original(*args, **kwargs)
-        if cls is CheckpointFunction:
+        if cls is checkpoint.CheckpointFunction:
             raise _StaysWhole("its forward is checkpointed")
         # A backward of its own: the call is one layer.
         return _TRACERS[-1].create_proxy("call_function", original, args, kwargs)
@@ -388,7 +360,7 @@ def _watched(model: nn.Module) -> Iterator[None]:
     torch.autograd.Function.apply = classmethod(noted_apply)  # type: ignore[assignment, method-assign]
     saved_tensors_hooks.__enter__ = noted_enter  # type: ignore[method-assign]
     try:
-        with _Writes(model), counting(fx.Proxy, _length), _autocast_watched(thread):
+        with _Concrete(model), _autocast_watched(thread):
             yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
@@ -424,14 +396,8 @@ def _autocast_watched(thread: int) -> Iterator[None]:
         _AUTOCAST_OFF.clear()
 
 
-def _length(x: fx.Proxy) -> Any:
-    """What a forward that is traced gets for `len(x)`."""
-    length = x.tracer.sizes.length(x.node)  # type: ignore[attr-defined]
-    return x.tracer.create_proxy("call_function", PLAIN_LEN, (x,), {}) if length is None else length
-
-
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the tensors that a forward computes while it is traced: from parameters taken out of a list, say."""
+class _Concrete(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the tensors that a forward computes while it is traced: a trace would keep what came of them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -443,39 +409,66 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _StaysWhole("its forward draws random numbers of its own")
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
-                key = self._held.get(value.untyped_storage()._cdata)
-                if key is not None:
-                    raise _StaysWhole(f"its forward changes {key!r}")
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and (key := self._held.get(value.untyped_storage()._cdata)) is not None:
+                raise _StaysWhole(f"its forward computes with {key!r} where torch.fx cannot see it")
         return func(*args, **(kwargs or {}))
 
 
-def _line_of(error: BaseException) -> str:
-    """Where in the user's code an error came from."""
+def _why_failed(error: BaseException) -> str:
+    """What an error in a forward says, and where in the user's code it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    own = [f for f in frames if not f.filename.startswith(inside)]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    if any(Path(f.filename) == Path(checkpoint.__file__) for f in frames):
+        return f"its forward is checkpointed{where}"
+    return f"torch.fx cannot trace it: {first_line(error)}{where}"
 
 
-def line_of_forward(module: nn.Module) -> str:
-    """The place of a module's forward, for a person to look at."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else type(module).__qualname__
+# --- torch's attention as the calls that it stands for: queries, keys and values by filter, then each head for itself -----
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+def is_by_heads(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is attention of rows of the batch without masks or dropout, which `attend` computes as torch does."""
+    if type(module) is not nn.MultiheadAttention or not module.batch_first or not module._qkv_same_embed_dim:
+        return False
+    if module.bias_k is not None or module.add_zero_attn or (module.dropout and module.training):
+        return False
+    if type(module.out_proj) is not NonDynamicallyQuantizableLinear or has_hooks(module.out_proj):
+        return False  # torch never calls it, it reads its weight
+    given = inspect.signature(nn.MultiheadAttention.forward).bind(module, *args, **kwargs).arguments
+    plain = all(given.get(name) is None for name in ("key_padding_mask", "attn_mask")) and not given.get("is_causal")
+    inputs = [given[name] for name in ("query", "key", "value")]
+    return plain and all(isinstance(x, fx.Proxy) and _axes(x) == 3 for x in inputs)
 
 
-def holds_tensors(value: Any) -> bool:
-    """Whether a call gave a tensor, or several.
+def _axes(x: fx.Proxy) -> int | None:
+    shape = x.tracer.sizes.shape(x.node)  # type: ignore[attr-defined]
+    return None if shape is None else len(shape)
 
-    Raises:
-        Untraceable: tensors in something else than a tuple or list.
-    """
-    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
-        return any(holds_tensors(v) for v in value)
-    if isinstance(value, dict) and any(holds_tensors(v) for v in value.values()):
-        raise Untraceable("it hands a dictionary of tensors from layer to layer")
-    return isinstance(value, Tensor)
+
+def attend(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    key_padding_mask: None = None,  # noqa: ARG001
+    need_weights: bool = True,
+    attn_mask: None = None,  # noqa: ARG001
+    average_attn_weights: bool = True,
+    is_causal: bool = False,  # noqa: ARG001
+) -> tuple[Any, Any]:
+    """Output (samples, queries, features), and the weights where they are asked for; nobody computes what nobody reads."""
+    heads = []
+    for number, x in enumerate((query, key, value)):
+        rows = slice(number * module.embed_dim, (number + 1) * module.embed_dim)
+        bias = None if module.in_proj_bias is None else module.in_proj_bias[rows]
+        projected: Any = nn.functional.linear(x, module.in_proj_weight[rows], bias)
+        heads.append(projected.unflatten(-1, (module.num_heads, -1)).transpose(1, 2))
+    q, k, v = heads
+    y = module.out_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    if not need_weights:
+        return y, None
+    weights = (q @ k.transpose(-2, -1) / math.sqrt(module.head_dim)).softmax(-1)
+    return y, weights.mean(1) if average_attn_weights else weights

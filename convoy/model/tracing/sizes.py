@@ -5,13 +5,14 @@ computed from the size of the batch (`n // 2` may be the same for both), from nu
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from convoy.model.tracing.kinds import is_batch_norm
+from convoy.model.tracing.python_state import random_kept
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape per sample and dtype of an input."""
@@ -44,7 +45,12 @@ def call_node(node: fx.Node, args: Any, kwargs: Any) -> Any:
 def call_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """What a module on the meta device gives."""
     # With momentum=None a batch norm reads a number from its buffers, which meta tensors do not have.
-    return torch.empty_like(args[0]) if is_batch_norm(module) else module(*args, **kwargs)
+    if is_batch_norm(module):
+        return torch.empty_like(args[0])
+    if type(module).__module__.startswith("torch."):
+        return module(*args, **kwargs)
+    with random_kept():
+        return module(*args, **kwargs)
 
 
 _INSIDE = [False]
@@ -61,13 +67,16 @@ class Sizes:
     Args:
         root: the module that is traced.
         twins: of each module its copy on the meta device.
+        names: what the code that is traced names.
 
     Attributes:
+        types_asked: whether it may ask if a value is a tensor.
         asked: whether an answer depended on what is given to the root.
     """
 
-    def __init__(self, root: nn.Module, twins: Mapping[nn.Module, nn.Module]) -> None:
+    def __init__(self, root: nn.Module, twins: Mapping[nn.Module, nn.Module], names: Collection[str]) -> None:
         self.root, self.twins, self.asked = root, twins, False
+        self.types_asked = "is_tensor" in names or ("isinstance" in names and "Tensor" in names)
         self._given: dict[fx.Node, Callable[[], Pair | None]] = {}
         self._pairs: dict[fx.Node, Pair | None] = {}
         self._counted: set[fx.Node] = set()  # same for both batch sizes, but computed from them
@@ -189,31 +198,61 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, dict) and any(map(_has_tensors, value.values())))
 
 
-class Sized(fx.Proxy):
+class _Recorded:
+    """What Python may not do with a value of a trace: torch.fx would go on with something else, without a word."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node", "root", "attr", "_node"):
+            raise TypeError(f"its forward sets {name!r} of a tensor")
+        super().__setattr__(name, value)
+
+    def __str__(self) -> str:
+        raise TypeError("its forward makes a text of a tensor, or of its size or device")
+
+    def __format__(self, _spec: str) -> str:
+        return str(self)
+
+
+class _Attribute(_Recorded, fx.proxy.Attribute):
+    pass
+
+
+class Sized(_Recorded, fx.Proxy):
     """A value of a trace that tells its size: `.shape`, `.size()`, `.dim()`, `.ndim` and `len` are numbers.
 
     What follows the batch is a value of the trace, as all of it is where the size is not known.
     """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # so that `isinstance(x, Tensor)` answers what it does of the tensor
+        sizes: Sizes = self.tracer.sizes  # type: ignore[attr-defined]
+        return Tensor if sizes.types_asked and not evaluating() and self._is_tensor() else Sized
 
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "ndim"):
             shape = self.tracer.sizes.shape(self.node)  # type: ignore[attr-defined]
             if shape is not None:
                 return len(shape) if name == "ndim" else self._extents(shape)
-        return super().__getattr__(name)
+        if not hasattr(Tensor, name) and self._is_tensor():
+            raise AttributeError(f"a tensor has no attribute {name!r}")  # `hasattr` asks so
+        return _Attribute(self, name)
+
+    def _is_tensor(self) -> bool:
+        pair = self.tracer.sizes.pair(self.node)  # type: ignore[attr-defined]
+        return pair is not None and isinstance(pair[0], Tensor)
 
     def _extents(self, shape: Sequence[int | None]) -> "Shape":
-        symbolic = super().__getattr__("shape") if None in shape else None
+        symbolic = _Attribute(self, "shape") if None in shape else None
         return Shape(symbolic[i] if n is None else n for i, n in enumerate(shape))  # type: ignore[index]
 
     def size(self, dim: int | None = None) -> Any:
         if self.tracer.sizes.shape(self.node) is None:  # type: ignore[attr-defined]
-            return super().__getattr__("size")(*(() if dim is None else (dim,)))
+            return _Attribute(self, "size")(*(() if dim is None else (dim,)))
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> Any:
         shape = self.tracer.sizes.shape(self.node)  # type: ignore[attr-defined]
-        return super().__getattr__("dim")() if shape is None else len(shape)
+        return _Attribute(self, "dim")() if shape is None else len(shape)
 
     def __len__(self) -> int:
         length = self.tracer.sizes.length(self.node)  # type: ignore[attr-defined]

@@ -1,42 +1,33 @@
 """Turns an nn.Module into a TracedModel: layer by layer where torch.fx can follow it, else with submodules kept whole.
 
-A trace is believed only after it has computed what the model computes, on random numbers (`check.py`).
+Nothing is tried: a trace is right because what torch.fx would lose is noticed while it traces (`nodes.py`, `values.py`), and
+because Python state that it has read may not change (`python_state.py`).
 """
 
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
-from convoy.model.operation import TracedModel
-from convoy.model.tracing.check import Differs, DoesNotRun, check_same
+from convoy.model.graph import Graph, Layer, Parameter
+from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, call_operation
 from convoy.model.tracing.hooks import copied, mute, with_hooks
-from convoy.model.tracing.layers import LayerBuilder, Verdicts, canonical_keys, noted_by_each
-from convoy.model.tracing.nodes import (
-    READS,
-    TRACE_LOCK,
-    Followed,
-    Nodes,
-    Untraceable,
-    first_line,
-    line_of_forward,
-    nodes_of,
-    reading_refused,
-)
-from convoy.model.tracing.outside import Outside
-from convoy.model.tracing.per_sample import run_on_random
-from convoy.model.tracing.search import keep_whole
+from convoy.model.tracing.layers import LayerBuilder, canonical_keys, dtype_name, noted_by_each, whole
+from convoy.model.tracing.nodes import TRACE_LOCK, Followed, Nodes, Untraceable, nodes_of
+from convoy.model.tracing.opaque import Inputs, first_line, has_dropout, is_floating, observe, run_on_random, tensors_of
+from convoy.model.tracing.python_state import State, modes_of, subtree
 from convoy.model.tracing.shared_copy import release, shared_tensors
-from convoy.model.tracing.sizes import Spec, meta_inputs
-from convoy.model.tracing.state import comparable, random_kept
-from convoy.model.tracing.state_watch import modes_of
-from convoy.model.tracing.values import on_meta
-from convoy.model.tracing.whole import as_one_layer
+from convoy.model.tracing.sizes import BATCHES, Spec, meta_inputs
+from convoy.model.tracing.values import across, is_batched, on_meta, without_batch
 
 
 def trace(
@@ -79,17 +70,18 @@ def trace(
     try:
         local = mute(copied(inner, shared_tensors(inner)))
         local = local if _on_meta(local) else local.cpu()
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except Exception as error:  # whatever an attribute of it does when it is copied
         raise InputError(
             f"{type(inner).__name__} cannot be copied ({first_line(error)}): what is computed from parameters is no state "
-            "of a module; torch.nn.utils.parametrizations has forms that can be copied"
+            "of a module; torch.nn.utils.parametrizations has forms that can be copied. Leave out attributes that "
+            "copy.deepcopy refuses"
         ) from error
     if not training or not local.training:  # frozen parts of a model in training stay as they are
         local.train(training)
     specs = [(tuple(e.shape[1:]), e.dtype) for e in examples]
-    with TRACE_LOCK, random_kept(), warnings.catch_warnings(), Outside(local.modules()).kept():
+    with TRACE_LOCK, State(dict(local.named_modules())).kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a model warns of, it warns of when it is trained
-        capture = _Capture(local, specs, [tuple(e.shape) for e in examples], training, like)
+        capture = _Capture(local, specs, [tuple(e.shape) for e in examples], like)
         traced = with_hooks(local, capture.run(), inner)
     modes = modes_of(local)
     release(local)
@@ -114,56 +106,32 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What the checks of a model have found.
-
-    Attributes:
-        leaves: what must stay whole, and why.
-        calls: of the trace that was checked.
-        overwrites: see `_Capture`.
-    """
-
-    leaves: Mapping[str, str]
-    calls: str
-    verdicts: Verdicts
-    overwrites: bool
-
-
-_KNOWN: dict[str, _Known] = {}
-_REMEMBERED = 16
+_OBSERVED = 8
+"""Samples, at most, with which a layer of the user's Python is called once."""
 
 
 class _Capture:
     """One model in one mode on its way to a trace.
 
     Args:
+        model: a copy that nobody else uses.
         specs: of each input, the shape of a sample and the type.
         shapes: of the examples, as they were given.
+        like: see `trace`.
 
     Attributes:
         overwrites: whether the model overwrites its inputs.
-        changed: paths of the attributes that its forward changes.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        specs: Sequence[Spec],
-        shapes: Sequence[tuple[int, ...]],
-        training: bool,
-        like: TracedModel | None,
+        self, model: nn.Module, specs: Sequence[Spec], shapes: Sequence[tuple[int, ...]], like: TracedModel | None
     ) -> None:
-        self.model, self.specs, self.training, self.like = model, list(specs), training, like
-        self.shapes = shapes
+        self.model, self.specs, self.shapes, self.like = model, list(specs), shapes, like
+        self.samples = min(max(shapes[0][0], BATCHES[0]), _OBSERVED)
         self.meta = on_meta(model)
-        self.small = self.specs
         self.why: dict[str, str] = {}
         self.followed: Followed = {}
         self.overwrites = False
-        self.changed: frozenset[str] = frozenset()
-        self.verdicts: dict[frozenset[str], Verdicts] = {}
-        self.settled: dict[frozenset[str], tuple[Nodes, frozenset[str], TracedModel]] = {}
         self.together: list[set[str]] = []
         self.elsewhere = noted_by_each(like.graph) if like is not None else {}
         if like is not None:
@@ -171,165 +139,121 @@ class _Capture:
             self.together = [{p.key for p in like.graph[n].parameters.values()} for n in regions]
 
     def run(self) -> TracedModel:
-        given = frozenset(self.like.whole) if self.like is not None else frozenset()
+        leaves = frozenset(self.like.whole) if self.like is not None else frozenset()
         try:
-            if "" in given:
+            if "" in leaves:
                 raise Untraceable("it is one layer in the other mode")
-            return self._layer_by_layer(given)
+            while True:
+                try:
+                    traced, readers = self._traced(leaves)
+                except Untraceable as reason:
+                    if not reason.where or reason.where in leaves:
+                        raise
+                    readers = {reason.where: str(reason)}
+                if not readers:
+                    return traced
+                self.why |= readers
+                if "" in readers:
+                    raise Untraceable(readers[""])
+                leaves |= frozenset(readers)
         except Untraceable as reason:
             if _on_meta(self.model):
                 raise self._needs_weights(str(reason)) from None
-            return self._whole(str(reason))
+            return self._as_one_layer(str(reason))
 
-    def _layer_by_layer(self, given: frozenset[str]) -> TracedModel:
-        key = self._key(given)
-        known = _KNOWN.get(key)
-        if known is not None:
-            nodes = nodes_of(self.model, self.meta, self.specs, known.leaves, self.followed)
-            if _calls(nodes) == known.calls:
-                self.why, self.overwrites = dict(known.leaves), known.overwrites
-                return _with_calls(self._build(nodes, self.specs, dict(known.verdicts)), nodes)
-        if (traced := self._as_in_the_other_mode()) is not None:
-            return traced
-        leaves = given
-        if not _on_meta(self.model):
-            self.small = self._smallest()
-            leaves = self._with_readers(self._checked(given))
-        nodes, leaves, traced = self._settled(leaves)
-        if self.small != self.specs:
-            small, nodes = nodes, nodes_of(self.model, self.meta, self.specs, leaves, self.followed)
-            if _path(nodes) != _path(small):  # a branch on sizes goes another way: what was checked is another trace
-                self.small = self.specs
-                self.settled, self.verdicts = {}, {}
-                nodes, leaves, traced = self._settled(self._with_readers(self._checked(leaves)))
-            else:
-                traced = self._build(nodes, self.specs, self.verdicts.setdefault(leaves, {}))
-        verdicts = self.verdicts[leaves]
+    def _traced(self, leaves: frozenset[str]) -> tuple[TracedModel, dict[str, str]]:
+        """The trace with these leaves, and which modules must stay whole, too, and why."""
+        nodes = nodes_of(self.model, self.meta, self.specs, leaves, self.followed)
+        named = replace(nodes, whole={**nodes.whole, **{path: why for path, why in self.why.items() if why}})
+        builder = LayerBuilder(self.model, self.meta, named, self.specs, self.together, self.elsewhere, self.samples)
+        traced = builder.run()
+        self.overwrites = builder.values.overwrites
         if _on_meta(self.model):
             opaque = [name for name, layer in traced.graph.layers.items() if layer.kind == "opaque"]
             if opaque:
                 raise self._needs_weights(opaque[0])
-            return traced
-        if len(_KNOWN) >= _REMEMBERED:
-            _KNOWN.pop(next(iter(_KNOWN)))
-        whole = {path: self.why.get(path, "") for path in leaves}
-        _KNOWN[key] = _Known(whole, _calls(nodes), dict(verdicts), self.overwrites)
-        return _with_calls(traced, nodes)
+        return traced, self._readers(nodes, builder.changed)
 
-    def _as_in_the_other_mode(self) -> TracedModel | None:
-        """The trace, where it makes the calls of one that was compared, and of layers that do alike in both modes."""
-        if self.like is None or not self.like.calls or self.together:
-            return None
-        nodes = nodes_of(self.model, self.meta, self.specs, (), self.followed)
-        called = [type(self.model.get_submodule(str(n.target))) for n in nodes.nodes if n.op == "call_module"]
-        # Dropout is the one that hands on its very input in evaluation, so that in-place calls behind it are others.
-        alike = all(cls.__module__.startswith("torch.nn") and "Dropout" not in cls.__name__ for cls in called)
-        if not alike or _calls(nodes) != self.like.calls:
-            return None
-        verdicts: Verdicts = {}
-        traced = self._build(nodes, self.specs, verdicts)
-        return None if verdicts else _with_calls(traced, nodes)
-
-    # --- what must stay whole ----------------------------------------------------------------------------------------
-
-    def _checked(self, given: frozenset[str]) -> frozenset[str]:
-        """What must stay whole for the trace to be right.
-
-        Raises:
-            Untraceable: the model itself.
-        """
-        nodes, leaves, small = self._settled(given)
-        try:
-            self._check(small)
-            return leaves
-        except Differs as difference:
-            found = keep_whole(self._is_right, leaves, nodes.seen)
-            if found is None:
-                raise Untraceable(str(difference)) from None
-            self.why |= dict.fromkeys(found, str(difference))
-            return leaves | found
-
-    def _is_right(self, leaves: frozenset[str]) -> bool:
-        try:
-            self._check(self._settled(leaves)[2])
-        except (Differs, Untraceable):
-            return False
-        return True
-
-    def _settled(self, leaves: frozenset[str]) -> tuple[Nodes, frozenset[str], TracedModel]:
-        """The nodes with these leaves, and with those that turn out to be needed when layers are made of them."""
-        asked = leaves
-        while asked not in self.settled:
-            nodes = nodes_of(self.model, self.meta, self.small, leaves, self.followed)
-            try:
-                small = self._build(nodes, self.small, self.verdicts.setdefault(leaves, {}))
-                self.settled[asked] = self.settled[leaves] = (nodes, leaves, small)
-            except Untraceable as reason:
-                if not reason.where or reason.where in leaves:
-                    raise
-                self.why[reason.where] = str(reason)
-                leaves |= {reason.where}
-        return self.settled[asked]
-
-    def _check(self, traced: TracedModel) -> None:
-        try:
-            seen = check_same(self.model, traced, self.small, training=self.training)
-            self.overwrites, self.changed = seen.overwrites, seen.changed
-        except DoesNotRun as error:
-            raise self._does_not_run(error) from error
-
-    def _with_readers(self, leaves: frozenset[str]) -> frozenset[str]:
-        """With the submodules whose Python reads what another module changes: it may go another way after many steps.
-
-        Raises:
-            Untraceable: the model itself does so.
-        """
-        if not self.changed:
-            return leaves
-        with reading_refused(self.model, self.changed):
-            nodes = nodes_of(self.model, self.meta, self.small, leaves)
-        known = self._settled(leaves)[0].whole
-        readers = {path: why for path, why in nodes.whole.items() if why.startswith(READS) and path not in known}
-        if not readers:
-            return leaves
-        self.why |= readers
-        return self._checked(leaves | frozenset(readers))
-
-    def _build(self, nodes: Nodes, specs: Sequence[Spec], verdicts: Verdicts) -> TracedModel:
-        named = replace(nodes, whole={**nodes.whole, **{path: why for path, why in self.why.items() if why}})
-        return LayerBuilder(self.model, self.meta, named, specs, verdicts, self.together, self.elsewhere).run()
-
-    def _smallest(self) -> list[Spec]:
-        """The smallest images on which the model runs, halved and halved again: the checks take them."""
-        side = min((min(shape[-2:]) for shape, _ in self.specs if len(shape) == 3), default=0)
-        for parts in (16, 8, 4, 2):
-            if side // parts < _SMALLEST_SIDE:
-                continue
-            specs = [((s[0], s[1] // parts, s[2] // parts) if len(s) == 3 else s, dtype) for s, dtype in self.specs]
-            if _runs(self.model, self.meta, specs):
-                return specs
-        return self.specs
+    def _readers(self, nodes: Nodes, changed: Mapping[str, str]) -> dict[str, str]:
+        """Modules that a trace sees through whose code names an attribute that another forward changes."""
+        keys = {what.strip("'").rpartition(".")[2] for what in changed.values() if what}
+        found = {}
+        for path in nodes.seen:
+            if read := State({path: self.model.get_submodule(path)}).names & keys:
+                found[path] = f"its forward reads {min(read)!r}, which another forward changes"
+        return found
 
     # --- the model as one layer --------------------------------------------------------------------------------------
 
-    def _whole(self, why: str) -> TracedModel:
-        self.small = self._smallest()
-        found: Verdicts = {}
-        try:
-            small = as_one_layer(self.model, self.small, why, found, self.elsewhere)
-            self.overwrites = check_same(self.model, small, self.small, training=self.training).overwrites
-            return as_one_layer(self.model, self.specs, why, found, self.elsewhere)
-        except DoesNotRun as error:
-            raise self._does_not_run(error) from error
-        except Differs as difference:
-            raise InputError(
-                f"{type(self.model).__name__} cannot be distributed: even as one layer, {difference}. Look at its forward "
-                f"({line_of_forward(self.model)}): the same input and random state must give the same numbers, and its "
-                "modules must not rely on `inplace`"
-            ) from None
+    def _as_one_layer(self, why: str) -> TracedModel:
+        """One layer with the reason `why` there is only one, and a `pick` for each output where there are several.
 
-    def _does_not_run(self, error: DoesNotRun) -> InputError:
-        told = f"{type(self.model).__name__} does not run on the example ({error}): "
+        Raises:
+            InputError: it does not run on inputs of these shapes, or returns something else than tensors with a batch axis.
+        """
+        model = self.model
+        inputs = {f"input{i}" if i else "input": spec for i, spec in enumerate(self.specs)}
+        layers = {n: Layer(n, "input", (), shape, dtype=dtype_name(dtype)) for n, (shape, dtype) in inputs.items()}
+        operations: dict[str, Operation] = {name: Operation("input", name) for name in inputs}
+        with FlopCounterMode(display=False) as counter:
+            value, outputs, batched = self._outputs()
+        several = not isinstance(value, Tensor) or batched[0] is not None
+        operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
+        if several:
+            form = _result_form(value, count())
+            flat = Operation("function", partial(_flat, type(model).__name__, repr(form)), (Ref(len(inputs)),))
+            target = Region((operation, flat), (True, True), (len(inputs) + 1,), several=False)
+            operation = Operation("region", target, operation.args)
+        layer = Layer(
+            "model", "opaque", tuple(inputs), tuple(outputs[0].shape[1:]), _parameters(model), several=several,
+            dtype=dtype_name(outputs[0].dtype), random=has_dropout(model),
+            differentiable=any(is_floating(t) for t in outputs), flop=counter.get_total_flops() // sum(BATCHES),
+        )  # fmt: skip
+        given = Inputs(meta_inputs(self.specs, BATCHES[0]), [True] * len(self.specs), self.samples)
+        seen = observe(lambda m, n, x: call_operation(m, operation, x, n), model, subtree(model), given)
+        layers["model"] = whole(layer, seen, why, self.elsewhere)
+        operations["model"] = operation
+        if not several:
+            graph = Graph(type(model).__name__, layers, ("model",))
+            return TracedModel(graph, operations, Ref(0), whole=("",))
+        names = tuple(f"model[{i}]" for i in range(len(outputs)))
+        for i, (name, t, axes) in enumerate(zip(names, outputs, batched, strict=True)):
+            rows = axes is None
+            layers[name] = Layer(
+                name, "pick", ("model",), tuple(t.shape[1:]) if rows else without_batch(t.shape, axes or ()),
+                dtype=dtype_name(t.dtype), differentiable=is_floating(t), batched=rows, across=axes or (),
+            )  # fmt: skip
+            operations[name] = Operation("function", operator.getitem, (Ref(0), i))
+        graph = Graph(type(model).__name__, layers, names)
+        return TracedModel(graph, operations, form, whole=("",))
+
+    def _outputs(self) -> tuple[Any, list[Tensor], list[tuple[int, ...] | None]]:
+        """What the model returns for the smaller of two batches, its tensors, and the `Layer.across` of those without rows."""
+        model = self.model
+        try:
+            values = [run_on_random(model, meta_inputs(self.specs, batch), {}) for batch in BATCHES]
+        except Exception as error:
+            raise self._does_not_run(error) from error
+        small, large = (tensors_of(value) for value in values)
+        forms = [_result_form(value, count()) for value in values]
+        if not small or repr(forms[0]) != repr(forms[1]):  # of which NaN is equal to itself
+            odd = " with something beside tensors that is another one for other batches" if small else ""
+            raise InputError(
+                f"{type(model).__name__} returns {type(values[0]).__name__}{odd}: return a tensor, or a nest of tuples, dicts "
+                "and dataclasses of tensors"
+            )
+        pairs = list(zip(small, large, strict=True))
+        if any(a.shape != b.shape and not across((a, b)) for a, b in pairs):
+            raise InputError(
+                f"{type(model).__name__} returns a tensor whose size goes with the batch, but is not that of the batch: return "
+                "one row per sample, one value for the batch, or a value for each pair of samples"
+            )
+        return values[0], small, [None if is_batched(pair) else across(pair) for pair in pairs]
+
+    # --- refusals ----------------------------------------------------------------------------------------------------
+
+    def _does_not_run(self, error: Exception) -> InputError:
+        told = f"{type(self.model).__name__} does not run on the example ({first_line(error)}): "
         norm = next((path for path, module in self.model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
         if norm is not None:
             return InputError(
@@ -337,12 +261,15 @@ class _Capture:
                 "batch: leave convert_sync_batchnorm out"
             )
         sample = [(shape, dtype) for shape, (_, dtype) in zip(self.shapes, self.specs, strict=True)]
-        if _runs(self.model, self.meta, sample):
+        if _runs(self.model, sample):
             return InputError(
                 f"{told}it is one sample, {' and '.join(map(str, self.shapes))}, without the axis of the batch: give "
                 "example[None], or one batch of the loader"
             )
-        return InputError(f"{told}give one batch of each of its inputs, as its forward takes them")
+        return InputError(
+            f"{told}it was given {BATCHES[0]} and {BATCHES[1]} samples of random numbers with the shapes of the example; give "
+            "one batch of each of its inputs, as its forward takes them"
+        )
 
     def _needs_weights(self, part: str) -> InputError:
         return InputError(
@@ -350,53 +277,49 @@ class _Capture:
             f"treats samples ({part}): give a model with weights"
         )
 
-    def _key(self, given: frozenset[str]) -> str:
-        """All that the checks depend on, but for the values of weights."""
-        rows: list[Any] = [
-            self.specs,
-            self.training,
-            sorted(given),
-            [sorted(keys) for keys in self.together],
-            sorted(self.elsewhere.items()),
-        ]
-        rows.append(sorted(canonical_keys(self.model).items()))
-        for path, module in self.model.named_modules():
-            own = {k: v for k, v in vars(module).items() if k != "_modules"}
-            rows.append((path, id(type(module)), comparable(own), module.training))
-        for key, p in self.model.named_parameters():
-            rows.append((key, p.shape, p.dtype, p.requires_grad))
-        return repr(rows)
+
+def _flat(model: str, form: str, value: Any) -> list[Tensor]:
+    """The tensors that a model returned, where what is beside them is as it was when it was traced."""
+    if repr(_result_form(value, count())) != form:  # of which NaN is equal to itself
+        raise InputError(
+            f"{model} returned something beside its tensors that it did not return when it was distributed: a number, a text "
+            "or another nest. Return tensors, or compute it from what the model returns"
+        )
+    return tensors_of(value)
 
 
-_SMALLEST_SIDE = 24
-
-
-def _runs(model: nn.Module, meta: nn.Module, specs: Sequence[Spec]) -> bool:
-    for module, run in ((meta, None), (model, run_on_random)):
-        inputs = meta_inputs(specs, 2)
-        try:
-            with torch.no_grad(), torch.device("meta" if run is None else "cpu"):
-                module(*inputs) if run is None else run(module, inputs, {})
-        except Exception:
-            continue
-        return True
-    return False
-
-
-def _calls(nodes: Nodes) -> str:
-    return "\n".join(repr((n.op, n.name, n.target, n.args, n.kwargs)) for n in nodes.nodes)
-
-
-def _with_calls(traced: TracedModel, nodes: Nodes) -> TracedModel:
-    if traced.whole or any(layer.kind == "opaque" for layer in traced.graph.layers.values()):
-        return traced
-    return replace(traced, calls=_calls(nodes))
-
-
-def _path(nodes: Nodes) -> list[Any]:
-    """What is called in which order, whatever the numbers among the arguments."""
-    return [(n.op, n.name, str(n.target), [each.name for each in n.all_input_nodes]) for n in nodes.nodes]
+def _runs(model: nn.Module, specs: Sequence[Spec]) -> bool:
+    try:
+        run_on_random(model, meta_inputs(specs, 2), {})
+    except Exception:
+        return False
+    return True
 
 
 def _on_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
+
+
+def _result_form(value: Any, number: Iterator[int]) -> Any:
+    """What the model returns, with `Ref(i)` for its tensor i."""
+
+    def each(values: Any) -> list[Any]:
+        return [_result_form(v, number) for v in values]
+
+    if isinstance(value, Tensor):
+        return Ref(next(number))
+    if is_dataclass(value) and not isinstance(value, type):
+        keys = [f.name for f in fields(value) if f.init]
+        return Form(type(value), (), dict(zip(keys, each(getattr(value, k) for k in keys), strict=True)))
+    if isinstance(value, dict):
+        filled = dict(zip(value, each(value.values()), strict=True))
+        return filled if type(value) is dict else Form(type(value), (filled,))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return Form(type(value), tuple(each(value)))
+    return type(value)(each(value)) if isinstance(value, tuple | list) else value
+
+
+def _parameters(model: nn.Module) -> dict[str, Parameter]:
+    keys = canonical_keys(model)
+    rows = [(k, p, False) for k, p in model.named_parameters()] + [(k, b, True) for k, b in model.named_buffers()]
+    return {k: Parameter(keys[k], tuple(t.shape), t.requires_grad and not b, b) for k, t, b in rows}

@@ -6,7 +6,8 @@ of the batch, and what does not depend on it. The others are *odd*.
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.operation import BatchExtent, Here
-from convoy.model.tracing.effects import mutates, unsupported_in_place
-from convoy.model.tracing.nodes import Untraceable, first_line
-from convoy.model.tracing.per_sample import is_floating, map_tensors, on_random, run_on_random, tensors_of
+from convoy.model.tracing.effects import counts_batches, mutates, unsupported_in_place
+from convoy.model.tracing.nodes import Untraceable
+from convoy.model.tracing.opaque import first_line, is_floating, map_tensors, on_random, run_on_random, tensors_of
 from convoy.model.tracing.sizes import BATCHES, Spec, call_node, call_on_meta, called, meta_input
 
 
@@ -28,6 +29,8 @@ class NodeValues:
     Attributes:
         odd: why the value of a node cannot pass from layer to layer, where it cannot.
         of_batch: nodes with one value of the whole batch (a loss); it can leave the model, though it is odd.
+        mixing: nodes that certainly look at several samples: what they are part of needs the whole batch.
+        overwrites: whether the model overwrites its inputs.
         reads: of each node, the nodes whose values it reads: in-place calls between may have overwritten its arguments.
         flop: of each node, per sample.
     """
@@ -38,10 +41,15 @@ class NodeValues:
         self.model, self.meta, self.specs, self.constants = model, meta, specs, constants
         self.odd: dict[fx.Node, str] = {}
         self.of_batch: set[fx.Node] = set()
+        self.mixing: set[fx.Node] = set()
+        self.overwrites = False
         self.reads: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
         self.flop: dict[fx.Node, int] = {}
         self._pairs: dict[fx.Node, tuple[Any, Any]] = {}
         self._overwritten: dict[fx.Node, fx.Node] = {}
+        self._written: dict[int, int] = {}  # by storage, after how many nodes it was written into
+        self._order: dict[fx.Node, int] = {}
+        self._of_storage: defaultdict[int, list[fx.Node]] = defaultdict(list)
         self._of_samples: set[fx.Node] = set()
         self._of_data: set[fx.Node] = set()
         self._inputs = 0
@@ -58,6 +66,8 @@ class NodeValues:
         self.reads[node] = reads = {n: self._latest(n) for n in node.all_input_nodes}
         if node.op == "output":
             return
+        self._order[node] = len(self._order)
+        self._refuse_stale(node, reads.values())
         before = counter.get_total_flops()
         from_data = False
         try:
@@ -70,14 +80,47 @@ class NodeValues:
             self._of_data.add(node)
         self.flop[node] = (counter.get_total_flops() - before) // sum(BATCHES)  # both batch sizes were counted
         self._pairs[node] = pair
+        for t in tensors_of(pair[0]):
+            self._of_storage[_place(t)].append(node)
         self._inputs += node.op == "placeholder"
-        if node.op == "placeholder" or any(self._follows(n) for n in reads.values()):
+        if node.op == "placeholder" or (called(node) not in _SHAPED and any(map(self._follows, reads.values()))):
             self._of_samples.add(node)
         why = self._oddness(node, pair, list(reads.values()))
         if why:
             self.odd[node] = why
         if mutates(self.model, node) and tensors_of(pair[0]):
+            self._write(node, next(iter(reads.values())))
             self._overwritten[self._latest(node.all_input_nodes[0])] = node
+
+    # --- tensors that are overwritten --------------------------------------------------------------------------------
+
+    def _write(self, node: fx.Node, target: fx.Node) -> None:
+        """Note that a call writes into the tensor that `target` gave.
+
+        Raises:
+            Untraceable: it is a parameter or buffer.
+        """
+        if target in self._of_data:
+            raise Untraceable(f"{node.name} overwrites what was made of numbers", node.meta["where"])
+        for t in tensors_of(self[target][0]):
+            place = _place(t)
+            holders = self._of_storage[place]
+            held = next((n for n in holders if n.op == "get_attr" and str(n.target) not in self.constants), None)
+            if held is not None and not counts_batches(self.model, held):
+                raise Untraceable(f"its forward changes {str(held.target)!r}", node.meta["where"])
+            self.overwrites = self.overwrites or any(n.op == "placeholder" for n in holders)
+            if unsupported_in_place(node) and any(n not in (node, target) and n not in self.odd for n in holders):
+                raise Untraceable(f"{node.name} overwrites a tensor that has another name, too", node.meta["where"])
+            self._written[place] = self._order[node]
+
+    def _refuse_stale(self, node: fx.Node, reads: Iterable[fx.Node]) -> None:
+        """A trace puts new tensors in the place of overwritten ones, so what reads one under an older name would be wrong."""
+        for n in reads:
+            for t in tensors_of(self[n][0]):
+                if self._written.get(_place(t), -1) > self._order[n] and n not in self.odd:
+                    raise Untraceable(
+                        f"{node.name} reads a tensor that was overwritten under another name", node.meta["where"]
+                    )
 
     def _latest(self, node: fx.Node) -> fx.Node:
         """The node that holds the current value of `node`: a later in-place call may have overwritten it."""
@@ -161,25 +204,33 @@ class NodeValues:
             if base.op == "placeholder":
                 raise Untraceable(f"{node.name} overwrites an input of the model", node.meta["where"])
             self.odd.setdefault(base, f"{node.name} works in place and has no pure form")
+            self._write(node, base)
             return f"{node.name} works in place and has no pure form"
         if not tensors:
-            if node in self._of_data:
-                return f"{node.name} reads numbers out of tensors"
-            return self._odd_number(node, pair, reads)
+            why = f"{node.name} reads numbers out of tensors" if node in self._of_data else ""
+            why = why or self._odd_number(node, pair, reads)
+            if why and why != odd:
+                self.mixing.add(node)
+            return why
         if is_form(node):
             return next((self.odd[n] for n in reads if n in self.odd and n not in self.of_batch), "")
         if isinstance(small, Tensor):
             if is_batched(pair):
                 return ""
             if small.shape != large.shape:
-                if across(pair):
+                if axes := across(pair):
                     self.of_batch.add(node)
+                    if len(axes) > 1:
+                        self.mixing.add(node)
                 return odd or f"the first axis of {node.name} is not the batch"
             if node in self._of_samples:
                 self.of_batch.add(node)
+                self.mixing.add(node)
                 return odd or f"{node.name} loses the batch axis"
             numbers = [n for n in reads if not tensors_of(self[n][0]) and n not in self.odd]
             counted = any(mentions_batch(_folded(*self[n])) for n in numbers)
+            if counted:
+                self.mixing.add(node)
             return odd or (f"{node.name} has no batch axis and computes with the size of the batch" if counted else "")
         fixed = [t.shape for t in tensors] == [t.shape for t in tensors_of(large)]
         if (
@@ -213,6 +264,14 @@ class NodeValues:
         if not (linear or joined) or (called(node) == "getitem" and following[0] is not reads[0]):
             return f"{node.name} computes with the size of the batch"
         return ""
+
+
+_SHAPED = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros_like", "ones_like", "full_like")
+"""They read a shape, not numbers."""
+
+
+def _place(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
 
 
 def on_meta(model: nn.Module) -> nn.Module:

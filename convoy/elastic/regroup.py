@@ -1,0 +1,508 @@
+"""Regroup: the devices that remain after a loss, or have joined, find each other and form the next generation.
+
+Each device has a health server that outlives the groups, and checks several times in the allowed silence that the next device
+answers. The decisions are in `elastic/agreement.py`.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import final
+
+from convoy.comm.changing import ChangingGroup, present
+from convoy.comm.channel import Channel, Credentials, Words
+from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, listen_at, read_process_env, resolve
+from convoy.comm.failure import HealthServer, NoAnswer
+from convoy.comm.group import AloneGroup, Group
+from convoy.comm.listener import Listener
+from convoy.comm.processes import JoinedGroup, meet
+from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.elastic.admission import Applicant, Applicants
+from convoy.elastic.agreement import (
+    Ask,
+    Asked,
+    Called,
+    Event,
+    Excluded,
+    Gather,
+    Generation,
+    Granted,
+    Heard,
+    Interrupted,
+    Lost,
+    Meet,
+    Member,
+    Met,
+    Missed,
+    NotReached,
+    Pairs,
+    Stop,
+    answer,
+    instruction,
+    observe,
+)
+from convoy.errors import ConvoyError, DeviceLostError, InputError
+
+SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
+"""A device that does not answer for this part of the group's time limit counts as lost: 3 s of 60 s. On a busy machine a live
+device may take a second."""
+
+FIRST_PART, SECOND_PART = 1 / 2, 1 / 3
+"""Parts of the allowed silence for a question and for its repetition. The rest passes between two questions."""
+
+MEETINGS = 5
+"""Time limits for which devices try to meet, whatever happens."""
+
+POLL_S = 0.02
+"""Seconds between two questions to the leader."""
+
+REPORT_S = 0.1
+"""Seconds that the report of a device that leaves because of an error may take."""
+
+Address = tuple[str, int]
+
+
+class UnnamedLossError(DeviceLostError):
+    """Another device reports a loss; which device it was shows in the regroup."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The address at which a device answers as a member of its job.
+
+    Attributes:
+        address, port: where it listens; port 0: a free one.
+        credentials: of the job.
+        token: of the job's members.
+        staged: as for :func:`convoy.comm.processes.join`.
+        wish: the port to take if it is free, else any.
+    """
+
+    address: str
+    port: int
+    credentials: Credentials
+    token: str
+    staged: bool = False
+    wish: int = 0
+
+    @classmethod
+    def of(cls, group: JoinedGroup, port: int = 0, wish: int = 0, address: str | None = None) -> "Home":
+        """Return that of a device of this group, at the group's address or another one."""
+        return cls(address or group.address, port, group.credentials, f"members of {group.token}", group.staged, wish)
+
+    def listener(self) -> socket.socket:
+        """Listen. InputError: the port is taken, or the address is none of this machine."""
+        if self.wish:
+            with suppress(InputError):
+                return listen_at(self.address, self.wish)
+        return listen_at(self.address, self.port)
+
+
+def listens() -> bool:
+    return bool(os.environ.get(LISTEN))
+
+
+def home_here(group: Group) -> Home | None:
+    """Return where this device of a script answers join requests; see :func:`home_at`."""
+    if not listens():
+        return None
+    host, _, port = os.environ[LISTEN].rpartition(":")
+    return home_at(host.strip("[]"), int(port), group)
+
+
+def home_at(host: str, port: int, group: Group) -> Home:
+    """Return where a device answers as a member of a job that listens there. The first device of each other host takes the same
+    port, if it is free there.
+
+    Raises:
+        InputError: as `door_address`.
+    """
+    inside = present(group)
+    if isinstance(inside, JoinedGroup):
+        place, is_first = read_process_env(os.environ), group.device == 0
+        first_there = place is not None and place.local == 0 and place.local_devices is not None
+        address = door_address(host, inside.address, is_first)
+        wish = port if first_there and not is_first else 0
+        return Home.of(inside, port if is_first else 0, wish, address)
+    env = ProcessEnv(0, 1, 0, 1, host, port, hosted=False, attempt=0)
+    return Home(host, port, credentials_of(env), f"members of {uuid.uuid4().hex}")
+
+
+def door_address(listen: str, met: str, first: bool) -> str:
+    """Return the address at which a device answers join requests: where it has met the others; or `--listen`, if they met at a
+    loopback address, so that all are on this machine.
+
+    Args:
+        listen: the address of `--listen`.
+        met: at which this device has met the others.
+        first: whether it is device 0, which joining devices ask first.
+
+    Raises:
+        InputError: the devices communicate at another address than the one given to joining devices.
+    """
+    found = [str(target[0]) for _, target in resolve(listen, 0, socket.SOCK_STREAM)]
+    if is_loopback(met):
+        return found[0]
+    if first and met not in found:
+        raise InputError(
+            f"--listen {listen}: the devices communicate at {met} on this machine, joining ones too: give "
+            f"--listen {met} with the same port, or for each host of the fleet file an address in the network of {listen}"
+        )
+    return met
+
+
+@final
+class Membership:
+    """One device's membership in a job whose devices change. Every device of a group makes one at the same time.
+
+    Args:
+        home: of a device that is alone or joins a running job; None: that of its group.
+
+    Attributes:
+        group: of the present generation.
+        silence_s: how long a device may be silent.
+        applicants: the join requests at this device.
+        offer: how the job describes itself to them; None: nobody is admitted.
+    """
+
+    def __init__(self, group: ChangingGroup, home: Home | None = None) -> None:
+        joined = group.present
+        if home is None:
+            assert isinstance(joined, JoinedGroup)
+            home = Home.of(joined)
+        self.group, self.timeout_s, self.staged = group, group.timeout_s, home.staged
+        self.silence_s = max(LEAST_SILENCE_S, group.timeout_s * SILENT_PART)
+        if isinstance(joined, JoinedGroup):
+            joined.report_s = REPORT_S
+        self._credentials = home.credentials
+        self.applicants = Applicants()
+        self.offer: Words | None = None
+        # A door of its own, which outlives the groups.
+        door = Listener(home.listener(), self._credentials, "convoy-members")
+        self._server = HealthServer(joined.device, door, home.token)
+        self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
+        self._changed = threading.RLock()
+        self._store: Address | None = None  # of the meeting that this generation came from, or that takes place
+        self._left: Address | None = None  # that of the one before
+        self._closed = threading.Event()
+        # Before anybody knows the address: an early question without an answer is one of a dead device.
+        self._server.answers = {"beat": self._beaten, "regroup": self._asked, "interrupt": self._interrupted}
+        door.handlers["join"] = self._knocked
+        rows = group.agree("members", json.dumps(self._server.address))
+        self._addresses: dict[int, Address] = {d: (str(h), int(p)) for d, (h, p) in enumerate(map(json.loads, rows))}
+        self._awake_s, self._slept = _now_s(), False
+        self._beats = threading.Thread(target=self._beat, name="convoy-beats", daemon=True)
+        self._beats.start()
+
+    @property
+    def me(self) -> int:
+        """The id of this device, which never changes."""
+        return self._state.me
+
+    @property
+    def generation(self) -> Generation:
+        return self._state.generation
+
+    @property
+    def doors(self) -> list[Address]:
+        """The addresses of the present generation's members, in order."""
+        return [self._addresses[d] for d in self.generation.members]
+
+    @property
+    def parted(self) -> Pairs:
+        """Pairs of devices that do not reach each other, of which the second was left out of the present generation."""
+        return self._state.parted
+
+    @property
+    def is_out(self) -> bool:
+        """Whether this device cannot continue."""
+        return self._state.phase == "out"
+
+    def close(self) -> None:
+        """Leave the membership at the end of all work. Every device calls it; the group stays open."""
+        self._closed.set()
+        self._beats.join(self.silence_s)
+        try:
+            if self.group.failure is None:
+                self.group.agree("no members any more", "")  # nobody asks this server from here on
+        finally:
+            self._server.close()
+        if self._store is not None:
+            forget_store(*self._store)
+
+    def depart(self, error: ConvoyError) -> None:
+        """Leave while the others continue: stop answering them."""
+        self._closed.set()
+        self._server.close()
+        self.group.close(error)
+
+    # --- what others say, on the threads of the server and of the beats ------------------------------------------------
+
+    def _observe(self, event: Event) -> Member:
+        with self._changed:
+            self._slept |= _now_s() - self._awake_s > self.silence_s
+            if isinstance(event, Lost) and self._slept:
+                # Others may have gone on without this device meanwhile, and have come to the end.
+                event = replace(event, dead=False)
+            if isinstance(event, Met):
+                self._slept, self._awake_s = False, _now_s()
+            before, self._state = self._state, observe(self._state, event)
+            if before.phase == "training" and self._state.phase != "training":
+                # From now on others are called: not to where the meeting before this one was.
+                self._left, self._store = self._store, None
+                self._break_off(event)
+            return self._state
+
+    def _break_off(self, event: Event) -> None:
+        lost = event.device if isinstance(event, Lost) else None
+        cause = {True: "its process has ended", False: f"it did not answer for {self.silence_s:g} s"}
+        told = (
+            f"device {lost} was lost: {cause[event.dead]}"
+            if isinstance(event, Lost)
+            else self._state.reason or "another device of the job was lost"
+        )
+        error = (DeviceLostError if isinstance(event, Lost) else UnnamedLossError)(
+            self.me if lost is None else lost, told
+        )
+        present = self.group.present
+        if isinstance(present, JoinedGroup):
+            # It may wait, for threads that end and for what the main thread finds out. Who answers others must not.
+            threading.Thread(target=present.break_off, args=(error,), name="convoy-break-off", daemon=True).start()
+
+    def _beaten(self, _words: Words) -> Words:
+        return {"generation": _row(self.generation)}
+
+    def _asked(self, words: Words) -> Words:
+        device = int(words["device"])
+        cut_off = tuple(int(d) for d in words.get("unreachable", ()))
+        state = self._observe(Asked(device, _generation(words["generation"]), int(words["highest"]), cut_off))
+        told = answer(state, device)
+        if told is None:
+            return {"wait": True}
+        if device not in told.members:
+            return {"excluded": _row(told), "parted": sorted(state.parted)}
+        return self._call(told) if self._store is not None else {"wait": True}
+
+    def _call(self, generation: Generation) -> Words:
+        doors = [[d, *address] for d, address in self._addresses.items()]
+        return {"call": _row(generation), "store": self._store, "doors": doors, "parted": sorted(self.parted)}
+
+    def _knocked(self, words: Words, _: Channel) -> Words | None:
+        """Answer a join request."""
+        with self._changed:
+            state = self._state
+            if state.phase == "out":
+                return None  # others of the job may answer
+            if self.offer is None:
+                return {"refused": "this training admits nobody"}
+            if words["do"] == "hello":
+                return {"token": self._server.token, "offer": self.offer, "doors": self.doors}
+            if state.leader != self.me:
+                return {"elsewhere": True, "doors": [self._addresses[d] for d in state.candidates]}
+            host, port = words["door"]
+            told = self.applicants.hear(Applicant(str(words["mark"]), (str(host), int(port)), words["facts"]))
+            device = self.applicants.device_of(str(words["mark"]))
+            if device is not None and self._store is not None and state.called and device in state.called.members:
+                return {**self._call(state.called), "device": device}
+            if device in state.generation.members:  # it was called to a meeting that failed
+                return {**self._call(state.generation), "store": None, "device": device}
+            return {**told, "doors": self.doors}
+
+    def _interrupted(self, words: Words) -> Words:
+        if int(words["device"]) not in self.generation.members:
+            return {"excluded": _row(self.generation)}
+        # Also of one that belongs to an earlier generation: it did not see the meeting succeed.
+        self._observe(Interrupted())
+        self._observe(Heard(int(words["device"]), _generation(words["generation"])))
+        return {}
+
+    def _beat(self) -> None:
+        """Ask the next device of the generation whether it is there."""
+        while not self._closed.wait(self.silence_s * (1 - FIRST_PART - SECOND_PART)):
+            with self._changed:
+                self._slept |= _now_s() - self._awake_s > self.silence_s
+                self._awake_s = _now_s()
+                members, training = self.generation.members, self._state.phase == "training"
+            if not training or len(members) < 2:
+                continue
+            device = members[(members.index(self.me) + 1) % len(members)]
+            told = self._ask(device, "beat")
+            if isinstance(told, NoAnswer):
+                with self._changed:
+                    if members == self.generation.members and not self._closed.is_set():
+                        self._observe(Lost(device, told is NoAnswer.DEAD))
+            else:
+                self._observe(Excluded(_generation(told["generation"])))
+
+    def _ask(self, device: int, question: str) -> Words | NoAnswer:
+        state, address = self._state, self._addresses[device]
+        words = {"device": self.me, "generation": _row(state.generation), "highest": state.highest}
+        words["unreachable"] = sorted(state.unreachable)
+        told = self._server.ask(address, question, self.silence_s * FIRST_PART, **words)
+        if told in (NoAnswer.FROZEN, NoAnswer.UNREACHABLE):  # or this machine stood still while the answer came
+            told = self._server.ask(address, question, self.silence_s * SECOND_PART, **words)
+        return NoAnswer.DEAD if told == {} and question != "interrupt" else told
+
+    # --- growing, on the main thread -------------------------------------------------------------------------------------
+
+    @property
+    def next_device(self) -> int:
+        """The id of the next joining device."""
+        return max(self._addresses) + 1
+
+    def number(self, joining: Sequence[Applicant]) -> list[list[object]]:
+        """Give ids to joining devices, on the leader. Return rows for `grant`."""
+        first = self.next_device
+        for device, each in enumerate(joining, first):
+            self.applicants.number(each.mark, device)
+        return [[device, *each.door] for device, each in enumerate(joining, first)]
+
+    def grant(self, rows: Sequence[Sequence[object]]) -> None:
+        """Admit these. Every device calls it between two steps, and `regroup` after it."""
+        with self._changed:
+            self._addresses |= {int(str(d)): (str(host), int(str(port))) for d, host, port in rows}
+            self._observe(Granted(tuple(int(str(row[0])) for row in rows)))
+
+    def come(self, device: int, told: Words) -> None:
+        """Meet the others, on a joining device, which is called as this device.
+
+        Raises:
+            DeviceLostError: they continued without it.
+        """
+        called = _generation(told["call"])
+        with self._changed:
+            self._addresses = {int(d): (str(host), int(port)) for d, host, port in told["doors"]}
+            self._state = Member(device, Generation(-1, (device,)), phase="meeting", called=called)
+            if told["store"] is None:
+                self._state = observe(self._state, Missed())
+            else:
+                self._invite(told)
+        self.regroup(DeviceLostError(0, "the devices that this one was to join did not meet it"))
+
+    # --- meeting anew, on the main thread --------------------------------------------------------------------------------
+
+    def regroup(self, error: ConvoyError) -> None:
+        """Meet the devices that remain or join. The group is then theirs.
+
+        Raises:
+            DeviceLostError: this device cannot continue; or the others neither come nor end.
+        """
+        present = self.group.present
+        if isinstance(present, JoinedGroup):
+            present.break_off(error)
+        self._observe(Interrupted())
+        if self._left is not None:
+            forget_store(*self._left)
+            self._left = None
+        self.group.close(error)
+        waits_until_s = time.monotonic() + self.timeout_s
+        gives_up_s = waits_until_s + MEETINGS * self.timeout_s
+        while True:
+            match instruction(self._state):
+                case Stop(reason):
+                    raise DeviceLostError(self.me, f"device {self.me} cannot go on: {reason}") from error
+                case Ask(leader):
+                    self._ask_leader(leader)
+                case Gather(missing):
+                    self._gather(missing)
+                    if time.monotonic() > waits_until_s:  # alive, but it does not come
+                        for device in missing:
+                            self._observe(Lost(device, dead=False))
+                case Meet(generation, hosts):
+                    if (group := self._meet(generation, hosts)) is not None:
+                        self.group.replace(group)
+                        self._observe(Met())
+                        self.applicants.changed()
+                        self._server.keep_calls(self.doors)
+                        return
+                    self._observe(NotReached(self._not_reached(generation)))
+                    waits_until_s = time.monotonic() + self.timeout_s
+            if time.monotonic() > min(waits_until_s + self.timeout_s, gives_up_s):
+                raise error
+            self._closed.wait(POLL_S)
+
+    def _ask_leader(self, leader: int) -> None:
+        told = self._ask(leader, "regroup")
+        if isinstance(told, NoAnswer):
+            self._observe(Lost(leader, told is NoAnswer.DEAD))
+        elif "excluded" in told:
+            self._observe(Excluded(_generation(told["excluded"]), _pairs(told["parted"])))
+        elif "call" in told:
+            with self._changed:
+                called = Called(leader, _generation(told["call"]), _pairs(told["parted"]))
+                if self._observe(called).phase == "meeting":
+                    self._invite(told)
+
+    def _invite(self, told: Words) -> None:
+        """Note where the meeting is, and the addresses of those that were called."""
+        self._store = (str(told["store"][0]), int(told["store"][1]))
+        self._addresses |= {int(d): (str(host), int(port)) for d, host, port in told["doors"]}
+
+    def _gather(self, missing: tuple[int, ...]) -> None:
+        with ThreadPoolExecutor(min(8, len(missing))) as threads:
+            for device, told in zip(missing, threads.map(lambda d: self._ask(d, "interrupt"), missing), strict=True):
+                if isinstance(told, NoAnswer):
+                    self._observe(Lost(device, told is NoAnswer.DEAD))
+                elif "excluded" in told:
+                    self._observe(Excluded(_generation(told["excluded"])))
+
+    def _not_reached(self, generation: Generation) -> frozenset[int]:
+        """Return the members that do not answer this device, after a meeting failed."""
+        others = [d for d in generation.members if d != self.me]
+        with ThreadPoolExecutor(max(1, min(8, len(others)))) as threads:
+            answers = list(threads.map(lambda d: self._ask(d, "beat"), others))
+        return frozenset(d for d, told in zip(others, answers, strict=True) if isinstance(told, NoAnswer))
+
+    def _meet(self, generation: Generation, hosts: bool) -> Group | None:
+        """Return the group of a generation; None if a device does not come."""
+        index, count = generation.index(self.me), len(generation.members)
+        try:
+            if count == 1:
+                alone = AloneGroup(self.group.torch_device, self.timeout_s)
+                alone.ids = generation.members
+                group: Group = alone
+            else:
+                if hosts:
+                    host = self._server.address[0]
+                    self._store = (host, keep_store(host, self._credentials))
+                assert self._store is not None
+                env = ProcessEnv(index, count, 0, None, *self._store, hosted=False, attempt=0)
+                grows = set(generation.members) - set(self.generation.members)
+                # A joining device that does not come must not hold up the others for long.
+                limit_s = self.silence_s if grows else max(5.0, 2 * self.silence_s)
+                met = meet(env, self.group.torch_device, limit_s, self.staged, generation.number, self._credentials)
+                met.timeout_s, met.report_s, met.ids = self.timeout_s, REPORT_S, generation.members
+                group = met
+        except ConvoyError:
+            if self._store is not None:
+                forget_store(*self._store)
+            self._store = None
+            self._observe(Missed())
+            return None
+        return group
+
+
+def _now_s() -> float:
+    """Return seconds of a clock that also runs while the machine sleeps, where there is one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def _row(generation: Generation) -> list[object]:
+    return [generation.number, list(generation.members)]
+
+
+def _generation(row: list[object]) -> Generation:
+    number, members = row
+    assert isinstance(members, list)
+    return Generation(int(str(number)), tuple(int(d) for d in members))
+
+
+def _pairs(rows: Sequence[Sequence[object]]) -> Pairs:
+    return frozenset((int(str(one)), int(str(other))) for one, other in rows)

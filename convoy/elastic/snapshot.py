@@ -1,0 +1,480 @@
+"""Snapshots: the state of a training after a step, with copies of a neighbour's shards, and its way to other layouts.
+
+A device's snapshot lies in one buffer per dtype. The tensors that no other device has come first, so that they are sent to the
+next device as they lie there, while the next step computes.
+"""
+
+import copy
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from convoy.comm.agreement import gather
+from convoy.comm.group import Message, Pending
+from convoy.elastic.transfers import Transfer, newest_whole, transfers
+from convoy.layout.layout import Box, Shape, box, entries, local_shape, single, whole
+from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import described, number_of
+
+Name = tuple[str, str]
+"""The key of a parameter or buffer, and "" for itself, or "0/momentum_buffer" for a state of the first optimizer."""
+
+Rows = Mapping[str, Mapping[str, Any]]
+"""Optimizer state, as `described` gives it, by "0/key" for the first optimizer."""
+
+NUMBERS: Name = ("", "numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a buffer."""
+
+    name: Name
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+class Buffers:
+    """Tensors in one buffer per dtype, in their order."""
+
+    def __init__(self, tensors: Sequence[Entry], device: torch.device) -> None:
+        self.entries = tuple(tensors)
+        self.flats: dict[torch.dtype, Tensor] = {}
+        self.views: dict[Name, Tensor] = {}
+        for dtype in dict.fromkeys(e.dtype for e in tensors):
+            rows = [e for e in tensors if e.dtype == dtype]
+            self.flats[dtype] = torch.empty(sum(e.count for e in rows), dtype=dtype, device=device)
+            parts = torch.split(self.flats[dtype], [e.count for e in rows])
+            self.views |= {e.name: part.view(e.shape) for e, part in zip(rows, parts, strict=True)}
+
+    def first(self, tensors: Iterable[Entry]) -> list[Tensor]:
+        """Return the parts of the buffers that the first tensors take, in a fixed order of dtypes."""
+        counts: dict[torch.dtype, int] = {}
+        for entry in tensors:
+            counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.count
+        return [self.flats[dtype][: counts[dtype]] for dtype in sorted(counts, key=str)]
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state after a step, as far as this device has it.
+
+    Attributes:
+        boxes, spare_boxes: the part of each parameter or buffer in this device's own shards and in the neighbour's.
+        rows, spare_rows: the optimizer state of them, numbers included.
+        others: the state that is the same on every device.
+        complete: whether the neighbour's shards have arrived.
+    """
+
+    step: int
+    own: Buffers
+    spare: Buffers
+    boxes: dict[str, Box] = field(default_factory=dict)
+    spare_boxes: dict[str, Box] = field(default_factory=dict)
+    rows: Rows = field(default_factory=dict)
+    spare_rows: Rows = field(default_factory=dict)
+    others: Any = None
+    complete: bool = False
+
+    def parts(self, key: str) -> Iterable[tuple[Box, Buffers]]:
+        """Yield the parts of a tensor."""
+        if key in self.boxes:
+            yield self.boxes[key], self.own
+        if self.complete and key in self.spare_boxes:
+            yield self.spare_boxes[key], self.spare
+
+    def told(self) -> dict[str, Any]:
+        """Return the snapshot's metadata as JSON."""
+        boxes = {key: [box for box, _ in self.parts(key)] for key in {**self.boxes, **self.spare_boxes}}
+        rows = {**(self.spare_rows if self.complete else {}), **self.rows}
+        return {"step": self.step, "boxes": {k: v for k, v in boxes.items() if v}, "rows": rows}
+
+
+class SnapshotStore:
+    """The last two snapshots of a model and its optimizers.
+
+    Args:
+        spares: copy shards that only one device has to the next one.
+    """
+
+    def __init__(self, model: Distributed, optimizers: Sequence[Optimizer], *, spares: bool = True) -> None:
+        self.model, self.optimizers, self.spares = model, tuple(optimizers), spares
+        self.kept: list[Snapshot] = []
+        self._table: Rows = {}  # what optimizers remember, of all parameters, without numbers
+        self._signature = ""
+        self._travels: Pending | None = None
+
+    # --- taking -------------------------------------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """Wait until the neighbour's shards of the last snapshot are here.
+
+        Raises:
+            DeviceLostError: a device was lost.
+        """
+        if self._travels is not None:
+            self._travels.wait()
+            self._travels = None
+            kept = self.kept[-1]
+            kept.spare_rows = _with_numbers(kept.spare_rows, kept.spare.views.get(NUMBERS))
+        if self.kept:
+            self.kept[-1].complete = True
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the optimizer state has other forms than when the devices last exchanged them."""
+        return json.dumps(_forms(self._rows()), sort_keys=True) != self._signature
+
+    def share_forms(self) -> None:
+        """Exchange the forms of the optimizer state. Every device calls it."""
+        rows = _forms(self._rows())
+        tables = gather(self.model.group, "what optimizers remember", rows)
+        self._table = {key: row for table in reversed(tables) for key, row in table.items()}
+        self._signature = json.dumps(rows, sort_keys=True)
+
+    @torch.no_grad()
+    def take(self, step: int, others: Any) -> None:
+        """Take a snapshot after a step, in place of the older one, and start to send the copies for the neighbour.
+
+        All devices must have the snapshot before (see `arrived`), and have done the same steps.
+        """
+        group = self.model.group
+        rows, before = self._rows(), (group.device - 1) % group.devices
+        sent, stays = self._entries(group.device, rows)
+        tensors = {entry.name: self._tensor(entry.name) for entry in (*sent, *stays) if entry.name != NUMBERS}
+        spare_table = self._table if self.spares and group.devices > 1 else {}
+        received = self._entries(before, spare_table)[0] if group.devices > 1 else []
+        old = self.kept.pop(0) if len(self.kept) > 1 else None
+        own = _reused(old.own if old else None, [*sent, *stays], group.torch_device)
+        spare = _reused(old.spare if old else None, received, group.torch_device)
+        if tensors:  # a device may have none
+            torch._foreach_copy_([own.views[name] for name in tensors], list(tensors.values()))
+        if NUMBERS in own.views:
+            own.views[NUMBERS].copy_(torch.tensor(_numbers(rows, self._sent_keys(group.device)), dtype=torch.float64))
+        kept = Snapshot(step, own, spare, self._boxes(group.device), rows=rows, others=others)
+        if received:
+            keys = self._sent_keys(before)
+            kept.spare_boxes = {k: b for k, b in self._boxes(before).items() if k in keys}
+            kept.spare_rows = {k: row for k, row in spare_table.items() if k.partition("/")[2] in keys}
+        self.kept.append(kept)
+        after = (group.device + 1) % group.devices
+        sends = [Message(after, part) for part in own.first(sent)] if group.devices > 1 else []
+        self._travels = group.start(sends, [Message(before, part) for part in spare.first(received)])
+
+    def _boxes(self, device: int) -> dict[str, Box]:
+        found = {}
+        for key, parameter in self.model.parameters_by_key.items():
+            here = box(self.model.layouts[key], device, parameter.shape)
+            if here is not None and entries(here):
+                found[key] = here
+        return found
+
+    def _sent_keys(self, device: int) -> list[str]:
+        """Return the keys of what only this device has, in a fixed order."""
+        return sorted(key for key in self._boxes(device) if self.spares and single(self.model.layouts[key]))
+
+    def _entries(self, device: int, rows: Rows) -> tuple[list[Entry], list[Entry]]:
+        """Return the tensors that only a device has, followed by their numbers; and its other tensors."""
+        sent = self._sent_keys(device)
+        stays = [key for key in self._boxes(device) if key not in set(sent)]
+        first = [entry for key in sent for entry in self._entries_of(key, device, rows)]
+        if count := len(_numbers(rows, sent)):
+            first.append(Entry(NUMBERS, (count,), torch.float64))
+        return first, [entry for key in stays for entry in self._entries_of(key, device, rows)]
+
+    def _entries_of(self, key: str, device: int, rows: Rows) -> list[Entry]:
+        shape = local_shape(self.model.layouts[key], device, self.model.parameters_by_key[key].shape)
+        found = [Entry((key, ""), shape, self.model.weights.held(key).dtype)]
+        for i in range(len(self.optimizers)):
+            for name, row in sorted(rows.get(f"{i}/{key}", {}).items()):
+                if row["kind"] == "tensor":
+                    found.append(Entry((key, f"{i}/{name}"), shape, getattr(torch, row["dtype"])))
+        return found
+
+    def _tensor(self, name: Name) -> Tensor:
+        key, state = name
+        if not state:
+            return self.model.weights.held(key)
+        i, _, what = state.partition("/")
+        found: Tensor = self.optimizers[int(i)].state[self.model.module.get_parameter(key)][what]
+        return found
+
+    def _rows(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer state of this device, described."""
+        found = {}
+        for key, parameter in self._parameters():
+            for i, optimizer in enumerate(self.optimizers):
+                if parameter.numel() and optimizer.state.get(parameter):
+                    state = optimizer.state[parameter]
+                    found[f"{i}/{key}"] = {name: described(name, value, parameter) for name, value in state.items()}
+        return found
+
+    def _parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        for key, known in self.model.parameters_by_key.items():
+            if not known.buffer:
+                yield key, self.model.module.get_parameter(key)
+
+    # --- restoring ----------------------------------------------------------------------------------------------------
+
+    def gather_held(self) -> tuple[int | None, list[dict[str, Any]]]:
+        """Return the last step whose state the devices have completely; and what each device has of it, "has" where it has a
+        snapshot of that step at all (a joining device has none). Every device calls it, in a new group."""
+        self._travels = None
+        told = gather(self.model.group, "what is kept", [kept.told() for kept in self.kept])
+        kept = [{row["step"]: _boxes_of(rows, row["step"]) for row in rows} for rows in told]
+        shapes = {key: whole(tuple(p.shape)) for key, p in self.model.parameters_by_key.items()}
+        step = newest_whole(kept, {key: each for key, each in shapes.items() if entries(each)})
+        if step is None:
+            return None, []
+        rows_of = [{k: v for row in rows if row["step"] == step for k, v in row["rows"].items()} for rows in told]
+        return step, [
+            {"boxes": _boxes_of(rows, step), "rows": mine, "has": any(row["step"] == step for row in rows)}
+            for rows, mine in zip(told, rows_of, strict=True)
+        ]
+
+    @torch.no_grad()
+    def restore(self, step: int, told: Sequence[Mapping[str, Any]]) -> Any:
+        """Move the state after a step to the layouts of the model's present plan. Return this device's `others`.
+
+        Args:
+            told: from `gather_held`.
+        """
+        group = self.model.group
+        rows: dict[str, Any] = {}
+        for each in reversed(told):
+            rows |= each["rows"]
+        wanted = [self._boxes(device) for device in range(group.devices)]
+        sizes = {key: sum(e.dtype.itemsize for e in self._entries_of(key, 0, rows)) for key in wanted[0]}
+        sizes = {key: sizes.get(key, 4) for boxes in wanted for key in boxes}
+        plan = transfers([each["boxes"] for each in told], wanted, sizes)
+        made = {
+            e.name: self._fresh(e) for key in wanted[group.device] for e in self._entries_of(key, group.device, rows)
+        }
+        self._move(step, plan, rows, made, wanted[group.device])
+        for key in self.model.parameters_by_key:
+            self._settle(key, made.get((key, "")))
+        self._remember(rows, made, set(wanted[group.device]))
+        self.kept = [kept for kept in self.kept if kept.step <= step]
+        return next((kept.others for kept in reversed(self.kept) if kept.step == step), None)
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Drop all state, and allocate the layouts of the present plan for a state that comes from a checkpoint."""
+        here = self._boxes(self.model.group.device)
+        made = {key: self._fresh(self._entries_of(key, self.model.group.device, {})[0]) for key in here}
+        for key in self.model.parameters_by_key:
+            self._settle(key, made.get(key))
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self.kept, self._travels = [], None
+
+    def _fresh(self, entry: Entry) -> Tensor:
+        return torch.empty(entry.shape, dtype=entry.dtype, device=self.model.group.torch_device)
+
+    def _move(
+        self, step: int, plan: Sequence[Transfer], rows: Rows, made: Mapping[Name, Tensor], here: Mapping[str, Box]
+    ) -> None:
+        group = self.model.group
+        leaving: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        coming: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        for each in plan:
+            for entry in self._entries_of(each.key, group.device, rows):
+                if group.device == each.sender:
+                    source = self._kept_part(step, entry.name, each.box)
+                    if each.sender == each.receiver:
+                        _part(made[entry.name], here[each.key], each.box).copy_(source)
+                    else:
+                        leaving.setdefault((each.receiver, entry.dtype), []).append(source)
+                elif group.device == each.receiver:
+                    coming.setdefault((each.sender, entry.dtype), []).append(
+                        _part(made[entry.name], here[each.key], each.box)
+                    )
+        order = sorted(leaving, key=lambda each: (each[0], str(each[1])))
+        sends = [Message(peer, torch.cat([t.reshape(-1) for t in leaving[peer, dtype]])) for peer, dtype in order]
+        order = sorted(coming, key=lambda each: (each[0], str(each[1])))
+        flats = {
+            pair: torch.empty(sum(t.numel() for t in coming[pair]), dtype=pair[1], device=group.torch_device)
+            for pair in order
+        }
+        group.start(sends, [Message(pair[0], flats[pair]) for pair in order]).wait()
+        for pair, flat in flats.items():
+            parts = torch.split(flat, [t.numel() for t in coming[pair]])
+            for target, part in zip(coming[pair], parts, strict=True):
+                target.copy_(part.view(target.shape))
+
+    def _kept_part(self, step: int, name: Name, wanted: Box) -> Tensor:
+        for kept in self.kept:
+            for held, buffers in kept.parts(name[0]) if kept.step == step else ():
+                if all(lo <= start and stop <= hi for (lo, hi), (start, stop) in zip(held, wanted, strict=True)):
+                    return _part(buffers.views[name], held, wanted)
+        raise AssertionError(f"{name} {wanted} was said to be here")
+
+    def _settle(self, key: str, piece: Tensor | None) -> None:
+        """Install a received shard; an empty one where this device holds nothing of a tensor."""
+        weights = self.model.weights
+        if piece is None:
+            piece = weights.held(key).new_empty(weights.own_shape(key))
+        weights.put(key, piece)
+
+    def _remember(self, rows: Rows, made: Mapping[Name, Tensor], here: set[str]) -> None:
+        for i, optimizer in enumerate(self.optimizers):
+            for key, parameter in self._parameters():
+                known = rows.get(f"{i}/{key}")
+                if known is None or key not in here:
+                    optimizer.state.pop(parameter, None)
+                    continue
+                optimizer.state[parameter] = {
+                    name: made[key, f"{i}/{name}"] if row["kind"] == "tensor" else number_of(row, parameter)
+                    for name, row in known.items()
+                }
+
+
+def _boxes_of(mine: Iterable[Mapping[str, Any]], step: int) -> dict[str, list[Box]]:
+    found: dict[str, list[Box]] = {}
+    for row in mine:
+        for key, boxes in row["boxes"].items() if row["step"] == step else ():
+            found.setdefault(key, []).extend(tuple((int(a), int(b)) for a, b in each) for each in boxes)
+    return found
+
+
+def _part(tensor: Tensor, held: Box, wanted: Box) -> Tensor:
+    """Return the box `wanted` of a tensor that is the box `held` of a whole one."""
+    for axis, ((start, _), (lo, hi)) in enumerate(zip(held, wanted, strict=True)):
+        tensor = tensor.narrow(axis, lo - start, hi - lo)
+    return tensor
+
+
+def _reused(old: Buffers | None, tensors: Sequence[Entry], device: torch.device) -> Buffers:
+    return old if old is not None and old.entries == tuple(tensors) else Buffers(tensors, device)
+
+
+def _is_number(row: Mapping[str, Any]) -> bool:
+    return row["kind"] == "number" and not isinstance(row.get("value", 0.0), list)
+
+
+def _forms(rows: Rows) -> dict[str, Any]:
+    """Return optimizer state without its numbers, which are sent with the tensors."""
+    return {
+        key: {n: {k: v for k, v in row.items() if k != "value"} if _is_number(row) else row for n, row in each.items()}
+        for key, each in rows.items()
+    }
+
+
+def _numbers(rows: Rows, keys: Sequence[str]) -> list[float]:
+    """Return the numbers in the optimizer state of some parameters, in a fixed order."""
+    named = [each for each in sorted(rows) if each.partition("/")[2] in set(keys)]
+    return [float(rows[k][n].get("value", 0.0)) for k in named for n in sorted(rows[k]) if _is_number(rows[k][n])]
+
+
+def _with_numbers(rows: Rows, numbers: Tensor | None) -> Rows:
+    values = iter([] if numbers is None else numbers.tolist())
+    return {
+        key: {
+            n: {**rows[key][n], "value": next(values)} if _is_number(rows[key][n]) else rows[key][n]
+            for n in sorted(rows[key])
+        }
+        for key in sorted(rows)
+    }
+
+
+class Stateful(Protocol):
+    """A schedule, a scaler: whatever has a state beside the model."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+def take(
+    place: Any, optimizers: Sequence[Optimizer], others: Sequence[Stateful], device: torch.device
+) -> dict[str, Any]:
+    """Return the state beside the model: place in the data, optimizer settings, schedules, scaler, random numbers."""
+    settings = [
+        [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    return {
+        "place": place, "settings": settings, "others": [copy.deepcopy(each.state_dict()) for each in others],
+        "random": torch.get_rng_state(),
+        "there": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device),
+    }  # fmt: skip
+
+
+def restore(
+    kept: dict[str, Any],
+    optimizers: Sequence[Optimizer],
+    others: Sequence[Stateful],
+    device: torch.device,
+    random: Tensor | None,
+) -> Any:
+    """Restore what `take` returned. Return the place in the data.
+
+    Args:
+        random: torch's random state, where it is not the one that was taken.
+    """
+    for optimizer, rows in zip(optimizers, kept["settings"], strict=True):
+        for group, settings in zip(optimizer.param_groups, rows, strict=True):
+            group.update(settings)
+    for each, state in zip(others, kept["others"], strict=True):
+        each.load_state_dict(copy.deepcopy(state))
+    torch.set_rng_state(kept["random"] if random is None else random)
+    if kept["there"] is not None:
+        torch.get_device_module(device).set_rng_state(kept["there"], device)
+    return kept["place"]
+
+
+MOST_PART = 0.02
+"""The part of the time that snapshots may take."""
+
+TIMED = 5
+"""Snapshots that are timed before the interval is chosen. The first takes longer, since its memory is new."""
+
+
+class SnapshotInterval:
+    """One device's choice of the number of steps between two snapshots, by measured times.
+
+    Attributes:
+        wish: that number; None while too few are timed.
+    """
+
+    def __init__(self) -> None:
+        self.wish: int | None = None
+        self._kept_s: list[float] = []
+        self._steps_s: list[float] = []
+        self._since_s: float | None = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Time a snapshot on this device, without waiting for others."""
+        begin_s = time.perf_counter()
+        yield
+        self._kept_s.append(time.perf_counter() - begin_s)
+
+    def begins(self) -> None:
+        """Note that a step begins."""
+        self._since_s = time.perf_counter()
+
+    def ended(self) -> None:
+        """Note that a step has ended, before its snapshot."""
+        if self._since_s is not None and self.wish is None:
+            self._steps_s.append(time.perf_counter() - self._since_s)
+            if len(self._steps_s) >= TIMED and len(self._kept_s) >= TIMED:
+                self.wish = interval_of(statistics.median(self._kept_s), statistics.median(self._steps_s))
+
+
+def interval_of(kept_s: float, step_s: float) -> int:
+    """Return the steps of which one snapshot takes at most `MOST_PART` of the time."""
+    return max(1, math.ceil(kept_s / (MOST_PART * step_s))) if step_s else 1

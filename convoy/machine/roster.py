@@ -1,0 +1,183 @@
+"""The processes of this user's jobs on this machine: one file per process, so that `convoy leave` and `stop` find them.
+
+The operating system authenticates who asks: only the user can read the folder, and only the same user may send signals to a
+process. The row of a killed process stays until somebody reads the rows.
+"""
+
+import atexit
+import json
+import os
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from convoy.errors import InputError
+
+SHARED = Path("/tmp")
+"""Every user may make a folder here, and nobody can remove or rename another user's."""
+
+FRESH_S = 3600.0
+"""How often a row is rewritten, so that cleaners of /tmp do not find it old."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One process of a job.
+
+    Attributes:
+        job: HOST:PORT of the first rendezvous. For a job of one device: its process.
+        pid, began: the process and its start time, because the system reuses pids.
+        network: the network namespace, which distinguishes emulated hosts.
+        device: its id in the job.
+        kind: the torch device.
+        members: ids of all devices that train, once it accepts requests between steps; else empty.
+        run: the run's folder. Empty: not logged, or not known yet.
+    """
+
+    job: str
+    pid: int
+    began: float
+    network: int
+    device: int
+    kind: str
+    members: tuple[int, ...] = ()
+    run: str = ""
+
+    def is_named(self, name: str) -> bool:
+        """Return whether a user means this job by `name`."""
+        return name in (self.job, self.run, Path(self.run).name) or (
+            bool(self.run) and Path(name).absolute() == Path(self.run).absolute()
+        )
+
+
+def enter(job: str, device: int, kind: str) -> None:
+    """Write this process's row. It is removed when the process ends. If it cannot be written, the device trains without."""
+    global _mine
+    pid = os.getpid()
+    with suppress(OSError, InputError, psutil.Error):
+        if _mine is None or _mine.pid != pid:
+            atexit.register(_leave, pid)
+        _mine = Row(job, pid, _began(pid), _network(), device, kind)
+        _write(_mine)
+        rows()  # removes the rows of killed processes
+
+
+def tell(**changes: Any) -> None:
+    """Change fields of this process's row, if it has one."""
+    global _mine
+    if _mine is not None and _mine.pid == os.getpid():
+        _mine = replace(_mine, **changes)
+        with suppress(OSError, InputError):
+            _write(_mine)
+
+
+def refresh() -> None:
+    """Rewrite the row if it is old. Called after each step."""
+    if time.monotonic() > _written_s + FRESH_S:
+        tell()
+
+
+def job() -> str:
+    """Return the job of this process. Empty: it has no row."""
+    return "" if _mine is None else _mine.job
+
+
+def rows() -> list[Row]:
+    """Return the rows of this user's running processes on this machine, by job and device.
+
+    Raises:
+        InputError: the folder belongs to another user.
+    """
+    found = []
+    for path in _folder().glob("*.json"):
+        row = _read(path)
+        if row is None or not _runs(row):
+            with suppress(OSError):
+                path.unlink()
+        elif row.network == _network():
+            found.append(row)
+    return sorted(found, key=lambda row: (row.job, row.device))
+
+
+def of_processes(pids: Sequence[int]) -> list[Row | None]:
+    """Return the rows of these processes."""
+    with suppress(InputError):
+        return [_read(_folder() / f"{pid}.json") for pid in pids]
+    return [None for _ in pids]
+
+
+def speaks(pid: int) -> bool:
+    """Return whether this process is the first of the devices that train, whose output stands for all."""
+    (row,) = of_processes([pid])
+    return row is not None and row.device in row.members[:1]
+
+
+_mine: Row | None = None
+_written_s = 0.0
+
+
+def _leave(pid: int) -> None:
+    if pid == os.getpid():
+        with suppress(OSError, InputError):
+            (_folder() / f"{pid}.json").unlink()
+
+
+def _write(row: Row) -> None:
+    global _written_s
+    path = _folder() / f"{row.pid}.json"
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(asdict(row)))
+    new.replace(path)
+    _written_s = time.monotonic()
+
+
+def _read(path: Path) -> Row | None:
+    with suppress(OSError, ValueError, TypeError):
+        row = json.loads(path.read_text())
+        return Row(**{**row, "members": tuple(row["members"])})
+    return None
+
+
+def _runs(row: Row) -> bool:
+    try:
+        return psutil.Process(row.pid).status() != psutil.STATUS_ZOMBIE and _began(row.pid) == row.began
+    except (psutil.Error, OSError):
+        return False
+
+
+def _began(pid: int) -> float:
+    """Return a process's start time. On Linux in ticks since boot, which do not depend on the clock."""
+    stat_file = Path(f"/proc/{pid}/stat")
+    if stat_file.exists():
+        return float(stat_file.read_text().rpartition(")")[2].split()[19])
+    return float(psutil.Process(pid).create_time())
+
+
+def _folder() -> Path:
+    """Return this user's folder, and make it if needed. It is in /tmp because several machines may share a home.
+
+    Raises:
+        InputError: another user made it.
+    """
+    path = SHARED / f"convoy-{os.geteuid()}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise InputError(
+            f"{path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}: the list of a user's devices "
+            "must be in a folder that is this user's alone; have it removed"
+        )
+    return path
+
+
+def _network() -> int:
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/net").st_ino
+    return 0

@@ -1,0 +1,139 @@
+"""FleetKnowledge: everything that is known of a fleet's devices when plans are made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from convoy.errors import InputError
+from convoy.fleet import Card, Fleet
+from convoy.model.graph import Graph
+from convoy.plan.presets import Speeds
+from convoy.simulate.costs import Costs
+from convoy.simulate.described import fleet_costs
+from convoy.simulate.regrouped import GIGABIT, CorrectedTimes, of_devices, with_device
+from convoy.simulate.table import Measurement
+
+
+@dataclass(frozen=True, slots=True)
+class FleetKnowledge:
+    """The devices of a fleet as described, as measured, or by their solo speeds alone.
+
+    In a running job the value is the same on every device.
+
+    Attributes:
+        described: the fleet as a file or a person describes it; None if it is measured, or if only speeds are known.
+        measured: layer times, links and overheads, and the fleet they belong to.
+        given: costs to use in place of both.
+        ids: device ids of a running job, in the order of `measured` and `speeds`.
+        speeds: solo speed of each device; None before anything was timed.
+        slower: by device id, the measured factor by which it computes more slowly than in `measured`.
+    """
+
+    described: Fleet | None = None
+    measured: Measurement | None = None
+    given: Costs | None = None
+    ids: tuple[int, ...] = ()
+    speeds: Speeds | None = None
+    slower: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def fleet(self) -> Fleet | None:
+        return self.described if self.measured is None else self.measured.fleet
+
+    def costs(self, graph: Graph, optimizer: str) -> Costs:
+        """Return the best costs known for a model, with the slowdowns that were seen since.
+
+        Raises:
+            InputError: a device of which nothing is known.
+            MismatchError: see `convoy.simulate.described.fleet_costs`.
+        """
+        if self.given is not None:
+            return self.given
+        if self.fleet is None:
+            raise InputError(
+                "only speeds are known of these devices: measure them (convoy measure), or describe the fleet"
+            )
+        costs = fleet_costs(self.fleet, self.measured, graph, optimizer)
+        if not self.slower:
+            return costs
+        return replace(costs, times=CorrectedTimes(costs.times, [self.slower.get(d, 1.0) for d in self.ids]))
+
+    def of(self, ids: Sequence[int]) -> Self | None:
+        """Return what is known of some devices, in this order; None if one of them is unknown."""
+        if any(device not in self.ids for device in ids):
+            return None
+        rows = [self.ids.index(device) for device in ids]
+        return replace(
+            self,
+            given=None,
+            ids=tuple(ids),
+            measured=None if self.measured is None else of_devices(self.measured, rows),
+            speeds=None if self.speeds is None else _rows(self.speeds, rows),
+        )
+
+    def corrected(self, slower: Mapping[int, float]) -> Self:
+        """Return it with what rebalancing has found out since."""
+        return replace(self, slower={**self.slower, **slower})
+
+    def with_device(self, device: int, joining: Self, card: Card = GIGABIT) -> Self:
+        """Return it with a device that joins. If that device was in the job before, its old times are forgotten.
+
+        Args:
+            device: its id.
+            joining: of this device alone. Without a measurement the result has none either.
+            card: see `convoy.simulate.regrouped.with_device`.
+
+        Raises:
+            MismatchError: it was measured with another model.
+        """
+        assert self.speeds is not None
+        assert joining.speeds is not None
+        kept = [i for i, each in enumerate(self.ids) if each != device]
+        own, theirs = _rows(self.speeds, kept), joining.speeds
+        layers = {name: (*own.layers[name], *theirs.layers[name]) for name in sorted({*own.layers} & {*theirs.layers})}
+        both = None
+        if self.measured is not None and joining.measured is not None:
+            both = with_device(of_devices(self.measured, kept), joining.measured, card) if kept else joining.measured
+        return replace(
+            self,
+            ids=(*(self.ids[i] for i in kept), device),
+            measured=both,
+            speeds=Speeds((*own.devices, *theirs.devices), layers, own.measured),
+            slower={d: factor for d, factor in self.slower.items() if d != device},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the measured part as values that JSON can hold; `from_json` reads them."""
+        speeds = self.speeds
+        return {
+            "ids": self.ids,
+            "speeds": None if speeds is None else [speeds.devices, speeds.layers, speeds.measured],
+            "measured": None if self.measured is None else self.measured.to_toml(),
+            "slower": self.slower,
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Self:
+        """Read what another device of the same version sent over an authenticated connection.
+
+        Raises:
+            InputError: its measurement cannot be used.
+        """
+        text, speeds = row["measured"], None
+        if row["speeds"] is not None:
+            devices, layers, measured = row["speeds"]
+            speeds = Speeds(tuple(devices), {name: tuple(each) for name, each in layers.items()}, measured)
+        return cls(
+            measured=None if text is None else Measurement.from_toml(text, "what another device measured"),
+            ids=tuple(row["ids"]),
+            speeds=speeds,
+            slower={int(d): factor for d, factor in row["slower"].items()},
+        )
+
+
+def _rows(speeds: Speeds, rows: Sequence[int]) -> Speeds:
+    def some(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(values[i] for i in rows)
+
+    layers = {name: some(each) for name, each in speeds.layers.items()}
+    return Speeds(some(speeds.devices), layers, speeds.measured)

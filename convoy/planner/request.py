@@ -1,0 +1,142 @@
+"""PlanRequest: the question that the planner answers."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from convoy.errors import PlanError
+from convoy.layout.comm_dtype import CommDtype
+from convoy.layout.redistribute import Reduce, Sum
+from convoy.model.graph import Graph
+from convoy.plan.lower import trains
+from convoy.plan.plan import OutputPlace, Plan
+from convoy.plan.presets import AUTO, Speeds, named_plan
+from convoy.plan.size import whole_size
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.simulate.costs import Costs
+from convoy.simulate.energy import Power, known_power_of
+from convoy.simulate.memory import Room, optimizer_named, room_of
+
+
+@dataclass(frozen=True)  # without slots: what follows from the fields is computed once
+class PlanRequest:
+    """A model and a batch to plan for, the devices that are known, and the options that all plans share.
+
+    Attributes:
+        batch: samples of a micro-batch, over all devices.
+        name: the plan asked for: "auto" or one of `PLANS`; None for a plan of the user's own.
+        optimizer: determines the size of the optimizer state; see `convoy.simulate.memory.OPTIMIZERS`.
+        wire: number format of messages.
+        reduce: how gradients are summed; None: each named plan's own way, and the planner's choice.
+        outputs: where the model's outputs are returned.
+        micro_batches: per step. Gradients are summed and weights updated after the last one; predictions are means
+            over all of them.
+
+    Raises:
+        InputError: an unknown optimizer.
+    """
+
+    graph: Graph
+    batch: int
+    fleet: FleetKnowledge
+    name: str | None = AUTO
+    optimizer: str = "sgd-momentum"
+    wire: CommDtype = "exact"
+    reduce: Sum | None = None
+    outputs: OutputPlace = "everywhere"
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        optimizer_named(self.optimizer)
+
+    @property
+    def sums(self) -> Reduce | None:
+        """The all-reduce that plans are made with. Mixing is planned like a sum of the planner's choice."""
+        return None if self.reduce == "inexact-butterfly-mixing" else self.reduce
+
+    @cached_property
+    def costs(self) -> Costs:
+        return self.fleet.costs(self.graph, self.optimizer)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        fleet = self.fleet.fleet
+        if fleet is None:
+            return tuple(f"device {d}" for d in range(self.costs.network.devices))
+        return tuple(device.name for device in fleet.devices)
+
+    @cached_property
+    def room(self) -> Room:
+        """Memory that plans may fill."""
+        if self.fleet.fleet is None:
+            return Room((None,) * len(self.names), self.names, self.optimizer, self.costs.process_bytes)
+        return room_of(self.fleet.fleet, self.optimizer, self.costs.process_bytes)
+
+    @cached_property
+    def power(self) -> tuple[Power, ...] | None:
+        """Watts of each device; None if one of them gives none."""
+        return None if self.fleet.fleet is None else known_power_of(self.fleet.fleet)
+
+    @cached_property
+    def speeds(self) -> Speeds:
+        """Predicted samples/s of each device that trains alone with the whole batch; their sum is the fleet's limit."""
+        known: dict[object, float] = {}
+        result = []
+        for device in range(self.costs.network.devices):
+            key = (self.costs.times.alike(device), self.costs.update_s(device), self.costs.overhead(device))
+            if key not in known:
+                known[key] = self.batch / self.alone_s(device)
+            result.append(known[key])
+        return Speeds(tuple(result))
+
+    @cached_property
+    def layer_speeds(self) -> Speeds:
+        """`speeds`, and the same for each weighted layer, as a measurement would give them."""
+        layers = {
+            layer.name: tuple(
+                self.batch
+                / sum(self.costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
+                for device in range(self.costs.network.devices)
+            )
+            for layer in self.graph.weighted
+            for size in [whole_size(layer, self.batch)]
+        }
+        return replace(self.speeds, layers=layers)
+
+    def alone_s(self, device: int) -> float:
+        """Return the seconds of a micro-batch on one device alone, with all layers fused into one segment."""
+        graph, costs, trained_layers = self.graph, self.costs, trains(self.graph)
+        trained = {p.key: p.entries for layer in graph.layers.values() for p in layer.trainable}
+        overhead = costs.overhead(device)
+        update_s = sum(trained.values()) * costs.update_s(device) + len(trained) * overhead.update_s_per_tensor
+        layers_s = 0.0
+        for layer in graph.layers.values():
+            if layer.kind != "input":
+                size = whole_size(layer, self.batch)
+                layer_s = costs.times.seconds(device, layer, "forward", size)
+                if layer.name in trained_layers:
+                    layer_s += costs.times.seconds(device, layer, "backward", size)
+                layers_s += layer_s
+        losses = (graph[name] for name in graph.outputs if graph[name].batched and name in trained_layers)
+        loss_s = sum(overhead.loss_s((self.batch * math.prod(layer.shape),), costs.itemsize) for layer in losses)
+        return layers_s + overhead.layer_s + update_s / self.micro_batches + overhead.step_s + loss_s
+
+    def named(self, name: str) -> Plan:
+        """Return a plan by name, with the request's options."""
+        plan = named_plan(name, self.graph, self.batch, self.speeds, self.sums)
+        return replace(plan, wire=self.wire, outputs=self.outputs)
+
+    def split(self, count: int) -> Self:
+        """Return the request for one of `count` equal parts of the batch.
+
+        Raises:
+            PlanError: the batch cannot be divided equally.
+        """
+        if count < 1 or self.batch % count:
+            raise PlanError(
+                f"a step of {self.batch} samples in {count} micro-batches: they must be equal; give a number that divides "
+                f"{self.batch}"
+            )
+        fleet = replace(self.fleet, given=self.costs)  # tables of a measurement are read once
+        return replace(self, fleet=fleet, batch=self.batch // count, micro_batches=self.micro_batches * count)

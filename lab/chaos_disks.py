@@ -1,0 +1,121 @@
+"""Full disks and slow devices in a chaos: what is drawn, a small disk of its own, and what must be on it afterwards."""
+
+import ctypes
+import errno
+import json
+import os
+import random
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from convoy.checkpoint.folder import MODEL, checkpoints, read_checked
+from lab.chaos import Blow, Case
+
+TROUBLES = ("full", "slow")
+
+SIZE_BYTES = 2 << 20
+"""Of a small disk: several checkpoints of the net that these trainings have, and a log."""
+
+ROOM_BYTES = (0, 0, 4096, 20_000, 60_000)
+"""That a full disk may still have: nothing, or a part of a checkpoint."""
+
+
+def trouble(dice: random.Random, kind: str, device: int) -> Blow:
+    """A disk that is full for a while, or a device that is slow for a while."""
+    at, call = dice.randint(1, 10), dice.randint(1, 30)
+    if kind == "full":
+        return Blow(device, kind, at, call, for_s=dice.uniform(0.05, 2.0), room_bytes=dice.choice(ROOM_BYTES))
+    return Blow(device, kind, at, call, for_s=dice.uniform(0.2, 2.0))
+
+
+def with_troubles(case: Case, kinds: Sequence[str], free: Sequence[int] | None = None) -> Case:
+    """The same case, in which such things happen, too; drawn by its seed. Disks are mostly those of the device that writes.
+
+    Args:
+        free: devices that they may happen to, once each kind; None: all, and several times.
+    """
+    dice = random.Random(f"{case.seed} {' '.join(kinds)}")
+    blows = list(case.blows)
+    for kind in kinds:
+        chosen = [dice.choice((0, dice.randrange(case.devices))) for _ in range(dice.randint(1, 3))]
+        if free is not None:
+            chosen = dice.sample(free, min(len(chosen), len(free)))
+        blows += [trouble(dice, kind, device) for device in chosen]
+    saves = case.saves if "full" not in kinds else case.saves or dice.choice((1, 2))
+    return replace(case, blows=tuple(blows), saves=saves)
+
+
+# ---------------------------------------------------------------------------------------------------------- a small disk
+
+
+def own_mounts() -> None:
+    """From now on what this process mounts is its own, and ends with it. Before it has threads; Linux, root.
+
+    Raises:
+        OSError: it may not.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x00020000) or libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None):  # NEWNS; REC | PRIVATE
+        raise OSError(ctypes.get_errno(), "full disks of processes need root: only root may mount one")
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """Meanwhile the folder is a disk of `SIZE_BYTES`."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "convoy-chaos", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(ballast: Path, room_bytes: int) -> None:
+    """Write into a file until its disk is full but for some bytes."""
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        file.truncate(max(0, file.tell() - room_bytes))
+        # Others write at the same moment: what they have freed since is taken, too.
+        os.fsync(file.fileno())
+
+
+# ------------------------------------------------------------------------------------------------------- and what is on it
+
+
+def faults(run: Path, steps: int, state: Mapping[str, Tensor], tight: float) -> str:
+    """What is wrong with the checkpoints of a training that is over; empty if nothing is.
+
+    Args:
+        state: of one device, undisturbed, after so many steps.
+    """
+    found = checkpoints(run)
+    if not found:
+        return f"{run} holds no checkpoint"
+    last = [read_checked(path) for path in found][-1]
+    if last.progress.step != steps:
+        return f"the last checkpoint is of step {last.progress.step}, not {steps}"
+    for key, tensor in load_file(found[-1] / MODEL).items():
+        if not torch.allclose(tensor.double(), state[key].double(), rtol=tight, atol=tight):
+            return f"{key} of the last checkpoint is not that of one device"
+    return ""
+
+
+def log_faults(log: Path, steps: int, told: Sequence[str]) -> str:
+    """What a log lacks and nobody told of; empty if nothing."""
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    missing = set(range(steps)) - {row["step"] for row in rows if row["what"] == "step"}
+    if missing and not any(" lacks its last " in line or "lines are missing" in line for line in told):
+        return f"the log lacks the steps {sorted(missing)}, and nobody told: {told}"
+    return ""

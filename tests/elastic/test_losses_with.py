@@ -1,0 +1,146 @@
+"""What a training may have beside its steps, together with the loss of devices: the numbers are those of one device."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import convoy.runtime.module
+from convoy.api import distribute, loader
+from convoy.elastic.members import Members
+from convoy.model.graph import Graph
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.runtime.average import WeightAverage
+from convoy.runtime.module import Distributed
+from convoy.runtime.precision import GradScaler
+from convoy.train.controller import Rebalancer
+from convoy.train.loop import Recipe, Training, fit
+from convoy.train.lr import Schedule, build_schedule
+from lab.chaos import TIGHT, Case, make_data, make_net, whole_state
+from tests.support.losses import Device, with_losses
+from tests.support.one_device import one_trace
+from tests.support.poisoned import Poisoned
+from tests.support.torch_seed import torch_seed
+
+CASE = Case(seed=11, devices=3)
+EPOCHS = 3
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a training has beside its steps."""
+
+    ema: bool = False
+    scales: bool = False
+    accumulate: int = 1
+    workers: int = 0
+    rebalance: bool = False
+    others: tuple[str, ...] = ()
+    compiles: bool = False
+    every: int | None = 1
+
+
+def planned(name: str, graph: Graph, batch: int) -> Plan:
+    plan = named_plan(name.removesuffix(", freed"), graph, batch, Speeds((1.0, 1.5, 2.0)))
+    if not name.endswith(", freed"):
+        return plan
+    return replace(plan, in_shares={layer: replace(how, form="free") for layer, how in plan.in_shares.items()})
+
+
+def train(here: Device | None, plan: str, extras: Extras) -> tuple[list[float], dict[str, Tensor], Any]:
+    """By a plan on a device of several, or alone."""
+    with torch_seed(0):
+        net, example = make_net(), torch.zeros(2, 2, 8, 8, dtype=torch.float64)
+    model: Any = net
+    part: Distributed | None = None
+    size = CASE.batch // extras.accumulate
+    if here is not None:
+        graph = convoy.runtime.module.trace(net, example).graph
+        plans = [planned(name, graph, size) for name in (plan, *extras.others)]
+        model = part = distribute(net, plans[0], here.group, example, compile=extras.compiles)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    data = make_data(CASE)
+    train_on = loader(data, size, part, seed=CASE.seed, workers=extras.workers)
+    test = loader(data, 8, part, shuffle=False)
+    schedule = build_schedule(optimizer, Schedule("cosine", 18, 2, 1, 0.1))
+    kind = Poisoned if extras.scales else Training
+    training = kind(
+        model, optimizer, Recipe(accumulate=extras.accumulate, clip_norm=1.0), schedule,
+        WeightAverage(optimizer, 0.9) if extras.ema else None,
+        GradScaler(model, init_scale=8.0, growth_interval=2) if extras.scales else None,
+    )  # fmt: skip
+    if here is None:
+        history = fit(training, train_on, test, EPOCHS)
+        state = whole_state(model, optimizer)
+    else:
+        others = [each for each in (schedule, training.scaler) if each is not None]
+        here.members = members = Members(model, optimizer, others=others, every=extras.every)
+        rebalancer = Rebalancer(model, optimizer, others=plans[1:]) if extras.rebalance or extras.others else None
+        history = fit(training, train_on, test, EPOCHS, rebalancer=rebalancer, members=members)
+        state = members.repeated(lambda: whole_state(model, optimizer))
+        members.close()
+    scale = None if training.scaler is None else training.scaler.state_dict()
+    return history.losses, state, [scale, [each.accuracy for each in history.evaluations], training.rate()]
+
+
+IN_A_STEP, ON_THE_WAY_BACK = {1: (4, 5)}, {0: (7, 11), 1: (7, 40)}
+TWICE = {2: (3, 2), 0: (11, 9)}
+
+CASES: dict[str, tuple[Extras, str, dict[int, tuple[int, int]]]] = {
+    "averages": (Extras(ema=True), "model", TWICE),
+    "averages of shares": (Extras(ema=True, every=3), "sharded", IN_A_STEP),
+    "averages, in a test": (Extras(ema=True), "hybrid", {1: (6, 3)}),
+    "scaled losses": (Extras(scales=True), "model", ON_THE_WAY_BACK),
+    "scaled losses, seldom kept": (Extras(scales=True, every=4), "data", TWICE),
+    "passes": (Extras(accumulate=2), "data-by-speed", TWICE),
+    "passes in shares": (Extras(accumulate=2, every=3), "sharded", IN_A_STEP),
+    "passes in shares, and all else": (
+        Extras(ema=True, scales=True, accumulate=4, rebalance=True, every=2),
+        "sharded",
+        {1: (4, 13), 2: (9, 21)},
+    ),
+    "passes of freed shares": (Extras(ema=True, accumulate=4), "sharded, freed", ON_THE_WAY_BACK),
+    "passes of splits": (Extras(accumulate=4), "hybrid", ON_THE_WAY_BACK),
+    "a trial of plans": (Extras(others=("model", "data")), "hybrid", IN_A_STEP),
+    "a trial of plans, seldom kept": (Extras(others=("data", "sharded"), every=5), "model", TWICE),
+    "workers of the loader": (Extras(workers=1, every=2), "data-by-speed", IN_A_STEP),
+    "rebalancing": (Extras(rebalance=True, every=2), "data-by-speed", TWICE),
+    "nothing, at the very start": (Extras(), "data", {1: (0, 1), 0: (0, 9)}),
+    "passes, at the very start": (Extras(accumulate=2, every=2), "data-by-speed", {2: (0, 3)}),
+    "nothing, when the first state has been copied": (Extras(), "model", {1: (0, 4)}),
+    "all of it": (Extras(ema=True, scales=True, accumulate=2, rebalance=True, every=None), "model", TWICE),
+}
+
+
+SLOW = {
+    "averages, in a test", "scaled losses, seldom kept", "passes", "passes in shares", "passes of splits",
+    "a trial of plans, seldom kept", "nothing, at the very start",
+}  # fmt: skip
+"""Each has a sister that is run every day: the same extra, by another plan or with the state kept more often."""
+
+
+@pytest.mark.parametrize(
+    ("extras", "plan", "strikes"),
+    [pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()],
+)
+def test_a_loss_changes_no_number(
+    extras: Extras, plan: str, strikes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(extras, plan, strikes, monkeypatch)
+
+
+def compare(extras: Extras, plan: str, strikes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that loses devices beside one device."""
+    losses, state, rest = train(None, plan, extras)
+    with one_trace("chaos", torch.float64):
+        found = with_losses(monkeypatch, 3, lambda here: train(here, plan, extras), strikes)
+    assert found.keys() == {0, 1, 2} - strikes.keys(), "who was to be lost was not"
+    for other_losses, other_state, other_rest in found.values():
+        assert other_losses == pytest.approx(losses, rel=TIGHT)
+        assert other_rest == rest
+        assert other_state.keys() == state.keys()
+        for key, tensor in state.items():
+            assert float((other_state[key] - tensor).abs().max()) < TIGHT * max(1.0, float(tensor.abs().max())), key

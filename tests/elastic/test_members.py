@@ -1,0 +1,249 @@
+"""A training that loses devices ends with the numbers of one device: losses, weights, statistics of batch norm, momentum."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from convoy.api import distribute, is_first, loader, make_plan
+from convoy.comm.group import Group
+from convoy.elastic.members import Attempt, Members
+from convoy.runlog.reader import read_log
+from convoy.train.loop import accuracy
+from lab.chaos import (
+    TIGHT,
+    Blow,
+    Case,
+    Outcome,
+    alone,
+    compared,
+    make_data,
+    make_net,
+    strike,
+    whole_state,
+    work,
+)
+from tests.support.processes import on_processes
+from tests.support.slow import most_slow
+
+
+def train(group: Group, row: dict[str, Any], folder: str) -> None:
+    """On every device."""
+    work(Case(**{**row, "blows": tuple(Blow(**each) for each in row["blows"])}), Path(folder), group)
+
+
+def outcome(case: Case, folder: Path) -> Outcome:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        losses, state = alone(case)
+    finally:
+        torch.set_num_threads(threads)
+    results = on_processes(case.devices, "tests.elastic.test_members:train", asdict(case), str(folder))
+    assert len(results) == case.devices
+    return compared(case, folder, losses, state, [])
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "devices", "blows", "every"),
+    most_slow(
+        4,
+        [
+            ("data", "adam", 2, {0: (3, 8)}, 1),
+            ("data-by-speed", "sgd", 3, {0: (4, 6), 1: (11, 2)}, 3),
+            ("sharded", "adam", 3, {0: (6, 7)}, 1),
+            ("model", "adam", 3, {0: (3, 9), 2: (9, 21)}, 1),
+            ("data", "sgd", 3, {1: (5, 3)}, 1),
+            ("sharded", "sgd", 3, {2: (7, 4)}, 3),
+            ("master", "sgd", 3, {2: (6, 15)}, 1),
+            ("hybrid", "sgd", 4, {3: (2, 5), 0: (8, 12), 1: (14, 2)}, 1),
+        ],
+    ),
+)
+def test_devices_that_are_killed_change_no_number(
+    plan: str, optimizer: str, devices: int, blows: dict[int, tuple[int, int]], every: int, tmp_path: Path
+) -> None:
+    rows = tuple(Blow(device, "kill", step, call) for device, (step, call) in blows.items())
+    case = Case(7, devices, plan, optimizer, every=every, blows=rows)
+    found = outcome(case, tmp_path)
+    assert found.apart < TIGHT
+    assert len(found.told) == len(blows), "every device was to be lost while the others trained"
+
+
+def test_a_training_that_shifts_shares_goes_on_after_a_loss(tmp_path: Path) -> None:
+    found = outcome(Case(3, 3, "hybrid", "sgd", rebalance=True, blows=(Blow(0, "kill", 10, 4),)), tmp_path)
+    assert found.apart < TIGHT
+    assert len(found.told) == 1
+
+
+def wait_for(text: str, path: Path, process: subprocess.Popen[bytes]) -> None:
+    until_s = time.monotonic() + 60
+    while text not in path.read_text():
+        assert time.monotonic() < until_s
+        assert process.poll() is None, path.read_text()
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_convoy_train_goes_on_without_device_0_and_its_log_and_checkpoints_too(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "convoy", "train", "--data", "digits", "--net", "two-conv:6:12", "--devices", "cpu,cpu,cpu",
+        "--plan", "model", "--speeds", "1,1,1", "--batch", "64", "--epochs", "4", "--checkpoint", "run",
+    ]  # fmt: skip
+    printed = tmp_path / "printed"
+    with printed.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=tmp_path, env={**os.environ, "COLUMNS": "200"})
+    try:
+        wait_for("epoch 1/4", printed, process)
+        os.kill(children(process.pid)[0], signal.SIGKILL)
+        assert process.wait(60) == 0, printed.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    text = printed.read_text()
+    assert "device 0 (" in text
+    assert " was lost: " in text
+    assert "2 go on after step" in text
+    assert "epoch 4/4" in text
+    record = read_log(tmp_path / "run" / "log.jsonl")
+    assert [line.step for line in record.steps] == list(range(4 * 23))
+    assert record.fleet is not None
+    assert len(record.fleet.devices) == 2
+    newest = sorted((tmp_path / "run").glob("0*"))[-1]
+    assert json.loads((newest / "checkpoint.json").read_text())["progress"]["step"] == 4 * 23
+
+
+def own_loop(
+    group: Group, plan: str, victims: dict[str, list[int]], folder: str = "", tests_first: bool = False
+) -> dict[str, Any]:
+    """On every device: a loop of one's own, with tests between the epochs; who is a victim kills itself in it."""
+    torch.manual_seed(0)
+    case = Case(5, devices=3, plan=plan)
+    net, example = make_net(), torch.zeros(2, 2, 8, 8, dtype=torch.float64)
+    model: Any = net
+    if group.devices > 1:
+        made = make_plan(plan, net, example, case.batch, group, speeds=[1.0] * group.devices)
+        model = distribute(net, made, group, example)
+    part = model if group.devices > 1 else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    train, test = loader(make_data(case), case.batch, part), loader(make_data(case), case.batch, part, shuffle=False)
+    members = Members(model, optimizer) if part is not None else None
+    if members is not None and (blow := victims.get(str(group.device))):
+        strike(members, Blow(group.device, "kill", *blow), Path(folder))
+    losses: dict[int, float] = {}
+
+    def tested() -> float:
+        return accuracy(model, test) if members is None else members.repeated(lambda: accuracy(model, test))
+
+    tests = [tested()] if tests_first else []
+    for epoch in range(3):
+        model.train()
+        for batch, (x, y) in enumerate(train):
+            with nullcontext(Attempt(finished=True)) if members is None else members.step() as attempt:
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+            if attempt.finished:
+                losses[members.steps if members is not None else 1 + epoch * len(train) + batch] = float(loss.detach())
+        tests.append(tested())
+    state = whole_state(model, optimizer) if members is None else members.repeated(lambda: model.full_state_dict())
+    if members is not None:
+        members.close()
+    steps = [losses.get(step) for step in range(1, 19)]
+    weights = {key: tensor.flatten().tolist() for key, tensor in state.items() if "/" not in key}
+    return {"losses": steps, "tests": tests, "weights": weights, "first": is_first()}
+
+
+@pytest.mark.parametrize(
+    ("plan", "victims"),
+    most_slow(
+        3,
+        [
+            ("data", {"0": [6, 1]}),  # at the beginning of an epoch, or in the test before
+            ("data", {"1": [0, 4]}),  # while the first state is kept
+            ("model", {"0": [4, 12], "2": [11, 30]}),
+            ("data", {"1": [7, 4]}),
+            ("data", {"2": [6, 6]}),
+            ("sharded", {"1": [5, 9], "0": [12, 2]}),
+        ],
+    ),
+)
+def test_a_loop_of_ones_own_repeats_the_step_with_the_same_batch(
+    plan: str, victims: dict[str, list[int]], tmp_path: Path
+) -> None:
+    alone = on_processes(1, "tests.elastic.test_members:own_loop", plan, {})[0]
+    results = on_processes(3, "tests.elastic.test_members:own_loop", plan, victims, str(tmp_path))
+    left = [row for device, row in enumerate(results) if str(device) not in victims]
+    assert left
+    assert all(results[int(device)] is None for device in victims), "who was to be killed was not"
+    assert [row["first"] for row in left] == [True] + [False] * (len(left) - 1), "somebody else prints and saves now"
+    for row in left:
+        assert row["tests"] == alone["tests"]
+        assert row["losses"] == pytest.approx(alone["losses"], rel=TIGHT)
+        for key, weights in alone["weights"].items():
+            assert row["weights"][key] == pytest.approx(weights, rel=TIGHT, abs=TIGHT)
+
+
+@pytest.mark.parametrize(("plan", "call"), [("data", 2), ("model", 6)])
+def test_a_device_that_is_lost_in_a_test_before_the_first_step_ends_nothing(
+    plan: str, call: int, tmp_path: Path
+) -> None:
+    """The state was kept for the first time as the first epoch began: until then a loss ended the job, and all were told to
+    resume from a checkpoint that was never made."""
+    alone = on_processes(1, "tests.elastic.test_members:own_loop", plan, {}, "", True)[0]
+    results = on_processes(3, "tests.elastic.test_members:own_loop", plan, {"1": [0, call]}, str(tmp_path), True)
+    assert results[1] is None, "who was to be killed was not"
+    for row in results[::2]:
+        assert row["tests"] == alone["tests"]
+        assert row["losses"] == pytest.approx(alone["losses"], rel=TIGHT)
+
+
+def test_pieces_that_are_lost_before_they_were_copied_end_the_job_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"with device 1 went pieces .* no step was done yet, start it again"):
+        on_processes(3, "tests.elastic.test_members:own_loop", "model", {"1": [0, 1]}, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", most_slow(1, ["term", "stop"]))
+def test_who_is_silent_is_out_and_who_leaves_costs_no_step(kind: str) -> None:
+    command = [sys.executable, "-c", f"""
+from lab.chaos import Blow, Case, TIGHT, run
+found = run(Case(9, 3, "model", "sgd", blows=(Blow(0, {kind!r}, 6, 4),)))
+assert found.apart < TIGHT, found
+assert found.statuses == [1, 0, 0], found
+assert len(found.told) == 1, found
+assert {kind!r} == "stop" or "repeated" not in found.told[0], found
+"""]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_minutes_of_chaos() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "lab.chaos",
+        "--seed",
+        "1000",
+        "--minutes",
+        "10",
+        "--kinds",
+        "kill,term,stop",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
