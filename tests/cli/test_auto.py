@@ -203,8 +203,10 @@ def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
     monkeypatch.setenv("CONVOY_FLEET", str(tmp_path / "fleet.toml"))
     described = []
 
-    def measure(*_: object, **options: Any) -> Measurement:
-        described.append([device.name for device in options["fleet"].devices])
+    def measure(*given: Any) -> Measurement:
+        [options] = [each for each in given if isinstance(each, MeasureOptions)]
+        assert options.fleet is not None
+        described.append([device.name for device in options.fleet.devices])
         return timed(measured, 1.0, 1.5)
 
     monkeypatch.setattr("convoy.api.measure_job", measure)

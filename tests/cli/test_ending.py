@@ -32,7 +32,7 @@ def test_the_devices_of_this_machine_leave_or_those_that_are_named(
 @pytest.mark.parametrize(
     ("here", "devices", "says"),
     [
-        ([row(0), row(1), row(2)], (), "nobody of job 10.0.0.5:7000 (run /runs/one) would be left"),
+        ([row(0), row(1), row(2)], (), "no device of job 10.0.0.5:7000 (run /runs/one) would be left"),
         ([row(0, (0,))], (), "its devices are 0; `convoy stop` ends it"),
         (
             [row(0), row(2)],
