@@ -347,8 +347,10 @@ def test_whoever_is_cut_off_learns_that_nothing_measured_is_lost(
     job = job_of(tmp_path / "fleet.toml", devices="cpu", slowdown="1")
     kept: list[str] = []
 
-    def cut_off(*_: Any, partial: Path, **__: Any) -> Measurement:
-        rows = Partial(partial, {"devices": [1]})
+    def cut_off(*given: Any, **__: Any) -> Measurement:
+        options = next(each for each in given if isinstance(each, MeasureOptions))
+        assert options.partial is not None
+        rows = Partial(options.partial, {"devices": [1]})
         for layer in kept:
             rows.add(layer, [[[1, 2, 3, 0.1, 0.2, 0.0, 0]]])
         raise error

@@ -125,7 +125,8 @@ def test_memory_is_what_the_executor_keeps(name, fuse):
     The prediction keeps the input and the output of a layer that autograd runs; most keep one of them.
     """
     example = torch.zeros(6, 3, 8, 8)
-    graph = trace(Net(), example).graph
+    net = Net()  # drawn once: a trace beside which another thread draws keeps a module whole
+    graph = trace(net, example).graph
     plan = named_plan(name, graph, 6, Speeds((2.0, 1.0)))
 
     def kept(group):
@@ -136,7 +137,7 @@ def test_memory_is_what_the_executor_keeps(name, fuse):
                 _collect_storages(tensor, found)
             return tensor
 
-        part = Distributed(Net(), plan, group, example, fuse=fuse)
+        part = Distributed(net, plan, group, example, fuse=fuse)
         own = part._programs.get(True, 6)
         inputs = [torch.randn(local_shape(v.layout, group.device, v.shape)) for v in own.steps.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

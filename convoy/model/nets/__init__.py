@@ -17,6 +17,7 @@ from convoy.model.graph import Graph
 from convoy.model.nets.builtin import NETS, ImageShape, build_builtin
 from convoy.model.nets.imported import find_imported, is_imported, is_packaged
 from convoy.model.tracing import trace
+from convoy.model.tracing.nodes import TRACE_LOCK
 
 __all__ = ["NETS", "ImageShape", "build_net", "graph_of", "graph_without_weights"]
 
@@ -36,7 +37,7 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
     builtin = text.partition(":")[0] in NETS
     if not builtin and not is_imported(text):
         raise unknown_name("net", text, [*(row[2].split(",")[0] for row in NETS.values()), *ELSEWHERE])
-    with torch.random.fork_rng(devices=[]):
+    with TRACE_LOCK, torch.random.fork_rng(devices=[]):  # a trace in another thread watches the same random states
         make = partial(build_builtin, text, image, classes) if builtin else find_imported(text, image, classes)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the caller's accelerators too
         return make()
