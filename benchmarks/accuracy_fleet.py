@@ -157,8 +157,8 @@ class _Bench:
             if where == FLEET:
                 path = Path(folder) / "fleet.toml"
                 write_whole(path, fleet_named(self.fleet).to_toml())
-                before = ["rehearse", str(path), "--", sys.executable, "-m", "convoy"]
-                shown = f"convoy rehearse {self.fleet}.toml -- {shown}"
+                before = ["emulate", str(path), "--", sys.executable, "-m", "convoy"]
+                shown = f"convoy emulate {self.fleet}.toml -- {shown}"
             start_s = time.monotonic()
             found = trained([*before, *words, "--data-dir", str(self.folder.resolve())])
         return found | {"wall_s": time.monotonic() - start_s, "command": shown}

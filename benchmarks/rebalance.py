@@ -10,7 +10,7 @@ fall on all four. results/rebalance.json keeps, per step, seconds, losses and sh
     rebalanced    the same, and the shares follow
     best split    that device is slow from the start, the plan is made for it, and its shares follow until the others slow down
 
-Also under `convoy rehearse fleet.toml -- python -m benchmarks.rebalance ...`, with real links.
+Also under `convoy emulate fleet.toml -- python -m benchmarks.rebalance ...`, with real links.
 """
 
 import datetime
@@ -215,7 +215,7 @@ def _command() -> str:
             del given[given.index(name) : given.index(name) + 2]
     words = ["python -m benchmarks.rebalance", *given]
     if fleet := os.environ.get("CONVOY_FLEET"):
-        words = ["convoy rehearse", f"benchmarks/fleets/{Path(fleet).name}", "--", *words]
+        words = ["convoy emulate", f"benchmarks/fleets/{Path(fleet).name}", "--", *words]
     return " ".join(words)
 
 

@@ -1,7 +1,7 @@
 """What every device of a fleet runs: one process for all its nets, batches and plans, since importing torch takes a slow
 device many seconds.
 
-    python -m benchmarks.worker JOB.json        # under convoy rehearse or torchrun; benchmarks.drive starts it
+    python -m benchmarks.worker JOB.json        # under convoy emulate or torchrun; benchmarks.drive starts it
 
 Net by net: measure, predict, write the predictions down, then run case by case. The time of a step is that of several in a
 row: every device takes the time from a common start to the end of its last step, and the largest of these, divided by the

@@ -42,7 +42,7 @@ nitpick_ignore_regex = [
     # Values that are handed on, and that nobody has to look into.
     (
         r"py:class",
-        r"convoy\.[\w.]+\.(Change|Measurement|Operation|Scale|SparePrice|Speeds|Step|TracedModel|Weights|knowledge\.FleetKnowledge)",
+        r"convoy\.[\w.]+\.(Change|Measurement|Operation|Scale|SparePrice|Speeds|Step|TracedModel|Weights|FleetKnowledge|PlanRequest)",
     ),
     (r"py:.*", r"(torch|nn|collections|pathlib|typing|types|contextlib|optim|Optimizer|Dataset|Tensor)(\..*)?"),
 ]

@@ -14,7 +14,6 @@ from typing import Any
 
 import typer
 from docutils import nodes
-from rich.text import Text
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -68,6 +67,8 @@ def purpose_of(room: str) -> str:
 
 def _verbs(path: str, command: Any) -> Iterator[str]:
     for name, verb in getattr(command, "commands", {}).items():
+        if verb.hidden:
+            continue
         if getattr(verb, "commands", None):
             yield from _verbs(f"{path} {name}", verb)
         else:
@@ -76,7 +77,11 @@ def _verbs(path: str, command: Any) -> Iterator[str]:
 
 def _section(title: str, verb: Any) -> str:
     """A verb's help, its arguments and its options; the settings of a training are told elsewhere."""
-    own = [each for each in verb.params if each.name not in FIELDS or title != "convoy train"]
+    own = [
+        each
+        for each in verb.params
+        if not getattr(each, "hidden", False) and (each.name not in FIELDS or title != "convoy train")
+    ]
     rows = [
         [_call(each), _plain(getattr(each, "help", "") or ""), _default(each)] for each in own if each.name != "help"
     ]
@@ -123,8 +128,8 @@ def _as_written(value: object) -> str:
 
 
 def _plain(markup: str) -> str:
-    """Help texts are written for rich: its marks go, what Markdown would read as marks is guarded."""
-    return Text.from_markup(markup).plain.replace("<", "&lt;").replace("*", "\\*")
+    """Guard what Markdown would read as marks."""
+    return markup.replace("<", "&lt;").replace("*", "\\*")
 
 
 def _first_line(docstring: str | None) -> str:

@@ -1,13 +1,22 @@
-"""The command line: each verb turns its options into values and calls one function of `app`, `doctor`, `emulate` or `launch`.
+"""The command line: its verbs, and the work of those that need no room of their own.
 
 ::
 
-    options.py      the command itself, options that several verbs have, and those made from the list of settings
+    options.py      the command itself, options of several verbs, and those made from the list of settings
     scripts.py      run
     training.py     train, join, leave, stop, demo
-    fleets.py       measure, plan, rehearse, doctor
-    fleet_files.py  fleet init, fleet show, setup, key
+    fleets.py       measure, plan, emulate, doctor
+    fleet_files.py  fleet init, show, setup, key
     reports.py      predict, simulate, report
+
+    train.py        starts `convoy train` on one device, of the first ones or joining; then
+      job.py          the training as it was started, and what all devices must agree on
+      session.py      the training from the images to the last line of the log, made of build.py's parts
+      reporter.py     screen, log and loggers; show.py prints plans and their changes
+      admission.py    follows the devices that come and go; newcomer.py is a device that joins
+      comparison.py   the same training in plain PyTorch on one device
+
+The verbs import torch and the work only when they run, so that --help is quick.
 """
 
 import errno
@@ -17,7 +26,7 @@ import sys
 from types import FrameType
 
 # isort: off
-# Each adds its verbs, and --help lists them in this order.
+# Each adds its verbs; --help lists them in this order.
 from convoy.cli import scripts, training, fleets, fleet_files, reports  # noqa: F401
 
 # isort: on
@@ -39,7 +48,7 @@ def main() -> None:
     _open_closed_streams()
     own = signal.getsignal(signal.SIGINT)
     if not is_one_of_job(os.environ) and own is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)  # a launcher has its own words, also for the devices that it started
+        signal.signal(signal.SIGINT, _interrupt)  # a launcher answers for its devices
     try:
         sys.exit(_run())
     finally:
@@ -47,7 +56,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Send to /dev/null what would go to a stream that the caller has closed (`>&-`), so that no other file gets its number."""
+    """Open /dev/null for streams that the caller has closed (`>&-`), so that no other file gets their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -59,7 +68,7 @@ def _open_closed_streams() -> None:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Say so at once: what the program is in the middle of may take a while to end."""
+    """Answer Ctrl-C at once: the current work may take a while to end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.write(2, b"interrupted\n")
     signal.default_int_handler(signum, frame)
@@ -78,15 +87,15 @@ def _run() -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (BrokenPipeError, SystemExit) as error:
-        # The libraries of the command line and of the tables make an exit of it.
+        # typer and rich turn a broken pipe into an exit.
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _leave_stdout()
         return PIPE_STATUS
     except Exception as error:
-        if (said := _usage(error) or _out_of_room(error)) is None:
+        if (message := _usage(error) or _out_of_room(error)) is None:
             raise
-        return _refused(said)
+        return _refused(message)
 
 
 def _refused(message: str) -> int:
@@ -95,16 +104,16 @@ def _refused(message: str) -> int:
 
 
 def _usage(error: Exception) -> str | None:
-    """What is wrong with the command line, where the command's library found it."""
-    tell, context = getattr(error, "format_message", None), getattr(error, "ctx", None)
-    if tell is None:
+    """Return the message of an error that typer found in the command line."""
+    text_of, context = getattr(error, "format_message", None), getattr(error, "ctx", None)
+    if text_of is None:
         return None
     path = context.command_path if context is not None else "convoy"
-    return f"{str(tell()).rstrip('.')}; {path} --help lists what it takes"
+    return f"{str(text_of()).rstrip('.')}; {path} --help lists what it takes"
 
 
 def _out_of_room(error: Exception) -> str | None:
-    """What to say where memory, or the place that standard output goes to, is full."""
+    """Return the message if memory, or the disk under standard output, is full."""
     first = (str(error).splitlines() or [""])[0]
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "allocate memory" in first:
         return (
@@ -117,5 +126,5 @@ def _out_of_room(error: Exception) -> str | None:
 
 
 def _leave_stdout() -> None:
-    """What is still to be flushed goes nowhere: else the interpreter complains when it ends."""
+    """Drop what is not flushed yet. Otherwise the interpreter complains when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

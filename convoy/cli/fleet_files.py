@@ -1,4 +1,4 @@
-"""convoy fleet init, convoy fleet show, convoy setup, convoy key."""
+"""convoy fleet: init, show, setup, key."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 from convoy.cli.options import PATH, app
 from convoy.errors import InputError
 
-fleet_app = typer.Typer(no_args_is_help=True, help="Write a fleet file by asking hosts, and look at one.")
+fleet_app = typer.Typer(no_args_is_help=True, help="Prepare a fleet: write its file, set up its hosts.")
 app.add_typer(fleet_app, name="fleet")
 
 
@@ -20,12 +20,12 @@ def init(
     output: Annotated[Path, typer.Option("--output", "-o", help="The fleet file to write.", **PATH)] = Path(
         "fleet.toml"
     ),
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Ask each host over ssh for its processor, GPUs, memory and network card, and write a fleet file of it.
+    """Write a fleet file by asking each host over ssh for its processor, GPUs, memory and NIC.
 
-    Nothing needs to be installed on the hosts, and nothing is changed there. What the catalogue knows of a device stands in the
-    file; the rest is found by `convoy measure`.
+    Nothing needs to be installed on the hosts, and nothing is changed there. The file has what the catalogue
+    knows of each device; `convoy measure` finds the rest.
 
     Example: convoy fleet init . user@host2 host3 -o lab.toml
     """
@@ -41,12 +41,12 @@ def init(
     _show(fleet)
     for note in notes:
         print(f"Note: {note}.")
-    print(f"Wrote {output}. Next: convoy setup --fleet {output}, where the hosts have no Convoy; then convoy doctor")
+    print(f"Wrote {output}. Next: convoy fleet setup --fleet {output}, if the hosts have no Convoy; then convoy doctor")
 
 
 @fleet_app.command()
 def show(fleet: Annotated[Path, typer.Argument(help="Fleet file.", **PATH)]) -> None:
-    """Draw a fleet file: its hosts, their devices, the ways between them."""
+    """Draw a fleet file: its hosts, devices and links."""
     from convoy.fleet import read_fleet
 
     _show(read_fleet(fleet))
@@ -55,70 +55,65 @@ def show(fleet: Annotated[Path, typer.Argument(help="Fleet file.", **PATH)]) -> 
 def _show(fleet: object) -> None:
     from rich.console import Console
 
-    from convoy.app.fleet_tree import tree_of
+    from convoy.cli.fleet_tree import tree_of
 
     Console(highlight=False).print(tree_of(fleet))  # type: ignore[arg-type]
 
 
-@app.command()
+@fleet_app.command()
+@app.command(hidden=True)  # its place until 0.1
 def setup(
     fleet: Annotated[Path, typer.Option(help="Fleet file whose hosts have addresses.", **PATH)],
     into: Annotated[
         str,
-        typer.Option(
-            help="Folder on the hosts in which one for this project is made; without a leading / in the home there."
-        ),
+        typer.Option(help="Folder on the hosts, for this and other projects; without a leading / in the home there."),
     ] = "convoy",
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="A file or folder of the project to send though git ignores it. Can be repeated.", **PATH),
+        typer.Option(help="File or folder of the project to send although git ignores it; may be repeated.", **PATH),
     ] = None,
     requirements: Annotated[
         Path | None,
-        typer.Option(
-            help="A file of package names, one a line: only these, and what they need, at the versions here.",
-            **PATH,
-        ),
+        typer.Option(help="File of package names: send only these and what they need, at the versions here.", **PATH),
     ] = None,
-    wheels: Annotated[
-        Path | None, typer.Option(help="A folder of wheels that are sent, and taken before any index.", **PATH)
-    ] = None,
+    wheels: Annotated[Path | None, typer.Option(help="Folder of wheels that are sent and preferred.", **PATH)] = None,
     index: Annotated[
         str | None,
         typer.Option(
-            help="Package index of the hosts; [b]none[/]: only --wheels. By itself what each host is configured for, and "
-            "PyTorch's own for torch.",
+            help="Package index of the hosts; none: only --wheels. Default: each host's own, and PyTorch's for torch.",
             envvar="CONVOY_INDEX",
         ),
     ] = None,
     print_lines: Annotated[bool, typer.Option("--print", help="Print the commands, and run none of them.")] = False,
     doctor: Annotated[
-        bool | None, typer.Option(help="Examine the fleet at the end; by itself where packages were installed.")
+        bool | None, typer.Option(help="Examine the fleet at the end. Default: if packages were installed.")
     ] = None,
 ) -> None:
-    """Bring the hosts of a fleet to the state of this machine: Python packages, the files of this folder, named data.
+    """Bring the hosts of a fleet to the state of this machine.
 
     ssh, rsync and uv do the work; rsync and uv must be installed here and on each host. Each host gets an environment with the
-    versions that are installed here, torch in the build for its devices, and the files of the project that differ. All of it
-    lies in one folder there, which the fleet file then names. A second run sends and installs what has changed.
+    versions that are installed here, torch in the build for its devices, and the files of this folder that differ. All of it is
+    in one folder there, whose name is written into the fleet file. A second run sends and installs only changes.
 
-    Example: convoy setup --fleet lab.toml --data data/cifar10
+    Example: convoy fleet setup --fleet lab.toml --data data/cifar10
     """
     from convoy.setup.command import setup_fleet
 
     raise typer.Exit(setup_fleet(fleet, into.rstrip("/"), data or (), requirements, wheels, index, print_lines, doctor))
 
 
-@app.command()
+@fleet_app.command()
+@app.command(hidden=True)  # its place until 0.1
 def key(
     file: Annotated[Path, typer.Argument(help="File to write; only you can read it.", **PATH)],
 ) -> None:
-    """Make the key of a job on several machines that torchrun, srun or mpirun starts; what Convoy starts needs none.
+    """Make the key of a job on several machines that torchrun, srun or mpirun starts.
 
     Bring the file to every machine (scp -p keeps its mode), and name it there with --job-key FILE, or for a script of your own
-    in the variable CONVOY_JOB_KEY. Who has it belongs to the job: make another one for each job, and remove it afterwards.
+    in the variable CONVOY_JOB_KEY. Who has it can join the job: make a new one for each job, and remove it afterwards.
+    Jobs that Convoy starts need none.
 
-    Example: convoy key job.key
+    Example: convoy fleet key job.key
     """
     from convoy.comm.job_key import write_key_file
 

@@ -1,9 +1,9 @@
-"""convoy measure, convoy plan, convoy rehearse, convoy doctor."""
+"""convoy measure, convoy plan, convoy emulate, convoy doctor."""
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,81 +12,59 @@ from convoy.cli.options import (
     SECONDS,
     Batch,
     Classes,
-    Data,
-    DataDir,
-    Devices,
+    HelpAll,
     Image,
-    ImageSize,
-    JobKeyFile,
-    Net,
     Optimizer,
     Outputs,
-    Port,
-    Precision,
     Print,
-    Slowdown,
-    Timeout,
-    TrustNetwork,
+    SettingsCommand,
     app,
+    help_of,
     image_of,
     in_job,
     loading,
+    with_settings,
 )
 from convoy.comm.job_key import choose
-from convoy.config.settings import FIELDS
 from convoy.errors import InputError
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
+@with_settings(
+    "data", "data_dir", "image_size", "net", "devices", "batch", "slowdown", "precision", "budget_s", "timeout_s", "job_key",
+    "trust_network", "port", budget_s=60.0,
+)  # fmt: skip
 def measure(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Fleet file to write: devices, links, times of layers.", **PATH)
     ],
     fleet: Annotated[
         Path | None,
-        typer.Option(
-            help="Fleet file with what is known; default: what the devices say. If its hosts have addresses, they are "
-            "started over ssh.",
-            **PATH,
-        ),
+        typer.Option(help="Fleet file with what is known; hosts with addresses are started over ssh.", **PATH),
     ] = None,
-    data: Data = "digits",
-    data_dir: DataDir = None,
-    image_size: ImageSize = None,
-    net: Net = "two-conv:50:500",
-    devices: Devices = FIELDS["devices"].default,
-    batch: Batch = 64,
-    slowdown: Slowdown = None,
-    precision: Precision = FIELDS["precision"].default,
-    budget: Annotated[float, typer.Option(help="About the seconds that measuring may take.", **SECONDS)] = 60.0,
-    timeout: Timeout = 60.0,
-    job_key: JobKeyFile = None,
-    trust_network: TrustNetwork = False,
-    port: Port = None,
     print_lines: Print = False,
+    _help_all: HelpAll = False,
+    **given: Any,
 ) -> None:
-    """Measure this fleet: a model's layers on each device, latency and bandwidth between hosts, what traffic costs.
+    """Measure this fleet: layers on each device, links between hosts.
 
-    Run it on all devices at once: here over local processes, over the hosts of a fleet file by ssh, under torchrun, srun or
-    mpirun, or under convoy rehearse.
+    Run it on all devices at once: here on local processes, over ssh on the hosts of a fleet file, under torchrun, srun or
+    mpirun, or under convoy emulate.
     """
-    with loading():
-        from convoy.app.measure import MeasureJob, run_measure
     from convoy.config.run_file import resolve_settings
 
     one_of_job = in_job()
-    choose(job_key, trust_network, os.environ)
+    settings = resolve_settings(None, {name: value for name, value in given.items() if value is not None}).settings
+    choose(settings.job_key, settings.trust_network, os.environ)
     if not one_of_job and (fleet is not None or print_lines):
         from convoy.launch.command import fleet_to_start, measure_on_fleet
 
         if (hosts := fleet_to_start(fleet, print_lines)) is not None:
-            named = devices != FIELDS["devices"].default
-            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], named, print_lines, port=port))
-    given = {
-        "data": data, "data_dir": data_dir, "image_size": image_size, "net": net, "devices": devices, "batch": batch,
-        "slowdown": slowdown, "precision": precision, "budget_s": budget, "timeout_s": timeout,
-    }  # fmt: skip
-    settings = resolve_settings(None, {name: value for name, value in given.items() if value is not None}).settings
+            named = given["devices"] is not None
+            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], named, print_lines, port=settings.port))
+    with loading():
+        from convoy.cli.measure import MeasureJob, run_measure
+
     job, known = MeasureJob(output, settings, fleet), settings.device_names
     if one_of_job or len(known) == 1:
         run_measure(job)
@@ -95,12 +73,12 @@ def measure(
     from convoy.launch.local import launch_local
 
     job.check_inputs()
-    raise typer.Exit(launch_local(sys.argv[1:], known, options=JobOptions(port=port)))
+    raise typer.Exit(launch_local(sys.argv[1:], known, options=JobOptions(port=settings.port)))
 
 
 @app.command()
 def plan(
-    net: Annotated[str, typer.Argument(help="two-conv:K1:K2, alexnet:F, resnet:DEPTH:WIDTH.")],
+    net: Annotated[str, typer.Argument(help="Net, as of convoy train: two-conv:K1:K2, torchvision:NAME, ...")],
     fleet: Annotated[
         Path, typer.Option(help="Fleet file that `convoy measure` wrote for this net, or described.", **PATH)
     ],
@@ -114,60 +92,62 @@ def plan(
     least_energy: Annotated[
         float | None,
         typer.Option(
-            help="Choose the least joules per image among the plans whose step takes at most so many seconds.",
-            **SECONDS,
+            help="Choose the least joules per image among plans whose step takes at most this time.", **SECONDS
         ),
     ] = None,
-    wire: Annotated[
-        str,
-        typer.Option(help="In which numbers activations and gradients travel: exact, or inexact-bf16 (short: bf16)."),
-    ] = "exact",
+    wire: Annotated[str, typer.Option(help=help_of("wire"))] = "exact",
     outputs: Outputs = "everywhere",
     accumulate: Annotated[
         int, typer.Option(min=1, help="Micro-batches per step, each with an equal part of the batch.")
     ] = 1,
 ) -> None:
-    """Predict every plan on a fleet, measured or described, and choose: step time, share of the limit, traffic, memory, joules,
-    what bounds it. Plans that do not fit a device's memory are marked, and never chosen.
+    """Predict every plan on a fleet, measured or described, and choose one.
+
+    It prints step time, efficiency, traffic, memory and joules of each plan, and what bounds it. Plans that do not fit
+    a device's memory are marked, and never chosen.
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
+    from convoy.config.checks import check_net
+
+    check_net(net)
     with loading():
-        from convoy.app.plan import run_plan
-        from convoy.app.question import PlanQuestion
+        from convoy.cli.plan import run_plan
+        from convoy.cli.question import PlanQuestion
 
     question = PlanQuestion(net, image_of(image), classes, batch, optimizer, wire, outputs, accumulate)
     run_plan(question, fleet, output, least_energy_s=least_energy)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
-def rehearse(
+@app.command("rehearse", hidden=True, context_settings={"allow_interspersed_args": False})  # its name until 0.1
+def emulate(
     fleet: Annotated[
-        Path, typer.Argument(**PATH, help="Fleet file (TOML): hosts, their cards, devices with their cores.")
+        Path, typer.Argument(**PATH, help="Fleet file (TOML): hosts, their NICs, devices with their cores.")
     ],
     command: Annotated[
         list[str], typer.Argument(help="Program and arguments, run once per device; write -- before it.")
     ],
     limit_s: Annotated[
-        float, typer.Option("--limit", help="Seconds after which the command is ended.", **SECONDS)
+        float, typer.Option("--limit", help="Time after which the command is ended.", **SECONDS)
     ] = 3600.0,
     goes_on: Annotated[
-        bool, typer.Option("--goes-on", help="Let the others go on when a device is lost, as convoy train can.")
+        bool, typer.Option("--goes-on", help="Let the others continue if a device is lost, as convoy train can.")
     ] = False,
 ) -> None:
-    """Run a command on every device of a fleet that is emulated on this machine (Linux, root).
+    """Run a command on every device of an emulated fleet (Linux, root).
 
-    Each host gets a network namespace with its card's rates (tc tbf), each device its cores as a processor quota (cgroup) and
-    torchrun's environment. Everything is removed afterwards, also after an interrupt.
+    Each host becomes a network namespace with its NIC's rates (tc tbf). Each device gets its cores as a
+    processor quota (cgroup) and torchrun's environment. Everything is removed afterwards, also after an interrupt.
 
-    Example: convoy rehearse benchmarks/fleets/mixed4.toml -- convoy train --plan hybrid
+    Example: convoy emulate benchmarks/fleets/mixed4.toml -- convoy train --plan hybrid
     """
     from convoy.emulate import rehearse as run
     from convoy.fleet import read_fleet
 
     program = command[1:] if command[0] == "--" else command
     if not program:
-        raise InputError("nothing to run: write a command after --, e.g. convoy rehearse fleet.toml -- convoy train")
+        raise InputError("nothing to run: write a command after --, e.g. convoy emulate fleet.toml -- convoy train")
     raise typer.Exit(run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet, goes_on=goes_on))
 
 
@@ -175,27 +155,21 @@ def rehearse(
 def doctor(
     fleet: Annotated[
         Path | None,
-        typer.Option(
-            help="Fleet file: the hosts by name, and what their links and devices should do. Hosts with an address are "
-            "visited by ssh.",
-            **PATH,
-        ),
+        typer.Option(help="Fleet file: hosts by name, and what their links and devices should do.", **PATH),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write all facts and findings to this file (JSON).", **PATH)
     ] = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for hosts that have not come.", **SECONDS)] = 30.0,
-    case: Annotated[
-        str | None, typer.Option(hidden=True, help="The context of an examination that was started over ssh (JSON).")
-    ] = None,
+    wait: Annotated[float, typer.Option(help="Time to wait for hosts that have not come.", **SECONDS)] = 30.0,
+    case: Annotated[str | None, typer.Option(hidden=True)] = None,  # of an examination that was started over ssh (JSON)
 ) -> None:
-    """Examine this machine, or all machines of a job, before any training; print each finding with its cure.
+    """Examine this machine, or all machines of a job, before any training.
 
-    Alone it examines this machine. Started on every host (convoy rehearse, torchrun, srun, mpirun), or with a fleet file whose
-    hosts have addresses (by ssh), it also tries every pair of hosts: closed ports, slow links, other versions.
+    It prints each finding with its cure. Started on every host (convoy emulate, torchrun, srun, mpirun), or over ssh with
+    a fleet file whose hosts have addresses, it also tries every pair of hosts: closed ports, slow links, other versions.
     Exit status: 0 ready to train, 1 there are errors.
 
-    Example: convoy rehearse fleet.toml -- convoy doctor
+    Example: convoy emulate fleet.toml -- convoy doctor
     """
     from convoy.doctor.command import run_doctor
 

@@ -1,4 +1,4 @@
-"""The command itself, options that several verbs have, and those that are made from the list of settings."""
+"""The command itself, options that several verbs have, and options that are made from the list of settings."""
 
 import gc
 import inspect
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from convoy._version import __version__
 from convoy.config.option_types import a_path, numbers, seconds
-from convoy.config.settings import FIELDS, key_of, kind_of, panel
+from convoy.config.settings import FIELDS, is_often, key_of, kind_of, panel
 from convoy.errors import InputError, shortened, shown
 from convoy.fleet.units import Dimension, quantity
 
@@ -22,7 +23,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
     help="Train one CNN on all the devices you have, as fast as their speeds add up.",
 )
 
@@ -36,10 +38,7 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """For imports: modules stay, so Python's garbage collector need not go through them, neither now nor while training.
-
-    Its passes took more than a third of the time in which torch and Convoy are imported.
-    """
+    """Switch Python's garbage collector off during imports, which it makes a third slower, and keep it off the modules."""
     enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
@@ -52,12 +51,10 @@ def loading() -> Iterator[None]:
 
 
 def in_job() -> bool:
-    """Whether torchrun, srun or mpirun started this process as one of a job.
-
-    Its place is then told in torchrun's variables, to all that follows here and to the processes that this one starts.
+    """Return whether torchrun, srun or mpirun started this process, and note its rank in torchrun's variables.
 
     Raises:
-        InputError: as :func:`convoy.machine.launch_env.as_torchrun`.
+        InputError: see :func:`convoy.machine.launch_env.as_torchrun`.
     """
     from convoy.machine.launch_env import as_torchrun, is_one_of_job
 
@@ -65,93 +62,121 @@ def in_job() -> bool:
     return is_one_of_job(os.environ)
 
 
-def _meaning(name: str) -> Any:
-    """An option that means what the setting of that name means."""
-    return typer.Option(help=FIELDS[name].description)
-
-
-Data = Annotated[str, _meaning("data")]
-
-
 def path_of(text: str) -> Path:
-    """A path that a person gives. The command's own error where it names nothing."""
     try:
         return Path(a_path(text))
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-PATH: Mapping[str, Any] = {"parser": path_of, "metavar": "PATH"}
-"""Of every option and argument that is a path."""
-
-
 def seconds_of(text: str | float) -> float:
-    """Seconds that a person gives, with a unit or without. The command's own error where they are none."""
     try:
         return float(seconds(text))
     except InputError as error:
         raise typer.BadParameter(f"{shown(str(text))}: {error}") from None
 
 
-SECONDS: Mapping[str, Any] = {"parser": seconds_of, "metavar": "TIME"}
-"""Of every option that is a time: 30, 450 ms, 2 min."""
+PATH: Mapping[str, Any] = {"parser": path_of, "metavar": "PATH"}
+SECONDS: Mapping[str, Any] = {"parser": seconds_of, "metavar": "TIME"}  # 30, 450 ms, 2 min
 
-DataDir = Annotated[Path | None, typer.Option(help=FIELDS["data_dir"].description, **PATH)]
-ImageSize = Annotated[int | None, _meaning("image_size")]
-Net = Annotated[str, _meaning("net")]
-PlanName = Annotated[str, _meaning("plan")]
-Precision = Annotated[str, _meaning("precision")]
-Devices = Annotated[str, _meaning("devices")]
-Batch = Annotated[int, _meaning("batch")]
-Slowdown = Annotated[str | None, _meaning("slowdown")]
-Timeout = Annotated[float, typer.Option(help=FIELDS["timeout_s"].description, **SECONDS)]
-Port = Annotated[int | None, _meaning("port")]
+
+def help_of(name: str) -> str:
+    return str(FIELDS[name].description)
+
+
+Net = Annotated[str, typer.Option(help=help_of("net"))]
+Batch = Annotated[int, typer.Option(help=help_of("batch"))]
+JobKeyFile = Annotated[Path | None, typer.Option("--job-key", help=help_of("job_key"), **PATH)]
 Image = Annotated[str, typer.Option(help="Channels, height, width of the images.")]
 Classes = Annotated[int, typer.Option(help="Classes.")]
-Optimizer = Annotated[str, typer.Option(help="Whose state counts as memory: sgd, sgd-momentum or adam.")]
+Optimizer = Annotated[str, typer.Option(help="Optimizer whose state counts as memory: sgd, sgd-momentum or adam.")]
 Outputs = Annotated[
     str,
     typer.Option(
-        help="The model's outputs: everywhere, or where-computed: they stay with their samples, for convoy.loss in Python."
+        help="Where the model's outputs are: everywhere, or where-computed: with their samples, for convoy.loss in Python."
     ),
 ]
-JobKeyFile = Annotated[Path | None, typer.Option("--job-key", help=FIELDS["job_key"].description, **PATH)]
-TrustNetwork = Annotated[bool, typer.Option("--trust-network", help=FIELDS["trust_network"].description)]
-Print = Annotated[
-    bool,
-    typer.Option("--print", help="Start nothing: print the line to paste in a shell on each host of --fleet."),
+Print = Annotated[bool, typer.Option("--print", help="Print a line for each host of --fleet; start nothing.")]
+
+
+class SettingsCommand(TyperCommand):
+    """A verb with settings as options. `--help` lists the usual ones, a line each with its default; `--help-all` lists all."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        parts: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (row := parameter.get_help_record(ctx)) is None:
+                continue
+            (call, text), name = row, str(parameter.name)
+            if name not in FIELDS:
+                part = "Options" if parameter.param_type_name == "option" else "Arguments"
+                call = call.removesuffix(" <Path>")
+            elif ctx.meta.get("all"):
+                part = panel(name)
+            elif is_often(name):
+                sentence, _, default = text.partition("  [default: ")
+                part, call = "Options", call.split(" / ")[0]
+                text = sentence.split(". ")[0].rstrip(".") + (f"  [{default}" if default else "")
+            else:
+                continue
+            parts.setdefault(part, []).append((call, text))
+        for title, rows in parts.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta["all"] = True
+        print(ctx.get_help())
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show all options and exit.")
 ]
 
 
-def with_settings(verb: Callable[..., None]) -> Callable[..., None]:
-    """Gives a verb an option for every setting; None where it is not given, so that a run file can say otherwise."""
-    own = [p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    options = []
-    for name, field in FIELDS.items():
-        # A path is taken as a text: an empty one is to be refused, and would be the current folder.
-        kind, is_path = (str if kind_of(name) in (tuple, Path) else kind_of(name)), kind_of(name) is Path
-        default = "" if field.default is None or kind is bool else f" [dim]\\[default: {field.default}][/]"
-        option = typer.Option(
-            *([] if kind is bool else [f"--{key_of(name)}"]),
-            help=f"{field.description}{default}", show_default=False, rich_help_panel=panel(name),
-            **(SECONDS if name.endswith("_s") else {"metavar": "PATH" if is_path else None}),
-        )  # fmt: skip
-        options.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-            )
-        )
-    verb.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-    return verb
+def with_settings(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb an option for each of these settings, or for all. None if it is not given: a run file may say otherwise.
+
+    Args:
+        defaults: where the verb has others than the settings.
+    """
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [_option(name, defaults.get(name)) for name in names or FIELDS]
+        verb.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        return verb
+
+    return decorate
 
 
-MOST_PIXELS = 8192
-"""Of a side of an image."""
+def _option(name: str, default: Any) -> inspect.Parameter:
+    # A path is taken as a text, so that an empty one can be refused; as a Path it would be the current folder.
+    kind = str if kind_of(name) in (tuple, Path) else kind_of(name)
+    told = FIELDS[name].default if default is None else default
+    metavar = "PATH" if kind_of(name) is Path else {int: "N", float: "X", str: "TEXT"}.get(kind)
+    option = typer.Option(
+        *([] if kind is bool else [f"--{key_of(name)}"]),
+        help=help_of(name) + ("" if told is None or kind is bool else f"  [default: {told}]"),
+        show_default=False,
+        **(SECONDS if name.endswith("_s") else {"metavar": metavar}),
+    )
+    annotation: Any = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+MOST_PIXELS = 8192  # of a side of an image
 
 
 def image_of(text: str) -> tuple[int, int, int]:
-    """Channels, height and width as `--image` gives them. InputError if it does not."""
-    sizes = numbers_of("--image", text)
+    """Read channels, height and width as `--image` gives them. InputError if they are none."""
+    try:
+        sizes = numbers(text)
+    except InputError as error:
+        raise InputError(f"--image {shown(text)}: {error}") from None
     if len(sizes) != 3 or not all(n == int(n) and 1 <= n <= MOST_PIXELS for n in sizes if math.isfinite(n)):
         raise InputError(
             f"--image {shortened(text)}: give channels, height and width, whole numbers of 1 to {MOST_PIXELS}, e.g. 3,32,32"
@@ -160,16 +185,8 @@ def image_of(text: str) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def numbers_of(option: str, text: str) -> tuple[float, ...]:
-    """An option's numbers with commas between them. InputError if it has others."""
-    try:
-        return numbers(text)
-    except InputError as error:
-        raise InputError(f"{option} {shown(text)}: {error}") from None
-
-
 def quantity_of(option: str, text: str, dimension: Dimension) -> float:
-    """An option's number with its unit, above 0. InputError if it has another."""
+    """Read an option's number with its unit, above 0. InputError if it has another."""
     try:
         number = quantity(text, dimension)
     except InputError as error:

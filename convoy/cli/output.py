@@ -1,4 +1,4 @@
-"""Standard output and errors into a file whose disk may be full: what finds no room is left out, and counted."""
+"""Keeps a full disk under redirected standard output from ending a training: output without room is dropped and counted."""
 
 import errno
 import io
@@ -13,10 +13,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class PatientFile(io.RawIOBase):
-    """An open file to write to. Where there was no room for a while, a line in it says how much is missing.
+    """A file whose disk may be full for a while. A line in it then says how much is missing.
 
     Attributes:
-        left_out_bytes: since the last that found room.
+        left_out_bytes: since the last successful write.
     """
 
     def __init__(self, handle: int) -> None:
@@ -45,7 +45,7 @@ class PatientFile(io.RawIOBase):
 
 @contextmanager
 def patient_output() -> Iterator[list[PatientFile]]:
-    """Meanwhile a full disk under standard output or errors ends nothing, if these are regular files; these files."""
+    """Replace standard output and errors by patient files if they are regular files; yield these."""
     before, files = (sys.stdout, sys.stderr), []
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

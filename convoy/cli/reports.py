@@ -25,41 +25,44 @@ from convoy.errors import InputError
 @app.command()
 def predict(
     net: Annotated[
-        str | None, typer.Argument(help="As for convoy train: torchvision:NAME, timm:NAME, two-conv:K1:K2.")
+        str | None, typer.Argument(help="Net, as of convoy train: torchvision:NAME, two-conv:K1:K2, ...")
     ] = None,
     on: Annotated[
         str | None,
         typer.Option(
-            help="Device classes with commas between them, each a machine: laptop-cpu,2xrtx3060; + for several in one: "
-            "rtx3060+rtx3090."
+            help="Device classes, each a machine: laptop-cpu,2xrtx3060; + puts several into one: rtx3060+rtx3090."
         ),
     ] = None,
-    fleet: Annotated[
-        Path | None, typer.Option(help="A fleet file instead, described or as convoy measure wrote it.", **PATH)
-    ] = None,
+    fleet: Annotated[Path | None, typer.Option(help="Fleet file instead, described or measured.", **PATH)] = None,
     batch: Batch = 64,
     image: Image = "3,224,224",
     classes: Classes = 1000,
-    link: Annotated[str, typer.Option(help="Of each machine's card, with --on: 1Gbit, 110MB/s.")] = "1Gbit",
-    latency: Annotated[str, typer.Option(help="From machine to machine, one way, with --on: 100us.")] = "100us",
+    link: Annotated[str, typer.Option(help="Speed of each machine's NIC, with --on: 1Gbit, 110MB/s.")] = "1Gbit",
+    latency: Annotated[str, typer.Option(help="Latency between machines, one way, with --on.")] = "100us",
     optimizer: Optimizer = "sgd-momentum",
     outputs: Outputs = "everywhere",
     list_them: Annotated[bool, typer.Option("--list", help="List the device classes and stop.")] = False,
 ) -> None:
-    """Would it pay? An answer before anything is installed or measured: by which plan, from which batch or link on, what one
-    device less or more brings; with an interval.
+    """Predict whether a fleet would pay, before anything is installed.
+
+    It prints the best plan and its step time with an interval, from which batch or link on the fleet pays, and what one device
+    less or more changes.
 
     Example: convoy predict torchvision:resnet50 --image 3,224,224 --batch 256 --on laptop-cpu,rtx3060,rtx3090 --link 1Gbit
     """
-    with loading():
-        from convoy.app.predict import list_classes, run_predict
-        from convoy.app.question import PlanQuestion
+    from convoy.config.checks import check_net
 
-    if list_them:
+    if net is None and not list_them:
+        raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")
+    if net is not None:
+        check_net(net)
+    with loading():
+        from convoy.cli.predict import list_classes, run_predict
+        from convoy.cli.question import PlanQuestion
+
+    if net is None or list_them:
         list_classes()
         return
-    if net is None:
-        raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")
     run_predict(
         PlanQuestion(net, image_of(image), classes, batch, optimizer, outputs=outputs), on=on, fleet=fleet,
         link_bytes_per_s=quantity_of("--link", link, "bytes_per_s"), latency_s=quantity_of("--latency", latency, "s"),
@@ -72,9 +75,7 @@ def simulate(
         Path, typer.Option("--output", "-o", help="Folder for the trace (JSON) and the picture (PNG).", **PATH)
     ],
     net: Net = "alexnet:4096",
-    fleet: Annotated[
-        Path | None, typer.Option(help="Fleet file, as convoy measure wrote it, or described. Required.", **PATH)
-    ] = None,
+    fleet: Annotated[Path | None, typer.Option(help="Fleet file, described or measured. Required.", **PATH)] = None,
     plan: Annotated[str, typer.Option(help="A plan by name, auto, or a plan file.")] = "auto",
     batch: Batch = 64,
     image: Image = "3,32,32",
@@ -82,9 +83,9 @@ def simulate(
     outputs: Outputs = "everywhere",
     figures: Annotated[bool, typer.Option(help="Draw the picture too (needs the extra 'plots').")] = True,
 ) -> None:
-    """Simulate one training step of a plan on a fleet, and write who computes, sends and receives when.
+    """Simulate one training step of a plan on a fleet: a picture and a trace.
 
-    The result is a picture and a trace for Perfetto or chrome://tracing.
+    The trace shows when each device computes, sends and receives; open it in Perfetto or chrome://tracing.
 
     Example: convoy simulate -o step --net two-conv:150:800 --fleet fleet.toml --plan hybrid --batch 256
     """
@@ -93,9 +94,12 @@ def simulate(
             "convoy simulate needs a fleet: give --fleet FILE, as `convoy measure` writes it or with the devices' peaks. The "
             "study of all plans at any size is `python -m studies DIR [NET]`, in a checkout of the repository"
         )
+    from convoy.config.checks import check_net
+
+    check_net(net)
     with loading():
-        from convoy.app.question import PlanQuestion
-        from convoy.app.simulate import run_step
+        from convoy.cli.question import PlanQuestion
+        from convoy.cli.simulate import run_step
 
     question = PlanQuestion(net, image_of(image), classes, batch, outputs=outputs)
     run_step(output, question, fleet, plan, draw=figures, say=print)
@@ -108,7 +112,7 @@ def report(
         typer.Argument(
             parser=path_of,
             metavar="RUN...",
-            help="The folder of a run, or its log file; several are compared. Default: the latest run in the folder runs.",
+            help="Folder of a run, or its log file; several are compared. Default: the latest one in runs.",
         ),
     ] = None,
     output: Annotated[
@@ -116,15 +120,15 @@ def report(
         typer.Option(
             "--output",
             "-o",
-            help="HTML file to write; default: report.html beside the log; of several, comparison.html.",
+            help="HTML file to write; default: report.html beside the log, or comparison.html.",
             **PATH,
         ),
     ] = None,
 ) -> None:
-    """Make one HTML page of a run: curves, throughput beside prediction and limit, the plan, one step, each device.
+    """Write one HTML page of a run, or a comparison of several.
 
-    The page needs no network and no program but a browser. A run that is not finished gives a page of what there is. Several
-    runs are compared on one page.
+    It has the curves, throughput beside prediction and limit, the plan, one step, and each device. The page needs no network.
+    An unfinished run gives a page of what there is.
 
     Example: convoy report runs/2026-11-21-19.37.45-two-conv-50-500
     """  # fmt: skip

@@ -4,7 +4,7 @@ A key is a private key with a self-signed certificate, as PEM. All devices of a 
 certificate. `key_of_process` takes it from:
 
     a pipe            of Convoy's launchers; its number is in the environment
-    a file            of `convoy key FILE`, which only its owner can read; named by --job-key or CONVOY_JOB_KEY
+    a file            of `convoy fleet key FILE`, which only its owner can read; named by --job-key or CONVOY_JOB_KEY
     this machine's    key of this user, made at first use; only for jobs on one machine
 """
 
@@ -58,7 +58,9 @@ class JobKey:
                 ssl.PROTOCOL_TLS_CLIENT, certificate
             )
         except (ValueError, OSError):  # ssl's errors could quote the file, so they are not repeated
-            raise InputError("the job key is not a key with a certificate: make one with `convoy key FILE`") from None
+            raise InputError(
+                "the job key is not a key with a certificate: make one with `convoy fleet key FILE`"
+            ) from None
 
     @property
     def certificate(self) -> bytes:
@@ -131,8 +133,8 @@ def read_key_file(path: Path) -> JobKey:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise InputError(
-            f"the job key {path} cannot be read: {error.strerror}; make one with `convoy key {path}` and bring it to every "
-            "machine of the job, e.g. with scp -p"
+            f"the job key {path} cannot be read: {error.strerror}; make one with `convoy fleet key {path}` and bring it to "
+            "every machine of the job, e.g. with scp -p"
         ) from None
     with os.fdopen(file, "rb") as opened:
         status = os.fstat(file)
@@ -257,6 +259,6 @@ def key_of_process(env: ProcessEnv, environment: Mapping[str, str]) -> JobKey | 
         return _used
     raise InputError(
         f"this job has no key, and its {env.devices} devices meet at {env.host}, on several machines as it seems: make one "
-        f"with `convoy key FILE`, bring the file to every machine, and give it with --job-key FILE, or {KEY_FILE}=FILE. On a "
-        f"network whose machines are all trusted: --trust-network, or {TRUST}=1"
+        f"with `convoy fleet key FILE`, bring the file to every machine, and give it with --job-key FILE, or {KEY_FILE}=FILE. "
+        f"On a network whose machines are all trusted: --trust-network, or {TRUST}=1"
     )

@@ -1,9 +1,12 @@
-"""Values as people write them: numbers with commas between them, devices, names out of a list."""
+"""Values as people write them: numbers with commas between them, devices, addresses, names out of a list.
+
+Every function here raises InputError, which says what to give.
+"""
 
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,23 +17,20 @@ from convoy.files import unwritable
 from convoy.fleet.units import quantity
 from convoy.layout.comm_dtype import parse_comm_dtype
 
-MAX_DEVICES = 1024
-"""More processes than that on one machine are a slip of the finger."""
-
+MAX_DEVICES = 1024  # more processes than that on one machine are a slip of the finger
+MOST_CHARACTERS = 20_000  # of an option's value: more than the names of MAX_DEVICES devices need
+MOST_PATH_BYTES = 4000
+MOST_SHOWN = 4  # addresses
 
 AUTO_DEVICE = "auto"
-"""As `--devices`: every GPU of this machine, or its CPU where there is none. As one device's name: the best for its place."""
+"""As `--devices`: every GPU of this machine, or its CPU if there is none. As one device's name: the best for its rank."""
 
 ALL = "all"
 """As `--devices`: every GPU of this machine, and its CPU."""
 
 
 def numbers(value: Any) -> tuple[float, ...]:
-    """Numbers as a person gives them: a text with commas between them, or a list.
-
-    Raises:
-        InputError: says what to give.
-    """
+    """Read numbers from a text with commas between them, or from a list."""
     parts = value.split(",") if isinstance(value, str) else value
     try:
         if isinstance(parts, list | tuple) and not any(isinstance(part, bool) for part in parts):
@@ -41,23 +41,12 @@ def numbers(value: Any) -> tuple[float, ...]:
 
 
 def seconds(value: Any) -> Any:
-    """Seconds as a person writes them: 450 ms, 2 min, 30; what is no text is left as it is.
-
-    Raises:
-        InputError: says what to give.
-    """
+    """Read seconds from a text: 450 ms, 2 min, 30. Return anything else as it is."""
     return quantity(value, "s") if isinstance(value, str) else value
 
 
-Seconds = Annotated[float, BeforeValidator(seconds)]
-
-
 def sizes(value: Any) -> Any:
-    """Bytes as a person writes them, with commas between several: 6 GB, 8 GB.
-
-    Raises:
-        InputError: says what to give.
-    """
+    """Read bytes from a text, with commas between several: 6 GB,8 GB."""
     parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int | float) else value
     found = tuple(quantity(part, "bytes") for part in parts) if isinstance(parts, list | tuple) else (0.0,)
     if not found or min(found) < 1:
@@ -65,15 +54,8 @@ def sizes(value: Any) -> Any:
     return found
 
 
-Sizes = Annotated[tuple[float, ...], BeforeValidator(sizes)]
-
-
 def device_names(text: str) -> tuple[str, ...]:
-    """The devices of `--devices`: a number, their names, `auto` or `all`. Under torchrun, its number counts.
-
-    Raises:
-        InputError: no device, too many, or a name left out.
-    """
+    """Read `--devices`: a number, names, `auto` or `all`. Under torchrun, its number of processes counts."""
     named = tuple(part.strip() for part in text.split(","))
     if (count := _count(os.environ.get("WORLD_SIZE", ""))) is not None:
         return named if len(named) == count and not text.isdecimal() and text != ALL else (AUTO_DEVICE,) * count
@@ -91,32 +73,35 @@ def device_names(text: str) -> tuple[str, ...]:
 
 
 def _count(text: str) -> int | None:
-    """A whole number, `MAX_DEVICES + 1` for any larger one; None where a text is none."""
+    """Read a whole number, or `MAX_DEVICES + 1` for any larger one; None if the text is none."""
     digits = text.strip().lstrip("0") or "0"
     if not (text.strip().isascii() and text.strip().isdecimal()):
         return None
-    return int(digits) if len(digits) < 10 else MAX_DEVICES + 1
+    return min(int(digits), MAX_DEVICES + 1) if len(digits) <= 10 else MAX_DEVICES + 1
 
 
 def _devices_here(every: bool) -> tuple[str, ...]:
-    """This machine's GPUs, or the CPU where there is none; or every device, its GPUs and its CPU."""
     if os.environ.get("CONVOY_DEVICE") and not every:
         return (AUTO_DEVICE,)
+    # Imported here, because it may import torch.
     devices: tuple[str, ...] = importlib.import_module("convoy.machine.accelerator").local_devices()
     chosen = devices if every else devices[:-1]
     return chosen if len(chosen) > 1 else (AUTO_DEVICE,)
 
 
 def devices_text(value: Any) -> Any:
-    """A run file may give a number or a list, too."""
+    """Turn a number or a list of a run file into the text of `--devices`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
+def wire_text(value: Any) -> Any:
+    return parse_comm_dtype(value) if isinstance(value, str) else value
+
+
 def checked_data(text: str) -> str:
-    """Checked without reading anything. convoy.data is imported when there is something to check: --help needs no torch."""
-    importlib.import_module("convoy.data").check(text)
+    importlib.import_module("convoy.data").check(text)  # imported here: --help needs no torch
     return text
 
 
@@ -126,11 +111,6 @@ def checked_augment(text: str) -> str:
 
 
 def checked_tensorboard(folder: Path) -> Path:
-    """A folder for TensorBoard's events, checked before anything starts.
-
-    Raises:
-        InputError: tensorboard is not installed, or the path is no folder.
-    """
     _check_installed("tensorboard")
     if why := unwritable(folder):
         raise InputError(f"give a folder that you may write: {why}")
@@ -138,11 +118,6 @@ def checked_tensorboard(folder: Path) -> Path:
 
 
 def checked_wandb(project: str) -> str:
-    """The name of a project of Weights & Biases.
-
-    Raises:
-        InputError: wandb is not installed, or the name is none.
-    """
     _check_installed("wandb")
     if not project.strip() or len(project) > 128 or any(sign in project for sign in "/\\#?%:"):
         raise InputError("give the name of a project: 1 to 128 characters, none of / \\ # ? % :")
@@ -150,11 +125,6 @@ def checked_wandb(project: str) -> str:
 
 
 def checked_mlflow(uri: str) -> str:
-    """The address of MLflow's store.
-
-    Raises:
-        InputError: mlflow is not installed, or the address is none.
-    """
     _check_installed("mlflow")
     kind, _, rest = uri.partition(":")
     if uri != "databricks" and not (kind.isascii() and kind.replace("+", "").isalnum() and rest.strip("/")):
@@ -168,12 +138,8 @@ def _check_installed(name: str) -> None:
         raise InputError(f"{name} is not installed: pip install 'convoy-train[{name}]', or leave it out")
 
 
-def wire_text(value: Any) -> Any:
-    return parse_comm_dtype(value) if isinstance(value, str) else value
-
-
 def one_of(home: str) -> AfterValidator:
-    """A name out of those in `module:NAMES`, which is imported when a name is to be checked: --help needs no torch."""
+    """Check a name against `module:NAMES`. The module is imported only then, because --help needs no torch."""
 
     def check(name: str) -> str:
         module, _, names = home.partition(":")
@@ -185,16 +151,8 @@ def one_of(home: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-MOST_CHARACTERS = 20_000
-"""Of an option's value: more than the names of `MAX_DEVICES` devices need."""
-
-
 def check_text(text: str) -> None:
-    """Refuse what no file, and no file's name, could hold.
-
-    Raises:
-        InputError: it is too long, or holds a zero byte or bytes that are no UTF-8.
-    """
+    """Refuse a text that no file, and no file's name, could hold."""
     if len(text) > MOST_CHARACTERS:
         raise InputError(f"give a text of at most {MOST_CHARACTERS:,} characters")
     if "\0" in text or (not text.isascii() and text.encode("utf-8", "replace").decode() != text):
@@ -202,11 +160,7 @@ def check_text(text: str) -> None:
 
 
 def a_path(value: Any) -> Any:
-    """A path that names something: "" would be the current folder.
-
-    Raises:
-        InputError: it is empty, or longer than a system takes.
-    """
+    """Refuse an empty path, which would mean the current folder, and one that is too long."""
     if isinstance(value, str):
         if not value.strip():
             raise InputError("give a path: this is empty; the current folder is .")
@@ -216,7 +170,43 @@ def a_path(value: Any) -> Any:
     return value
 
 
-MOST_PATH_BYTES = 4000
-
+Seconds = Annotated[float, BeforeValidator(seconds)]
+Sizes = Annotated[tuple[float, ...], BeforeValidator(sizes)]
 File = Annotated[Path, BeforeValidator(a_path), Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(numbers)]
+
+
+def read_address(text: str) -> tuple[str, int]:
+    """Read HOST:PORT, as a job prints it."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(
+            f"{shown(text)} is no address of a job: give HOST:PORT, as the job prints it, e.g. 192.168.1.5:7000"
+        )
+    host = host.strip("[]")
+    if host in ("0.0.0.0", "::", "*"):
+        raise InputError(
+            f"{shown(text)} means all addresses of this machine, but other machines need one that they can reach: give that, "
+            "e.g. 192.168.1.5:7000"
+        )
+    return host, int(port)
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """Read HOST:PORT or HOST; without a port: 0, a free one."""
+    return read_address(text) if ":" in text else (read_address(f"{text}:1")[0], 0)
+
+
+def checked_listen(text: str) -> str:
+    listen_address(text)
+    return text
+
+
+def shown_addresses(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the addresses that a person is shown: of each host the first, then others; at most `MOST_SHOWN`."""
+    first = {host: (host, port) for host, port in reversed(addresses)}
+    return sorted(addresses, key=lambda address: first[address[0]] != address)[:MOST_SHOWN]
+
+
+def addresses_text(addresses: Sequence[tuple[str, int]]) -> str:
+    return ",".join(f"{host}:{port}" if ":" not in host else f"[{host}]:{port}" for host, port in addresses)

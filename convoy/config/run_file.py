@@ -1,4 +1,4 @@
-"""Run files: the settings of a training in TOML. And which values are in force, and where each comes from.
+"""Run files: the settings of a training in TOML, and where each value in force comes from.
 
     # convoy train run.toml --epochs 20
     data = "cifar10"
@@ -30,7 +30,7 @@ _NAMES = {key_of(name): name for name in FIELDS}
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Settings that are in force.
+    """The settings in force.
 
     Attributes:
         sources: by name of a setting: "default", "command line", or file and line.
@@ -40,13 +40,13 @@ class RunSettings:
     sources: Mapping[str, str]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Key, value and source of every setting, for people."""
+        """Return key, value and source of every setting, for people."""
         values = self.settings.model_dump()
         return [(key, _shown(values[name]), self.sources[name]) for key, name in _NAMES.items()]
 
 
 def resolve_settings(file: Path | None, given: Mapping[str, Any]) -> RunSettings:
-    """The settings in force.
+    """Return the settings in force.
 
     Args:
         file: a run file, or None.
@@ -73,7 +73,7 @@ def resolve_settings(file: Path | None, given: Mapping[str, Any]) -> RunSettings
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a run file, by name of the setting, and where each stands."""
+    """Return the values of a run file, by name of the setting, and file and line of each."""
     text = read_text(file, "the run file", "give a TOML file, or settings as options: --net NET")
     table = parse_toml(text, str(file), 'write lines such as net = "two-conv:50:500"')
     if table.pop("try-again", False):  # of older files
@@ -85,13 +85,13 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     for key, place in places.items():
         if key not in _NAMES:
             near = difflib.get_close_matches(key[:80].replace("_", "-").lower(), _NAMES, n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else "convoy train --help lists them, with -- before each"
+            remedy = f"did you mean {near[0]!r}?" if near else "convoy train --help-all lists them, with -- before each"
             raise InputError(f"{place}: unknown key {shown(key)}: {remedy}")
     return {_NAMES[key]: value for key, value in table.items()}, {_NAMES[key]: at for key, at in places.items()}
 
 
 def _place(file: Path, text: str, key: str) -> str:
-    """File and line of a key. The parser does not tell lines."""
+    """Return file and line of a key, which the parser does not give."""
     pattern = re.compile(rf"\s*\[?\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
     line = next((number for number, row in enumerate(text.splitlines(), 1) if pattern.match(row)), None)
     return str(file) if line is None else f"{file} line {line}"
@@ -113,7 +113,7 @@ def _shown(value: Any) -> str:
 
 
 def to_toml(settings: Settings) -> str:
-    """All settings as a run file that `resolve_settings` reads back to the same; those without a value are left out."""
+    """Return all settings that have a value as a run file."""
     document = tomlkit.document()
     document.add(tomlkit.comment("convoy train FILE"))
     values, part = settings.model_dump(mode="json", exclude_none=True, exclude={"save_run"}), ""

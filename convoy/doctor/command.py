@@ -50,7 +50,7 @@ def run_doctor(fleet_file: Path | None, json_file: Path | None, wait_s: float, c
     if startable(fleet_file) is None:
         raise InputError(
             f"--fleet {fleet_file}: its hosts have no address. Give each one to be examined over ssh; or start convoy "
-            "doctor once for each device, with torchrun or convoy rehearse"
+            "doctor once for each device, with torchrun or convoy emulate"
         )
     status, findings = examine_fleet(fleet, json_file, wait_s)
     if findings:

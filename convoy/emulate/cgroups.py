@@ -129,7 +129,7 @@ def run_like(cores: float, proc: Path = Path("/proc/self")) -> None:
         )
         path = next(found, "").strip("/")
         if not path:
-            raise InputError("this process plays no device with cores of its own: start it under `convoy rehearse`")
+            raise InputError("this process plays no device with cores of its own: start it under `convoy emulate`")
         _limit(controller, controller.root / path, quota(cores))
 
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from convoy.app.checks import check
 from convoy.comm.environment import is_loopback, is_own, resolve, route_to
 from convoy.comm.job_key import variables_to_paste
+from convoy.config.checks import check
 from convoy.config.run_file import RunSettings
 from convoy.config.settings import key_of
 from convoy.errors import InputError, unknown_name
@@ -140,8 +140,8 @@ def _further(fleet: Fleet) -> dict[str, str]:
     further = variables_to_paste(os.environ)
     if not further and len(fleet.hosts) > 1:
         print(
-            "note: what starts there needs a key: make one with `convoy key FILE`, bring it to every host, and add --job-key "
-            "FILE here (or --trust-network)",
+            "note: what starts there needs a key: make one with `convoy fleet key FILE`, bring it to every host, and add "
+            "--job-key FILE here (or --trust-network)",
             file=sys.stderr,
         )
     return further

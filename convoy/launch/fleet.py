@@ -201,7 +201,7 @@ class _Hosts:
         if found := ", ".join(f"{each} on {title}" for title, each in versions.items() if each != __version__):
             raise MismatchError(
                 f"the hosts do not have the same Convoy: {__version__} here, but {found}. Install the same version "
-                "everywhere, as `convoy setup` does"
+                "everywhere, as `convoy fleet setup` does"
             )
         troubles = []
         for path in files:
@@ -211,7 +211,7 @@ class _Hosts:
                     what = "is not there" if theirs is None else "is another file there"
                     troubles.append(
                         f"{session.title}: {path} {what}, in {answer['folder']}: all hosts need it at the same path; "
-                        "`convoy setup` brings it, or copy it"
+                        "`convoy fleet setup` brings it, or copy it"
                     )
         if troubles:
             raise InputError("\n".join(troubles))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from convoy.comm.environment import LISTENER, listen_at
 from convoy.comm.job_key import key_to_start
@@ -59,7 +60,7 @@ def launch_local(
     if not hosted:
         environments[0][LISTENER] = str(listener.fileno())
     key = key_to_start(environments[0]) if len(devices) > 1 else None
-    store: object = None
+    store: Any = None
 
     with listener, Interrupts() as interrupts, Supervisor(interrupts) as processes:
         try:
@@ -79,6 +80,17 @@ def launch_local(
             else:
                 listener.close()
             processes.listen(lambda: processes.over(options.goes_on, options.silence_s))
+            if (
+                script
+                and len(devices) > 1
+                and not any(ending.status for ending in processes.endings)
+                and not store.num_keys()
+            ):
+                print(
+                    f"note: the script joined no job, so each of the {len(devices)} processes ran all of it by itself: call "
+                    "convoy.prepare (or convoy.join) in it",
+                    file=sys.stderr,
+                )
             # A signal says which device was the cause: errors of the others would add nothing.
             killed = any(ending.status < 0 for ending in processes.endings)
             processes.end(min(KILLED_GRACE_S, options.grace_s) if killed else options.grace_s)

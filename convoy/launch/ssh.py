@@ -45,7 +45,7 @@ _REMEDIES = (
     ),
     (
         r"No module named '?convoy",
-        "{python} there has no Convoy: install it there, as `convoy setup` does, or name another `python` in its [[host]]",
+        "{python} there has no Convoy: install it, as `convoy fleet setup` does, or name another `python` in its [[host]]",
     ),
     (r"\bcd:", "the folder {folder} is not there: make it, or name its `folder` in its [[host]]"),
     (

@@ -1,4 +1,4 @@
-"""`convoy setup`: brings the hosts of a fleet to the state of this machine. A thin front of ssh, rsync and uv.
+"""`convoy fleet setup`: brings the hosts of a fleet to the state of this machine. A thin front of ssh, rsync and uv.
 
 ::
 

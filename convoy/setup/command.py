@@ -1,4 +1,4 @@
-"""`convoy setup`: a shell script for each host, all of them at a time; their places in the fleet file; the doctor."""
+"""`convoy fleet setup`: a shell script for each host, all of them at a time; their places in the fleet file; the doctor."""
 
 import os
 import shlex
@@ -101,7 +101,7 @@ def setup_fleet(
         try:
             said = _run(scripts, interrupts, tell)
         except Interrupted as interrupted:
-            print("interrupted: what was begun is finished by the next `convoy setup`", file=sys.stderr)
+            print("interrupted: what was begun is finished by the next `convoy fleet setup`", file=sys.stderr)
             return interrupted.status
     _name_places(path, {name: f"{root[name]}/project" for name, (status, _) in said.items() if status == 0}, tell)
     troubles = [_trouble(host, *said[host.name]) for host in hosts if said[host.name][0] != 0]

@@ -448,7 +448,7 @@ def test_the_command_names_the_rehearsed_fleet_and_no_path_of_this_machine(monke
     assert rebalance._command() == "python -m benchmarks.rebalance --batch 16 --slowdown 1,1"
     monkeypatch.setenv("CONVOY_FLEET", "/some/where/mixed4.toml")
     assert rebalance._command() == (
-        "convoy rehearse benchmarks/fleets/mixed4.toml -- python -m benchmarks.rebalance --batch 16 --slowdown 1,1"
+        "convoy emulate benchmarks/fleets/mixed4.toml -- python -m benchmarks.rebalance --batch 16 --slowdown 1,1"
     )
 
 
@@ -564,7 +564,7 @@ def test_the_epochs_fill_the_minutes_and_a_run_goes_on_where_it_was_cut_off(
 
     def trains(command: list[str]) -> dict[str, Any]:
         commands.append(command)
-        pace = {"predicted_step_s": 0.5, "measured_step_s": 0.4} if "rehearse" in command else {}
+        pace = {"predicted_step_s": 0.5, "measured_step_s": 0.4} if "emulate" in command else {}
         if len(commands) == 5:
             raise KeyboardInterrupt
         return {

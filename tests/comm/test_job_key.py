@@ -62,7 +62,7 @@ def test_what_is_no_key_is_refused_and_not_repeated(tmp_path: Path, content: str
     file = tmp_path / "job.key"
     file.touch(0o600)
     file.write_text(content)
-    with pytest.raises(InputError, match="make one with `convoy key FILE`") as caught:
+    with pytest.raises(InputError, match="make one with `convoy fleet key FILE`") as caught:
         read_key_file(file)
     assert not content or content not in str(caught.value)
     with pytest.raises(InputError, match=r"No such file.*scp -p"):
@@ -86,7 +86,7 @@ def test_this_machines_key_is_made_once(tmp_path: Path) -> None:
 
 
 def test_where_a_process_finds_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"no key.*2 devices.*192.0.2.7.*`convoy key FILE`.*--trust-network"):
+    with pytest.raises(InputError, match=r"no key.*2 devices.*192.0.2.7.*`convoy fleet key FILE`.*--trust-network"):
         key_of_process(ELSEWHERE, {})
     assert key_of_process(ELSEWHERE, {job_key.TRUST: "1"}) is None
     assert key_of_process(HERE, {}) == machine_key()

@@ -31,7 +31,7 @@ def test_the_figure_finds_the_imports_of_all_forms() -> None:
     found = figures_rooms.imports()
     assert ("plan", "layout") in found
     # Imports in functions count too: the command line loads what a verb needs when it is called.
-    assert ("cli", "app") in found
+    assert ("cli", "emulate") in found
     order = figures_rooms.rooms()
     assert all(order.index(used) < order.index(room) for room, used in found)
 

@@ -279,12 +279,12 @@ def test_every_command_line_is_one_that_convoy_takes() -> None:
             command = top.commands[verb]
             if hasattr(command, "commands"):
                 command, rest = command.commands[rest[0]], rest[1:]
-            command.make_context(verb, [*rest, "--", "true"] if verb == "rehearse" else rest)
+            command.make_context(verb, [*rest, "--", "true"] if verb == "emulate" else rest)
         except typer.Exit:
             continue  # --help
         except Exception as error:
             raise AssertionError(f"{place}: convoy {' '.join(words)}: {error}") from None
-    assert seen >= {"train", "demo", "measure", "plan", "simulate", "rehearse"}
+    assert seen >= {"train", "demo", "measure", "plan", "simulate", "emulate"}
 
 
 def spoken() -> list[str]:
@@ -322,11 +322,12 @@ def test_all_settings_and_commands_are_told() -> None:
     assert all(f"| `{key_of(name)}` |" in settings for name in FIELDS)
     top: Any = typer.main.get_command(app)
     groups = {name: getattr(verb, "commands", None) for name, verb in top.commands.items()}
-    verbs = {name: verb for name, verb in top.commands.items() if not groups[name]}
+    verbs = {name: verb for name, verb in top.commands.items() if not groups[name] and not verb.hidden}
     verbs |= {f"{name} {inner}": verb for name, group in groups.items() for inner, verb in (group or {}).items()}
     for name, verb in verbs.items():
         assert f"## `convoy {name}`" in told
-        own = [each for each in verb.params if each.name not in FIELDS or name != "train"]
+        shown = [each for each in verb.params if not getattr(each, "hidden", False)]
+        own = [each for each in shown if each.name not in FIELDS or name != "train"]
         assert all(f"`{each.opts[0]}`" in told for each in own if each.opts[0].startswith("--"))
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from convoy.api import distribute, loader, make_plan
-from convoy.app.joining_address import doors_text, read_door, told_doors
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Credentials, Words
 from convoy.comm.environment import ProcessEnv, listen_at
@@ -26,6 +25,7 @@ from convoy.comm.group import AloneGroup, Group
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
 from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.config.option_types import addresses_text, read_address, shown_addresses
 from convoy.elastic.admission import Judge, ScriptAdmission, Verdict, facts_of
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import LeftError, Members, StoppedError
@@ -410,10 +410,10 @@ def test_a_wished_port_is_taken_where_it_is_free() -> None:
 def test_a_person_is_told_a_door_of_each_host_first() -> None:
     a, b, c = "10.0.0.1", "10.0.0.2", "10.0.0.3"
     doors = [(a, 7000), (a, 9), (a, 11), (b, 7000), (b, 3), (c, 7)]
-    assert told_doors(doors) == [(a, 7000), (b, 7000), (c, 7), (a, 9)]
-    text = doors_text(told_doors(doors))
+    assert shown_addresses(doors) == [(a, 7000), (b, 7000), (c, 7), (a, 9)]
+    text = addresses_text(shown_addresses(doors))
     assert text == "10.0.0.1:7000,10.0.0.2:7000,10.0.0.3:7,10.0.0.1:9"
-    assert [read_door(each) for each in text.split(",")] == told_doors(doors)
+    assert [read_address(each) for each in text.split(",")] == shown_addresses(doors)
 
 
 @dataclass

@@ -297,7 +297,7 @@ def test_a_device_can_become_slower_while_it_runs(tmp_path: Path) -> None:
 def test_only_a_device_of_a_rehearsal_has_cores_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cgroup").write_text("4:cpu:/\n0::/\n")
     monkeypatch.setattr(cgroups, "cpu_controller", lambda _: nullcontext(cgroups.CpuController(2, tmp_path)))
-    with pytest.raises(InputError, match="start it under `convoy rehearse`"):
+    with pytest.raises(InputError, match="start it under `convoy emulate`"):
         cgroups.run_like(0.5, tmp_path)
 
 

@@ -67,11 +67,19 @@ def told(folder: Path, who: object) -> list[object]:
 
 def test_every_device_runs_the_script_with_its_own_options(folder: Path) -> None:
     done = run(["--devices", "2", "tell.py", "--devices", "9", "-m", "x y"], folder)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "device 0\n", "")
+    assert (done.returncode, done.stdout) == (0, "device 0\n")
     for rank in range(2):
         assert told(folder, rank) == [
             str(rank), "2", str(rank), "2", "cpu", str(2**31 - 1), ["--devices", "9", "-m", "x y"], "__main__",
         ]  # fmt: skip
+
+
+def test_a_script_that_joins_no_job_is_named(folder: Path) -> None:
+    """It ran whole in each process, with status 0 and no word."""
+    note = "note: the script joined no job, so each of the 2 processes ran all of it by itself: call convoy.prepare"
+    assert note in run(["--devices", "2", "tell.py"], folder).stderr
+    (folder / "joins.py").write_text("import convoy\nconvoy.join().close()\n")
+    assert run(["--devices", "2", "joins.py"], folder).stderr == ""
 
 
 def test_a_module_runs_as_with_python_m_and_its_status_is_told(folder: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from convoy.app.measure import MeasureJob, run_measure
+from convoy.cli.measure import MeasureJob, run_measure
 from convoy.comm.group import AloneGroup, Group
 from convoy.config.run_file import resolve_settings
 from convoy.errors import DeviceLostError, InputError, MismatchError
@@ -334,7 +334,7 @@ def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pyte
 
     output = tmp_path / "fleet.toml"
     output.write_text("older")
-    monkeypatch.setattr("convoy.app.measure.measure_job", interrupt)
+    monkeypatch.setattr("convoy.cli.measure.measure_job", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_measure(job_of(output, devices="cpu", slowdown="1"))
     assert output.read_text() == "older"
@@ -355,7 +355,7 @@ def test_whoever_is_cut_off_learns_that_nothing_measured_is_lost(
             rows.add(layer, [[[1, 2, 3, 0.1, 0.2, 0.0, 0]]])
         raise error
 
-    monkeypatch.setattr("convoy.app.measure.measure_job", cut_off)
+    monkeypatch.setattr("convoy.cli.measure.measure_job", cut_off)
     for layers in ([], ["conv1", "conv2"]):
         kept[:] = layers
         with pytest.raises(type(error)):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from convoy.app.predict import run_predict
-from convoy.app.question import PlanQuestion
+from convoy.cli.predict import run_predict
+from convoy.cli.question import PlanQuestion
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Layer
 from convoy.model.tracing import trace

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import convoy.app.train  # noqa: F401 - before the first look at open files
+import convoy.cli.train  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.data import load
 from convoy.runlog import loggers
@@ -190,7 +190,7 @@ def test_training_continues_when_its_logger_fails(
 def test_a_logger_that_cannot_work_is_refused_before_anything_starts(
     argv: list[str], installed: bool, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("convoy.app.train.run_device", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("convoy.cli.train.run_device", lambda *_: pytest.fail("it started"))
     if installed:
         monkeypatch.setattr("convoy.config.option_types._check_installed", lambda _: None)
     else:

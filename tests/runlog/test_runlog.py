@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import convoy.app.train  # noqa: F401 - before the first look at open files
+import convoy.cli.train  # noqa: F401 - before the first look at open files
 from convoy import cli
-from convoy.app.telling import teller
+from convoy.cli.show import decision_reporter
 from convoy.config.run_file import resolve_settings
 from convoy.config.settings import Settings
 from convoy.data import load
@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_training(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CONVOY_RUNS", str(tmp_path / "file"))
-    monkeypatch.setattr("convoy.app.train.fit", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr("convoy.cli.session.fit", lambda *_, **__: pytest.fail("it went on"))
     assert train(monkeypatch, *TINY) == 2
     assert re.search(r"cannot make the folder .*file is no folder; give --log FILE, or", capsys.readouterr().err)
 
@@ -141,7 +141,7 @@ def test_a_resumed_run_continues_its_log(runs: Path, tmp_path: Path, monkeypatch
 def test_a_job_logs_all_that_a_page_needs(tmp_path: Path) -> None:
     """On two processes, with a plan that the planner chose: a prediction, its timeline, the fleet it was made for."""
     fleet, folder = tmp_path / "fleet.toml", tmp_path / "run"
-    fleet.write_text(on_processes(2, "tests.app.test_auto:measure_tiny", limit_s=60)[0])
+    fleet.write_text(on_processes(2, "tests.cli.test_auto:measure_tiny", limit_s=60)[0])
     argv = ["--net", "two-conv:4:6", "--limit", "320", "--batch", "32", "--epochs", "2", "--rebalance"]
     argv += ["--plan", "auto", "--fleet", str(fleet), "--checkpoint", str(folder), "--page"]
     (printed,), silent = on_processes(2, "tests.support.commands:train_all", [argv], joined=False, limit_s=60)
@@ -204,9 +204,9 @@ def test_a_change_of_shares_is_logged_with_the_new_plan(tmp_path: Path) -> None:
     with RunLog(tmp_path / "log") as log:
         log.run({})
         log.plan(plan, graph)
-        teller(Screen(visible=True, console=Console(file=io.StringIO())), StepTimer(8), lambda: log, lambda *_: None)(
-            37, decision
-        )
+        decision_reporter(
+            Screen(visible=True, console=Console(file=io.StringIO())), StepTimer(8), lambda: log, lambda *_: None
+        )(37, decision)
     first, second = read_log(tmp_path / "log").plans
     assert (first.step, second.step) == (0, 38)
     before, after = first.line, second.line

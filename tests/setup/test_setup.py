@@ -1,4 +1,4 @@
-"""`convoy setup`: what is sent, and hosts that are other home folders of this machine behind a stand-in for ssh."""
+"""`convoy fleet setup`: what is sent, and hosts that are other home folders of this machine behind a stand-in for ssh."""
 
 import os
 import re
@@ -310,7 +310,7 @@ def test_an_interrupted_setup_ends_what_it_has_started(project: Path, monkeypatc
         os.kill(started.pid, signal.SIGINT)
         _, errors = started.communicate(timeout=60)
     assert started.returncode == 130
-    assert errors.splitlines()[-1] == "interrupted: what was begun is finished by the next `convoy setup`"
+    assert errors.splitlines()[-1] == "interrupted: what was begun is finished by the next `convoy fleet setup`"
     assert eventually(lambda: installing() == 0)
     monkeypatch.setenv("QUICK_UV_SLOW", "0")
     assert setup(project) == 0

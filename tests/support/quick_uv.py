@@ -1,6 +1,6 @@
 """A stand-in for uv: lists packages, makes wheels and environments, unpacks wheels; in a fraction of a second, offline.
 
-It runs as a program of its own, with the standard library only, and knows no more than what `convoy setup` asks of uv.
+It runs as a program of its own, with the standard library only, and knows no more than what `convoy fleet setup` asks of uv.
 QUICK_UV_FREEZE is what it lists. QUICK_UV_SLOW: seconds that an installation takes.
 """
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 import convoy
 from convoy import cli
-from convoy.app.telling import teller
+from convoy.cli.show import decision_reporter
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.layout import Partial, box, entries
@@ -313,14 +313,16 @@ def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Pat
     with RunLog(tmp_path / "run.jsonl") as log:
         log.plan(by_samples((10, 10)), graph_of("two-conv"))
         timer, predicted = StepTimer(20), []
-        tell = teller(screen, timer, lambda: log, lambda plan, _, shares_only: predicted.append((plan, shares_only)))
+        tell = decision_reporter(
+            screen, timer, lambda: log, lambda plan, _, shares_only: predicted.append((plan, shares_only))
+        )
         tell(37, decision)
         tell(38, Keep("the trial has ended as it began"))
         tell(39, Reshare(by_samples((4, 16)), (), "another plan"))
         assert predicted == [(decision.plan, True), (by_samples((4, 16)), False)], (
             "other shares are no plan of their own"
         )
-        teller(screen, timer, lambda: None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
+        decision_reporter(screen, timer, lambda: None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
     words = "batch 10/10 -> 5/15 samples: device 0 took 2x the balanced time; predicted compute 0.3 s -> 0.15 s"
     assert isinstance(screen.console.file, io.StringIO)
     others = "  step 38: the trial has ended as it began\n  step 39: another plan\n"

@@ -1,0 +1,97 @@
+"""Starts `convoy train` on one device: as one of a job's first devices, or as one that joins a running job."""
+
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from convoy.cli.comparison import compare_with_one_device
+from convoy.cli.inputs import check_resume, device_named
+from convoy.cli.job import Job
+from convoy.cli.newcomer import Invitation, run_of
+from convoy.cli.session import train_job
+from convoy.comm.agreement import from_first
+from convoy.comm.changing import ChangingGroup
+from convoy.comm.group import AloneGroup
+from convoy.comm.processes import join, own_device
+from convoy.config.checks import check, check_outputs
+from convoy.config.run_file import RunSettings
+from convoy.config.settings import Settings
+from convoy.elastic.entrance import greet
+from convoy.elastic.regroup import home_at
+from convoy.machine import roster
+from convoy.machine.accelerator import limit_memory, set_modes
+from convoy.machine.process import watch_parent
+from convoy.report.screen import Screen
+from convoy.runlog.directory import check_directory
+
+
+def run_device(run: RunSettings) -> None:
+    """Train as one of the devices that begin a job."""
+    settings = run.settings
+    _prepare(settings)
+    with ExitStack() as stack:
+        group = stack.enter_context(join(device_named(settings.device_names), timeout_s=settings.timeout_s))
+        if settings.listen is not None and group.devices == 1:
+            group = ChangingGroup(group)
+        screen = Screen(visible=group.device == 0)
+        job = Job(run, group, screen, stack)
+        job.check_same_settings()
+        if settings.listens_at is not None:
+            home_at(*settings.listens_at, group)  # refuse a wrong address before anything takes long
+        if settings.memory is not None:
+            limit_memory(group.torch_device, settings.memory[min(group.device, len(settings.memory) - 1)])
+        if group.device == 0:
+            check_outputs(settings)
+            check_directory(settings)
+            if settings.explain:
+                screen.settings(run.rows())
+        from_first(group, "checkpoint: to resume", lambda: check_resume(settings))
+        done = train_job(job)
+    if not screen.visible:
+        return
+    if settings.compare:  # after the group is closed: the other devices need not wait
+        compare_with_one_device(settings, done, screen)
+    if done.directory is not None:
+        folder = done.directory.run
+        page = f"convoy report {shlex.quote(str(folder))}"
+        if settings.page:
+            from convoy.report.page import write_report  # imports jinja2, which only a page needs
+
+            page = str(write_report(folder))
+        screen.lines([f"A page of this run: {page}"])
+
+
+def run_newcomer(
+    addresses: Sequence[tuple[str, int]], device: str | None, own: Mapping[str, Any], accepted: Collection[str] = ()
+) -> None:
+    """Join a running training.
+
+    Args:
+        addresses: where its devices answer.
+        device: to compute on; None: as in a job of one.
+        own: settings that this device has for itself, by name.
+        accepted: see `run_of`.
+
+    Raises:
+        InputError, MismatchError: there is no such training, it does not take this device, or was started by another version.
+        DeviceLostError: it has ended, or went on without this device.
+    """
+    watch_parent()
+    entrance, offer = greet(addresses)
+    run = run_of(offer, {"devices": device or "auto", **own}, accepted)
+    settings = run.settings
+    _prepare(settings)
+    torch_device = own_device(device_named(settings.device_names), 0)
+    roster.enter(str(offer["job"]), 0, str(torch_device))
+    with ExitStack() as stack:
+        group = stack.enter_context(ChangingGroup(AloneGroup(torch_device, settings.timeout_s)))
+        train_job(Job(run, group, Screen(visible=False), stack, Invitation(entrance, offer)))
+
+
+def _prepare(settings: Settings) -> None:
+    check(settings)
+    set_modes(settings.tf32, settings.deterministic)
+    torch.manual_seed(settings.seed)

@@ -1,0 +1,393 @@
+"""Plan `auto` in a running job: the devices are measured, one plans, all train by its plan like one device."""
+
+import copy
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.api import Plans, distribute, make_plan, make_plans
+from convoy.cli.plan import run_plan
+from convoy.cli.question import PlanQuestion
+from convoy.comm.group import Group
+from convoy.errors import InputError, MismatchError, PlanError
+from convoy.layout.layout import local_shape
+from convoy.measure.job import MeasureOptions, measure_job
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
+from convoy.planner.predict import working
+from convoy.runlog.observers import StepTimer
+from convoy.simulate.interval import around
+from convoy.simulate.memory import memory_of
+from convoy.simulate.table import Measurement
+from tests.support.commands import QUIET, TINY, assert_close, results
+from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
+
+BATCH = 12
+QUESTION = PlanQuestion("two-conv:4:6", (1, 8, 8), 10, 32)
+SHAPE = (3, 8, 8)
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, 5)]
+    return nn.Sequential(*layers).double()
+
+
+NET = _net()
+"""Made once: threads that each seeded and drew would take numbers from one another."""
+
+
+def net() -> nn.Module:
+    return copy.deepcopy(NET)
+
+
+def example() -> torch.Tensor:
+    return torch.zeros(2, *SHAPE, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measurement:
+    """Two processes, measured for a moment."""
+    return Measurement.from_toml(on_processes(2, "tests.cli.test_auto:measure", limit_s=100)[0])
+
+
+def measure(group: Group) -> str:
+    model = net()
+    times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
+    return measure_job(group, trace(model, example()), model, BATCH, MeasureOptions("small", **times)).to_toml()
+
+
+def timed(measured: Measurement, *factors: float) -> Measurement:
+    """The same fleet with layer times in proportion to the layer's size, in seconds: what a wire takes is nothing beside."""
+    names = [device.name for device in measured.fleet.devices]
+    rows = []
+    for p in measured.layer:
+        seconds = 1e-5 * p.samples * p.outputs * p.inputs * factors[names.index(p.device)]
+        rows.append(replace(p, forward_s=seconds, backward_s=2 * seconds))
+    return replace(measured, layer=tuple(rows))
+
+
+def trained(group: Group, plan: Plan) -> list[torch.Tensor]:
+    """Weights after four steps of one batch each."""
+    part = distribute(net(), plan, group, example())
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        x, y = batch(step)
+        (layout,) = part.input_layouts(BATCH)
+        mine = piece(x, layout, group.device)
+        loss = nn.functional.cross_entropy(part(mine, batch=BATCH), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return list(part.full_state_dict().values())
+
+
+def piece(x: torch.Tensor, layout: Any, device: int) -> torch.Tensor:
+    from convoy.layout.layout import box
+
+    here = box(layout, device, tuple(x.shape))
+    if here is None:
+        return x.new_empty(local_shape(layout, device, tuple(x.shape)))
+    return x[tuple(slice(start, stop) for start, stop in here)].contiguous()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH, *SHAPE, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 5, (BATCH,), generator=generator)
+
+
+def alone() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        x, y = batch(step)
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return list(model.state_dict().values())
+
+
+def assert_like_one_device(weights: list[torch.Tensor]) -> None:
+    for found, expected in zip(weights, alone(), strict=True):
+        assert (found - expected).abs().max() < 1e-10
+
+
+@pytest.mark.slow
+def test_make_plan_measures_and_trains_like_one_device() -> None:
+    rows = on_processes(2, "tests.cli.test_auto:plan_and_train", limit_s=100)
+    assert rows[0][0] == rows[1][0]
+    for _, weights in rows:
+        assert_like_one_device([torch.tensor(each, dtype=torch.float64) for each in weights])
+
+
+def plan_and_train(group: Group) -> tuple[str, list[Any]]:
+    plan = make_plan("auto", net(), example(), BATCH, group, budget_s=0.2)
+    assert sum(group.sent_bytes) == 0, "what measuring sent does not count"
+    return plan.to_json(), [weights.tolist() for weights in trained(group, plan)]
+
+
+@pytest.mark.parametrize(("factors", "workers"), [((1.0, 1.5), {0, 1}), ((1.0, 1e3), {0}), ((1e3, 1.0), {1})])
+def test_a_file_of_times_decides_who_works(
+    measured: Measurement, tmp_path: Path, factors: tuple[float, float], workers: set[int]
+) -> None:
+    """Slow layers beside a fast wire: both work. One device far slower: it gets nothing, joins all the same."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(timed(measured, *factors).to_toml())
+    graph = trace(net(), example()).graph
+
+    def work(group: Group) -> tuple[Plan, list[torch.Tensor]]:
+        # Only device 0 has the file.
+        own = file if group.device == 0 else tmp_path / "nowhere.toml"
+        plan = make_plan("auto", net(), example(), BATCH, group, fleet=own)
+        return plan, trained(group, plan)
+
+    rows = run_on_threads(2, work)
+    assert rows[0][0] == rows[1][0]
+    last = graph.outputs[0]
+    # The outputs go to everybody, so the last layer may be summed over devices whatever they compute.
+    assert workers <= working(rows[0][0], graph)
+    batchwise = [s.shares for name, s in rows[0][0].layers.items() if name != last and hasattr(s, "shares")]
+    for shares in batchwise:
+        assert {d for d, n in enumerate(shares) if n} <= workers
+    for _, weights in rows:
+        assert_like_one_device(weights)
+
+
+def refused(file: Path, devices: int, model: nn.Module, x: torch.Tensor) -> None:
+    run_on_threads(devices, lambda group: make_plans(model, x, BATCH, group, fleet=file))
+
+
+def test_a_file_of_another_fleet_or_model_is_refused(measured: Measurement, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(measured.to_toml())
+    with pytest.raises(InputError, match=r"has 2 devices, this job has 3: start as many"):
+        refused(file, 3, net(), example())
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5)).double()
+    with pytest.raises(MismatchError, match="measure this model"):
+        refused(file, 2, other, example())
+    with pytest.raises(InputError, match="cannot read the fleet"):
+        refused(tmp_path / "none.toml", 2, net(), example())
+    file.write_text(replace(measured, precision="bf16").to_toml())
+    with pytest.raises(
+        MismatchError, match=r"in bf16, this job computes in float32.* measure with --precision float32"
+    ):
+        refused(file, 2, net(), example())
+
+
+def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, tmp_path: Path) -> None:
+    devices = tuple(replace(device, memory_bytes=1000) for device in measured.fleet.devices)
+    small = replace(measured, fleet=replace(measured.fleet, devices=devices))
+    file = tmp_path / "fleet.toml"
+    file.write_text(small.to_toml())
+    with pytest.raises(PlanError, match=r"fits the devices' memory.* of 0\.001 MB"):
+        refused(file, 2, net(), example())
+
+
+def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
+    measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`convoy emulate` names its fleet file in CONVOY_FLEET: for scripts of four lines as for `convoy train`. Its times, if it
+    has any, are of another day."""
+    (tmp_path / "fleet.toml").write_text(measured.to_toml())
+    monkeypatch.setenv("CONVOY_FLEET", str(tmp_path / "fleet.toml"))
+    described = []
+
+    def measure(*given: Any) -> Measurement:
+        [options] = [each for each in given if isinstance(each, MeasureOptions)]
+        assert options.fleet is not None
+        described.append([device.name for device in options.fleet.devices])
+        return timed(measured, 1.0, 1.5)
+
+    monkeypatch.setattr("convoy.api.measure_job", measure)
+    plans = run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group))
+    assert plans[0] == plans[1]
+    assert described
+    assert all(names == [device.name for device in measured.fleet.devices] for names in described)
+
+
+def test_devices_whose_times_vary_much_are_measured_once_more(
+    measured: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_spread(spread: float, *factors: float) -> Measurement:
+        found = timed(measured, *factors)
+        return replace(found, layer=tuple(replace(point, spread=spread) for point in found.layer))
+
+    calls = {0: 0, 1: 0}
+
+    def measure(group: Group, *_: object, **_options: Any) -> Measurement:
+        calls[group.device] += 1
+        return with_spread(50.0, 1e3, 1.0) if calls[group.device] == 1 else with_spread(0.0, 1.0, 1e3)
+
+    monkeypatch.setattr("convoy.api.measure_job", measure)
+    graph = trace(net(), example()).graph
+    for plan in run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group)):
+        assert working(plan, graph) == {0}, "the quiet times say so"
+    assert calls == {0: 2, 1: 2}
+
+
+def test_speeds_and_auto_exclude_each_other() -> None:
+    with pytest.raises(InputError, match="leave speeds out"):
+        run_on_threads(1, lambda g: make_plan("auto", net(), example(), BATCH, g, speeds=(1.0,)))
+
+
+def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps end at 10, 11, 13 (a small batch), 14, 17: whole ones took 1, 1 and 3 s; the first of an epoch is not known."""
+    ends = iter([10.0, 11.0, 13.0, 14.0, 17.0, 30.0, 32.0])
+    monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: next(ends))
+    timer = StepTimer(8)
+    assert timer.step_s is None
+    for samples in (8, 8, 4, 8, 8):
+        timer.on_step_end(0, samples)
+    assert timer.seconds == [1.0, 1.0, 3.0]
+    timer.on_epoch(None)  # type: ignore[arg-type]
+    timer.on_step_end(5, 8)
+    timer.on_step_end(5, 8)
+    assert timer.step_s == 1.5
+    told = timer.beside(0.9, around(0.9, 1.5), passes=2)
+    assert "measured: 1.5 s, the median of 4 steps, inside the interval; the prediction is +20.0% off" in told
+    assert "nine of ten: 1.2 - 2.7 s" in told
+    assert "outside the interval" in timer.beside(1.8, around(1.8, 1.1))
+
+
+def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the first plan a step takes 3 s, by the second 1 s; one in which the weights travelled takes 20 s, and is none."""
+    now = [0.0]
+    monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: now[0])
+    timer = StepTimer(8)
+
+    def steps(*seconds: float) -> None:
+        for each in seconds:
+            now[0] += each
+            timer.on_step_end(0, 8)
+
+    steps(*[3.0] * 7)
+    timer.restart()
+    steps(20.0, 1.0, 1.0, 1.0, 1.0)
+    assert timer.step_s == 3.0, "four steps tell too little"
+    steps(1.0)
+    assert timer.step_s == 1.0
+    assert "the median of 5 steps" in timer.beside(1.0, around(1.0, 1.1))
+
+
+def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first(
+    measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "convoy.planner.predict.REACH", 1e3
+    )  # any plan with fewer messages: here the fastest device alone at least
+    file = tmp_path / "fleet.toml"
+    file.write_text(timed(measured, 1.0, 1.5).to_toml())
+
+    def work(group: Group) -> tuple[Plans, Plan]:
+        plans = make_plans(net(), example(), BATCH, group, fleet=file)
+        return plans, make_plan("auto", net(), example(), BATCH, group, fleet=file)
+
+    (plans, plan), (others, other) = run_on_threads(2, work)
+    assert len(plans) > 1
+    assert plans == others
+    assert plans.request.fleet == others.request.fleet, "any device may have to plan anew"
+    assert plans.measured is not None
+    assert plan == other == plans[0]
+    assert plans.predicted_s(plans[0]) == plans.step_s[0]
+    for index, each in enumerate(plans[1:], 1):
+        assert plans.predicted_s(each) == plans.step_s[index] > plans.step_s[0]
+        assert each.name == "auto"
+    assert plans.predicted_s(replace(plan, batch=BATCH + 1)) is None
+
+
+def measure_tiny(group: Group) -> str:
+    """The net of `tests.support.commands.TINY` on digits."""
+    model = build_net("two-conv:4:6", (1, 8, 8), 10)
+    traced = trace(model, torch.zeros(1, 1, 8, 8))
+    times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
+    return measure_job(group, traced, model, 32, MeasureOptions("two-conv:4:6", **times)).to_toml()
+
+
+def assert_trains(tmp_path: Path, *options: str) -> None:
+    plan = tmp_path / "plan.json"
+    options = ("--devices", "2", "--plan", "auto", "--compare", "--save-plan", str(plan), *options)
+    command = [sys.executable, "-m", "convoy", "train", *TINY, "--epochs", "2", *options]
+    done = subprocess.run(command, cwd=tmp_path, env=QUIET, capture_output=True, text=True, timeout=110)
+    assert (done.stderr, done.returncode) == ("", 0)
+    together, alone_ = results(done.stdout)[:2], results(done.stdout)[2:]
+    assert_close(together, alone_)
+    assert "Plan auto: batch 32" in done.stdout
+    assert re.search(
+        r"Predicted: \S+ s a step \(nine of ten: \S+ - \S+ s\); measured: \S+ s, the median of 2", done.stdout
+    )
+    assert Plan.load(plan).devices == 2
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Measurement:
+    return Measurement.from_toml(on_processes(2, "tests.cli.test_auto:measure_tiny", limit_s=100)[0])
+
+
+@pytest.mark.slow
+def test_train_by_a_measured_file_as_a_person_starts_it(tiny: Measurement, tmp_path: Path) -> None:
+    """Plans, predicts, trains, and says at the end how good the prediction was."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(tiny.to_toml())
+    assert_trains(tmp_path, "--fleet", str(file))
+
+
+def test_the_forecast_marks_what_does_not_fit(
+    tiny: Measurement, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Device 0 has room for nothing but what it receives, beside its process, which takes nothing here; watts for both."""
+    monkeypatch.setenv("COLUMNS", "200")  # in 80 a long number elsewhere breaks the heading that is looked for
+    first, second = tiny.fleet.devices
+    devices = (
+        replace(first, memory_bytes=20_000, idle_w=1.0, busy_w=9.0),
+        replace(second, memory_bytes=10**9, idle_w=1.0, busy_w=2.0),
+    )
+    tables = tuple(replace(table, process_bytes=0) for table in tiny.device)
+    file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
+    file.write_text(replace(tiny, fleet=replace(tiny.fleet, devices=devices), device=tables).to_toml())
+    run_plan(QUESTION, file, plan)
+    said = capsys.readouterr().out
+    assert f"! data does not fit: {first.name} needs" in said
+    assert "! auto" not in said
+    assert "Plan auto, per device and step" in said
+    assert "J/image" in said
+    saved = Plan.load(plan)
+    graph = trace(build_net("two-conv:4:6", (1, 8, 8), 10), torch.zeros(1, 1, 8, 8)).graph
+    assert memory_of(saved, graph)[0].total_bytes <= 20_000
+    run_plan(QUESTION, file, least_energy_s=1e3)
+    with pytest.raises(PlanError, match="the fastest takes"):
+        run_plan(QUESTION, file, least_energy_s=1e-9)
+
+
+def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> None:
+    """`convoy plan --wire bf16`: every plan is predicted so, and the file says so."""
+    file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
+    file.write_text(tiny.to_toml())
+    command = [sys.executable, "-m", "convoy", "plan", "two-conv:4:6", "--image", "1,8,8", "--batch", "32"]
+    command += ["--fleet", str(file), "-o", str(plan), "--wire"]
+    done = subprocess.run([*command, "bf16"], env=QUIET, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert all(line.startswith("planning ") for line in done.stderr.splitlines()), done.stderr
+    assert Plan.load(plan).wire == "inexact-bf16"
+    with pytest.raises(InputError, match="unknown wire format 'fp8'"):
+        run_plan(replace(QUESTION, wire="fp8"), file)
+    run_plan(replace(QUESTION, outputs="where-computed"), file, plan)
+    assert Plan.load(plan).outputs == "where-computed"
+
+
+@pytest.mark.slow
+def test_train_by_auto_as_a_person_starts_it(tmp_path: Path) -> None:
+    """As above, after measuring."""
+    assert_trains(tmp_path, "--slowdown", "1,3", "--budget", "1")

@@ -1,0 +1,254 @@
+"""The command, as a person meets it: training end to end, and what it prints and writes."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from convoy import cli
+from convoy.errors import DeviceLostError
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS
+from tests.support.commands import QUIET, TINY, assert_close, command, results, train_all
+from tests.support.processes import on_processes
+
+# ------------------------------------------------------------------------------- every plan, on one device and on three
+
+
+def test_every_plan_prints_the_results_of_one_device(tmp_path: Path) -> None:
+    """Also a plan that was saved, with another way of summing; and the inexact mode, which does not and says so."""
+    base = [*TINY, "--epochs", "2"]
+    fast = ["--speeds", "4,2,1"]
+    file, log = tmp_path / "plan.json", tmp_path / "run.jsonl"
+    runs = [[*base, *fast, "--plan", plan] for plan in PLANS]
+    runs[list(PLANS).index("hybrid")] += ["--save-plan", str(file), "--log", str(log), "--explain"]
+    again = [*base, *fast, "--plan", str(file)]
+    mixing = [*base, *fast, "--plan", "data", "--reduce", "inexact-butterfly-mixing"]
+    runs += [again, [*again, "--reduce", "star"], mixing]
+    on_three = on_processes(3, "tests.support.commands:train_all", runs, joined=False, limit_s=100)
+    ((one,),) = on_processes(1, "tests.support.commands:train_all", [[*base, "--speeds", "1"]], joined=False)
+    expected = results(one)
+    assert len(expected) == 2
+    assert on_three[1] == on_three[2] == [""] * len(runs), "only device 0 prints"
+    texts = dict(zip([*PLANS, "file", "file, star", "mixing"], on_three[0], strict=True))
+    for name, text in texts.items():
+        if name != "mixing":
+            assert_close(results(text), expected)
+            assert "INEXACT" not in text
+    assert "Plan data-by-speed: batch 32, sums by ring" in texts["data-by-speed"]
+    shares = re.search(r"│ 0 +│ conv +│ batch +│ +(\d+) │ +(\d+) │ +(\d+) │", texts["data-by-speed"])
+    assert shares is not None
+    assert shares.groups() == ("18", "9", "5"), "32 in shares of 4 : 2 : 1"
+    assert "speeds given by --speeds" in texts["data"]
+    check_mixing(texts["mixing"], expected)
+    check_saved(texts, file)
+    check_log(log, results(texts["hybrid"]))
+
+
+def check_mixing(text: str, expected: list[tuple[float, str]]) -> None:
+    assert "sums by inexact-butterfly-mixing" in text
+    assert "INEXACT: butterfly mixing does not follow the trajectory of one device." in text
+    assert results(text) != expected
+
+
+def check_saved(texts: dict[str, str], file: Path) -> None:
+    """The plan in the file is the one that ran, so everything about it is printed again but the step list."""
+    assert Plan.load(file).name == "hybrid"
+    assert file.stat().st_mode & 0o777 == 0o666 & ~_umask(), "as readable as any new file"
+    tables = [re.search(r"Plan hybrid.*?└[─┴]+┘", texts[name], re.DOTALL) for name in ("hybrid", "file")]
+    assert tables[0] is not None
+    assert tables[1] is not None
+    assert tables[0][0] == tables[1][0]
+    assert "sums by star" in texts["file, star"]
+    assert "sum, butterfly: gradients of" in texts["hybrid"]
+    assert "one step of 32 samples on 3 devices\nforward:\n     0  compute  0: input_1 batch(18,9,5)" in texts["hybrid"]
+    assert "one step of" not in texts["file"]
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def check_log(path: Path, expected: list[tuple[float, str]]) -> None:
+    """Every line is JSON; a step each with its loss, an epoch each with its results, a device each with its times."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    by_kind = {what: [line for line in lines if line["what"] == what] for what in ("run", "step", "epoch", "device")}
+    assert [len(by_kind[what]) for what in ("run", "step", "epoch", "device")] == [1, 6, 2, 3]
+    assert lines[0]["options"]["plan"] == "hybrid"
+    assert lines[0]["options"]["log"] == str(path)
+    assert [(line["step"], line["epoch"], line["samples"]) for line in by_kind["step"]] == [
+        *((0, 0, 32), (1, 0, 32), (2, 0, 16)),
+        *((3, 1, 32), (4, 1, 32), (5, 1, 16)),
+    ]
+    for epoch, line in enumerate(by_kind["epoch"]):
+        steps = [step for step in by_kind["step"] if step["epoch"] == epoch]
+        assert line["loss"] == pytest.approx(sum(s["loss"] * s["samples"] for s in steps) / 80)
+        assert f"{line['loss']:.4f}" == f"{expected[epoch][0]:.4f}"
+        assert f"{line['accuracy']:.2%}" == expected[epoch][1]
+    assert [line["device"] for line in by_kind["device"]] == [0, 1, 2]
+    assert sum(line["work_share"] for line in by_kind["device"]) == pytest.approx(1)
+    assert all(line["sent_bytes"] > 0 and line["compute_s"] > 0 for line in by_kind["device"])
+
+
+def train_differently(device: int, argv: list[str], stranger: list[str]) -> str:
+    """On processes: device 1 was started with other options; what each says."""
+    try:
+        cli.app(args=["train", *argv, *(stranger if device == 1 else [])], standalone_mode=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("stranger", "words"),
+    [
+        (["--net", "two-conv:5:6"], "--net is two-conv:4:6 on device 0, but two-conv:5:6 on device 1"),
+        (["--plan", "model"], "--plan is data-by-speed on device 0, but model on device 1"),
+        (["--lr", "0.5"], "--lr is 0.05 on device 0, but 0.5 on device 1"),
+        (["--weight-decay", "1"], "--weight-decay is 0.0 on device 0, but 1.0 on device 1"),
+    ],
+)
+def test_devices_with_other_options_are_named(stranger: list[str], words: str) -> None:
+    """A learning rate of its own would let the copies of the weights drift apart without a sign."""
+    for said in on_processes(3, "tests.cli.test_cli:train_differently", TINY, stranger, joined=False):
+        assert said.startswith("MismatchError: ")
+        assert words in said
+        assert "start every device with the same options" in said
+
+
+# ------------------------------------------------------------------------------------------------- the real command
+
+
+def test_a_training_as_a_person_starts_it(tmp_path: Path) -> None:
+    """Measured speeds, one device beside it, worker processes; every warning would be an error; plain lines in a pipe."""
+    log = tmp_path / "run.jsonl"
+    options = [
+        "--devices",
+        "3",
+        "--slowdown",
+        "1,1,2",
+        "--plan",
+        "master",
+        "--compare",
+        "--page",
+        "--workers",
+        "1",
+        "--log",
+        str(log),
+    ]
+    done = subprocess.run(command(*options), cwd=tmp_path, env=QUIET, capture_output=True, text=True, timeout=100)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    text = done.stdout
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert "…" not in text, "nothing is cut off"
+    headings = [
+        "every device times the model's layers ...",
+        "Fleet: 3 devices, speeds measured on the model's own layers",
+        "Plan master: batch 32, sums by ring",
+        "Training on 3 devices, plan master: 1 epoch of 80 images",
+        "Devices over",
+        "Training on one device, plain PyTorch: 1 epoch of 80 images",
+        "The same training on one device (plain PyTorch)",
+        "Loss curves over 3 steps: at most",
+    ]
+    places = [text.find(heading) for heading in headings]
+    assert -1 not in places
+    assert places == sorted(places)
+    together, alone = results(text)
+    assert_close([together], [alone])
+    (apart,) = re.findall(r"at most (\S+) apart \(rounding of float32", text)
+    assert float(apart) < 1e-4
+    assert re.search(r"3 devices trained .* times as fast as the fastest|One device alone was faster here", text)
+    assert text.endswith(f"A page of this run: {log.with_suffix('.html')}\n")
+    assert text.count("2x") == 2, "the slow-down, in the fleet and at the end"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "run.jsonl"]
+
+
+def test_bad_input_to_the_real_command(tmp_path: Path) -> None:
+    begin_s = time.monotonic()
+    done = subprocess.run(
+        command("--devices", "3", "--batch", "0"), cwd=tmp_path, env=QUIET, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "error: --batch 0: give a whole number of 1 or more\n",
+    )
+    assert time.monotonic() - begin_s < 60
+
+
+@contextlib.contextmanager
+def endless_training(folder: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, psutil.Process]]]:
+    """Three devices in mid-training, by number; whatever happens, nothing of it stays."""
+    log = folder / "run.jsonl"
+    argv = command("--devices", "3", "--speeds", "1,1,1", "--epochs", "1000000", "--log", str(log), "--spare", "none")
+    launcher = subprocess.Popen(
+        argv, cwd=folder, env=QUIET, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        deadline_s = time.monotonic() + 90
+        while not (log.exists() and '"step"' in log.read_text()):
+            assert launcher.poll() is None, launcher.communicate()
+            assert time.monotonic() < deadline_s, "the training did not start"
+            time.sleep(0.1)
+        children = psutil.Process(launcher.pid).children()
+        devices = {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+        assert sorted(devices) == [0, 1, 2]
+        yield launcher, devices
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.communicate()
+
+
+@pytest.mark.slow  # tests/launch/test_launch.py has the words, tests/elastic/test_members.py a device that is killed
+def test_a_device_that_is_killed_in_mid_training_is_named(tmp_path: Path) -> None:
+    with endless_training(tmp_path) as (launcher, devices):
+        devices[2].kill()
+        _, errors = launcher.communicate(timeout=60)
+        assert launcher.returncode == 2
+        _, alive = psutil.wait_procs(devices.values(), timeout=10)
+        assert not alive
+    assert re.search(r"^error: device 2 \(cpu\) was killed by SIGKILL", errors, re.M)
+    assert "Traceback" not in errors
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert lines[-1]["what"] in ("step", "epoch", "evaluation", "system"), "what was done is kept, in whole lines"
+
+
+def train_until_one_freezes(device: int, argv: list[str]) -> str:
+    """On processes: device 1 stops in its third step; what the others say."""
+    step, steps = torch.optim.SGD.step, itertools.count()
+
+    def freeze(optimizer: torch.optim.SGD) -> None:
+        if device == 1 and next(steps) == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        step(optimizer)
+
+    torch.optim.SGD.step = freeze  # type: ignore[method-assign, assignment]
+    try:
+        train_all(device, [argv])
+    except DeviceLostError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_device_that_freezes_is_named() -> None:
+    argv = [*TINY, "--epochs", "1000", "--speeds", "1,1,1", "--timeout", "4", "--spare", "none"]
+    first, frozen, last = on_processes(3, "tests.cli.test_cli:train_until_one_freezes", argv, joined=False)
+    assert frozen is None
+    for said in (first, last):
+        assert re.match(r"device 1 \(host \S+, cpu\) .* 4 s", said), said

@@ -1,0 +1,409 @@
+"""What goes wrong while people train, as stories: damaged checkpoints, losses that are no numbers, full disks, odd files."""
+
+import errno
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.utils.data import Dataset
+
+from convoy import cli
+from convoy.checkpoint.folder import Sink
+from tests.support.processes import PLACE, ROOT
+from tests.support.slow import most_slow
+
+TINY = [
+    *("--data", "digits", "--net", "two-conv:4:6", "--limit", "80", "--batch", "20", "--speeds", "1", "--lr", "0.05")
+]
+"""Epochs of four steps, on one device."""
+
+Output = tuple[int, str, str]
+
+
+@pytest.fixture
+def convoy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Output]:
+    """The command, in this process: exit status, output, errors."""
+    for name in (*PLACE, "CONVOY_DEVICE", "COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*argv: str) -> Output:
+        monkeypatch.setattr(sys, "argv", ["convoy", *argv])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def refused(output: Output) -> str:
+    """The one line of an error."""
+    status, out, err = output
+    assert status == 2
+    assert out in ("", "Starting 1 device ...\n"), "nothing was trained"
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert len(err) < 2000
+    return err
+
+
+# ---------------------------------------------------------------------------------------------------- damaged checkpoints
+
+
+def steps_of(log: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["what"] == "step"}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_the_advice_for_a_damaged_checkpoint_is_a_command_that_works_and_loses_nothing(
+    tmp_path: Path, convoy: Callable[..., Output]
+) -> None:
+    """It was followed: "holds no checkpoint yet", and the run began at step 0 inside that folder, with exit status 0."""
+    run, whole = tmp_path / "my run", tmp_path / "whole.jsonl"
+    saving = ["--checkpoint", str(run), "--checkpoint-steps", "3"]
+    assert convoy("train", *TINY, "--epochs", "3", "--log", str(whole))[0] == 0
+    assert convoy("train", *TINY, *saving, "--epochs", "2")[0] == 0
+    last, before = run / "000004-step-8", run / "000003-step-6"
+    (last / "model.safetensors").write_bytes(b"nothing")
+    kept = contents(run)
+    error = refused(convoy("train", *TINY, *saving, "--epochs", "3", "--resume"))
+    assert contents(run) == kept
+    advice = re.search(r"give that folder \((.*?)\); this one stays", error)
+    assert advice
+    status, out, _ = convoy("train", *TINY, *saving, "--epochs", "3", *shlex.split(advice[1]))
+    assert status == 0
+    assert f"goes on from {before}: step 6, epoch 1" in out
+    names = sorted(path.name for path in run.glob("*-step-*"))
+    assert names[-3:] == ["000006-step-9", "000007-step-12", "000008-step-12"]
+    assert steps_of(run / "log.jsonl") == pytest.approx(steps_of(whole), rel=1e-4), "the curve is that of one run"
+    assert not list(before.parent.glob("*/*/log.jsonl")), "nothing was written into a checkpoint"
+
+
+def test_one_checkpoint_of_a_run_can_be_gone_on_from_and_not_be_begun_in(
+    tmp_path: Path, convoy: Callable[..., Output]
+) -> None:
+    run = tmp_path / "run"
+    assert convoy("train", *TINY, "--checkpoint", str(run), "--checkpoint-steps", "3")[0] == 0
+    for folder in (run / "000001-step-3", run / "best"):
+        said = refused(convoy("train", *TINY, "--checkpoint", str(folder)))
+        assert f"{folder} is a checkpoint of a run: go on from it (--resume)" in said
+    copy = tmp_path / "good one"
+    os.rename(run / "000001-step-3", copy)
+    said = refused(convoy("train", *TINY, "--checkpoint", str(copy), "--resume"))
+    advice = re.search(r"new run, (mkdir .*), and give (.*)$", said)
+    assert advice
+    subprocess.run(advice[1], shell=True, check=True)
+    fresh = Path(shlex.split(advice[2])[0])
+    status, out, _ = convoy("train", *TINY, "--checkpoint", str(fresh), "--resume")
+    assert (status, f"goes on from {fresh}: step 3" in out) == (0, True)
+    gone = run / "000009-step-99"
+    assert "does not exist" in refused(convoy("train", *TINY, "--checkpoint", str(gone), "--resume"))
+
+
+def test_a_folder_of_something_else_is_no_run_to_be_gone_on_with(tmp_path: Path, convoy: Callable[..., Output]) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    said = refused(convoy("train", *TINY, "--checkpoint", str(tmp_path), "--resume"))
+    assert f"there is nothing to resume: {tmp_path} is a folder of something else ('thesis.tex', ...)" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "words"),
+    [
+        (
+            lambda run: (run / "best" / "model.safetensors").write_bytes(b""),
+            ["--resume", "--epochs", "2"],
+            "has 0 bytes",
+        ),
+        (lambda _: None, ["--resume", "--epochs", "2", "--seed", "4"], "seed was 0 and is 4"),
+        (lambda _: None, ["--resume"], "is complete: 1 epochs are done"),
+        (lambda _: None, [], "holds the checkpoints of another run"),
+    ],
+)
+def test_what_needs_no_training_to_be_known_is_told_before_anything_is_measured(
+    spoil: Callable[[Path], Any], options: Sequence[str], words: str,
+    tmp_path: Path, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It came 4 to 14 s late, below the table of the plan."""
+    run = tmp_path / "run"
+    assert convoy("train", *TINY, "--checkpoint", str(run))[0] == 0
+    spoil(run)
+    monkeypatch.setattr("convoy.cli.job.load_images", lambda *_: pytest.fail("it went on"))
+    assert words in refused(convoy("train", *TINY, "--checkpoint", str(run), *options))
+
+
+# ------------------------------------------------------------------------------------------------- a loss that is no number
+
+DIVERGES = [*TINY[:-2], "--lr", "1e10", "--epochs", "2"]
+
+
+def test_the_first_loss_that_is_no_number_is_told_with_its_step(tmp_path: Path, convoy: Callable[..., Output]) -> None:
+    """It ended with "Best test accuracy: 10.28%" and exit status 0, and said nothing."""
+    log = tmp_path / "log.jsonl"
+    status, out, _ = convoy("train", *DIVERGES, "--log", str(log))
+    assert status == 0
+    first = min(step for step, loss in steps_of(log).items() if loss is None)
+    told = re.findall(r"^WARNING: the loss of step (\d+) is (?:nan|inf): the training has diverged.*--lr.*", out, re.M)
+    assert told == [str(first + 1)]
+    assert f"WARNING: the training has diverged: its loss is not a finite number since step {first + 1}\n" in out
+
+
+def test_a_training_can_be_stopped_there_and_what_was_saved_before_is_good(
+    tmp_path: Path, convoy: Callable[..., Output]
+) -> None:
+    run = tmp_path / "run"
+    saving = ["--checkpoint", str(run), "--checkpoint-steps", "1"]
+    status, _, err = convoy("train", *DIVERGES, *saving, "--on-nan", "stop")
+    assert status == 2
+    found = re.match(
+        r"error: the loss of step (\d+) is \S+: the training has diverged, and stops before that step", err
+    )
+    assert found
+    saved = sorted(run.glob("*-step-*"))
+    assert saved[-1].name.endswith(f"-step-{int(found[1]) - 1}")
+
+
+def test_weights_that_are_no_numbers_are_not_gone_on_with(tmp_path: Path, convoy: Callable[..., Output]) -> None:
+    """They were accepted. And the last good checkpoint was removed after three bad ones."""
+    run = tmp_path / "run"
+    saving = ["--checkpoint", str(run), "--checkpoint-steps", "1"]
+    assert convoy("train", *TINY, *saving, "--epochs", "1")[0] == 0
+    assert convoy("train", *DIVERGES, *saving, "--epochs", "3", "--resume")[0] == 2, "another learning rate"
+    other = tmp_path / "other"
+    saving = ["--checkpoint", str(other), "--checkpoint-steps", "1"]
+    assert convoy("train", *DIVERGES, *saving)[0] == 0
+    error = refused(convoy("train", *DIVERGES, *saving, "--epochs", "4", "--resume"))
+    assert re.search(
+        r"the weights of the checkpoint .* are useless: some are NaN or infinite, so the training had", error
+    )
+    advice = re.search(r"give that folder \((.*?)\)", error)
+    assert advice, "the last checkpoint whose weights are numbers is still there"
+    good = Path(shlex.split(advice[1])[1])
+    weights = safetensors.torch.load_file(good / "model.safetensors")
+    assert all(torch.isfinite(each).all() for each in weights.values())
+
+
+# ----------------------------------------------------------------------------------------------------- disks that are full
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk_under_the_log_does_not_end_the_training(convoy: Callable[..., Output]) -> None:
+    status, out, err = convoy("train", *TINY, "--epochs", "2", "--log", "/dev/full")
+    assert (status, err) == (0, "")
+    assert len(re.findall(r"^WARNING: cannot write the log /dev/full \(No space left", out, re.M)) == 1
+    assert re.search(r"^WARNING: the log /dev/full lacks its last \d+ lines: the disk is full", out, re.M)
+    assert "epoch 2/2" in out
+
+
+def test_a_checkpoint_that_finds_no_room_does_not_end_the_training(
+    tmp_path: Path, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long run ended with the first checkpoint that could not be written; the next one found room."""
+    write, left = Sink.write, [2]
+
+    def full_for_a_while(sink: Sink, data: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(sink, data)
+
+    monkeypatch.setattr(Sink, "write", full_for_a_while)
+    run = tmp_path / "run"
+    status, out, err = convoy("train", *TINY, "--checkpoint", str(run), "--checkpoint-steps", "1")
+    assert (status, err) == (0, "")
+    told = re.findall(
+        r"WARNING: cannot write the checkpoint of step (\d+) into .* it has ([\d,]+) bytes, [\d,]+ are", out
+    )
+    assert [row[0] for row in told] == ["1", "2"]
+    assert [path.name for path in sorted(run.glob("0*"))] == ["000001-step-3", "000002-step-4", "000003-step-4"]
+
+
+def test_a_checkpoint_that_was_written_is_not_said_to_be_lost(tmp_path: Path, convoy: Callable[..., Output]) -> None:
+    """`best` was a folder of the user's: "cannot write the checkpoint of step 4", which was there."""
+    run = tmp_path / "run"
+    (run / "best" / "mine").mkdir(parents=True)
+    status, out, err = convoy("train", *TINY, "--checkpoint", str(run))
+    assert (status, err) == (0, "")
+    assert f"{run / '000001-step-4'} is saved, but " in out
+    assert "could not be tidied (" in out
+    assert (run / "best" / "mine").is_dir()
+
+
+# ------------------------------------------------------------------------------------------------------------- odd values
+
+LONG = "x" * 400_000
+
+ODD: list[tuple[list[str], str]] = [
+    (["--timeout", "1e30"], "--timeout 1e+30: give a number above 0, at most 1e+06"),
+    (["--slowdown", "1e30"], "give one factor of 1 or more, up to 10000"),
+    (["--speeds", "1e308"], "from 1e-12 to 1e12"),
+    (
+        ["--batch", "9999999990", "--accumulate", "7"],
+        "the micro-batches of a step must be equal; give one of 1, 2, 3, 5",
+    ),
+    (["--batch", "1000000000"], "--batch 1000000000 with 80 training images"),
+    (["--augment", "crop:99999"], "crop:99999"),
+    (["--warmup-epochs", "1e308"], "at most 1e+10"),
+    (["--workers", "100000"], "at most 256"),
+    (["--tensorboard", "/dev/null/x"], "give a folder that you may write"),
+    (["--devices", "cuda:0"], "device 'cuda:0' cannot be used"),
+    (["--devices", "cuda:0,cuda:1"], "this machine has cpu; choose one of them"),
+    (["--devices", "-2"], "--devices '-2': give a number, or names"),
+    (["--job-key", "none.key"], "none.key cannot be read: No such file"),
+    (["--net", "two-con:4:6"], "did you mean two-conv?"),
+    (["--devices", "²"], "device '²' cannot be used"),
+    (["--devices", "9" * 5000], "give a number from 1 to 1024"),
+    (["--checkpoint", ""], "--checkpoint '': give a path: this is empty"),
+    (["--data", ""], "--data '': name a data set"),
+    (["--data", "folder:"], "--data 'folder:': name a data set"),
+    (["--log", ""], "give a path: this is empty"),
+    (["--log", "x" * 5000], "with names of at most 255"),
+    (["--net", LONG], "give a text of at most 20,000 characters"),
+    (["--net", "x" * 19_000], "unknown net 'xxx"),
+    (["--plan", LONG], "give a text of at most 20,000 characters"),
+    (["--batch", LONG], "--batch"),
+    ([f"--{LONG}"], "No such option"),
+    (["--save-plan", "/dev/null"], "--save-plan /dev/null: it is a device, not a regular file; name a file"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), ODD, ids=[f"{row[0][0][:20]} {row[0][-1][:20]}" for row in ODD])
+def test_odd_values_are_refused_in_one_line_of_bounded_length(
+    options: Sequence[str], words: str, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convoy.cli.session.fit", lambda *_, **__: pytest.fail("it went on"))
+    speeds = [] if options[0] in ("--speeds", "--devices") else ["--speeds", "1"]
+    argv = [*TINY[:8], *speeds, *options, *([] if options[0] == "--log" else ["--log", "none"])]
+    assert words in refused(convoy("train", *argv))
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "nan", "1e30"])
+def test_an_odd_slowdown_in_the_environment(
+    value: str, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONVOY_SLOWDOWN", value)
+    assert f"CONVOY_SLOWDOWN='{value}' in the environment: it must be a number from 1" in refused(
+        convoy("train", *TINY)
+    )
+
+
+DEEP = {
+    "toml": "x = " + "[" * 5000 + "]" * 5000 + "\n",
+    "digits": f"x = {'9' * 5000}\n",
+    "dots": f"{'a.' * 3000}b = 1\n",
+}
+
+
+@pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["train", "FILE"],
+        ["train", "--plan", "auto", "--fleet", "FILE"],
+        ["plan", "two-conv:4:6", "--fleet", "FILE"],
+        ["measure", "-o", "OUT", "--fleet", "FILE"],
+        ["simulate", "-o", "OUT", "--fleet", "FILE"],
+        ["emulate", "FILE", "--", "true"],
+        ["doctor", "--fleet", "FILE"],
+    ],
+    ids=lambda verb: " ".join(verb),
+)
+def test_files_that_are_nested_too_deep_or_hold_huge_numbers(
+    verb: Sequence[str], text: str, tmp_path: Path, convoy: Callable[..., Output]
+) -> None:
+    file = tmp_path / "file.toml"
+    file.write_text(text)
+    refused(convoy(*[word.replace("FILE", str(file)).replace("OUT", str(tmp_path / "out")) for word in verb]))
+
+
+# ---------------------------------------------------------------------------------------------------------- the real command
+
+
+def real(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "convoy", *argv]
+
+
+QUIET = {k: v for k, v in os.environ.items() if k not in (*PLACE, "COLUMNS")} | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.parametrize("devices", most_slow(1, [2, 1]))
+def test_a_reader_that_has_seen_enough_ends_the_command_quietly(devices: int, tmp_path: Path) -> None:
+    """`convoy train | head -1`."""
+    speeds = ["--speeds", ",".join("1" * devices), "--devices", str(devices), "--epochs", "1000000"]
+    command = subprocess.Popen(
+        real("train", *TINY[:8], *speeds), cwd=tmp_path, env=QUIET, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert command.stdout is not None
+    assert command.stdout.readline()
+    command.stdout.close()
+    command.stdout = None
+    _, errors = command.communicate(timeout=60)
+    assert (command.returncode, errors) == (141, b"")
+
+
+@pytest.mark.parametrize("devices", most_slow(1, [2, 1]))
+def test_ctrl_c_is_answered_at_once_and_ends_all_soon(devices: int, tmp_path: Path) -> None:
+    """It took 7 s, and nothing was said."""
+    log = tmp_path / "log.jsonl"
+    speeds = ["--speeds", ",".join("1" * devices), "--devices", str(devices), "--epochs", "1000000", "--log", str(log)]
+    with (tmp_path / "errors").open("wb") as errors:
+        command = subprocess.Popen(
+            real("train", *TINY[:8], *speeds), cwd=tmp_path, env=QUIET, stdout=subprocess.DEVNULL, stderr=errors,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (log.exists() and '"step"' in log.read_text()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        os.killpg(command.pid, signal.SIGINT)
+        begin_s = time.monotonic()
+        while not (tmp_path / "errors").read_bytes():
+            assert time.monotonic() - begin_s < 30, "it says nothing"
+            time.sleep(0.01)
+        assert command.wait(timeout=30) == 130
+    finally:
+        if command.poll() is None:
+            os.killpg(command.pid, signal.SIGKILL)
+            command.wait()
+    said = (tmp_path / "errors").read_text()
+    assert said == ("interrupted\n" if devices == 1 else "SIGINT: ending 2 devices\n")
+
+
+class Spoilt(Dataset[Any]):
+    """Its eleventh sample cannot be read."""
+
+    targets = torch.arange(20) % 2
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 11:
+            raise KeyError("no such row")
+        return torch.zeros(1, 8, 8), index % 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_data_set_names_the_sample(workers: int) -> None:
+    from convoy.train.loader import Loader
+
+    with pytest.raises(KeyError) as raised:
+        list(Loader(Spoilt(), 5, shuffle=False, workers=workers))
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "The data set raised this for sample 11." in told

@@ -1,0 +1,330 @@
+"""Thousands of damaged files and odd options: each is used, or refused in one bounded message. No traceback, no hang.
+
+The slow tests have the thousands, the fast ones a sample of the same.
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import safetensors.torch
+import tomlkit
+import torch
+from rich.console import Console
+from torch import nn
+
+from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
+from convoy.checkpoint.folder import Manifest
+from convoy.cli.fleet_tree import tree_of
+from convoy.cli.predict import run_predict
+from convoy.cli.question import PlanQuestion
+from convoy.cli.simulate import run_step
+from convoy.config.checks import check
+from convoy.config.run_file import resolve_settings, to_toml
+from convoy.errors import InputError
+from convoy.fleet import Fleet, read_fleet
+from convoy.launch.survey import fleet_of, host_of, read_answer
+from convoy.measure.partial import Partial
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.planner.predict import predict_plan
+from convoy.report.page import write_report
+from convoy.simulate.table import Measurement
+from tests.support.good_files import (
+    ANSWER,
+    CLASSES,
+    FLEET,
+    IMAGE,
+    NET,
+    graph,
+    make_log,
+    make_measurement,
+    make_plan,
+    make_run_file,
+    used_or_refused,
+    written,
+)
+from tests.support.mutations import (
+    mutated_bytes,
+    mutated_json,
+    mutated_lines,
+    mutated_tree,
+)
+from tests.support.plan_requests import asked
+
+# ------------------------------------------------------------------------------------------------------------------ files
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kind of file.
+
+    Attributes:
+        make: a good one in a folder; the file that is damaged.
+        mutate: damages its bytes.
+        use: does with it what the command does.
+    """
+
+    make: Callable[[Path], Path]
+    mutate: Callable[[bytes, Random], bytes]
+    use: Callable[[Path], object]
+
+
+def use_plan(path: Path) -> None:
+    plan = Plan.load(path)
+    plan.check(graph(), 2)
+    lower(plan, graph())
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def mutated_toml(content: bytes, random: Random) -> bytes:
+    if random.random() < 0.4:
+        return mutated_bytes(content, random)
+    tree = mutated_tree(tomllib.loads(content.decode()), random)
+    try:
+        return tomlkit.dumps(tree).encode("utf-8", "backslashreplace")
+    except Exception:  # TOML has no word for some of it: a person would write what JSON says
+        return "\n".join(f"{json.dumps(key)} = {json.dumps(value)}" for key, value in tree.items()).encode()
+
+
+def use_fleet(path: Path) -> None:
+    run_step(path.parent / "out", PlanQuestion(NET, IMAGE, 10, 16), path, "data", draw=False)
+
+
+def use_classes(path: Path) -> None:
+    """As `convoy fleet show` and `convoy predict`; and what is written of it is read again."""
+    fleet = read_fleet(path)
+    Console(file=io.StringIO()).print(tree_of(fleet))
+    assert Fleet.from_toml(fleet.to_toml()) == fleet
+    run_predict(PlanQuestion(NET, IMAGE, 10, 16), fleet=path)
+
+
+def use_measurement(path: Path) -> None:
+    measured = Measurement.from_toml(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    costs = measured.costs(graph())
+    devices = len(measured.fleet.devices)
+    plan = named_plan("data", graph(), 16, Speeds((1.0,) * devices))
+    predict_plan(plan, asked(graph(), 16, costs, measured.fleet))
+
+
+def use_run_file(path: Path) -> None:
+    run = resolve_settings(path, {})
+    check(run.settings)
+    run.rows()
+    again = written(path.with_name("again.toml"), to_toml(run.settings))
+    assert resolve_settings(again, {}).settings == run.settings
+
+
+FILES: dict[str, Subject] = {
+    "plan": Subject(make_plan, mutated_json, use_plan),
+    "fleet": Subject(lambda folder: written(folder / "fleet.toml", FLEET), mutated_toml, use_fleet),
+    "fleet of classes": Subject(lambda folder: written(folder / "fleet.toml", CLASSES), mutated_toml, use_classes),
+    "measurement": Subject(make_measurement, mutated_toml, use_measurement),
+    "run file": Subject(make_run_file, mutated_toml, use_run_file),
+    "log": Subject(make_log, mutated_lines, lambda path: write_report(path, path.with_suffix(".html"))),
+}
+
+
+def fuzz_files(name: str, folder: Path, seeds: range) -> int:
+    """Damage a file in as many ways as there are seeds; how many of them were refused."""
+    subject, refused = FILES[name], 0
+    path = subject.make(folder)
+    content = path.read_bytes()
+    assert used_or_refused(lambda: subject.use(path)) == ""
+    for seed in seeds:
+        path.write_bytes(subject.mutate(content, Random(f"{name} {seed}")))
+        try:
+            refused += bool(used_or_refused(lambda: subject.use(path)))
+        except BaseException as error:
+            error.add_note(f"{name}, seed {seed}")
+            raise
+    return refused
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_sample_of_damaged_files(name: str, tmp_path: Path) -> None:
+    assert fuzz_files(name, tmp_path, range(25)) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", FILES)
+def test_a_thousand_damaged_files_of_each_kind(name: str, tmp_path: Path) -> None:
+    assert fuzz_files(name, tmp_path, range(1000, 2000)) > 200
+
+
+# ------------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A net with a buffer, with momentum, and with a schedule."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    return model, optimizer, schedule
+
+
+def damage_checkpoint(folder: Path, random: Random) -> None:
+    """In one of its files: as it is, or so that the checksums fit, as of somebody who knows the format."""
+    names = ["model.safetensors", "optimizer.safetensors", "checkpoint.json"]
+    path = folder / random.choice(names)
+    knows = random.random() < 0.7
+    content = path.read_bytes()
+    if path.name == "checkpoint.json":
+        found = mutated_json(content, random)
+        with contextlib.suppress(ValueError, RecursionError):
+            tree = json.loads(found)
+            if knows and isinstance(tree, dict):
+                tree["own_sha256"] = ""
+                found = json.dumps(tree).encode()
+        path.write_bytes(found)
+        return
+    if random.random() < 0.4:
+        path.write_bytes(mutated_bytes(content, random))
+    else:
+        tensors = safetensors.torch.load_file(path)
+        key = random.choice(sorted(tensors))
+        match random.randrange(5):
+            case 0:
+                del tensors[key]
+            case 1:
+                tensors[random.choice(["", "x", "../../x", key + ".y"])] = tensors[key].clone()
+            case 2:
+                tensors[key] = tensors[key].to(random.choice([torch.float64, torch.int32, torch.bool]))
+            case 3:
+                tensors[key] = torch.zeros(random.choice([(), (1,), (4, 3, 2), (0,)]))
+            case _:
+                odd = random.choice([float("nan"), float("inf"), 0.0, 1e30])
+                tensors[key] = torch.full_like(tensors[key], odd if tensors[key].is_floating_point() else -1)
+        safetensors.torch.save_file(tensors, path)
+    if knows:
+        import hashlib
+
+        manifest = Manifest.model_validate_json((folder / "checkpoint.json").read_text())
+        content = path.read_bytes()
+        written_now = type(manifest.files[path.name])(len(content), hashlib.sha256(content).hexdigest())
+        fitting = manifest.model_copy(update={"files": {**manifest.files, path.name: written_now}})
+        (folder / "checkpoint.json").write_text(fitting.to_json())
+
+
+def fuzz_checkpoints(folder: Path, seeds: range) -> int:
+    model, optimizer, schedule = trained(0)
+    saved = save_checkpoint(
+        folder / "good", model, optimizer, Progress(2, 1, 0), schedule=schedule, settings={"seed": 3}, score=0.5
+    )
+    refused = 0
+    for seed in seeds:
+        run = folder / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(saved, run / saved.name)
+        damage_checkpoint(run / saved.name, Random(f"checkpoint {seed}"))
+        other, its_optimizer, its_schedule = trained(1)
+        before = {key: value.clone() for key, value in other.state_dict().items()}
+        lr = its_optimizer.param_groups[0]["lr"]
+
+        def use(run: Path = run, loaded: tuple[Any, ...] = (other, its_optimizer, its_schedule)) -> None:
+            progress = load_checkpoint(run, *loaded[:2], schedule=loaded[2], settings={"seed": 3})
+            assert progress.step >= 0
+            loaded[1].step()
+            loaded[2].step()
+
+        try:
+            if used_or_refused(use):
+                refused += 1
+                assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+                assert its_optimizer.param_groups[0]["lr"] == lr
+        except BaseException as error:
+            error.add_note(f"checkpoint, seed {seed}")
+            raise
+    return refused
+
+
+def damaged_bytes(content: bytes, every: int) -> Iterator[bytes]:
+    """With one byte changed, one left out, cut off there: at every so many of its places."""
+    for place in range(0, len(content), every):
+        yield content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+        yield content[:place] + content[place + 1 :]
+        yield content[:place]
+    yield content + b"\n"
+
+
+def refuse_damaged_bytes(folder: Path, every: int) -> None:
+    """No damage of a byte is taken for a checkpoint, not even a blank's in its description."""
+    model, optimizer, schedule = trained(0)
+    saved = save_checkpoint(folder, model, optimizer, Progress(2, 1, 0), schedule=schedule, score=0.5)
+    other, its_optimizer, its_schedule = trained(1)
+    for path in sorted(saved.iterdir()):
+        content = path.read_bytes()
+        for damaged in damaged_bytes(content, every):
+            path.write_bytes(damaged)
+            assert used_or_refused(lambda: load_checkpoint(folder, other, its_optimizer, schedule=its_schedule))
+        path.write_bytes(content)
+    load_checkpoint(folder, other, its_optimizer, schedule=its_schedule)
+
+
+def test_no_damaged_byte_of_a_checkpoint_goes_unnoticed(tmp_path: Path) -> None:
+    refuse_damaged_bytes(tmp_path, every=97)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_not_one_damaged_byte_of_a_checkpoint_goes_unnoticed(tmp_path: Path) -> None:
+    refuse_damaged_bytes(tmp_path, every=1)
+
+
+def test_a_sample_of_damaged_checkpoints(tmp_path: Path) -> None:
+    assert fuzz_checkpoints(tmp_path, range(60)) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_thousands_of_damaged_checkpoints(tmp_path: Path) -> None:
+    assert fuzz_checkpoints(tmp_path, range(1000, 4000)) > 1500
+
+
+def test_what_a_host_says_of_itself_may_be_anything() -> None:
+    """Its login shell prints what it likes beside the answers."""
+    for seed in range(1000):
+        answer = read_answer(mutated_bytes(ANSWER.encode(), Random(f"answer {seed}")).decode("utf-8", "replace"))
+        if answer is not None:
+            try:
+                fleet, _ = fleet_of([host_of("ann@attic")], [answer])
+            except InputError:
+                continue
+            assert Fleet.from_toml(fleet.to_toml()) == fleet
+
+
+# ------------------------------------------------------------------------------------------------- unfinished measurements
+
+
+def test_a_damaged_file_of_an_unfinished_measuring_is_measured_anew(tmp_path: Path) -> None:
+    """Nothing of it reaches the tables but whole rows of numbers from every device."""
+    path, header = tmp_path / "fleet.toml.partial", {"devices": [["a"], ["b"]], "batch": 4}
+    rows = [[[4, 6, 3, 0.1, 0.2, 0.0, 0.0]], [[4, 6, 3, 0.1, 0.2, 0.0, 0.0], [2, 6, 3, 0.1, 0.2, 0.0, 0.0]]]
+    kept = Partial(path, header)
+    for layer in ("conv1", "conv2"):
+        kept.add(layer, rows)
+    content = path.read_bytes()
+    assert set(Partial(path, header).tables) == {"conv1", "conv2"}
+    for seed in range(300):
+        path.write_bytes(mutated_lines(content, Random(f"partial {seed}")))
+        for layer, tables in Partial(path, header).tables.items():
+            assert isinstance(layer, str)
+            assert len(tables) == 2
+            assert all(0 <= number < 1e12 for table in tables for row in table for number in row)
+            assert all(len(row) == 7 for table in tables for row in table)

@@ -1,0 +1,114 @@
+"""A joining device: the settings that it takes from the job, and the addresses where it can ask."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from convoy.cli.admission import JoiningDevices
+from convoy.cli.newcomer import run_of
+from convoy.comm.environment import LISTENER
+from convoy.comm.processes import JoinedGroup
+from convoy.config.run_file import RunSettings, resolve_settings, to_toml
+from convoy.elastic.regroup import door_address, home_at
+from convoy.errors import InputError
+from convoy.measure.anew import Replanner
+from convoy.plan.presets import Speeds
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.request import PlanRequest
+from convoy.runlog.directory import RunHeader
+
+GIVEN: dict[str, Any] = {
+    "data": "digits", "net": "two-conv:4:8", "devices": "cpu,cpu", "slowdown": (1.0, 2.0), "speeds": (2.0, 1.0),
+    "compare": True,
+}  # fmt: skip
+
+
+@dataclass
+class Here:
+    """A device, as far as it tells newcomers, or hears of the training."""
+
+    header: RunHeader
+
+
+def joining(run: RunSettings, count: int) -> tuple[JoiningDevices, Here]:
+    speeds = Speeds((1.0,) * count, measured=False)
+    header: Any = RunHeader(run, [("cpu", "desk", 1.0)] * count, speeds, None, None, None, 64, 4)  # type: ignore[arg-type]
+    known = FleetKnowledge(ids=tuple(range(count)), speeds=speeds)
+    here, replan = Here(header), Replanner(PlanRequest(None, 1, known, "data"))  # type: ignore[arg-type]
+    return JoiningDevices(None, "", replan, here), here  # type: ignore[arg-type]
+
+
+def test_who_goes_on_with_the_log_later_logs_the_settings_of_the_run() -> None:
+    """A newcomer that became the first logged how it had come itself: other devices, no slow-downs, all from a file."""
+    run = resolve_settings(None, GIVEN)
+    offer = {"run": to_toml(run.settings)}
+    own = run_of(offer, {"devices": "cpu"})
+    assert own.settings != run.settings
+    first, _ = joining(run, 2)
+    newcomer, here = joining(own, 1)
+    newcomer.hear(first.told())
+    assert here.header.run == run
+    assert len(here.header.devices) == 2
+
+
+def test_a_job_cannot_make_a_joining_device_call_any_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    run = resolve_settings(None, GIVEN).settings
+
+    def told(**named: str) -> dict[str, str]:
+        return {"run": to_toml(run.model_copy(update=named))}
+
+    for option in "net", "data":
+        with pytest.raises(InputError, match=f"--{option} os:abort, a function that does not lie in this folder"):
+            run_of(told(**{option: "os:abort"}), {})
+        assert getattr(run_of(told(**{option: "os:abort"}), {}, ["os:abort"]).settings, option) == "os:abort"
+        assert getattr(run_of(told(**{option: "mine:build"}), {}).settings, option) == "mine:build"
+    assert run_of(told(net="timm:resnet18"), {}).settings.net == "timm:resnet18"
+
+
+def test_a_folder_for_checkpoints_that_nobody_writes_is_refused(tmp_path: Path) -> None:
+    """The newcomer alone would have come to the first checkpoint, and waited there for the others."""
+    run = resolve_settings(None, GIVEN).settings
+    with pytest.raises(InputError, match=re.escape(f"--checkpoint {tmp_path}: the job saves no checkpoints")):
+        run_of({"run": to_toml(run)}, {"checkpoint": tmp_path})
+    saved = run.model_copy(update={"checkpoint": Path("run")})
+    assert run_of({"run": to_toml(saved)}, {"checkpoint": tmp_path}).settings.checkpoint == tmp_path
+
+
+def group(device: int, address: str) -> JoinedGroup:
+    made = object.__new__(JoinedGroup)
+    made.device, made.devices, made.torch_device, made.address = device, 2, torch.device("cpu"), address
+    made.credentials, made.token, made.staged, made._process = None, "a token", False, -1  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize(("device", "port"), [(0, 7000), (1, 0)])
+def test_devices_that_met_on_this_machine_answer_at_the_address_that_was_given(
+    device: int, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a fleet file whose only host is this machine met at 127.0.0.1, answered there, and newcomers were told that."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv(LISTENER, raising=False)
+    home = home_at("192.168.1.5", 7000, group(device, "127.0.0.1"))
+    assert (home.address, home.port) == ("192.168.1.5", port)
+
+
+def test_devices_of_several_machines_answer_where_they_speak() -> None:
+    assert door_address("192.168.1.5", "192.168.1.5", first=True) == "192.168.1.5"
+    assert door_address("192.168.1.5", "192.168.1.6", first=False) == "192.168.1.6"
+    with pytest.raises(
+        InputError, match=r"--listen 10.0.0.5: the devices communicate at 192.168.1.5 .* --listen 192.168.1.5"
+    ):
+        door_address("10.0.0.5", "192.168.1.5", first=True)
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:7000", "0.0.0.0", "[::]:7000", "*:7000"])
+def test_no_address_to_ask_at(text: str) -> None:
+    """It was taken, and others were told to ask at 0.0.0.0."""
+    with pytest.raises(InputError, match=r"means all addresses of this machine, .* give that"):
+        resolve_settings(None, {"listen": text})

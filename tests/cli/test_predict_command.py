@@ -1,0 +1,101 @@
+"""`convoy predict`, and `convoy plan` of a fleet that is only described."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from convoy import cli
+from convoy.cli.predict import run_predict
+from convoy.cli.question import PlanQuestion
+from convoy.errors import InputError
+
+FLEET = """
+[network]
+send_bytes_per_s = "1 Gbit/s"
+receive_bytes_per_s = "1 Gbit/s"
+latency_s = "100 us"
+[[host]]
+name = "a"
+[[host]]
+name = "b"
+[[device]]
+name = "a-cpu"
+host = "a"
+class = "zen5-core"
+[[device]]
+name = "b-cpu"
+host = "b"
+class = "zen5-core"
+cores = 0.5
+"""
+
+
+def convoy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["convoy", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    told = capsys.readouterr()
+    assert end.value.code in (0, None), told.err
+    return told.out
+
+
+def test_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("two-conv:50:500", "--image", "3,32,32", "--classes", "10", "--batch", "256")
+    out = convoy(monkeypatch, capsys, "predict", *words, "--on", "zen5-core,laptop-cpu", "--link", "10 Gbit/s")
+    for said in (
+        "Would it pay? ",
+        "nine of ten",
+        "Batch: it pays",
+        "Link: it pays",
+        "One device less or more",
+        "Based on ",
+    ):
+        assert said in out, out
+
+
+def test_an_answer_for_outputs_that_stay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a U-Net: 3.89 MB of gradients. With the logits of all images on all devices it would be 25.9 MB."""
+    words = ("unet:8", "--image", "3,256,256", "--classes", "21", "--batch", "4", "--on", "zen5-core,zen5-core")
+    assert "3.89 MB sent per step" in convoy(monkeypatch, capsys, "predict", *words, "--outputs", "where-computed")
+
+
+def test_the_list_of_classes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = convoy(monkeypatch, capsys, "predict", "--list")
+    for name in ("rtx3060", "laptop-cpu", "raspberry-pi-5", "NVIDIA GeForce RTX 3090"):
+        assert name in out
+
+
+def test_plan_answers_for_a_described_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It refused with "run convoy measure"."""
+    path = tmp_path / "fleet.toml"
+    path.write_text(FLEET)
+    plan = tmp_path / "plan.json"
+    out = convoy(
+        monkeypatch, capsys, "plan", "two-conv:8:16", "--batch", "64", "--fleet", str(path), "-o", str(plan)
+    )  # fmt: skip
+    assert "a roofline: the devices' peaks" in out
+    assert "nine of ten steps take" in out
+    assert plan.is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "say on what: --on"),
+        ({"on": "rtx3060", "fleet": Path("f.toml")}, "say on what"),
+        ({"on": "rtx3061"}, "did you mean rtx3060"),
+        ({"on": "rtx3060", "batch": 0}, "--batch 0"),
+        ({"on": "rtx3060", "outputs": "here"}, "unknown place of outputs 'here'"),
+    ],
+)
+def test_what_cannot_be_answered(given: dict[str, object], message: str) -> None:
+    own = {name: given[name] for name in ("batch", "outputs", "optimizer") if name in given}
+    question = replace(PlanQuestion("two-conv:4:6", (3, 32, 32), 10, 8), **own)  # type: ignore[arg-type]
+    others = {name: value for name, value in given.items() if name not in own}
+    with pytest.raises(InputError, match=message):
+        run_predict(question, **others)  # type: ignore[arg-type]
