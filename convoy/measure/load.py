@@ -103,10 +103,13 @@ def machine_name() -> str:
 
 
 def quota_cores(proc: Path = Path("/proc/self"), mounts: Path = Path("/proc/mounts")) -> float | None:
-    """Processor seconds per second that the control groups above this process grant it; None without a limit.
+    """Return the CPU quota of this process in cores; None without a limit.
 
-    Reads version 1 (cpu.cfs_quota_us) and version 2 (cpu.max). The tightest group on the way up counts.
+    An emulated host names it in CONVOY_CPU_QUOTA: its process does not see where control groups are mounted. Elsewhere
+    the tightest control group above the process counts, version 1 (cpu.cfs_quota_us) or 2 (cpu.max).
     """
+    if cores := os.environ.get("CONVOY_CPU_QUOTA"):
+        return float(cores)
     try:
         groups = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
         roots = [line.split() for line in mounts.read_text().splitlines()]

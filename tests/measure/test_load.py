@@ -56,3 +56,9 @@ def test_quotas_of_both_versions_are_found(tmp_path: Path) -> None:
     assert control_groups(tmp_path, "4:cpuset:/d\n3:cpu,cpuacct:/d\n", v1, files) == 0.2
     assert control_groups(tmp_path, "3:cpu,cpuacct:/d\n", v1, {"cpu/d/cpu.cfs_quota_us": "-1\n"}) is None
     assert quota_cores(tmp_path / "none", tmp_path / "none") is None
+
+
+def test_an_emulated_host_names_its_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a network namespace the mounts of control groups are not seen."""
+    monkeypatch.setenv("CONVOY_CPU_QUOTA", "0.3")
+    assert quota_cores(tmp_path / "none", tmp_path / "none") == 0.3
