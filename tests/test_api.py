@@ -83,7 +83,7 @@ def test_the_example_alone_and_under_torchrun(
     """The same losses, with warnings as errors, and not a word beside the example's own but what it waits for."""
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(convoy.measure.speeds, "BURST_S", 0.0)
+    monkeypatch.setattr(convoy.measure.speeds, "STRETCH_S", 0.0)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(example))
     out, err = start(example)

@@ -131,6 +131,7 @@ def run_like(cores: float, proc: Path = Path("/proc/self")) -> None:
         if not path:
             raise InputError("this process plays no device with cores of its own: start it under `convoy emulate`")
         _limit(controller, controller.root / path, quota(cores))
+    os.environ["CONVOY_CPU_QUOTA"] = repr(cores)
 
 
 def entrance(group: Path) -> Path:

@@ -43,9 +43,9 @@ def rehearse(
 
     Every host gets a network namespace with its card's rates, every device one process with its cores as a CPU quota
     and torchrun's environment: RANK (its index), WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT;
-    also GLOO_SOCKET_IFNAME, OMP_NUM_THREADS, CONVOY_DEVICE (its kind), CONVOY_SLOWDOWN and CONVOY_FLEET. Latencies
-    and measured links are not imposed. Call it from the main thread, so that signals are seen. It returns or raises
-    only when all it made is gone.
+    also GLOO_SOCKET_IFNAME, OMP_NUM_THREADS, CONVOY_DEVICE (its kind), CONVOY_SLOWDOWN, CONVOY_CPU_QUOTA (its
+    cores) and CONVOY_FLEET. Latencies and measured links are not imposed. Call it from the main thread, so that signals
+    are seen. It returns or raises only when all it made is gone.
 
     Args:
         fleet: the machines.
@@ -142,6 +142,7 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
     }
     if device.cores is not None:
         variables["OMP_NUM_THREADS"] = str(math.ceil(device.cores))
+        variables["CONVOY_CPU_QUOTA"] = repr(device.cores)  # with it comes the noise model
     if fleet_path is not None:
         variables["CONVOY_FLEET"] = str(fleet_path.resolve())
     return variables

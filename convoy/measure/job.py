@@ -26,13 +26,14 @@ from convoy.measure.describe import Own, describe, fit, fleet_of, host_indices, 
 from convoy.measure.energy import ABSENT, EnergyMeter, meter_of, once_each
 from convoy.measure.layers import Bench, Point
 from convoy.measure.links import Traffic, WireTimes, measure_links
-from convoy.measure.load import NOTICED, measure_share, read, slowed_by_others, use_since, wanted_cores
-from convoy.measure.meetings import Meetings, Prices, measure_meetings
+from convoy.measure.load import NOTICED, read, slowed_by_others, use_since, wanted_cores
 from convoy.measure.overheads import loss_shapes, measure_overheads
 from convoy.measure.partial import Partial, Rows
 from convoy.measure.progress import Progress
+from convoy.measure.quota import ProcessorClock, QuotaProbe, contention
 from convoy.measure.sizes import sizes_to_profile
-from convoy.measure.timing import STRETCH_S, TURN_ROUNDS, Now, ProcessorClock, plain_torch, quota_now, time_update
+from convoy.measure.sync_overhead import SyncOverhead, measure_sync_overhead
+from convoy.measure.timing import STRETCH_S, TURN_ROUNDS, Now, device_now, plain_torch, time_update
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
 from convoy.plan.size import LocalSize, flop
@@ -40,6 +41,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 from convoy.simulate.compute import bytes_moved
 from convoy.simulate.network import SHARE
+from convoy.simulate.noise import QuotaNoise
 from convoy.simulate.overhead import Overheads
 from convoy.simulate.table import FORMAT, DeviceCosts, LayerPoint, Measurement
 
@@ -133,17 +135,17 @@ def measure_job(
         share_s = min(SHARE_STRETCHES * STRETCH_S, budget_s / 20)
     else:
         share_s = SHARE_STRETCHES * stretch_s
-    wants = wanted_cores(group.torch_device)
     cores = fleet.devices[group.device].cores if group.torch_device.type == "cpu" else None
-    share, before = measure_share(group, share_s, wants, lambda what: progress(what, 0, 1), cores)
-    now = quota_now(group.torch_device, share, slowdown)
-    bench.time_by(now)
+    quota = QuotaProbe.of(group, share_s, cores, lambda what: progress(what, 0, 1))
+    now = device_now(group.torch_device) if quota is None else quota.clock(slowdown)
+    share, before = (1.0, (1.0,) * group.devices) if quota is None else (quota.share, quota.slowed)
+    bench.time_by(now, steady=isinstance(now, ProcessorClock))
     bench.stretch_s, bench.rounds = stretch_s, TURN_ROUNDS
     grids_s = max(0.0, budget_s - BESIDE_STRETCHES * stretch_s) * GRID_PART
-    begin, energy = read(), meter_of(group.torch_device)
+    wants, begin, energy = wanted_cores(group.torch_device), read(), meter_of(group.torch_device)
     steps, watts = _measure_tables(group, bench, kept, grids_s, progress, wall, energy)
     powers = _powers(group, energy, watts)
-    beside = slowed_by_others(group, "load beside layers", use_since(begin, wants))
+    slowed = slowed_by_others(group, "load beside layers", use_since(begin, wants))
 
     def last(what: str) -> None:
         progress(what, steps, steps)
@@ -153,11 +155,15 @@ def measure_job(
     outputs = loss_shapes(traced.graph, batch)
     costs = _measure_costs(group, now, stretch_s, wire.traffic[group.device].message_s, share, outputs, process_bytes)
     last("exchanges between devices that compute")
-    meetings = measure_meetings(group, clock, _prices(wire, costs), stretch_s)
-    costs = [
-        own | {"burst": 1 / each}
-        for own, each in zip(_dearer(costs, meetings.dearer), gather(group, "shares", share), strict=True)
-    ]
+    ring_bytes = _ring_bytes(wire)
+    sync = measure_sync_overhead(
+        group, clock, lambda factors: _exchange_s(wire, _with_call_factor(costs, factors)), stretch_s,
+        after_block=lambda compute: (
+            None if quota is None else quota.time_block(compute, device_now(group.torch_device), stretch_s, ring_bytes)
+        ),
+    )  # fmt: skip
+    costs = _with_call_factor(costs, sync.call_factor)
+    noise = (None,) * group.devices if quota is None else quota.noise(sync, _ring_s(wire, costs, ring_bytes))
     links, cards = spreads(fleet, wire)
     points = _points(fleet, bench, kept.tables)
     reached = [_reached(device.name, points, bench.traced.graph) for device in fleet.devices]
@@ -169,7 +175,7 @@ def measure_job(
         convoy=__version__,
         torch=str(torch.__version__),
         date=date,
-        device=_device_costs(fleet, wire.traffic, costs, meetings, reached, map(max, before, beside), powers),
+        device=_device_costs(fleet, wire.traffic, costs, sync, noise, reached, map(max, before, slowed), powers),
         layer=points,
         link=links,
         host=cards,
@@ -178,30 +184,16 @@ def measure_job(
     last("the sizes that plans have")
     left_s = budget_s + links_budget_s - (wall() - start_s)
     measured = _with_plan_sizes(group, bench, measured, left_s, wall)
-    own = crowding(now, bench.wall_s, bench.processor_s, max(before[group.device], beside[group.device]))
-    measured = with_crowding(measured, gather(group, "crowding", own))
+    if quota is not None:
+        others = max(before[group.device], slowed[group.device])
+        own = contention(now, bench.wall_s, bench.processor_s, others)
+        measured = with_contention(measured, gather(group, "contention", own))
     kept.remove()
     return measured
 
 
-def crowding(now: Now, wall_s: float, processor_s: float, others: float) -> float:
-    """How many times as long layers take on a device because all devices of its machine compute at the same time; 1 at least.
-
-    Its layers are timed in processor time, over the share of a processor that it may have. Where all compute it may get less:
-    of four rehearsed hosts on two cores the one with 0.8 of a core had 0.75.
-
-    Args:
-        now: the clock of the layers; on the wall, the waiting is in their times already.
-        wall_s, processor_s: of all rounds together.
-        others: how many times as long other programs made the work meanwhile: that is not the device's own speed.
-    """
-    if not isinstance(now, ProcessorClock) or processor_s <= 0:
-        return 1.0
-    return max(1.0, now.share * wall_s / processor_s / others)
-
-
-def with_crowding(measured: Measurement, factors: Sequence[float]) -> Measurement:
-    """The measurement with the layers of each device so many times as long."""
+def with_contention(measured: Measurement, factors: Sequence[float]) -> Measurement:
+    """Return the measurement with the layer times of each device multiplied by its factor."""
     by_name = {device.name: factor for device, factor in zip(measured.fleet.devices, factors, strict=True)}
     layer = (
         replace(p, forward_s=p.forward_s * by_name[p.device], backward_s=p.backward_s * by_name[p.device])
@@ -350,33 +342,32 @@ def _measure_costs(
     return gather(group, "costs of a step", own)
 
 
-def _dearer(costs: Sequence[dict[str, Any]], times: Sequence[float]) -> list[dict[str, Any]]:
-    """With the calls of each device's rounds and messages so many times as dear."""
+def _with_call_factor(costs: Sequence[dict[str, Any]], factors: Sequence[float]) -> list[dict[str, Any]]:
+    """Return the costs with the calls of each device's rounds and messages multiplied by its factor."""
     return [
-        own | {name: own[name] * each for name in ("round_s", "message_s")}
-        for own, each in zip(costs, times, strict=True)
+        own | {name: own[name] * factor for name in ("round_s", "message_s")}
+        for own, factor in zip(costs, factors, strict=True)
     ]
 
 
 RING_S, RING_BYTES = 0.01, 1 << 20
-"""A round in a ring is timed with so many seconds of the slowest card, and at most so many bytes."""
+"""A round in a ring is timed with the bytes of this many seconds of the slowest card, and at most this many."""
 
 
-def _prices(wire: WireTimes, costs: Sequence[dict[str, Any]]) -> Prices:
+def _ring_bytes(wire: WireTimes) -> int:
+    return int(min(RING_BYTES, RING_S * min((card.ring_bytes_per_s for card in wire.cards), default=math.inf)))
+
+
+def _ring_s(wire: WireTimes, costs: Sequence[dict[str, Any]], size: int) -> float:
+    """Return the price of a round in a ring while all devices compute."""
     rate = min((card.ring_bytes_per_s for card in wire.cards), default=math.inf)
-    size = int(min(RING_BYTES, RING_S * rate))
     # While it computes, a device moves bytes with half of its processor.
     moving_s = max(size * (each.send_s_per_byte + each.receive_s_per_byte) / SHARE for each in wire.traffic)
-
-    def ring_s(dearer: Sequence[float]) -> float:
-        calls_s = max(float(each["round_s"] + each["message_s"]) for each in _dearer(costs, dearer))
-        return calls_s + max(moving_s, size / rate)
-
-    return Prices(lambda dearer: _exchange_s(wire, _dearer(costs, dearer)), ring_s, size)
+    return max(float(each["round_s"] + each["message_s"]) for each in costs) + max(moving_s, size / rate)
 
 
 def _exchange_s(wire: WireTimes, costs: Sequence[dict[str, float]]) -> float:
-    """The price of a round in which each device sends a few bytes to all others, as a replay has it."""
+    """Return the price of a round in which each device sends a few bytes to all others, as the simulator has it."""
     calls = [Overheads(round_s=each["round_s"], message_s=each["message_s"]) for each in costs]
     calls_s = max(each.calls_s(2 * (len(costs) - 1)) for each in calls)
     return calls_s + max((link.latency_s for link in wire.pairs), default=0.0)
@@ -427,7 +418,8 @@ def _device_costs(
     fleet: Fleet,
     traffic: Sequence[Traffic],
     costs: Sequence[dict[str, Any]],
-    meetings: Meetings,
+    sync: SyncOverhead,
+    noise: Sequence[QuotaNoise | None],
     reached: Sequence[tuple[float, float]],
     slowed: Iterable[float],
     powers: Iterable[tuple[float | None, str]],
@@ -438,9 +430,8 @@ def _device_costs(
             send_s_per_byte=each.send_s_per_byte,
             receive_s_per_byte=each.receive_s_per_byte,
             traffic_spread=each.spread,
-            jitter_s=meetings.jitter_s[index],
-            beside_s=meetings.beside_s[index],
-            rested_s=meetings.rested_s[index],
+            jitter_s=jitter_s,
+            noise=strays,
             other_load=load - 1 if load > NOTICED else 0.0,
             flop_per_s=rates[0],
             memory_bytes_per_s=rates[1],
@@ -448,7 +439,7 @@ def _device_costs(
             measured_by=by,
             **others,
         )
-        for index, (device, each, others, rates, load, (watts, by)) in enumerate(
-            zip(fleet.devices, traffic, costs, reached, slowed, powers, strict=True)
+        for device, each, others, jitter_s, strays, rates, load, (watts, by) in zip(
+            fleet.devices, traffic, costs, sync.jitter_s, noise, reached, slowed, powers, strict=True
         )
     )

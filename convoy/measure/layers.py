@@ -51,7 +51,7 @@ class Bench:
         traced: the model in training mode; `model` itself, whole and left as it is.
         batch: the global batch, the largest number of samples that is timed.
         clock: its slow-down counts.
-        stretch_s: see `time_piece`.
+        stretch_s, rounds: see `convoy.measure.timing.sampled`.
         precision: what the layers compute in; see `convoy.runtime.precision`.
 
     Attributes:
@@ -67,6 +67,7 @@ class Bench:
         device: torch.device,
         *,
         stretch_s: float = STRETCH_S,
+        rounds: int = ROUNDS,
         precision: str = "float32",
     ) -> None:
         self.traced, self.batch, self.clock, self.stretch_s = traced, batch, clock, stretch_s
@@ -74,15 +75,15 @@ class Bench:
         self.time_by(device_now(device))
         self.precision = precision
         self.wants, self.trained = _wants(traced.graph, batch)
-        self.rounds = ROUNDS
+        self.rounds = rounds
         self.samples: dict[tuple[str, LocalSize], Sample] = {}
         self.wall_s = self.processor_s = 0.0
         self.grids: dict[str, list[LocalSize]] = {}
 
-    def time_by(self, now: Now) -> None:
-        """Read seconds from another clock from now on."""
+    def time_by(self, now: Now, *, steady: bool = False) -> None:
+        """Read seconds from another clock from now on. `steady`: see `convoy.measure.timing.Sample.times`."""
         device = self.clock.device
-        self.now = now
+        self.now, self.steady = now, steady
         # On an accelerator calls are queued one behind the other, and a fill would have to wait for each.
         self.cold = Cold(device, now, LAYERS_BYTES) if device.type == "cpu" else None
 
@@ -136,7 +137,7 @@ class Bench:
             if wall() >= end_s:
                 break
             self._time(self.traced.graph[name], size)
-        return [Point(size, self.samples[name, size].times(self.now)) for size in self.grids[name]]
+        return [Point(size, self.samples[name, size].times(steady=self.steady)) for size in self.grids[name]]
 
     def is_known(self, name: str, size: LocalSize) -> bool:
         """Whether further rounds would tell little of a size that was timed."""
@@ -163,7 +164,7 @@ class Bench:
             self.wall_s += time.perf_counter() - wall_s
             self.processor_s += time.process_time() - processor_s
             self.samples[layer.name, size] = sample
-            return sample.times(self.now)
+            return sample.times(steady=self.steady)
 
     def _signature(self, name: str) -> str:
         layer, operation = self.traced.graph[name], self.traced.operations[name]

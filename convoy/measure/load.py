@@ -4,11 +4,10 @@ Processor time of the whole machine, less that of the job's own processes, is wh
 together want more cores than there are; on a machine with cores to spare it does not.
 """
 
-import math
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,6 @@ from convoy.comm.group import Group
 
 NOTICED = 1.1
 """Work that others make so many times longer is told; less are the kernel's own doings."""
-
-TRIES = 3
-"""Where others are noticed, the share of a processor is measured so often at most."""
-
-NEARLY = 0.1
-"""A share of a processor that is measured for a second beside others is so near the true one."""
 
 LEAST_PART = 0.05
 """Of a machine that others fill, an own program gets so much at least; at most so many times is its work longer."""
@@ -103,46 +96,6 @@ def wanted_cores(device: torch.device) -> float:
     return min(float(threads), quota_cores() or float(threads))
 
 
-def processor_share(seconds: float = 0.2) -> float:
-    """How much of one processor this process gets while it computes: a fifth under such a quota, at most 1."""
-    start_s, start_processor_s = time.perf_counter(), time.process_time()
-    while time.perf_counter() - start_s < seconds:
-        sum(range(1000))
-    return min(1.0, max(1e-3, (time.process_time() - start_processor_s) / (time.perf_counter() - start_s)))
-
-
-def measure_share(
-    group: Group,
-    seconds: float,
-    wants: float,
-    tell: Callable[[str], object] = lambda _: None,
-    cores: float | None = None,
-) -> tuple[float, tuple[float, ...]]:
-    """The share of a processor that this device has when no others run, and how many times as long others made each device's
-    work, at most. All devices call it.
-
-    Where others are noticed it is measured again, and the quietest counts. What a device has of a processor beside others
-    would make it a slower device: one fleet, measured three times, was predicted at 1.60, 1.90 and 0.74 s.
-
-    Args:
-        seconds: of each attempt.
-        wants: see `wanted_cores`.
-        cores: that a description gives this device; what is measured within `NEARLY` of it is that: a fleet that is measured
-            twice has the same shares.
-    """
-    found: list[tuple[float, tuple[float, ...]]] = []
-    while not found or (len(found) < TRIES and max(found[-1][1]) > NOTICED):
-        if found:
-            tell("the processors again, since other programs use them")
-        begin = read()
-        share = processor_share(seconds)
-        found.append((share, slowed_by_others(group, f"load {len(found)}", use_since(begin, wants))))
-    share, slowed = min(found, key=lambda each: max(each[1]))
-    share = min(1.0, quota_cores() or 1.0, share * slowed[group.device])
-    told = min(1.0, cores or math.inf)
-    return told if cores is not None and abs(share / told - 1) <= NEARLY else share, slowed
-
-
 def machine_name() -> str:
     with suppress(OSError):  # elsewhere than on Linux each machine has one network, and the name must do
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -150,10 +103,13 @@ def machine_name() -> str:
 
 
 def quota_cores(proc: Path = Path("/proc/self"), mounts: Path = Path("/proc/mounts")) -> float | None:
-    """Processor seconds per second that the control groups above this process grant it; None without a limit.
+    """Return the CPU quota of this process in cores; None without a limit.
 
-    Reads version 1 (cpu.cfs_quota_us) and version 2 (cpu.max). The tightest group on the way up counts.
+    An emulated host names it in CONVOY_CPU_QUOTA: its process does not see where control groups are mounted. Elsewhere
+    the tightest control group above the process counts, version 1 (cpu.cfs_quota_us) or 2 (cpu.max).
     """
+    if cores := os.environ.get("CONVOY_CPU_QUOTA"):
+        return float(cores)
     try:
         groups = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
         roots = [line.split() for line in mounts.read_text().splitlines()]

@@ -1,8 +1,8 @@
 """Measures what a training step costs a device beside its layers: the executor on it (host overhead).
 
-The whole step runs as in training (loader, executor, loss, optimizer), on one device, over nets whose layers compute almost
-nothing; what the layers themselves take is subtracted. Copies and additions are timed through torch's own functions, as the
-executor calls them. All of it with cold caches: a step does each of these once, between layers (see `Cold`).
+A whole step runs on one device (fetching a batch, executor, loss, optimizer), over nets whose layers compute almost nothing;
+the seconds of the layers themselves are subtracted. Copies and additions are timed through torch's own functions, as the
+executor calls them. The caches are cold, because a step does each of these once, between layers (see `Cold`).
 """
 
 import math
@@ -15,19 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from convoy.comm.group import Arrived, CountedGroup, Message, Pending
-from convoy.data.images import Images
 from convoy.layout.layout import Split, everywhere
 from convoy.measure.layers import piece
-from convoy.measure.timing import (
-    CORE_BYTES,
-    PROCESSOR_BYTES,
-    Cold,
-    Now,
-    Piece,
-    plain_torch,
-    queued_seconds,
-    time_piece,
-)
+from convoy.measure.timing import CORE_BYTES, PROCESSOR_BYTES, Cold, Now, Piece, plain_torch, queued_seconds, sampled
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
@@ -37,8 +27,6 @@ from convoy.runtime.clock import Clock, Computing
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
 from convoy.simulate.overhead import FRESH_BYTES, Overheads
-from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
-from convoy.train.loader import Loader
 
 LAYERS = (1, 9)
 """Linear layers in the two nets whose difference is the cost of a layer."""
@@ -136,35 +124,30 @@ class _Filling(Computing):
 
 
 def _training(layers: int, device: torch.device, cold: Cold) -> Callable[[], object]:
-    """One step of a training loop like `convoy.train.loop.fit`, as one of two devices that have half of each layer's outputs.
-    Each layer leaves the caches cold."""
-    images = Images(
-        torch.zeros(1024 * BATCH, 4, 1, 1, dtype=torch.uint8), torch.zeros(1024 * BATCH, dtype=torch.int64), 4,
-        (0.5,) * 4, (0.5,) * 4,
-    )  # fmt: skip
-    model, example = _chain(layers), images[0][0][None]
+    """Return a step of a training loop, on one of two devices that have half of each layer's outputs.
+
+    It does what `convoy.train.loop` does for each batch: copy images, normalise them, and read the loss, on a CPU at once.
+    Each layer leaves the caches cold.
+    """
+    images = torch.zeros(1024 * BATCH, 4, 1, 1, dtype=torch.uint8)
+    labels = torch.zeros(len(images), dtype=torch.int64)
+    mean, deviation = (torch.full((4, 1, 1), 0.5) for _ in range(2))
+    model, example = _chain(layers), torch.zeros(1, 4, 1, 1)
     plan = named_plan("model", trace(model, example).graph, BATCH, Speeds((1.0, 1.0)))
     part = Distributed(model, plan, _Silent(0, 2, device, 1.0), example)
     if device.type == "cpu":
         part.use_clock(_FillingClock(device, cold))
     optimizer = torch.optim.SGD(part.parameters(), lr=0.0, momentum=0.9)
-    loader = Loader(images, BATCH, part)
-    batches, losses = iter(loader), LateLosses(lateness(device))
 
     def step() -> None:
-        nonlocal batches
-        batch = next(batches, None)
-        if batch is None:
-            batches = iter(loader)
-            batch = next(batches)
-        x, y = batch
-        loss = F.cross_entropy(part(x), y)
+        rows = torch.randint(len(images), (BATCH,))
+        x = images[rows].float().div_(255).sub_(mean).div_(deviation).to(device)
+        loss = F.cross_entropy(part(x, whole=True), labels[rows].to(device))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        losses.add(Unread(0, 0, UnreadNumber([loss]), BATCH, 0.0))
-        for _ in losses.due():
-            pass
+        if device.type == "cpu":  # a step does not wait for an accelerator
+            loss.item()
 
     return step
 
@@ -183,7 +166,7 @@ def _chain_piece(kind: str, device: torch.device) -> Iterator[Piece]:
 def _layer_s(kind: str, clock: Clock, now: Now, stretch_s: float) -> float:
     """The arithmetic of one layer of the chain, forward and backward."""
     with _chain_piece(kind, clock.device) as part:
-        return time_piece(part, clock, now, stretch_s).both_s
+        return sampled(part, clock, now, stretch_s).times(steady=True).both_s
 
 
 def _queue_s(clock: Clock) -> float:

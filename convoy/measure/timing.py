@@ -107,11 +107,11 @@ class Repetition:
         self.total_s += stretch_s
         self.total_calls += calls
 
-    def calls(self, stretch_s: float, once_s: float, beside_s: float = 0.0) -> int:
+    def calls(self, stretch_s: float, once_s: float, fill_s: float = 0.0) -> int:
         """So many fit into a stretch, with what goes on beside each."""
         # By the mean so far: a single call may have met no pause of a quota, or a whole one.
         mean_s = self.total_s / self.total_calls if self.total_calls else once_s
-        return max(1, min(self.most_calls, round(stretch_s / max(mean_s + beside_s, 1e-7))))
+        return max(1, min(self.most_calls, round(stretch_s / max(mean_s + fill_s, 1e-7))))
 
 
 @dataclass(slots=True)
@@ -121,12 +121,17 @@ class Sample:
     forward: Repetition
     backward: Repetition
 
-    def times(self, now: Now) -> Times:
-        """The seconds that these rounds say, of a clock; their spread is one of five rounds that would tell as much."""
-        forward_s, backward_s = (estimate(each.each_s, now) for each in (self.forward, self.backward))
+    def times(self, *, steady: bool = False) -> Times:
+        """Return the seconds of a call by these rounds, with the spread of five rounds that would tell as much.
+
+        Args:
+            steady: the clock leaves out the pauses of a quota. Then longer rounds were disturbed, and the median tells most. A
+                wall clock has a pause or none in each round; the mean has them as a step has.
+        """
+        estimate = statistics.median if steady else typical
         both = [f + b for f, b in zip(self.forward.each_s, self.backward.each_s, strict=True)]
-        spread = median_error(both) / ERROR_OF_SPREAD if isinstance(now, ProcessorClock) else spread_of(both)
-        return Times(forward_s, backward_s, spread)
+        spread = median_error(both) / ERROR_OF_SPREAD if steady else spread_of(both)
+        return Times(estimate(self.forward.each_s), estimate(self.backward.each_s), spread)
 
     @property
     def is_known(self) -> bool:
@@ -190,11 +195,6 @@ class Cold:
                 work()
             each_s.append((self.now() - start_s) / count)
         return each_s
-
-
-def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_S) -> Times:
-    """Seconds of a piece in one turn, from several rounds; 10 stretches in total where a call is short. See `sampled`."""
-    return sampled(piece, clock, now, stretch_s).times(now)
 
 
 def sampled(
@@ -389,16 +389,6 @@ ERROR_OF_SPREAD = 0.21
 much for nine of ten."""
 
 
-def estimate(values: Sequence[float], now: Now) -> float:
-    """What tells most of a step, of some seconds.
-
-    On the wall, a stretch under a quota holds a pause or none, and the mean has them as a step has. Of processor time, where
-    nothing waits, what is longer was disturbed: by cold caches, or by others who use the memory. Steps are, too. So it is the
-    median: by the lower quartile, which repeats better, 91 plans were predicted 1.5 % shorter and worse.
-    """
-    return statistics.median(values) if isinstance(now, ProcessorClock) else typical(values)
-
-
 def median_error(values: Sequence[float]) -> float:
     """Its standard error as a part of it, whatever the distribution: of n values, n / 2 lie below it, give or take
     sqrt(n * 1/2 * 1/2)."""
@@ -415,16 +405,6 @@ def _at(rows: Sequence[float], place: float) -> float:
     return rows[low] + part * (rows[high] - rows[low])
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessorClock:
-    """Processor time of this process over the share of a processor that it has."""
-
-    share: float
-
-    def __call__(self) -> float:
-        return time.process_time() / self.share
-
-
 def device_now(device: torch.device) -> Now:
     """Reads the clock of this process once `device` has finished what it was given."""
 
@@ -433,22 +413,6 @@ def device_now(device: torch.device) -> Now:
         return time.perf_counter()
 
     return now
-
-
-def quota_now(device: torch.device, share: float, slowdown: float = 1.0) -> Now:
-    """Reads seconds as `device_now` does, without the pauses of a quota: processor time over the share of a processor.
-
-    A device under a quota computes in slices of a few milliseconds, and a short call meets a whole pause or none; how often
-    is chance. Its processor time is not. For one-threaded CPU devices only: of several threads it would be the sum, and a
-    slow-down that is slept is not in it.
-
-    Args:
-        share: see `convoy.measure.load.measure_share`.
-        slowdown: of the device's clock.
-    """
-    if device.type != "cpu" or torch.get_num_threads() > 1 or slowdown > 1:
-        return device_now(device)
-    return ProcessorClock(share)
 
 
 @plain_torch(torch.float32)

@@ -6,6 +6,7 @@ from rich.table import Table
 from convoy.measure.energy import ABSENT, counted_with
 from convoy.report.numbers import plain, seconds
 from convoy.report.screen import new_table
+from convoy.simulate.noise import QuotaNoise
 from convoy.simulate.table import Measurement, layer_times
 
 SHOWN_LAYERS = 12
@@ -113,12 +114,13 @@ def _devices(measured: Measurement) -> Table:
         ("cores", "slowed", "send", "receive", "update", "delay", "during", "saved"),
     )  # fmt: skip
     for device, costs in zip(measured.fleet.devices, measured.device, strict=True):
+        noise = costs.noise or QuotaNoise()
         table.add_row(
             device.name, device.host, "-" if device.cores is None else f"{device.cores:g}",
             f"{device.slowdown:g}x" if device.slowdown != 1 else "-", f"{costs.send_s_per_byte * 1e9:.3g}",
             f"{costs.receive_s_per_byte * 1e9:.3g} {_about(costs.traffic_spread)}",
             f"{costs.update_s_per_entry * 1e9:.3g} {_about(costs.update_spread)}",
-            *(seconds(each) if each else "-" for each in (costs.jitter_s, costs.beside_s, costs.rested_s)),
+            *(seconds(each) if each else "-" for each in (costs.jitter_s, noise.overlap_delay_s, noise.rested_s)),
         )  # fmt: skip
     return table
 

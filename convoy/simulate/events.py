@@ -5,8 +5,7 @@ lane; messages go on by themselves. A message starts when its sender is ready, w
 with all others; those from one device to another go through one connection, one by one. The kernels hold it: the sender goes
 on at once where its kernel takes all of it, and what arrives before it is asked for is there then. What moves bytes and what
 computes share the device's processor. A device that has computed comes late to an exchange, by its jitter; one that has
-just waited does not. While it computes it is late to each round of a sum. And under a quota of processor time it computes
-faster at first, after it has rested.
+just waited does not. Devices under a CPU quota have a noise model beside that (`noise.py`).
 """
 
 import heapq
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from convoy.simulate.network import SHARE, Network, rates
+from convoy.simulate.noise import SavedQuota
 
 Activity = Literal["compute", "send", "receive", "wait"]
 
@@ -85,14 +85,14 @@ class Work:
     """Occupies the lane for some seconds, more where the processor is shared.
 
     Attributes:
-        sooner: whether it is done sooner after a rest. Calls are not: what an exchange takes beyond their price, with the rest
-            before it, is in the jitter.
+        is_layer: whether a saved CPU quota speeds it up (`noise.py`). It does not speed up calls: what an exchange takes beyond
+            their price, with the rest before it, is in the jitter.
     """
 
     step: int
     label: str
     seconds: float
-    sooner: bool = False
+    is_layer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +195,7 @@ class _Play:
         self.events: list[Event] = []
         self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
         self.resumed_s = [0.0] * len(programs)  # when each device last had waited
-        self.rested_s = [0.0] * len(programs)  # of what it is to compute next, so much comes sooner
-        self.idle_s: list[float | None] = [0.0] * len(programs)  # since when neither lane computes
+        self.saved = {device: SavedQuota(noise) for device, noise in enumerate(network.noise) if noise is not None}
         self.now = 0.0
         self.ready: deque[tuple[int, int]] = deque((d, lane) for d in range(len(programs)) for lane in (MAIN, SUMS))
 
@@ -302,22 +301,14 @@ class _Play:
     def _in_a_row(self, lane: _Lane) -> list[float]:
         """See `_Lane.left_s`; and behind it the seconds of all: between two of them nothing begins or ends elsewhere."""
         row = itertools.takewhile(lambda item: isinstance(item, Work), itertools.islice(lane.items, lane.at, None))
-        seconds = [self._after_rest_s(lane.device, item) for item in row if isinstance(item, Work)]
+        works = [item for item in row if isinstance(item, Work)]
+        saved = self.saved.get(lane.device)
+        if saved is None:
+            seconds = [work.seconds for work in works]
+        else:
+            saved.wake(self.now)
+            seconds = [saved.spend(work.seconds) if work.is_layer else work.seconds for work in works]
         return list(itertools.accumulate(reversed(seconds), initial=0.0))
-
-    def _after_rest_s(self, device: int, work: Work) -> float:
-        """Seconds of computing on a device that has rested: a quota that it has not used lets it run faster for a while."""
-        if not self.network.rests:
-            return work.seconds
-        most_s, times = self.network.rests[device]
-        if (since_s := self.idle_s[device]) is not None:
-            self.rested_s[device] = min(most_s, self.rested_s[device] + self.now - since_s)
-            self.idle_s[device] = None
-        if not work.sooner:
-            return work.seconds
-        sooner_s = min(self.rested_s[device], work.seconds * (1.0 - 1.0 / times))
-        self.rested_s[device] -= sooner_s
-        return work.seconds - sooner_s
 
     def _computed(self, device: int, number: int, at_s: float) -> None:
         lane = self.lanes[device][number]
@@ -332,8 +323,8 @@ class _Play:
     def _worked(self, device: int, number: int) -> None:
         del self.works[device, number]
         self._computed(device, number, self.now)
-        if (device, MAIN + SUMS - number) not in self.works:
-            self.idle_s[device] = self.now
+        if device in self.saved and (device, MAIN + SUMS - number) not in self.works:
+            self.saved[device].rest(self.now)
         self.ready.append((device, number))
 
     def _mark(self, device: int, key: Key) -> None:
@@ -390,12 +381,14 @@ class _Play:
             self._mark(device, key)
 
     def _late_s(self, device: int, number: int) -> float:
-        """Not later than it had computed for, since it last waited; and what it waits now makes up for it.
+        """Return how late a device comes to a round.
 
-        A round of a sum beside computing waits for the processor whoever waited before.
+        After computing: by its jitter, at most as long as it had computed since it last waited; what it waits now makes up for
+        it. A sum that overlaps with computing is late by the noise model alone.
         """
-        if number == SUMS and self.network.beside_s and (device, MAIN) in self.works:
-            return self.network.beside_s[device]
+        if number == SUMS and (device, MAIN) in self.works:
+            noise = self.network.noise[device] if self.network.noise else None
+            return 0.0 if noise is None else noise.overlap_delay_s
         if not self.network.jitter_s:
             return 0.0
         lane = self.lanes[device][MAIN]

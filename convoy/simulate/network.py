@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from convoy.fleet import WITHIN_HOST, Card, Fleet
+from convoy.simulate.noise import QuotaNoise
 
 SHARE = 0.5
 """Of a processor that computes, messages get half if they need so much: two threads that both could run take turns."""
@@ -27,10 +28,8 @@ class Network:
         segment: index of each host's segment of the network; -1 for a host that is in none. Empty where there is none.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: of each segment, shared by all messages that leave or enter it.
         jitter_s: by how much each device, when it has been computing, makes an exchange later than its mean speed says;
-            none where nothing was measured. See `convoy.measure.meetings`.
-        beside_s: by how much each device makes a round of a gradient sum later while it computes.
-        rests: of each device under a quota of processor time, the seconds that it computes sooner after a rest, and how many
-            times as fast it is until then; none where nothing was measured.
+            none where nothing was measured. See `convoy.measure.sync_overhead`.
+        noise: the noise model of each device, None for one without a CPU quota. Empty where no device has one.
         largest_latency_s: of all pairs of different devices.
     """
 
@@ -42,8 +41,7 @@ class Network:
     pair_bytes_per_s: tuple[tuple[float, ...], ...]
     processor_s_per_byte: tuple[float, ...]
     jitter_s: tuple[float, ...] = ()
-    beside_s: tuple[float, ...] = ()
-    rests: tuple[tuple[float, float], ...] = ()
+    noise: tuple[QuotaNoise | None, ...] = ()
     segment: tuple[int, ...] = ()
     uplink_send_bytes_per_s: tuple[float, ...] = ()
     uplink_receive_bytes_per_s: tuple[float, ...] = ()

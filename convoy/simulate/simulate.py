@@ -237,7 +237,7 @@ class _Pricer:
         seconds = self.costs.times.seconds(self.device, layer, operation.phase, operation.size, part)  # type: ignore[arg-type]
         if called and not self.overhead.queue_s and (operation.rows is None or operation.rows[0] == 0):
             seconds += self.overhead.layer_s / (2 if part == "all" else 4)
-        return Work(operation.step, label, seconds, sooner=True)
+        return Work(operation.step, label, seconds, is_layer=True)
 
     def _begin(self, operation: ExchangeRound) -> Begin:
         sizes: dict[Route, int] = {}

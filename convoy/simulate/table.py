@@ -34,6 +34,7 @@ from convoy.simulate.compute import ComputeTimes, Correction, Grid, LayerTimes, 
 from convoy.simulate.costs import Costs
 from convoy.simulate.interval import Errors, of_repeats, together
 from convoy.simulate.network import network_of
+from convoy.simulate.noise import QuotaNoise
 from convoy.simulate.overhead import Overheads
 
 FORMAT = 2
@@ -81,9 +82,8 @@ class DeviceCosts:
         update_s_per_entry: of SGD with momentum, per entry of the parameters it holds.
         step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor,
             loss_s_per_byte, queue_s: see `convoy.simulate.overhead.Overheads`; the last two are 0 in files without them.
-        jitter_s, beside_s: see `convoy.simulate.network.Network`; beside_s is 0 in files from before it was measured.
-        rested_s, burst: seconds that it computes sooner after a rest, and how many times as fast it is until then: of a device
-            under a quota of processor time. 0 and 1 in files from before they were measured.
+        jitter_s: see `convoy.simulate.network.Network`.
+        noise: the noise model of a device under a CPU quota; None for every other device.
         other_load: how much longer its work took because of other programs, at most: 0.5 is half as long again.
         flop_per_s, memory_bytes_per_s: what it reached at the weighted layers of this net, and at all others; 0: not known.
         process_bytes: resident memory of the process beside the model, before anything is trained; 0: not known, as of
@@ -105,9 +105,6 @@ class DeviceCosts:
     fresh_s_per_byte: Seconds
     update_s_per_tensor: Seconds
     jitter_s: Seconds = 0.0
-    beside_s: Seconds = 0.0
-    rested_s: Seconds = 0.0
-    burst: Annotated[float, Strict(), Field(ge=1, le=MOST)] = 1.0
     traffic_spread: Spread = 0.0
     update_spread: Spread = 0.0
     other_load: Spread = 0.0
@@ -118,6 +115,7 @@ class DeviceCosts:
     loss_s_per_byte: Seconds = 0.0
     queue_s: Seconds = 0.0
     process_bytes: Annotated[int, Strict(), Field(ge=0, le=2**50)] = 0
+    noise: QuotaNoise | None = None
 
     @property
     def overheads(self) -> Overheads:
@@ -254,8 +252,7 @@ class Measurement:
                     [costs.processor_s_per_byte for costs in self.device],
                     [costs.jitter_s for costs in self.device],
                 ),
-                beside_s=tuple(costs.beside_s for costs in self.device),
-                rests=tuple((costs.rested_s, costs.burst) for costs in self.device),
+                noise=tuple(costs.noise for costs in self.device) if any(costs.noise for costs in self.device) else (),
             ),
             itemsize=itemsize,
             update_s_per_entry=tuple(costs.update_s_per_entry for costs in self.device),
@@ -297,6 +294,8 @@ class Measurement:
         if (number := measured.get("format")) != FORMAT:
             raise InputError(f"{source}: measured.format = {shown(number)}: this version reads {FORMAT}; measure again")
         rows = {name: value for name, value in measured.items() if name != "format"}
+        if isinstance(devices := rows.get("device"), list):
+            rows["device"] = [_with_noise(row) for row in devices]
         try:
             return TypeAdapter(cls).validate_python(rows | {"fleet": fleet})
         except ValidationError as error:
@@ -316,8 +315,19 @@ class Measurement:
 
 
 _SECTIONS: Mapping[str, type[Any]] = {
-    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "host": HostRates
+    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "host": HostRates, "noise": QuotaNoise
 }  # fmt: skip
+_OLD_NOISE = {"beside_s": "overlap_delay_s", "rested_s": "rested_s", "burst": "burst"}
+"""Keys of a device in files from before the noise model was a table of its own, and their names there."""
+
+
+def _with_noise(row: Any) -> Any:
+    """Return the row of a device with the keys of an older file moved into its noise model; none if they say nothing."""
+    if not isinstance(row, dict) or not row.keys() & _OLD_NOISE.keys():
+        return row
+    noise = {new: row[old] for old, new in _OLD_NOISE.items() if old in row}
+    kept = {name: value for name, value in row.items() if name not in _OLD_NOISE}
+    return kept if QuotaNoise(**noise) == QuotaNoise() else kept | {"noise": noise}
 
 
 def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
@@ -332,13 +342,15 @@ def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
     return fleet, Measurement._from_sections(sections, fleet, source) if "measured" in sections else None
 
 
-def _row(value: DeviceCosts | HostRates | LinkSpread | LayerPoint) -> str:
-    # Few points are shared, few powers known: the key stands only there.
+def _row(value: DeviceCosts | HostRates | LinkSpread | LayerPoint | QuotaNoise) -> str:
+    # Few points are shared, few devices have a quota: the key stands only there.
     named = [(field.name, getattr(value, field.name)) for field in fields(value)]
     return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False and each is not None)
 
 
-def _literal(value: str | int | float) -> str:
+def _literal(value: str | int | float | QuotaNoise) -> str:
+    if isinstance(value, QuotaNoise):
+        return f"{{ {_row(value)} }}"
     if isinstance(value, bool):
         return str(value).lower()
     # By hand, since a document of thousands of rows takes tomlkit seconds.

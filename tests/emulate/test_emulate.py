@@ -111,7 +111,7 @@ MEETING = """
 import json, os, pathlib, subprocess, sys
 def ask(*words): return json.loads(subprocess.check_output(words))
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME",
-         "OMP_NUM_THREADS", "CONVOY_DEVICE", "CONVOY_SLOWDOWN", "CONVOY_FLEET"]
+         "OMP_NUM_THREADS", "CONVOY_DEVICE", "CONVOY_SLOWDOWN", "CONVOY_CPU_QUOTA", "CONVOY_FLEET"]
 seen = {"environment": {name: os.environ.get(name) for name in names},
         "port": int(os.environ["MASTER_PORT"]),
         "cards": {card["ifname"]: [each["local"] for each in card["addr_info"]] for card in ask("ip", "-j", "address")},
@@ -147,10 +147,11 @@ def test_every_device_meets_its_host_and_torchruns_environment(tmp_path: Path) -
         "CONVOY_FLEET": str(fleet_path),
     }
     own = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "CONVOY_DEVICE", "CONVOY_SLOWDOWN"]
+    own.append("CONVOY_CPU_QUOTA")
     values = [
-        ("0", "0", "2", "2", "cpu", "1.0"),
-        ("1", "0", "1", "1", "cpu", "1.0"),
-        ("2", "1", "2", os.environ.get("OMP_NUM_THREADS"), "cuda", "2.0"),
+        ("0", "0", "2", "2", "cpu", "1.0", "1.2"),
+        ("1", "0", "1", "1", "cpu", "1.0", "0.3"),
+        ("2", "1", "2", os.environ.get("OMP_NUM_THREADS"), "cuda", "2.0", None),
     ]
     for index, (mine, address, rate) in enumerate(
         zip(values, ("10.77.0.2", "10.77.0.1", "10.77.0.2"), (125_000_000, 12_500_000, 125_000_000), strict=True)
@@ -278,7 +279,7 @@ FALLS = """
 import os, sys
 from pathlib import Path
 from convoy.emulate.cgroups import run_like
-from convoy.measure.load import processor_share
+from convoy.measure.quota import processor_share
 before = processor_share(0.3)
 run_like(0.1)
 Path(sys.argv[1]).write_text(f"{before} {processor_share(0.5)}")

@@ -28,15 +28,17 @@ from convoy.measure.job import (
     stretch_of,
 )
 from convoy.measure.layers import Bench, Point
-from convoy.measure.meetings import Meetings
 from convoy.measure.partial import Partial
+from convoy.measure.quota import QuotaProbe
 from convoy.measure.sizes import SizeToProfile
+from convoy.measure.sync_overhead import SyncOverhead
 from convoy.measure.timing import STRETCH_S, Times
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS
 from convoy.plan.size import LocalSize
 from convoy.runtime.clock import Clock
+from convoy.simulate.noise import QuotaNoise
 from convoy.simulate.overhead import Overheads
 from convoy.simulate.table import Measurement
 
@@ -194,11 +196,11 @@ def test_the_whole_job_keeps_to_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("convoy.measure.job._with_plan_sizes", noted)
 
-    def slow(*_: Any, **__: Any) -> Meetings:
+    def slow(*_: Any, **__: Any) -> SyncOverhead:
         wall.time_s += 6.0
-        return Meetings((0.0,), (0.0,), (1.0,), (0.0,))
+        return SyncOverhead((0.0,), (1.0,))
 
-    monkeypatch.setattr("convoy.measure.job.measure_meetings", slow)
+    monkeypatch.setattr("convoy.measure.job.measure_sync_overhead", slow)
     model = net()
     traced = trace(model, torch.zeros(2, 1, 8, 8))
     measure_job(
@@ -207,19 +209,19 @@ def test_the_whole_job_keeps_to_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left == [pytest.approx(4.0)]
 
 
-def test_what_meetings_tell_reaches_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_overhead_and_noise_reach_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls three times as dear, on a quarter of a processor."""
     plain = {"step_s": 0.01, "layer_s": 0.02, "round_s": 0.03, "message_s": 0.04}
     monkeypatch.setattr("convoy.measure.job.measure_overheads", lambda *_, **__: Overheads(**plain))
-    monkeypatch.setattr("convoy.measure.job.measure_share", lambda *_, **__: (0.25, (1.0,)))
-    found = Meetings((0.1,), (0.2,), (3.0,), (0.4,))
-    monkeypatch.setattr("convoy.measure.job.measure_meetings", lambda *_, **__: found)
+    group, found = AloneGroup(CPU), SyncOverhead((0.1,), (3.0,), (0.5,), (0.0,))
+    probe = QuotaProbe(group, (True,), 0.25, (1.0,), rested_s=[0.1])
+    monkeypatch.setattr(QuotaProbe, "of", lambda *_: probe)
+    monkeypatch.setattr("convoy.measure.job.measure_sync_overhead", lambda *_, **__: found)
     model = net()
     traced = trace(model, torch.zeros(2, 1, 8, 8))
-    (costs,) = measure_job(
-        AloneGroup(CPU), traced, model, BATCH, MeasureOptions("two-conv", budget_s=1.0, stretch_s=1e-5)
-    ).device
-    assert (costs.jitter_s, costs.beside_s, costs.rested_s, costs.burst) == (0.1, 0.2, 0.4, 4.0)
+    (costs,) = measure_job(group, traced, model, BATCH, MeasureOptions("two-conv", budget_s=1.0, stretch_s=1e-5)).device
+    assert costs.jitter_s == 0.1
+    assert costs.noise == QuotaNoise(overlap_delay_s=0.0, rested_s=0.4, burst=4.0)
     assert (costs.step_s, costs.layer_s) == (0.01, 0.02)
     assert (costs.round_s, costs.message_s) == pytest.approx((0.09, 0.12))
 
@@ -229,11 +231,7 @@ def test_what_meetings_tell_reaches_the_file(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "convoy.measure.speeds.run_round",
-        "convoy.measure.layers.sampled",
-        "convoy.measure.job.measure_share",
-    ):
+    for name in ("convoy.measure.layers.sampled", "convoy.measure.quota.measure_share"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("one device was measured"))
 
 

@@ -1,18 +1,12 @@
-"""Other programs are noticed. Two-conv 50:500 on one fleet, measured three times beside others, was predicted at 1.60, 1.90 and
-0.74 s, because each device took what it had of a processor for what it has of one."""
+"""Other programs are noticed, and CPU quotas are found."""
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
-from convoy.comm.group import AloneGroup
 from convoy.measure import load
-from convoy.measure.load import Use, measure_share, quota_cores, slowed
-
-CPU = torch.device("cpu")
+from convoy.measure.load import Use, quota_cores, slowed
 
 
 def use(busy: float, own: float, wants: float = 1.0, cores: float = 2.0, machine: str = "m") -> Use:
@@ -36,83 +30,12 @@ def test_how_much_longer_others_make_it(uses: list[Use], expected: list[float]) 
     assert slowed(uses) == pytest.approx(expected)
 
 
-class Machine:
-    """Two cores; programs of others take some of them, first more and then less."""
-
-    def __init__(self, others: list[float], monkeypatch: pytest.MonkeyPatch, quota: float | None = None) -> None:
-        self.others: Iterator[float] = itertools.chain(others, itertools.repeat(others[-1]))
-        self.wall_s = self.busy_s = self.own_s = 0.0
-        self.shares: list[float] = []
-        self.quota = quota
-        monkeypatch.setattr(load, "read", lambda: load.Reading(self.wall_s, self.busy_s, self.own_s))
-        monkeypatch.setattr(load, "processor_share", self.spin)
-        monkeypatch.setattr(load, "quota_cores", lambda: quota)
-        monkeypatch.setattr(load.os, "cpu_count", lambda: 2)
-
-    def spin(self, seconds: float) -> float:
-        taken = next(self.others)
-        own = min(1.0 if self.quota is None else self.quota, 2.0 - taken)
-        self.wall_s += seconds
-        self.busy_s += seconds * (own + taken)
-        self.own_s += seconds * own
-        self.shares.append(own)
-        return own
-
-
-def test_on_a_quiet_machine_the_share_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine([0.0], monkeypatch)
-    assert measure_share(AloneGroup(CPU), 1.0, 1.0) == (1.0, (1.0,))
-    assert machine.shares == [1.0]
-
-
-def test_beside_others_it_is_measured_again_and_the_quietest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, told = Machine([1.6, 0.5], monkeypatch), []
-    assert measure_share(AloneGroup(CPU), 1.0, 1.0, told.append) == (1.0, (1.0,))
-    assert machine.shares == pytest.approx([0.4, 1.0])
-    assert told == ["the processors again, since other programs use them"]
-
-
-def test_where_others_stay_the_share_is_that_of_a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever they take: predictions repeat."""
-    for taken in (1.2, 1.5, 1.6):
-        with monkeypatch.context() as patched:
-            machine = Machine([taken], patched)
-            share, times = measure_share(AloneGroup(CPU), 1.0, 1.0)
-            assert share == pytest.approx(1.0)
-            assert times == pytest.approx((1 / (2 - taken),))
-            assert len(machine.shares) == load.TRIES
-
-
-def test_a_quota_is_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine([0.2], monkeypatch, quota=0.3)
-    assert measure_share(AloneGroup(CPU), 1.0, 0.3) == (pytest.approx(0.3), (1.0,))
-
-
-def test_beside_others_a_share_is_at_most_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine([1.9], monkeypatch, quota=0.3)
-    share, times = measure_share(AloneGroup(CPU), 1.0, 0.3)
-    assert share == pytest.approx(0.3)
-    assert times[0] == pytest.approx(0.3 / 0.1)
-
-
 def test_the_clocks_of_this_machine_can_be_read() -> None:
     begin = load.read()
     now = load.use_since(begin, 1.0)
     assert now.busy >= 0
     assert now.own >= 0
     assert now.machine
-
-
-@pytest.mark.parametrize(
-    ("cores", "share"), [(None, 0.28), (0.3, 0.3), (0.6, 0.28), (0.26, 0.26), (0.25, 0.28), (8.0, 0.28)]
-)
-def test_a_described_share_is_taken_where_the_measured_one_is_near(
-    cores: float | None, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each measuring found another share, by a few parts in a hundred, and so other seconds of everything."""
-    Machine([0.0], monkeypatch)
-    monkeypatch.setattr(load, "processor_share", lambda _: 0.28)
-    assert measure_share(AloneGroup(CPU), 1.0, 0.3, cores=cores)[0] == pytest.approx(share)
 
 
 def control_groups(folder: Path, lines: str, mounts: str, files: Mapping[str, str]) -> float | None:
@@ -133,3 +56,9 @@ def test_quotas_of_both_versions_are_found(tmp_path: Path) -> None:
     assert control_groups(tmp_path, "4:cpuset:/d\n3:cpu,cpuacct:/d\n", v1, files) == 0.2
     assert control_groups(tmp_path, "3:cpu,cpuacct:/d\n", v1, {"cpu/d/cpu.cfs_quota_us": "-1\n"}) is None
     assert quota_cores(tmp_path / "none", tmp_path / "none") is None
+
+
+def test_an_emulated_host_names_its_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a network namespace the mounts of control groups are not seen."""
+    monkeypatch.setenv("CONVOY_CPU_QUOTA", "0.3")
+    assert quota_cores(tmp_path / "none", tmp_path / "none") == 0.3

@@ -22,12 +22,12 @@ from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.measure.describe import Own, fit, fleet_of, host_indices
 from convoy.measure.energy import ABSENT, Counter, EnergyMeter
-from convoy.measure.job import MeasureOptions, _measure_costs, crowding, measure_job, with_crowding
+from convoy.measure.job import MeasureOptions, _measure_costs, measure_job, with_contention
 from convoy.measure.layers import Bench
 from convoy.measure.overheads import LOSS_ENTRIES, loss_shapes
 from convoy.measure.partial import Partial
 from convoy.measure.speeds import measure_speeds
-from convoy.measure.timing import ProcessorClock, device_now
+from convoy.measure.timing import device_now
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -85,6 +85,12 @@ def test_a_fleet_file_must_be_the_fleet_of_the_job() -> None:
 # --- the whole job ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever limits this test: seconds are those of the wall."""
+    monkeypatch.setattr("convoy.measure.quota.quota_cores", lambda: None)
+
+
 def measure_alone(partial: Path | None, progress: Callable[[str, int, int], None] = lambda *_: None) -> Measurement:
     model, traced = traced_net("two-conv")
     with AloneGroup(CPU) as group:
@@ -132,23 +138,15 @@ def test_the_callers_settings_of_torch_reach_no_probe(dtype: torch.dtype) -> Non
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_device_that_gets_less_of_a_processor_while_all_compute_is_slower() -> None:
-    """Four rehearsed hosts on two cores: the one with 0.8 of a core had 0.75 while all computed, and its layers were predicted
-    7 % too fast. What other programs take is not counted: one fleet was predicted at 1.6, 1.9 and 0.7 s for it."""
-    clock = ProcessorClock(0.8)
-    assert crowding(clock, 10.0, 7.5, 1.0) == pytest.approx(0.8 / 0.75)
-    assert crowding(clock, 10.0, 8.0, 1.0) == 1.0
-    assert crowding(clock, 10.0, 9.0, 1.0) == 1.0, "short rounds begin with a whole quota"
-    assert crowding(clock, 10.0, 4.0, 2.0) == 1.0, "others had half of the machine"
-    assert crowding(clock, 0.0, 0.0, 1.0) == 1.0, "all tables were kept from a run before"
-    assert crowding(device_now(CPU), 10.0, 4.0, 1.0) == 1.0, "seconds on the wall have the waiting in them"
-
-
-def test_crowding_is_in_every_time_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.measure.job.crowding", lambda *_: 1e6)
+def test_contention_is_in_every_layer_time_of_a_device() -> None:
     measured = measure_alone(None)
-    assert all(point.forward_s > 0.1 for point in measured.layer)
-    assert with_crowding(measured, [1e-6]).layer[0].forward_s < 0.1
+    slower = with_contention(measured, [3.0])
+    assert [p.forward_s for p in slower.layer] == [3.0 * p.forward_s for p in measured.layer]
+    assert [p.backward_s for p in slower.layer] == [3.0 * p.backward_s for p in measured.layer]
+
+
+def test_a_machine_without_a_quota_is_measured_without_a_noise_model() -> None:
+    assert [costs.noise for costs in measure_alone(None).device] == [None]
 
 
 def test_watts_while_layers_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,10 +241,7 @@ def test_devices_with_different_precisions_are_refused() -> None:
         )
 
 
-def test_an_interrupted_measuring_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "convoy.measure.job.crowding", lambda *_: 1.0
-    )  # beside other tests times would be as much longer
+def test_an_interrupted_measuring_continues(tmp_path: Path) -> None:
     partial = tmp_path / "fleet.toml.partial"
 
     def interrupt(_what: str, done: int, _total: int) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import convoy.measure.speeds
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
-from convoy.measure.speeds import DeviceTimes, LayerTime, given_speeds, measure_layers, measure_speeds, speeds_of
+from convoy.measure.layers import Bench
+from convoy.measure.speeds import Rows, given_speeds, measure_rows, measure_speeds, speeds_of
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.presets import Speeds
 from convoy.runtime.clock import Clock
@@ -24,8 +25,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run instead of 20 ms of them: these tests look at everything but the precision."""
-    monkeypatch.setattr(convoy.measure.speeds, "BURST_S", 0.0)
+    """One call a round instead of 10 ms of calls: these tests look at everything but the precision."""
+    monkeypatch.setattr(convoy.measure.speeds, "STRETCH_S", 0.0)
 
 
 # ---------------------------------------------------------------------------------------------- tables by hand
@@ -35,20 +36,18 @@ def two_layers() -> TracedModel:
     return trace(nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten(), nn.Linear(16, 2)), torch.zeros(1, 1, 2, 2))
 
 
-def times(conv: list[tuple[int, float]], flatten_s: float, linear_s: float) -> DeviceTimes:
-    """Half of each time in forward, half in backward."""
-    halves = [LayerTime(samples, s / 2, s / 2, 0.0) for samples, s in conv]
-    return {
-        "0": tuple(halves),
-        "1": (LayerTime(8, flatten_s, 0.0, 0.0),),
-        "2": (LayerTime(8, linear_s / 2, linear_s / 2, 0.0),),
-    }
+def rows(conv: list[tuple[int, float]], flatten_s: float, linear_s: float) -> Rows:
+    return {"0": conv, "1": [(8, flatten_s)], "2": [(8, linear_s)]}
+
+
+def rows_of(model: nn.Module, traced: TracedModel, batch: int, clock: Clock | None = None) -> Rows:
+    return measure_rows(Bench(traced, model, batch, clock or Clock(CPU), CPU, stretch_s=0.0, rounds=1))
 
 
 def test_speeds_are_samples_per_second_of_the_largest_size_that_all_have_timed() -> None:
     """Device 1 gave up on the convolution after 8 samples, so the 16 of device 0 say nothing about the two."""
-    fast = times([(8, 0.8), (16, 1.0)], 0.08, 0.8)
-    slow = times([(8, 2.4)], 0.08, 0.8)
+    fast = rows([(8, 0.8), (16, 1.0)], 0.08, 0.8)
+    slow = rows([(8, 2.4)], 0.08, 0.8)
     speeds = speeds_of([fast, slow], two_layers().graph)
     assert set(speeds.layers) == {"0", "2"}, "only layers that plans are about"
     assert speeds.layers["0"] == pytest.approx((8 / 0.8, 8 / 2.4))
@@ -115,26 +114,21 @@ def test_every_layer_takes_time(name: str) -> None:
     model = nets.build(name, dtype=torch.float32)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     traced = trace(model, torch.zeros(2, *nets.shape_of(model)))
-    found = measure_layers(traced, model, 8, Clock(CPU), CPU, repeats=1)
+    found = rows_of(model, traced, 8)
     layers = [each for each in traced.graph.layers.values() if each.batched and each.kind not in ("input", "pick")]
     assert list(found) == [layer.name for layer in layers]
-    for layer in layers:
-        rows = found[layer.name]
-        assert [row.samples for row in rows] == [2, 4]
-        for row in rows:
-            assert 0 < row.forward_s < 60
-            assert (0 < row.backward_s < 60) or (row.backward_s == 0 and not layer.differentiable)
-            assert row.spread == 0, "one round has no spread"
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), (
-        "the model is left as it was"
-    )
+    for timed in found.values():
+        assert [samples for samples, _ in timed] == [2, 4]
+        assert all(0 < seconds < 60 for _, seconds in timed)
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items()), "the model is left as it was"
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_model_that_is_one_opaque_layer_with_several_outputs_is_measured() -> None:
     model = Several()
     traced = trace(model, torch.ones(2, 3, 8, 8))
-    found = measure_layers(traced, model, 8, Clock(CPU), CPU, repeats=1)
+    found = rows_of(model, traced, 8)
     assert [traced.graph[name].kind for name in found] == ["opaque"]
     speeds = speeds_of([found, found], traced.graph)
     assert speeds.devices[0] == speeds.devices[1] > 0
@@ -186,8 +180,9 @@ class Resting(Clock):
 
 def test_the_slow_down_of_a_device_counts() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten(), nn.Linear(16, 2))
-    found = measure_layers(two_layers(), model, 4, Resting(CPU), CPU, repeats=1)
-    assert all(row.forward_s >= 0.005 and row.backward_s >= 0.005 for rows in found.values() for row in rows)
+    found = rows_of(model, two_layers(), 4, Resting(CPU))
+    least_s = {"0": 0.01, "1": 0.01, "2": 0.01}  # forward and backward
+    assert all(seconds >= least_s[name] for name, timed in found.items() for _, seconds in timed)
 
 
 def test_all_devices_learn_the_same_speeds() -> None:

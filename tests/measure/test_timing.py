@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from convoy.measure import overheads, timing
-from convoy.measure.load import processor_share
-from convoy.measure.timing import Piece, time_piece
+from convoy.measure.timing import Piece, Times
 from convoy.runtime.clock import Clock
 
 CPU = torch.device("cpu")
@@ -43,6 +42,10 @@ class FakeRun:
         self.processor.used_s += self.backward_s
 
 
+def seconds_of(piece: Piece, clock: Clock, now: Callable[[], float]) -> Times:
+    return timing.sampled(piece, clock, now).times()
+
+
 @pytest.mark.parametrize("forward_s", [1e-5, 3e-4, 2e-3, 0.07])
 @pytest.mark.parametrize("times_backward", [0.3, 3.0, 30.0])
 @pytest.mark.parametrize("quota", [1.0, 0.5, 0.2])
@@ -50,7 +53,7 @@ def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, for
     """Each phase meets its part of the pauses, also where it is much shorter than the other one."""
     processor = Processor(quota)
     run = FakeRun(processor, forward_s, times_backward * forward_s)
-    times = time_piece(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now)
+    times = seconds_of(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now)
     slack = 1e-9 if quota == 1.0 else 0.25
     assert times.forward_s == pytest.approx(forward_s / quota, rel=slack)
     assert times.backward_s == pytest.approx(times_backward * forward_s / quota, rel=slack)
@@ -60,7 +63,7 @@ def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, for
 def test_a_long_call_runs_twice_and_the_faster_counts() -> None:
     processor = Processor()
     run = FakeRun(processor, 1.0, 2.0)
-    assert time_piece(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now).both_s == pytest.approx(3.0)
+    assert seconds_of(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now).both_s == pytest.approx(3.0)
     assert processor.used_s == pytest.approx(6.0, abs=0.01)
 
 
@@ -70,11 +73,12 @@ def test_what_a_median_is_known_to() -> None:
     assert timing.median_error([3.0] * 9) == 0.0
 
 
-def test_processor_time_is_told_by_its_median_and_the_wall_by_its_mean() -> None:
-    """A pause that a quota makes is part of a step; of processor time, what is longer was disturbed by others."""
+def test_a_steady_clock_is_read_by_its_median_and_the_wall_by_its_mean() -> None:
+    """A pause that a quota makes is part of a step. On a clock without pauses, longer rounds were disturbed by others."""
     rounds = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0]
-    assert timing.estimate(rounds, timing.ProcessorClock(0.5)) == 1.0
-    assert timing.estimate(rounds, timing.device_now(CPU)) == pytest.approx((4 * 1.0 + 2 * 9.0) / 6)
+    sample = timing.Sample(timing.Repetition(1, rounds), timing.Repetition(1, [0.0] * 12))
+    assert sample.times(steady=True).forward_s == 1.0
+    assert sample.times().forward_s == pytest.approx((4 * 1.0 + 2 * 9.0) / 6)
 
 
 def test_turns_of_one_piece_add_up_until_it_is_known() -> None:
@@ -88,8 +92,8 @@ def test_turns_of_one_piece_add_up_until_it_is_known() -> None:
     assert again is first
     assert len(first.forward.each_s) == len(first.backward.each_s) >= 8
     assert first.is_known
-    assert first.times(timing.ProcessorClock(1.0)).both_s == pytest.approx(3e-3)
-    assert first.times(timing.ProcessorClock(1.0)).spread == pytest.approx(0.0, abs=1e-6)
+    assert first.times(steady=True).both_s == pytest.approx(3e-3)
+    assert first.times(steady=True).spread == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize(("forward_s", "counted_s"), [(0.05, 0.05), (2.0, 2.0)])
@@ -118,12 +122,12 @@ def test_a_process_that_never_stops_growing_is_timed_all_the_same(monkeypatch: p
     monkeypatch.setattr(timing, "_resident_bytes", lambda: next(resident))
     processor = Processor()
     part = Piece("layer", FakeRun(processor, 1e-3, 1e-3), [], 1, (), True, 0)
-    assert timing.sampled(part, Clock(CPU), processor.now).times(processor.now).both_s == pytest.approx(2e-3)
+    assert timing.sampled(part, Clock(CPU), processor.now).times().both_s == pytest.approx(2e-3)
 
 
 def test_no_backward_where_no_gradient_comes() -> None:
     processor = Processor()
-    times = time_piece(Piece("l", FakeRun(processor, 1e-3, 5.0), [], 1, (), None, 0), Clock(CPU), processor.now)
+    times = seconds_of(Piece("l", FakeRun(processor, 1e-3, 5.0), [], 1, (), None, 0), Clock(CPU), processor.now)
     assert times.backward_s == 0
     assert times.forward_s == pytest.approx(1e-3)
 
@@ -230,7 +234,7 @@ def test_layers_are_timed_with_caches_as_another_layer_leaves_them(monkeypatch: 
     assert filled.times == 0
     part = replace(small, held_bytes=timing.CORE_BYTES)
     found = timing.sampled(part, Clock(CPU), processor.now, cold=cold)
-    assert found.times(processor.now).both_s == pytest.approx(3e-3)
+    assert found.times().both_s == pytest.approx(3e-3)
     assert found.forward.total_calls == 3 * len(found.forward.each_s)
     uncounted = 2 * 2  # two first rounds of a call each way
     assert filled.times == found.forward.total_calls + found.backward.total_calls + uncounted
@@ -258,18 +262,3 @@ def test_overheads_of_this_machine_are_small_and_there() -> None:
         assert 0 <= getattr(found, name) < 0.1
     assert 0 < found.copy_s_per_byte < 1e-6
     assert 0 < found.add_s_per_byte < 1e-6
-
-
-def test_under_a_quota_seconds_are_processor_time_over_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of a processor: 3 s of it take 12 s. Other devices, and slept slow-downs, are timed by the clock."""
-    monkeypatch.setattr(timing.time, "process_time", lambda: 3.0)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: 7.0)
-    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: 1)
-    assert timing.quota_now(CPU, 0.25)() == 12.0
-    assert timing.quota_now(CPU, 0.25, slowdown=2.0)() == 7.0
-    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: 2)
-    assert timing.quota_now(CPU, 0.25)() == 7.0
-
-
-def test_a_processor_has_a_share_of_itself() -> None:
-    assert 0 < processor_share(0.01) <= 1

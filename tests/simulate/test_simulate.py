@@ -16,6 +16,7 @@ from convoy.plan.size import LocalSize
 from convoy.plan.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.simulate.events import Await, Begin, Work, play
 from convoy.simulate.network import Network, network_of, rates
+from convoy.simulate.noise import QuotaNoise
 from convoy.simulate.simulate import Costs, Event, Timeline, simulate
 from tests.support.stacks import Stack
 
@@ -429,7 +430,7 @@ def test_rounds_of_a_sum_beside_computing_are_all_late():
     """A sum of two rounds beside 10 s of backward, each 0.25 s late: 0.75-1.75, 2.5-3.5. The next, after it, is not."""
     sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 2)]
     steps = [sums[0], work(1, (0, 1), "backward"), sums[1]]
-    network = replace(hosts(2), beside_s=(0.25, 0.25))
+    network = replace(hosts(2), noise=(QuotaNoise(overlap_delay_s=0.25),) * 2)
     timeline = replay(steps, 2, network, {(0, "backward"): 10.0, (1, "backward"): 10.0})
     assert spans(timeline, 0, "send") == [(0.75, 1.75), (2.5, 3.5), (10.5, 11.5), (12, 13)]
 
@@ -440,7 +441,7 @@ def test_whoever_rested_computes_faster_at_first():
     A piece of 0.8 s takes 0.2 and leaves 0.4 s of the gain to what follows: of 2 s 1.6 are left.
     """
     seconds = {(0, "forward"): 0.0, (1, "forward"): 2.0}
-    network = replace(hosts(2), rests=((0.0, 1.0), (1.0, 4.0)))
+    network = replace(hosts(2), noise=(None, QuotaNoise(rested_s=1.0, burst=4.0)))
     timeline = replay([move(0, OnOne(0), OnOne(1), 100), work(1, (1,), after=(0,))], 2, network, seconds)
     assert spans(timeline, 1, "compute") == [(1.5, 2.5)]
     two = [move(0, OnOne(0), OnOne(1), 100), work(1, (1,), "backward", after=(0,)), work(2, (1,), "backward")]
@@ -453,8 +454,8 @@ def test_calls_are_not_sooner_after_a_rest_and_leave_it_to_what_is_computed_next
     """Device 1 waits 1.5 s, calls for 2 s, and then computes 2 s in 1."""
     message, label = {(0, 0, 0, 1): 100}, "move"
     begin, wait = Begin(0, 0, label, message), Await(0, label, frozenset({("round", 0, 0)}))
-    works = [Work(1, "calls", 2.0), Work(2, "layer", 2.0, sooner=True)]
-    network = replace(hosts(2), rests=((0.0, 1.0), (1.0, 4.0)))
+    works = [Work(1, "calls", 2.0), Work(2, "layer", 2.0, is_layer=True)]
+    network = replace(hosts(2), noise=(None, QuotaNoise(rested_s=1.0, burst=4.0)))
     timeline = play([([begin, wait], []), ([begin, wait, *works], [])], network)
     assert spans(timeline, 1, "compute") == [(1.5, 3.5), (3.5, 4.5)]
 
@@ -462,7 +463,7 @@ def test_calls_are_not_sooner_after_a_rest_and_leave_it_to_what_is_computed_next
 def test_nobody_gains_more_by_a_rest_than_it_took():
     """0.2 s of waiting, of a device that may be 5 s sooner."""
     seconds = {(0, "forward"): 1.0, (1, "forward"): 3.0}
-    network = replace(hosts(2), rests=((0.0, 1.0), (5.0, 100.0)), latency_s=((0.0, 0.1), (0.1, 0.0)))
+    network = replace(hosts(2), noise=(None, QuotaNoise(rested_s=5.0, burst=100.0)), latency_s=((0.0, 0.1), (0.1, 0.0)))
     steps = [move(0, OnOne(0), OnOne(1), 10), work(1, (1,), after=(0,))]
     timeline = replay(steps, 2, network, seconds)
     assert spans(timeline, 1, "compute") == [(0.2, 3.0)]

@@ -14,6 +14,7 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import LocalSize
+from convoy.simulate.noise import QuotaNoise
 from convoy.simulate.overhead import Overheads
 from convoy.simulate.simulate import simulate
 from convoy.simulate.table import (
@@ -31,6 +32,7 @@ FLEETS = Path(__file__).parent.parent.parent / "benchmarks" / "fleets"
 
 seconds = st.floats(min_value=0, max_value=1e6)
 above_zero = st.floats(min_value=1e-12, max_value=1e12)
+noises = st.none() | st.builds(QuotaNoise, seconds, seconds, st.floats(min_value=1, max_value=1e12))
 texts = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
 
 
@@ -61,7 +63,8 @@ def measurements(draw: st.DrawFn) -> Measurement:
                 ]
     return Measurement(
         fleet, draw(texts), draw(texts), draw(st.integers(1, 1024)), draw(texts), draw(texts), draw(texts),
-        tuple(DeviceCosts(name, *(draw(seconds) for _ in range(14))) for name in devices), tuple(points),
+        tuple(DeviceCosts(name, *(draw(seconds) for _ in range(13)), noise=draw(noises)) for name in devices),
+        tuple(points),
         tuple(LinkSpread(link.source, link.target, draw(seconds), draw(seconds)) for link in fleet.links),
         tuple(HostRates(host, draw(above_zero), draw(seconds), draw(seconds)) for host in hosts),
     )  # fmt: skip
@@ -83,12 +86,19 @@ def point(layer: str = "conv1", samples: int = 4, outputs: int = 6, inputs: int 
     return LayerPoint("a-cpu", layer, samples, outputs, inputs, **values)
 
 
-def measured_by(*points: LayerPoint, fingerprint: str = "f" * 16, **overheads: float) -> Measurement:
+def measured_by(
+    *points: LayerPoint, fingerprint: str = "f" * 16, noise: QuotaNoise | None = None, **overheads: float
+) -> Measurement:
     """One device, and these points; no overheads but those given."""
     fleet = Fleet((Host("a"),), (Device("a-cpu", "a", "cpu"),))
     nothing = dict.fromkeys((field.name for field in fields(Overheads)), 0.0)
     costs = DeviceCosts(
-        "a-cpu", send_s_per_byte=2e-10, receive_s_per_byte=6e-10, update_s_per_entry=1e-9, **nothing | overheads
+        "a-cpu",
+        send_s_per_byte=2e-10,
+        receive_s_per_byte=6e-10,
+        update_s_per_entry=1e-9,
+        noise=noise,
+        **nothing | overheads,
     )
     return Measurement(fleet, "net", fingerprint, 8, "0", "2", "2026-01-01", (costs,), points)
 
@@ -103,17 +113,30 @@ def test_jitter_reaches_the_replay_and_an_older_file_has_none() -> None:
         Measurement.from_toml(text.replace("jitter_s = 0.25", "jitter_s = -0.25"))
 
 
-def test_what_rests_and_rounds_bring_reaches_the_replay_and_an_older_file_has_none() -> None:
+def test_the_noise_model_reaches_the_simulator() -> None:
     graph = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
-    text = measured_by(point(), fingerprint=graph.fingerprint, beside_s=0.5, rested_s=0.25, burst=5.0).to_toml()
-    network = Measurement.from_toml(text).costs(graph).network
-    assert (network.beside_s, network.rests) == ((0.5,), ((0.25, 5.0),))
-    older = (
-        Measurement.from_toml(text.replace("beside_s = 0.5, rested_s = 0.25, burst = 5.0, ", "")).costs(graph).network
-    )
-    assert (older.beside_s, older.rests) == ((0.0,), ((0.0, 1.0),))
-    with pytest.raises(InputError, match=r"burst = 0\.5: .*greater than or equal to 1"):
+    noise = QuotaNoise(overlap_delay_s=0.5, rested_s=0.25, burst=5.0)
+    measured = measured_by(point(), fingerprint=graph.fingerprint, noise=noise)
+    text = measured.to_toml()
+    assert Measurement.from_toml(text) == measured
+    assert Measurement.from_toml(text).costs(graph).network.noise == (noise,)
+    assert measured_by(point(), fingerprint=graph.fingerprint).costs(graph).network.noise == ()
+    with pytest.raises(InputError, match=r"measured\.device\[0\]\.noise\.burst = 0\.5: .*greater than or equal to 1"):
         Measurement.from_toml(text.replace("burst = 5.0", "burst = 0.5"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "noise"),
+    [
+        ("beside_s = 0.5, rested_s = 0.25, burst = 5.0, ", QuotaNoise(0.5, 0.25, 5.0)),
+        ("beside_s = 0.5, ", QuotaNoise(0.5)),
+        ("beside_s = 0.0, rested_s = 0.0, burst = 1.0, ", None),
+    ],
+)
+def test_an_older_file_has_its_noise_among_the_costs_of_a_device(keys: str, noise: QuotaNoise | None) -> None:
+    text = measured_by(point()).to_toml().replace("jitter_s = 0.0, ", f"jitter_s = 0.0, {keys}")
+    assert keys in text
+    assert Measurement.from_toml(text).device[0].noise == noise
 
 
 def test_a_plain_fleet_file_is_a_fleet_that_was_not_measured() -> None:

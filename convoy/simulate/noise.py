@@ -1,0 +1,52 @@
+"""The noise model of a CPU quota: how far a device that may use only a part of a processor strays from its mean speed.
+
+Emulated hosts (`convoy emulate`) and containers with a CPU limit compute in bursts: the kernel lets them run at full speed,
+then pauses them until the next period. A device without a quota has no noise model, and nothing here applies to it.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field, Strict
+
+from convoy.fleet.file import CLOSED, MOST
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaNoise:
+    """The measured noise of one device under a CPU quota.
+
+    Attributes:
+        overlap_delay_s: a round of a gradient sum takes longer by this while the device computes.
+        rested_s: after a rest the device finishes earlier by this, at most: it has not used its quota meanwhile.
+        burst: how many times as fast as its mean speed it computes until then.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    overlap_delay_s: Annotated[float, Strict(), Field(ge=0, le=1e9)] = 0.0
+    rested_s: Annotated[float, Strict(), Field(ge=0, le=1e9)] = 0.0
+    burst: Annotated[float, Strict(), Field(ge=1, le=MOST)] = 1.0
+
+
+class SavedQuota:
+    """The quota that one device saves up while it rests, during a simulated step."""
+
+    def __init__(self, noise: QuotaNoise) -> None:
+        self._noise, self._saved_s = noise, 0.0
+        self._idle_since_s: float | None = 0.0
+
+    def rest(self, now_s: float) -> None:
+        """Note that the device computes nothing from now on."""
+        self._idle_since_s = now_s
+
+    def wake(self, now_s: float) -> None:
+        """Note that the device computes again."""
+        if self._idle_since_s is not None:
+            self._saved_s = min(self._noise.rested_s, self._saved_s + now_s - self._idle_since_s)
+            self._idle_since_s = None
+
+    def spend(self, seconds: float) -> float:
+        """Return how long a computation of `seconds` at mean speed takes, at burst speed while the saved quota lasts."""
+        gained_s = min(self._saved_s, seconds * (1.0 - 1.0 / self._noise.burst))
+        self._saved_s -= gained_s
+        return seconds - gained_s
