@@ -78,7 +78,7 @@ class Machine(Credentials):  # type: ignore[misc]
         """May be called on any thread."""
         with self._lock:
             self.is_off = True
-            doors = [part._listener for part in self._parts if isinstance(part, Listener)]
+            doors = [part._listening for part in self._parts if isinstance(part, Listener)]
             for connection in (*doors, *(channel.connection for channel in self._channels)):
                 with suppress(OSError):  # shut, not closed: its number must not become another file's yet
                     connection.shutdown(socket.SHUT_RDWR)

@@ -90,7 +90,7 @@ def _computing(plan: Plan, graph: Graph) -> set[int]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", _marked(model_zoo.ZOO))
+@pytest.mark.parametrize("name", _marked(name for name in model_zoo.ZOO if name != "thinking"))
 def test_auto_plans_it_explains_it_and_trains_it_as_one_device(name: str) -> None:
     model = model_zoo.build(name)
     graph = model_zoo.traced(name, model).graph
@@ -144,7 +144,7 @@ def test_what_no_rule_splits_runs_on_whole_samples(name: str) -> None:
     assert {layer.reason.rpartition(" of ")[2].rstrip("_0123456789") for layer in opaque} == WHOLE.get(name, NOTHING)
 
 
-def test_a_model_that_cannot_be_taken_apart_is_shared_out_by_samples_and_says_so() -> None:
+def test_a_model_that_cannot_be_taken_apart_stays_on_one_device_and_says_so() -> None:
     model = model_zoo.build("thinking")
     (x, _), *_ = model_zoo.batches("thinking", model)
     assert len({model.answer(sample)[1] for sample in x.split(1)}) > 1, "samples that are thought about differently"
@@ -152,9 +152,7 @@ def test_a_model_that_cannot_be_taken_apart_is_shared_out_by_samples_and_says_so
     plan = plan_auto(asked(graph, model_zoo.BATCH, roofline_costs(FLEET)))
     (row,) = layer_rows(plan, graph)
     assert row.note.startswith("torch.fx cannot trace it")
-    assert row.strategy == "batch"
-    assert len({part for part in row.parts if part != "-"}) > 1, "unequal shares"
-    assert row.parts[BOARD] == "-"
+    assert row.strategy == "one"
 
 
 # --- stochastic depth, named outputs ---------------------------------------------------------------------------------

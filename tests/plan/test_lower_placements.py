@@ -72,7 +72,7 @@ def test_a_layer_that_sees_the_whole_batch_runs_on_the_device_with_most_samples(
     graph = graph_of("dependent-samples")
     placed = placements(plan_of(graph, {}, Batch((2, 1, 6, 1))), graph)
     assert placed["centre"].gives == OnOne(2)
-    assert "depends on the others" in placed["centre"].note
+    assert "Centre stays whole" in placed["centre"].note
     assert placed["conv2"].gives == Split(0, (2, 1, 6, 1))
 
 
@@ -162,8 +162,8 @@ def test_a_layer_that_is_whole_in_training_only_stays_with_its_parameters() -> N
     """In evaluation it ran by samples, on devices that held none of its weights: a crash."""
     training, evaluation = both_modes("dependent-in-training")
     plan = by_name("data-by-speed", "dependent-in-training")
-    assert evaluation["centre"].per_sample
-    assert pin(plan, training, evaluation).layers == {"centre": One(0)}
+    assert not evaluation["centre"].per_sample, "nothing says that it treats samples alone"
+    assert pin(plan, training, evaluation).layers == {}
     ordinary = both_modes("resnet")
     assert pin(by_name("data", "resnet"), *ordinary).layers == {}
 
@@ -197,4 +197,4 @@ def test_an_evaluation_that_no_device_has_the_weights_of_borrows_them() -> None:
     ).graph
     plan = by_name("model", "two-conv")
     wanted = borrowed(pin(plan, training, evaluation), plan, training, evaluation)
-    assert wanted == {p.key: Replicated((0, 1, 2, 3)) for p in evaluation["model"].parameters.values()}
+    assert wanted == {p.key: OnOne(0) for p in evaluation["model"].parameters.values()}

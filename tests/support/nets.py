@@ -8,6 +8,7 @@ from torch import nn
 from tests.support.odd_nets import (
     Auxiliary,
     Bare,
+    Declared,
     DependentSamples,
     Dropouts,
     Frozen,
@@ -85,7 +86,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "bare": Bare,
     "tied": Tied,
     "in-place": InPlace,
-    "opaque-per-sample": OpaquePerSample,
+    "opaque-per-sample": lambda: OpaquePerSample(Declared),
     "opaque-whole": OpaqueWhole,
     "dependent-samples": DependentSamples,
     "dependent-in-training": lambda: DependentSamples(only_training=True),

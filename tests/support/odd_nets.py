@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from convoy import register_layer
 from tests.support.plain_nets import CLASSES, TwoConv
 
 
@@ -132,11 +133,18 @@ class PerSample(nn.Module):
         return torch.stack(rows)
 
 
+class Declared(PerSample):
+    """The same, and Convoy is told that each sample is treated alone."""
+
+
+register_layer(Declared, splits="samples")
+
+
 class OpaquePerSample(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: type[PerSample] = PerSample) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 6, 3, padding=1)
-        self.inner = PerSample()
+        self.inner = inner()
         self.fc = nn.Linear(6, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
