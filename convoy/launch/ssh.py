@@ -44,7 +44,7 @@ _REMEDIES = (
         "see whether the machine is on, its address and ssh_port are right, and its ssh server runs: {call}",
     ),
     (
-        r"No module named '?convoy|ModuleNotFoundError: .*convoy",
+        r"No module named '?convoy",
         "{python} there has no Convoy: install it, as `convoy fleet setup` does, or name another `python` in its [[host]]",
     ),
     (r"\bcd:", "the folder {folder} is not there: make it, or name its `folder` in its [[host]]"),

@@ -113,7 +113,7 @@ TROUBLES: dict[str, tuple[str, str, list[str]]] = {
     "changed host key": ("changed-host", "", ["is another one than before", "ssh-keygen -R 10.77.0.3"]),
     "nobody listens": ("client", "ssh_port = 2222", ["Connection refused", "see whether", "ssh -p 2222 10.77.0.3"]),
     "no Python": ("client", 'python = "/no/python"', ["/no/python cannot be run there", "`python` in its [[host]]"]),
-    "no Convoy": ("client", "BARE", ["No module named", "has no Convoy: install it there"]),
+    "no Convoy": ("client", "BARE", ["No module named", "has no Convoy: install it"]),
     "no folder": ("client", 'folder = "/no/folder"', ["the folder /no/folder is not there"]),
     "another user": ("client", 'user = "nobody-of-that-name"', ["Permission denied", "nobody-of-that-name@10.77.0.3"]),
 }
