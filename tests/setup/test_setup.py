@@ -14,7 +14,8 @@ import pytest
 
 from convoy.errors import InputError
 from convoy.fleet import Host, read_fleet
-from convoy.setup.command import INSTALL, host_script, sent_modules, setup_fleet
+from convoy.launch.supervisor import Interrupts
+from convoy.setup.command import INSTALL, _run, host_script, sent_modules, setup_fleet
 from convoy.setup.parcel import data_paths, pack, project_files
 from tests.support.processes import ROOT
 from tests.support.programs import needs
@@ -333,3 +334,15 @@ def installing() -> int:
     """How many processes of the stand-in for uv install."""
     found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     return sum(any(word.endswith("quick_uv.py") for word in words) and "install" in words for words in found)
+
+
+def test_setup_ends_only_processes_that_it_has_started() -> None:
+    """It killed all descendants of the calling process."""
+    with subprocess.Popen(["sleep", "30"]) as bystander, Interrupts() as interrupts:
+        try:
+            done = _run({Host("attic"): "exit 3"}, interrupts, print)
+            assert done["attic"][0] == 3
+            with pytest.raises(subprocess.TimeoutExpired):
+                bystander.wait(0.5)
+        finally:
+            bystander.kill()
