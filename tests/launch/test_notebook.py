@@ -35,7 +35,7 @@ def test_a_cell_runs_once_per_device_and_device_0_prints(capfd: pytest.CaptureFi
     names = "os.environ['CONVOY_RANK'], 'of', os.environ['CONVOY_WORLD_SIZE']"
     cell = f"import os, convoy\nconvoy.print('device', {names}, flush=True)\n"
     shell.magics["cell", "convoy"]("--devices 2", cell)
-    assert capfd.readouterr().out .startswith("device 0 of 2\n")
+    assert capfd.readouterr().out.startswith("device 0 of 2\n")
 
 
 def test_a_cell_that_fails_is_an_error_of_the_cell(capsys: pytest.CaptureFixture[str]) -> None:
