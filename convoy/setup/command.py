@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -174,26 +173,18 @@ def _run(
 
         return by_line(take)
 
-    sessions: set[int] = set()
-
-    def of_scripts() -> list[int]:
-        """Return the processes in the sessions of the scripts: this process may have children of its own."""
-        found = []
-        for child in psutil.Process().children(recursive=True):
-            with suppress(ProcessLookupError):
-                found += [child.pid] if os.getsid(child.pid) in sessions else []
-        return found
-
+    this = psutil.Process()
+    before = this.children(recursive=True)  # the caller's own
     with Supervisor(interrupts) as processes:
         for number, (host, script) in enumerate(scripts.items()):
             # The input stays open: what runs on the host ends with it.
-            started = processes.start(
+            processes.start(
                 Start(
                     device=number, name=host.name, command=["sh", "-c", script], stdin=subprocess.PIPE, stdout=sink(host.name),
-                    stderr=sink(host.name), own_session=True, members=of_scripts,
+                    stderr=sink(host.name), own_session=True,
+                    members=lambda: [each.pid for each in this.children(recursive=True) if each not in before],
                 )
             )  # fmt: skip
-            sessions.add(started.popen.pid)
         if not processes.listen(lambda: not processes.running, LIMIT_S):
             names = ", ".join(process.start.name for process in processes.running)
             raise InputError(f"hosts not ready after {LIMIT_S:g} s: {names}; run setup again, it continues from there")
