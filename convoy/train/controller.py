@@ -12,7 +12,7 @@ from convoy.comm.group import Pending
 from convoy.errors import InputError, PlanError
 from convoy.plan.plan import Plan
 from convoy.runtime.module import Distributed, not_distributed
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from convoy.train import autotune, rebalance
 from convoy.train.autotune import Autotune
 from convoy.train.rebalance import Balancer, Decision, Keep, Reshare
@@ -136,7 +136,7 @@ class Rebalancer:
                 self.state, self.decision = rebalance.observe(self.state, dict(zip(self._layers, step, strict=True)))
             decided = self.state is None and self.autotune.is_over
             if isinstance(self.decision, Reshare):
-                reshare(self.model, self.decision.plan, *self.optimizers)
+                reshard(self.model, self.decision.plan, *self.optimizers)
             if self.tell is not None and (decided or isinstance(self.decision, Reshare)):
                 self.tell(self.steps, self.decision)
             if decided:

@@ -31,7 +31,7 @@ from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
@@ -86,7 +86,7 @@ def test_the_parts_follow_the_plan_from_the_next_batch_on(workers: int) -> None:
             assert len(y) == len(whole[k])
             parts.append(x[:, 0, 0, 0].tolist())
             if k in plans:
-                reshare(here, plans[k])
+                reshard(here, plans[k])
         return parts
 
     with one_trace("two-conv", torch.float64):
@@ -109,7 +109,7 @@ def test_the_next_epoch_begins_with_the_new_parts() -> None:
             for k, (x, _) in enumerate(loader):
                 sizes.append(len(x))
                 if k == 2:
-                    reshare(here, by_samples((5, 15)))
+                    reshard(here, by_samples((5, 15)))
         return sizes
 
     with one_trace("two-conv", torch.float64):
