@@ -41,7 +41,7 @@ from convoy.planner.spare import SparePrice
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import compute_in, dtype_named
-from convoy.runtime.shard_guards import check_not_distributed
+from convoy.runtime.shards import check_not_distributed
 from convoy.simulate.interval import Interval, around
 from convoy.simulate.memory import room_of
 from convoy.simulate.table import Measurement, read_fleet_file

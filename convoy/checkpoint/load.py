@@ -28,7 +28,7 @@ from convoy.checkpoint.tensors import Parts, Spec, read_specs, reading
 from convoy.checkpoint.values import decode, dtype_named, encode
 from convoy.comm.agreement import from_first
 from convoy.errors import InputError, shortened, shown
-from convoy.runtime.marks import mark_changed
+from convoy.runtime.module import Distributed
 
 _SHOWN = 3
 
@@ -89,7 +89,8 @@ def load_checkpoint(
             piece = parts.scatter(key, read(key))
             if piece is not None:
                 own.copy_(piece)
-    mark_changed(model.parameters())
+    if isinstance(model, Distributed):
+        model.weights_changed()
     if optimizer is not None and manifest.optimizer is not None:
         _restore(parts, optimizer, manifest.optimizer, path / OPTIMIZER)
         for what, each in others.items():

@@ -101,7 +101,7 @@ class Reporter:
 
     def on_end(self, plans: Plans, chosen: Plan, uses: Sequence[DeviceLine]) -> None:
         if self.part.compiler is not None:
-            self.screen.lines([self.part.compiler.told()])
+            self.screen.lines([self.part.compiler.summary()])
         predicted_s, within = plans.predicted_s(chosen), plans.within(chosen)
         if predicted_s is not None and within is not None and len(uses) == plans[0].devices:
             self.screen.lines([self.timer.beside(predicted_s, within, self.job.settings.passes)])

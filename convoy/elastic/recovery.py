@@ -476,12 +476,12 @@ class Recovery:
         done = self.steps
         if step is not None:
             others = self.states.restore(step, told)
-            self.model.mark_pieces()
+            self.model.mark_shards()
             self._restore_others(heard if others is None else others)
             self.steps = step
         else:
             self.states.forget()
-            self.model.mark_pieces()
+            self.model.mark_shards()
             assert self.fall_back is not None
             self.steps, self.place = self.fall_back()
         self._keep()

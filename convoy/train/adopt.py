@@ -15,6 +15,7 @@ from convoy.data.datasets import own_random_numbers
 from convoy.errors import InputError
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
+from convoy.runtime.shards import guard_state
 from convoy.train.loader import Loader
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
@@ -59,6 +60,7 @@ def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: Remembered
     Raises:
         MismatchError: the devices' optimizers have other settings, or other parameters beside the model's.
     """
+    guard_state(optimizer)
     parts, pieces = Parts.of(part), dict(part.named_parameters())
     agree_on(part.group, "prepare: optimizer", _described(optimizer, names), "started with another optimizer")
     state = _moved_state(optimizer, names, before, parts)
