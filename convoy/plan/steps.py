@@ -30,7 +30,7 @@ they are computed; the last one sums what all passes have left there, and the on
 in shares, and stay whole between uses, are gathered by the first pass; those behind it use them again."""
 
 
-def micro_batch_kinds(count: int) -> dict[MicroBatch, int]:
+def micro_batches(count: int) -> dict[MicroBatch, int]:
     """How many passes there are of each kind in a step of `count` passes, in order."""
     kinds: dict[MicroBatch, int] = {"only": 1} if count == 1 else {"first": 1, "middle": count - 2, "last": 1}
     return {kind: number for kind, number in kinds.items() if number}

@@ -12,7 +12,7 @@ from convoy.plan.coupling import plan_for
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
-from convoy.plan.steps import micro_batch_kinds
+from convoy.plan.steps import micro_batches
 from convoy.planner.analytic import CostModel
 from convoy.planner.planner import quick_candidates
 from convoy.planner.predict import predict_plan
@@ -91,9 +91,7 @@ def _predicted(plan: Plan, request: PlanRequest) -> Anew:
     if len(graph.layers) * plan.devices**2 <= SIMULATED_WORK:
         found = predict_plan(plan, request)
         return Anew(plan, found.step_s, found.overfull)
-    lists = [
-        lower(plan, graph, micro_batch=kind) for kind in micro_batch_kinds(request.micro_batches) if kind != "middle"
-    ]
+    lists = [lower(plan, graph, micro_batch=kind) for kind in micro_batches(request.micro_batches) if kind != "middle"]
     needs = memory_of_passes(lists, graph, optimizer=room.optimizer, itemsize=request.costs.itemsize)
     overfull = tuple(room.overfull([each.total_bytes for each in needs]))
     return Anew(plan, model_s(CostModel(request), range(plan.devices), plan), overfull)

@@ -19,7 +19,7 @@ from convoy.plan.coupling import coupled_axes, with_units
 from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
-from convoy.plan.steps import ComputeStep, micro_batch_kinds
+from convoy.plan.steps import ComputeStep, micro_batches
 from convoy.plan.strategy import STRATEGIES, Sharding, Strategy
 from convoy.planner.analytic import CostModel, content, uses_copies
 from convoy.planner.search import Search
@@ -131,7 +131,7 @@ class LocalSearch:
             steps = self.model.steps(plan)
             if limit_s < math.inf and max(computing_s(steps, graph, costs)) >= limit_s:
                 return None
-            kinds = micro_batch_kinds(self.model.request.micro_batches).items()
+            kinds = micro_batches(self.model.request.micro_batches).items()
             rows = [(n, Replay.of(simulate(self.model.steps(plan, kind), graph, costs))) for kind, n in kinds]
             self.known[key] = Replay.mean(rows) if len(rows) > 1 else rows[0][1]
         return self.known[key]

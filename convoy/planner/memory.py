@@ -11,7 +11,7 @@ from convoy.errors import PlanError
 from convoy.layout.shares import apportion
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
-from convoy.plan.steps import micro_batch_kinds
+from convoy.plan.steps import micro_batches
 from convoy.plan.strategy import Batch, One, Sharding, can_shard
 from convoy.planner.analytic import DIRECT_DEVICES, CostModel, MemoryPenalty
 from convoy.planner.load_balance import batch_shares
@@ -34,7 +34,7 @@ def _memory(plan: Plan, model: CostModel) -> tuple[int, ...]:
     if not room.excess(most):
         return most
     # The first micro-batch keeps what it has gathered or sent. Those between need less than it or the last.
-    kinds = [kind for kind in micro_batch_kinds(model.request.micro_batches if plan.sharded else 1) if kind != "middle"]
+    kinds = [kind for kind in micro_batches(model.request.micro_batches if plan.sharded else 1) if kind != "middle"]
     lists = [model.steps(plan, kind) for kind in kinds]
     return tuple(row.total_bytes for row in memory_of_passes(lists, graph, optimizer=room.optimizer, itemsize=itemsize))
 

@@ -9,7 +9,7 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
-from convoy.plan.steps import ComputeStep, StepList, micro_batch_kinds
+from convoy.plan.steps import ComputeStep, StepList, micro_batches
 from convoy.planner.planner import Candidate, candidates, in_micro_batches, memory_slows
 from convoy.planner.request import PlanRequest
 from convoy.simulate.energy import Energy, energy_of, least_energy
@@ -113,7 +113,7 @@ def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequenc
 def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
     """Simulate one plan, each kind of micro-batch that a step has."""
     graph, costs, room = request.graph, request.costs, request.room
-    kinds = micro_batch_kinds(request.micro_batches)
+    kinds = micro_batches(request.micro_batches)
     lists = [lower(plan, graph, micro_batch=kind) for kind in kinds]
     timelines = [simulate(each, graph, costs) for each in lists]
     steps, timeline = lists[-1], timelines[-1]

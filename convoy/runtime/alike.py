@@ -52,12 +52,8 @@ class Comparisons:
         if not _is_due(self.calls) and key in self.done:
             return False
         self.done.add(key)
-        agree_on(
-            group,
-            "call of the model",
-            steps.micro_batch,
-            "is on another side of no_sync(), or at another pass of the step,",
-        )
+        differs = "is on another side of no_sync(), or at another micro-batch of the step,"
+        agree_on(group, "call of the model", steps.micro_batch, differs)
         everyone = everywhere(group.devices)
         rows = zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True)
         if alike := [x for x, value, whole in rows if whole or value.layout == everyone]:

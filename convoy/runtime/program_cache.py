@@ -45,7 +45,7 @@ class ProgramCache:
         """
         key = (training, batch, wanted, micro_batch)
         if key not in self.programs:
-            self.programs[key] = self._make(training, batch, wanted, micro_batch)
+            self.programs[key] = self._make(*key)
         return self.programs[key]
 
     def expect(self, seconds: Expected) -> None:
@@ -56,8 +56,7 @@ class ProgramCache:
             program.expected_s.clear()
 
     def _make(self, training: bool, batch: int, wanted: tuple[InputGradient, ...], micro_batch: MicroBatch) -> Program:
-        in_use, executor = self._in_use, self._executors[training]
-        graph = executor.traced.graph
+        in_use, executor, graph = self._in_use, self._executors[training], self._executors[training].traced.graph
         kept = {key: layout for key, layout in in_use.layouts.items() if key not in in_use.borrowed}
         steps = lower(in_use.plans[training], graph, batch, wanted, kept, micro_batch)
         self._check_noting(steps, graph)
@@ -66,7 +65,6 @@ class ProgramCache:
         return executor.program(steps)
 
     def _check_noting(self, steps: StepList, graph: Graph) -> None:
-        """Refuse a layer with its own state that would run on other devices than before: their state is outdated."""
         for step in steps.phase("forward"):
             if not isinstance(step, ComputeStep) or not (graph[step.layer].notes or step.layer in self._noting):
                 continue

@@ -10,7 +10,7 @@ from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS
-from convoy.plan.steps import ComputeStep, GatherWeights, SumGradients, micro_batch_kinds, traffic
+from convoy.plan.steps import ComputeStep, GatherWeights, SumGradients, micro_batches, traffic
 from convoy.planner.planner import candidates
 from convoy.planner.predict import MUCH, predict_plan, proposal, working
 from convoy.planner.request import PlanRequest
@@ -32,9 +32,9 @@ def context_of(fleet: Fleet, graph: Graph, batch: int, passes: int) -> PlanReque
 
 
 def test_the_kinds_of_passes() -> None:
-    assert micro_batch_kinds(1) == {"only": 1}
-    assert micro_batch_kinds(2) == {"first": 1, "last": 1}
-    assert micro_batch_kinds(5) == {"first": 1, "middle": 3, "last": 1}
+    assert micro_batches(1) == {"only": 1}
+    assert micro_batches(2) == {"first": 1, "last": 1}
+    assert micro_batches(5) == {"first": 1, "middle": 3, "last": 1}
 
 
 @pytest.mark.parametrize("name", PLANS)

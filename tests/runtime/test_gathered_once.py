@@ -230,7 +230,7 @@ def test_a_device_at_another_pass_is_named() -> None:
     with one_trace("two-conv", torch.float64), pytest.raises(ConvoyError) as caught:
         run_on_threads(4, work)
     assert isinstance(caught.value, MismatchError)
-    assert "device 2 is on another side of no_sync(), or at another pass of the step, than device 0" in str(
+    assert "device 2 is on another side of no_sync(), or at another micro-batch of the step, than device 0" in str(
         caught.value
     )
 
