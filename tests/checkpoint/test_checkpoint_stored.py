@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from convoy.checkpoint import Checkpointer, Progress, load_checkpoint
+from convoy.checkpoint import Checkpointer, Progress
 from convoy.comm.group import Group
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
@@ -112,10 +112,3 @@ def test_plain_pytorch_loads_its_weights_and_averages() -> None:
     averages = safetensors.torch.load_file(best / "average.safetensors")
     assert averages.keys() == weights.keys()
     assert not torch.equal(averages["0.weight"], weights["0.weight"])
-
-
-def test_the_weights_alone_of_a_checkpoint_of_an_earlier_convoy() -> None:
-    model = net()
-    assert load_checkpoint(STORED / "000001-step-3", model) == Progress(3, 1, 0)
-    stored = safetensors.torch.load_file(STORED / "000001-step-3" / "model.safetensors")
-    assert all(torch.equal(value, stored[key]) for key, value in model.state_dict().items())
