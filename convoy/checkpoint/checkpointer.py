@@ -20,7 +20,7 @@ from convoy.checkpoint.load import load_checkpoint
 from convoy.checkpoint.lock import LOCK, hold, release
 from convoy.checkpoint.save import KEEP, Contents, Stateful, attempt
 from convoy.checkpoint.tensors import Parts
-from convoy.comm.agreement import from_first
+from convoy.comm.collectives import from_first
 from convoy.errors import InputError, shown
 
 _TRACES = {LOCK, ".draft", "log.jsonl", "run.toml"}

@@ -26,7 +26,7 @@ from convoy.checkpoint.folder import (
 from convoy.checkpoint.save import Stateful
 from convoy.checkpoint.tensors import Parts, Spec, read_specs, reading
 from convoy.checkpoint.values import decode, dtype_named, encode
-from convoy.comm.agreement import from_first
+from convoy.comm.collectives import from_first
 from convoy.errors import InputError, shortened, shown
 from convoy.runtime.marks import mark_changed
 

@@ -34,7 +34,7 @@ from convoy.checkpoint.folder import (
 from convoy.checkpoint.lock import holding
 from convoy.checkpoint.tensors import Parts, Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import encode
-from convoy.comm.agreement import agree_on, from_first
+from convoy.comm.collectives import agree_on, from_first
 from convoy.errors import InputError
 from convoy.runtime.average import WeightAverage
 
