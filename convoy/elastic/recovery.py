@@ -20,9 +20,9 @@ from convoy.elastic.regroup import Membership, UnnamedLossError
 from convoy.elastic.snapshot import SnapshotInterval, SnapshotStore, Stateful, restore, take
 from convoy.errors import ConvoyError, DeviceLostError
 from convoy.machine import roster
-from convoy.plan.exchange_program import forget_moves
+from convoy.plan.coupling import plan_for
+from convoy.plan.exchange_program import clear_move_cache
 from convoy.plan.plan import Plan
-from convoy.plan.survivors import plan_for
 from convoy.runtime.module import Distributed
 
 
@@ -484,7 +484,7 @@ class Recovery:
             assert self.fall_back is not None
             self.steps, self.place = self.fall_back()
         self._keep()
-        forget_moves()
+        clear_move_cache()
         roster.update(device=self.membership.me, members=now.members)
         if self.tell is not None:
             there, joins = self.membership, done == 0 and self._facts is not None

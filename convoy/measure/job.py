@@ -36,7 +36,7 @@ from convoy.measure.sync_overhead import SyncOverhead, measure_sync_overhead
 from convoy.measure.timing import STRETCH_S, TURN_ROUNDS, Now, device_now, plain_torch, time_update
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
-from convoy.plan.size import LocalSize, flop
+from convoy.plan.device_program import LocalSize, flop
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 from convoy.simulate.compute import bytes_moved

@@ -20,8 +20,8 @@ from convoy.measure.layers import piece
 from convoy.measure.timing import CORE_BYTES, PROCESSOR_BYTES, Cold, Now, Piece, plain_torch, queued_seconds, sampled
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
+from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.size import whole_size
 from convoy.plan.steps import Move, Value
 from convoy.runtime.clock import Clock, Computing
 from convoy.runtime.exchange import run_move

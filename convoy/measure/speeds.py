@@ -13,8 +13,8 @@ from convoy.measure.progress import Progress
 from convoy.measure.timing import plain_torch
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
+from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds
-from convoy.plan.size import whole_size
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 

@@ -26,14 +26,16 @@ from convoy.plan.device_program import (
     FreeWeights,
     Fused,
     HaveWeights,
+    LocalSize,
     Pack,
     PackWeights,
     Unpack,
     UnpackWeights,
     WaitSum,
+    flop,
     output_gradient,
+    whole_size,
 )
-from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Phase, StepList, Value
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock

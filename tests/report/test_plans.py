@@ -13,8 +13,8 @@ from convoy.cli.question import PlanQuestion
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Layer
 from convoy.model.tracing import trace
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.plan import Plan
-from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.steps import Part, Phase
 from convoy.plan.strategy import Batch
 from convoy.planner.bound import LowerBound

@@ -63,7 +63,7 @@ def planned(name: str) -> tuple[Plan, Graph]:
         graph = trace(net(), torch.zeros(2, 1, 16, 16, dtype=torch.float64)).graph
     if name == "in shares":
         plan = named_plan("sharded", graph, BATCH, Speeds((1.0,) * DEVICES))
-        return replace(plan, in_shares={key: replace(kept, form="free") for key, kept in plan.in_shares.items()}), graph
+        return replace(plan, sharded={key: replace(kept, form="free") for key, kept in plan.sharded.items()}), graph
     costs = replace(roofline_costs(fleet), itemsize=8)
     return plan_auto(asked(graph, BATCH, costs, fleet, optimizer="adam")), graph
 

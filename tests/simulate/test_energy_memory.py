@@ -62,8 +62,8 @@ def test_the_pieces_of_a_move_land_together():
     whole = named_plan("model", graph, 4, Speeds((1.0, 1.0)))
     gathered = 4 * 2 * 16 * 4  # four samples of the other's two filters
     for pieces in (1, 2, 4):
-        rows = memory_of(replace(whole, pieces=pieces), graph)
-        steps = lower(replace(whole, pieces=pieces), graph)
+        rows = memory_of(replace(whole, chunks=pieces), graph)
+        steps = lower(replace(whole, chunks=pieces), graph)
         moves = [s for s in steps.phase("forward") if isinstance(s, Move)]
         assert len(moves[0].schedule.rounds) == pieces
         programs = compile_all(steps, graph)

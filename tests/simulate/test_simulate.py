@@ -10,10 +10,10 @@ import convoy.plan.steps
 from convoy.fleet import Device, Fleet, Host, NetworkSegment, Nic
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.model.graph import Graph, Layer
+from convoy.plan.device_program import LocalSize
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.size import LocalSize
-from convoy.plan.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
+from convoy.plan.steps import ComputeStep, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.simulate.events import Await, Begin, Work, play
 from convoy.simulate.network import Network, network_of, rates
 from convoy.simulate.noise import QuotaNoise
@@ -51,9 +51,9 @@ def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, proces
     return network_of(fleet, (processor_s_per_byte,) * count)
 
 
-def work(number: int, devices: tuple[int, ...], phase: Phase = "forward", after: tuple[int, ...] = ()) -> Compute:
+def work(number: int, devices: tuple[int, ...], phase: Phase = "forward", after: tuple[int, ...] = ()) -> ComputeStep:
     value = Value(f"v{number}", (1, 1), Replicated(devices))
-    return Compute(number, phase, "work", (value,), value, (True,), after=after)
+    return ComputeStep(number, phase, "work", (value,), value, (True,), after=after)
 
 
 def move(number: int, src: Layout, dst: Layout, entries: int) -> Move:
@@ -497,10 +497,10 @@ def test_traffic_takes_at_most_half_of_a_processor_that_computes():
 def test_a_layer_begins_with_the_first_piece_of_its_input():
     """4 samples of 100 bytes from 0 to both, in 2 pieces of 200: 0.5-2.5 and 2.5-4.5. A piece computes 3 s: 2.5-5.5-8.5."""
     moved = Move(
-        0, "forward", Value("a", (4, 100), OnOne(0)), Value("b", (4, 100), Replicated((0, 1))), "ring", pieces=2
+        0, "forward", Value("a", (4, 100), OnOne(0)), Value("b", (4, 100), Replicated((0, 1))), "ring", chunks=2
     )
     made = Value("y", (4, 1), Replicated((0, 1)))
-    layer = Compute(1, "forward", "work", (moved.writes,), made, (False,), after=(0,), pieces=2)
+    layer = ComputeStep(1, "forward", "work", (moved.writes,), made, (False,), after=(0,), chunks=2)
     timeline = replay([moved, layer], 2, hosts(2), {(0, "forward"): 3.0, (1, "forward"): 3.0})
     assert spans(timeline, 1, "receive") == [(0.5, 2.5), (2.5, 4.5)]
     assert spans(timeline, 1, "compute") == [(2.5, 5.5), (5.5, 8.5)]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host, Link, Nic, read_fleet
 from convoy.model.tracing import trace
+from convoy.plan.device_program import LocalSize
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.size import LocalSize
 from convoy.simulate.noise import QuotaNoise
 from convoy.simulate.overhead import Overheads
 from convoy.simulate.simulate import simulate

@@ -16,10 +16,10 @@ from convoy.layout.layout import Partial
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.nets import build_net, graph_of
 from convoy.model.tracing import trace
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS as NAMED
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.size import LocalSize, whole_size
 from convoy.report import timeline as pictures
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.energy import Power, energy_of

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph
-from convoy.plan.size import LocalSize
+from convoy.plan.device_program import LocalSize
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
