@@ -19,16 +19,7 @@ from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.launch.host_job import memory_environment, rank_variables
-from convoy.launch.supervisor import (
-    Interrupts,
-    Output,
-    SignalReceived,
-    Start,
-    Supervisor,
-    decoded,
-    once_first,
-    to_stdout,
-)
+from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, decoded, once_first, to_stdout
 
 TIMED_OUT = 124  # the status that timeout(1) gives
 
@@ -95,7 +86,7 @@ def rehearse(
                     for start in starts:
                         devices.start(replace(start, key=key))
                     return devices.watch(timeout_s)
-        except SignalReceived as interrupted:
+        except Signalled as interrupted:
             return interrupted.status
 
 
@@ -229,9 +220,9 @@ class _Devices:
             if not processes.listen(self._over, timeout_s):
                 late = processes.running
             processes.end(_GRACE_S if self._failed() else 0.0)
-        except SignalReceived as caught:
+        except Signalled as caught:
             interrupted = caught
-            with suppress(SignalReceived):  # a second one: no more waiting
+            with suppress(Signalled):  # a second one: no more waiting
                 processes.end(0.0)
         endings = processes.endings
         failed = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]

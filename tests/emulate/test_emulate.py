@@ -26,7 +26,7 @@ from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Link, NetworkSegment, Nic
 from convoy.launch import supervisor
-from convoy.launch.supervisor import Interrupts, SignalReceived
+from convoy.launch.supervisor import Interrupts, Signalled
 from tests.support.programs import needs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -676,7 +676,7 @@ def test_signals_are_noted_and_the_old_handlers_come_back() -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         for signum in (signal.SIGTERM, signal.SIGINT):
-            with pytest.raises(SignalReceived) as caught:
+            with pytest.raises(Signalled) as caught:
                 interrupts.check()
             assert (caught.value.signum, caught.value.status) == (signum, 128 + signum), "the first one first"
         interrupts.check()
