@@ -17,7 +17,7 @@ from unittest import mock
 
 from convoy.checkpoint import checkpoint, checkpointer, run_folder
 from convoy.comm import meeting, processes, rendezvous
-from convoy.comm.channel import Channel, Credentials, Words
+from convoy.comm.connection import Connection, Credentials, Fields
 from convoy.comm.job_key import JobKey
 from convoy.comm.listener import Listener
 from convoy.comm.streams import StreamBackend
@@ -49,7 +49,7 @@ class Machine(Credentials):  # type: ignore[misc]
         self.wait_s = 0.0
         self.room_bytes: int | None = None
         self._lock = threading.Lock()
-        self._channels: list[Channel] = []
+        self._channels: list[Connection] = []
         self._parts: list[Listener | StreamBackend] = []
         _own.machine, _own.stores = self, {}
 
@@ -95,15 +95,15 @@ class Machine(Credentials):  # type: ignore[misc]
 
     # --- as credentials -----------------------------------------------------------------------------------------------
 
-    def answering(self, connection: socket.socket) -> Channel:
+    def accept(self, connection: socket.socket) -> Connection:
         self.awake.wait()
-        return self._watched(super().answering(connection))
+        return self._watched(super().accept(connection))
 
-    def call(self, address: tuple[str, int], words: Words, deadline_s: float) -> Channel:
+    def connect(self, address: tuple[str, int], words: Fields, deadline_s: float) -> Connection:
         self.speaks()
-        return self._watched(super().call(address, words, deadline_s))
+        return self._watched(super().connect(address, words, deadline_s))
 
-    def _watched(self, channel: Channel) -> Channel:
+    def _watched(self, channel: Connection) -> Connection:
         send, send_at_once, receive = channel.send, channel.send_at_once, channel.receive_some
 
         def gated_send(content: memoryview | bytes) -> None:

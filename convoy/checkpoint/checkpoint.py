@@ -48,7 +48,7 @@ from convoy.checkpoint.tensors import (
     reading,
     write_file,
 )
-from convoy.comm.agreement import agree_on, from_first
+from convoy.comm.collectives import agree_on, from_first
 from convoy.errors import InputError
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.marks import mark_changed

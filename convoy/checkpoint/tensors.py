@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.run_folder import Written
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Shape, box, everywhere

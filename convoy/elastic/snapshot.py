@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Message, Pending
 from convoy.elastic.transfers import Transfer, newest_whole, transfers
 from convoy.layout.layout import Box, Shape, box, entries, local_shape, single, whole

@@ -27,6 +27,7 @@ from convoy.plan.device_program import (
     FreeWeights,
     Fused,
     HaveWeights,
+    LocalSize,
     Make,
     Merge,
     Operation,
@@ -38,27 +39,25 @@ from convoy.plan.device_program import (
     UnpackWeights,
     WaitRound,
     WaitSum,
+    local_size,
     output_gradient,
 )
 from convoy.plan.exchange_program import (
-    Landing,
-    MoveOf,
+    MoveSpec,
+    StartedRound,
+    finish,
     gather_operations,
-    landing,
     operations_of,
     shared_rows,
     sum_operations,
 )
-from convoy.plan.size import LocalSize, local_size
 from convoy.plan.steps import (
-    Compute as ComputeStep,
-)
-from convoy.plan.steps import (
+    ComputeStep,
+    GatherStatistics,
     GatherWeights,
     Move,
     Phase,
     ReturnGradient,
-    ShareStatistics,
     Step,
     StepList,
     SumGradients,
@@ -133,7 +132,7 @@ def without_gradients(
                     reached.update(v.key for v, wanted in zip(step.reads, step.wants, strict=True) if wanted)
                 if alive and step.part != "input":
                     parameters.update(p.key for p in graph[step.layer].trainable)
-            case ShareStatistics(phase="backward"):
+            case GatherStatistics(phase="backward"):
                 told = [row for row in zip(step.layers, step.reads, step.sizes, strict=True) if row[0] in reached]
                 alive = bool(told)
                 if alive:
@@ -169,7 +168,7 @@ def takes_part(step: Step, device: int) -> bool:
         case Move() | ReturnGradient():
             either = any(holds(value.layout, device) for value in (step.reads, step.writes))
             return either or any(step.schedule.involving(device))
-        case ShareStatistics() | SumGradients() | GatherWeights():
+        case GatherStatistics() | SumGradients() | GatherWeights():
             return device in step.members
 
 
@@ -204,7 +203,7 @@ def segments(steps: StepList, graph: Graph, device: int, takes_part: Callable[[S
     """
     forward = [step for step in steps.phase("forward") if takes_part(step)]
     backward = [step for step in steps.phase("backward") if not isinstance(step, _BESIDE) and takes_part(step)]
-    exchanged = {name for step in steps.steps if isinstance(step, ShareStatistics) for name in step.layers}
+    exchanged = {name for step in steps.steps if isinstance(step, GatherStatistics) for name in step.layers}
     exchanged |= {layer.name for layer in graph.layers.values() if layer.alone}
     places = _Backward(backward)
     readers = Counter(value.key for value in steps.outputs)
@@ -244,7 +243,7 @@ def _rows(
         landed |= fresh
         fits = (
             isinstance(step, ComputeStep)
-            and step.pieces == 1
+            and step.chunks == 1
             and step.layer not in exchanged
             and all(holds(value.layout, device) for value in step.reads)
             # Of a backward in two parts, what the first gives travels during the second.
@@ -291,7 +290,7 @@ def _values_read(step: Step) -> tuple[Value, ...]:
             return step.reads
         case Move():
             return (step.reads,)
-        case ShareStatistics():
+        case GatherStatistics():
             return step.reads
     return ()
 
@@ -320,7 +319,7 @@ class _Compiler:
         self.end = end  # what is awaited at the end of a phase bears this step
         self.main: list[Operation] = []
         self.sums: list[Operation] = []
-        self.under_way: dict[int, deque[Landing]] = {}
+        self.under_way: dict[int, deque[StartedRound]] = {}
         self.begun: list[SumGradients] = []
         self.last_rounds: list[Operation] = []  # of the sums: what waits for them
         self.of_freed: list[int] = []  # the sums under way whose parameters are freed after use
@@ -328,7 +327,7 @@ class _Compiler:
         self.freed = {k for s in steps.steps if isinstance(s, ComputeStep) for k in s.frees}
         self.merged: set[str] = set()
         self.sizes: dict[str, LocalSize] = {}  # layer -> what of it this device computes
-        self.shared = {n for step in steps.steps if isinstance(step, ShareStatistics) for n in step.layers}
+        self.shared = {n for step in steps.steps if isinstance(step, GatherStatistics) for n in step.layers}
         self.segments = found
         self.segment_at: dict[int, int] = {}  # first step, in forward or backward -> which segment
         self.given_by: dict[int, int] = {}  # backward step of a segment -> the first of them
@@ -352,7 +351,7 @@ class _Compiler:
         )
         return DeviceProgram(
             self.device, self.steps.devices, self.steps.batch, inputs, outputs, returned, *lanes, gradients,
-            self.steps.pass_,
+            self.steps.micro_batch,
         )  # fmt: skip
 
     def _phase(self, phase: Phase) -> tuple[Operation, ...]:
@@ -399,7 +398,7 @@ class _Compiler:
             case ReturnGradient():
                 source, result = output_gradient(step.output), self._gives(step.writes.key, step.id)
                 self._move(step, step.reads.layout, dual(step.writes.layout), source, result)
-            case ShareStatistics():
+            case GatherStatistics():
                 self._statistics(step)
             case SumGradients():
                 self._sum(step)
@@ -418,16 +417,16 @@ class _Compiler:
         if not self._computes(step):
             return
         operation = self._computation(step)
-        if step.pieces == 1:
+        if step.chunks == 1:
             self._await(step.after, step.id)
             self.main.append(operation)
             return
         # The input is still arriving: compute each chunk of rows as soon as it is there.
         shape = local_shape(step.writes.layout, self.device, step.writes.shape)
         parts = []
-        for rows in chunks(shape[0], step.pieces):
+        for rows in chunks(shape[0], step.chunks):
             for rounds in (self.under_way[s] for s in step.after if self.under_way.get(s)):
-                self.main += landing([rounds.popleft()], step.id)
+                self.main += finish([rounds.popleft()], step.id)
             made = f"{step.writes.key} {rows[0]}:{rows[1]}"
             size = replace(operation.size, samples=rows[1] - rows[0])
             self.main.append(replace(operation, writes=(made,), rows=rows, size=size))
@@ -563,15 +562,15 @@ class _Compiler:
         if step.phase == "backward" and isinstance(step, Move):
             self._merge(step.reads.key, step.id)
         found = operations_of(
-            MoveOf(step.id, schedule, self.device, src, dst, step.reads.shape, step.wire, source, result)
+            MoveSpec(step.id, schedule, self.device, src, dst, step.reads.shape, step.wire, source, result)
         )
         self.main += found.begin
-        if found.landings:
-            self.under_way[step.id] = deque(found.landings)
+        if found.started:
+            self.under_way[step.id] = deque(found.started)
             if not self.overlap or isinstance(step, ReturnGradient):
                 self._await([step.id], step.id)
 
-    def _statistics(self, step: ShareStatistics) -> None:
+    def _statistics(self, step: GatherStatistics) -> None:
         """Exchange each member's row of sums; in forward, combine the rows to the statistics of the global batch."""
         if self.device not in step.members:
             return
@@ -594,7 +593,7 @@ class _Compiler:
         """Wait for those of these exchanges that are under way."""
         for step in steps:
             if step in self.under_way:
-                self.main += landing(self.under_way.pop(step), at)
+                self.main += finish(self.under_way.pop(step), at)
 
     def _gather(self, step: GatherWeights) -> None:
         """Start to gather shards; the step that waits for them finds whole parameters."""
@@ -606,17 +605,17 @@ class _Compiler:
             return
         self._await(step.after, step.id)
         flat, alone = f"weights {step.id}", step.alone and uses
-        stays = not uses and self.steps.pass_ == "first" and self.freed.isdisjoint(step.keys)
+        stays = not uses and self.steps.micro_batch == "first" and self.freed.isdisjoint(step.keys)
         fresh = uses and not self.freed.isdisjoint(step.keys)
         self.main.append(
             PackWeights(step.id, flat, step.keys, step.shares, size, alone, own_only=not uses, stays=stays, fresh=fresh)
         )
         found = gather_operations(step.id, step.schedule, self.device, flat, own_only=not uses)
         self.main += found.begin
-        self.under_way[step.id] = deque(found.landings)
+        self.under_way[step.id] = deque(found.started)
         if uses:
             whole = UnpackWeights(step.id, flat, step.keys, step.shares, alone)
-            self.under_way[step.id].append(Landing(step.id, None, [whole]))
+            self.under_way[step.id].append(StartedRound(step.id, None, [whole]))
         if not self.overlap:
             self._await([step.id], step.id)
 

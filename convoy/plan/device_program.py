@@ -15,14 +15,85 @@ the other, beside it: `BeginSum` hands the second lane the summands, `TakeSum` w
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from convoy.layout.comm_dtype import narrow_itemsize
-from convoy.layout.layout import Box, Shape
+from convoy.layout.layout import Box, Layout, Shape, Split, holders, holds
+from convoy.layout.redistribute import chunks
 from convoy.layout.shares import Shares
-from convoy.plan.size import LocalSize
-from convoy.plan.steps import Pass, Phase
+from convoy.model.graph import Layer
+from convoy.plan.steps import ComputeStep, MicroBatch, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSize:
+    """One device's part of a layer.
+
+    Attributes:
+        samples: of the batch.
+        outputs: filters or features that it computes; all, where the layer is not split by filter.
+        inputs: input channels or features that it sums over; all, where the layer is not split by channel.
+        shares_statistics: the samples are a part of a batch that is normalised as a whole: a batch norm then runs in steps
+            of its own around an exchange (`convoy.runtime.batch_norm`), at another speed.
+    """
+
+    samples: int
+    outputs: int
+    inputs: int
+    shares_statistics: bool = False
+
+
+def whole_size(layer: Layer, samples: int) -> LocalSize:
+    """The size of a layer that is not split, for some samples."""
+    return LocalSize(samples, *layer.extents)
+
+
+def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None:
+    """What `device` computes in a step; None where it has no part in it."""
+    gives = step.writes.layout
+    if not holds(gives, device):
+        return None
+    if not layer.batched:
+        return whole_size(layer, 1)
+    samples, inputs = step.writes.shape[0], layer.extents[1]
+    if isinstance(gives, Split) and gives.axis == 0:
+        samples = gives.shares[device]
+    if layer.sums_channels:
+        takes = step.reads[0].layout
+        if isinstance(takes, Split) and takes.axis == layer.feature_axis:
+            inputs = takes.shares[device] or inputs
+    outputs = part_of_outputs(layer, gives, device)
+    return LocalSize(samples, outputs, inputs, shares_statistics(layer, gives))
+
+
+def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
+    """How many of its outputs a device computes: its part of the axis that is split, whichever that is."""
+    outputs = layer.extents[0]
+    if not isinstance(layout, Split) or layout.axis == 0:
+        return outputs
+    return max(1, outputs * layout.shares[device] // max(1, sum(layout.shares)))
+
+
+def shares_statistics(layer: Layer, layout: Layout) -> bool:
+    """Whether the batch that a batch norm takes its statistics from lies on several devices."""
+    return layer.statistics and isinstance(layout, Split) and layout.axis == 0 and len(holders(layout)) > 1
+
+
+def flop(layer: Layer, size: LocalSize) -> float:
+    """Forward FLOP of a part of a layer."""
+    if not layer.flop:  # it may have no outputs either
+        return 0.0
+    outputs, inputs = layer.extents
+    return layer.flop * size.samples * (size.outputs / outputs) * (size.inputs / inputs)
+
+
+def sizes_in_chunks(size: LocalSize, pieces: int) -> list[LocalSize]:
+    """What a device computes of a layer at a time, where its input comes in so many pieces."""
+    if pieces == 1:
+        return [size]
+    return [replace(size, samples=stop - start) for start, stop in chunks(size.samples, pieces)]
+
 
 NO_SIZE = LocalSize(0, 0, 0)
 
@@ -386,7 +457,7 @@ class DeviceProgram:
         input_gradients: for each input, the buffer that the caller gets from backward; "" where this device has no part in it.
         forward, backward: the main lane.
         sums: the second lane.
-        pass_: which micro-batch of a training step it is; the first and the middle ones have no sums.
+        micro_batch: which micro-batch of a training step it is; the first and the middle ones have no sums.
     """
 
     device: int
@@ -399,7 +470,7 @@ class DeviceProgram:
     backward: tuple[Operation, ...]
     sums: tuple[Operation, ...]
     input_gradients: tuple[str, ...] = ()
-    pass_: Pass = "only"
+    micro_batch: MicroBatch = "only"
 
     def operations(self) -> Iterator[Operation]:
         """All operations, those inside segments too."""
@@ -466,7 +537,7 @@ def writes_of(operation: Operation) -> tuple[str, ...]:
 
 def program_lines(program: DeviceProgram) -> list[str]:
     """The program as text, one line for each operation."""
-    lines = [f"device {program.device} of {program.devices}, a batch of {program.batch}, pass {program.pass_!r}"]
+    lines = [f"device {program.device} of {program.devices}, a batch of {program.batch}, pass {program.micro_batch!r}"]
     for phase in ("forward", "backward", "sums"):
         lines.append(f"{phase}:")
         for operation in getattr(program, phase):

@@ -27,10 +27,10 @@ from convoy.plan.device_program import (
     View,
     WaitRound,
 )
-from convoy.plan.steps import ShareStatistics
+from convoy.plan.steps import GatherStatistics
 
 
-class Landing(NamedTuple):
+class StartedRound(NamedTuple):
     """What finishes a round that has started.
 
     Attributes:
@@ -50,23 +50,23 @@ class ExchangeOperations:
 
     Attributes:
         begin: up to the last round that can be started without waiting.
-        landings: what finishes each of these rounds.
+        started: what finishes each of these rounds.
     """
 
     begin: Sequence[Operation] = ()
-    landings: Sequence[Landing] = ()
+    started: Sequence[StartedRound] = ()
 
 
-def landing(landings: Iterable[Landing], at: int) -> Iterator[Operation]:
+def finish(started: Iterable[StartedRound], at: int) -> Iterator[Operation]:
     """The operations that finish rounds, for the step `at` that waits for them."""
-    for step, number, after in landings:
+    for step, number, after in started:
         if number is not None:
             yield WaitRound(at, step, number)
         yield from after
 
 
 @dataclass(frozen=True, slots=True)
-class MoveOf:
+class MoveSpec:
     """One device's part of a move of a tensor of `shape` from layout `src` to layout `dst`.
 
     Attributes:
@@ -127,7 +127,7 @@ class MoveOf:
         arrives = any(t.receiver == self.device != t.sender for t in transfers)
         rounds_own = rounds_own_copy(self.wire, self.schedule, self.dst)
         begin: list[Operation] = []
-        landings: list[Landing] = []
+        started: list[StartedRound] = []
         piece = self.source
         if rounds_own and own is not None and any(t.sender == self.device for t in transfers):
             # What is kept is then made of the same numbers as what is sent.
@@ -148,17 +148,17 @@ class MoveOf:
             begin.append(Make(step, self.result, _extent(wanted), zeros=zeros, result=True))
         writer = _DirectRound(step, self.device, own, wanted, piece, self.result, self.wire != "exact", rounds_own)
         for number, each in enumerate(self.rounds):
-            writer.write(number, each, bool(kept), begin, landings)
-        return ExchangeOperations(begin, landings)
+            writer.write(number, each, bool(kept), begin, started)
+        return ExchangeOperations(begin, started)
 
 
 @lru_cache(maxsize=8192)
-def operations_of(move: MoveOf) -> ExchangeOperations:
+def operations_of(move: MoveSpec) -> ExchangeOperations:
     """The operations of a move, worked out once: the plans that a planner compares have most moves in common."""
     return move.operations()
 
 
-def forget_moves() -> None:
+def clear_move_cache() -> None:
     """Forget what was worked out for moves, after the devices have changed: nobody asks for those of before again."""
     operations_of.cache_clear()
     forget_schedules()
@@ -178,7 +178,7 @@ class _DirectRound:
     rounds_own: bool
 
     def write(
-        self, number: int, transfers: Round, keeps: bool, begin: list[Operation], landings: list[Landing]
+        self, number: int, transfers: Round, keeps: bool, begin: list[Operation], started: list[StartedRound]
     ) -> None:
         leaving = [t for t in transfers if t.sender == self.device != t.receiver and entries(t.box)]
         arriving = [t for t in transfers if t.receiver == self.device != t.sender and entries(t.box)]
@@ -200,7 +200,7 @@ class _DirectRound:
         parts = landed | {t: Part(self.piece, local_box(t.box, self.own)) for t in kept if t.adds}
         after = [self._into(t, parts[t]) for t in sorted(parts, key=lambda t: t.sender)]
         if sends or receives:
-            landings.append(Landing(self.step, number, after))
+            started.append(StartedRound(self.step, number, after))
         else:
             begin += after
 
@@ -227,12 +227,12 @@ def sum_operations(
     step: int, schedule: Schedule, device: int, flat: str, wire: CommDtype, lane: int
 ) -> Iterator[Operation]:
     """Yield the rounds of a collective, in place on a flat buffer. Every step reuses the memory where summands arrive."""
-    under_way: deque[Landing] = deque()
+    under_way: deque[StartedRound] = deque()
     for number, transfers in enumerate(schedule.involving(device)):
         if len(under_way) == schedule.window:
-            yield from landing([under_way.popleft()], step)
+            yield from finish([under_way.popleft()], step)
         yield from _begun(_FlatRound(step, number, device, flat, wire != "exact"), transfers, lane, schedule, under_way)
-    yield from landing(under_way, step)
+    yield from finish(under_way, step)
 
 
 def gather_operations(step: int, schedule: Schedule, device: int, flat: str, *, own_only: bool) -> ExchangeOperations:
@@ -242,12 +242,12 @@ def gather_operations(step: int, schedule: Schedule, device: int, flat: str, *, 
         own_only: the buffer has this device's shards alone, which it sends.
     """
     (transfers,) = schedule.involving(device)
-    landings: deque[Landing] = deque()
-    begin = list(_begun(_FlatRound(step, 0, device, flat, narrow=False), transfers, 0, schedule, landings))
+    started: deque[StartedRound] = deque()
+    begin = list(_begun(_FlatRound(step, 0, device, flat, narrow=False), transfers, 0, schedule, started))
     if own_only:
         rounds = [op for op in begin if isinstance(op, ExchangeRound)]
         begin = [replace(op, sends=tuple(replace(m, part=Part(flat)) for m in op.sends)) for op in rounds]
-    return ExchangeOperations(begin, landings)
+    return ExchangeOperations(begin, started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class _FlatRound:
 
 
 def _begun(
-    of: _FlatRound, transfers: Round, lane: int, schedule: Schedule, under_way: deque[Landing]
+    of: _FlatRound, transfers: Round, lane: int, schedule: Schedule, under_way: deque[StartedRound]
 ) -> Iterator[Operation]:
     """Yield what starts a round on a flat buffer, and note in `under_way` what finishes it."""
     step, flat, narrow = of.step, of.flat, of.narrow
@@ -289,10 +289,10 @@ def _begun(
     if leaving or receives:
         sends = tuple(PlannedMessage(t.receiver, ready[t.box], entries(t.box), narrow) for t in leaving)
         yield ExchangeRound(step, of.number, sends, tuple(receives))
-    under_way.append(Landing(step, of.number if leaving or receives else None, after))
+    under_way.append(StartedRound(step, of.number if leaving or receives else None, after))
 
 
-def shared_rows(step: ShareStatistics, device: int, of: Sequence[str]) -> Iterator[Operation]:
+def shared_rows(step: GatherStatistics, device: int, of: Sequence[str]) -> Iterator[Operation]:
     """This device's row of each norm's sums, and then those of all devices. Rows of several norms travel in one message.
 
     Args:
@@ -305,10 +305,10 @@ def shared_rows(step: ShareStatistics, device: int, of: Sequence[str]) -> Iterat
         for each, size, span in zip(of, step.sizes, spans, strict=True):
             yield Copy(step.id, Part(f"{each} row"), Part(row, ((0, 1), span)), size)
     everyone = Replicated(step.members)
-    move = MoveOf(step.id, step.schedule, device, step.layout, everyone, step.shape, "exact", row, rows)
+    move = MoveSpec(step.id, step.schedule, device, step.layout, everyone, step.shape, "exact", row, rows)
     found = operations_of(move)
     yield from found.begin
-    yield from landing(found.landings, step.id)
+    yield from finish(found.started, step.id)
     if len(of) > 1:
         members = len(step.members)
         for each, size, span in zip(of, step.sizes, spans, strict=True):

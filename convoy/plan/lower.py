@@ -15,15 +15,15 @@ from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.placing import is_gathered, kept_layouts, placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.steps import (
-    Compute,
+    ComputeStep,
+    GatherStatistics,
     GatherWeights,
     InputGradient,
+    MicroBatch,
     Move,
     Part,
-    Pass,
     Phase,
     ReturnGradient,
-    ShareStatistics,
     Step,
     StepList,
     SumGradients,
@@ -44,20 +44,22 @@ def lower(
     batch: int | None = None,
     input_gradients: Sequence[InputGradient] = (),
     kept: Mapping[str, Layout] | None = None,
-    pass_: Pass = "only",
+    micro_batch: MicroBatch = "only",
 ) -> StepList:
     """Return the steps of one micro-batch of `plan`, for a global batch of `batch` samples (default: the plan's).
 
     Args:
         input_gradients: for each input of the graph, where its gradient is brought; empty: none has one.
         kept: layouts of parameters, by key, that differ from this plan's: all devices with copies get their gradients.
-        pass_: which micro-batch of a training step it is; by default the only one.
+        micro_batch: which micro-batch of a training step it is; by default the only one.
 
     Raises:
         PlanError: the plan does not fit the graph.
     """
     plan.check(graph)
-    return _Lowering(plan, graph, plan.batch if batch is None else batch, input_gradients, kept or {}, pass_).run()
+    return _Lowering(
+        plan, graph, plan.batch if batch is None else batch, input_gradients, kept or {}, micro_batch
+    ).run()
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,9 @@ class _Lowering:
         batch: int,
         input_gradients: Sequence[InputGradient],
         kept: Mapping[str, Layout],
-        pass_: Pass,
+        micro_batch: MicroBatch,
     ) -> None:
-        self.plan, self.graph, self.batch, self.pass_ = plan, graph, batch, pass_
+        self.plan, self.graph, self.batch, self.micro_batch = plan, graph, batch, micro_batch
         names = [layer.name for layer in graph.inputs]
         self.wanted = {name: how for name, how in zip(names, input_gradients, strict=False) if how != "none"}
         self.placed = placements(plan, graph, batch)
@@ -157,7 +159,7 @@ class _Lowering:
         self.kept = {**kept_layouts(plan, graph, used), **kept}
         self.gathered = {key: used[key] for key in used if is_gathered(self.kept[key], used[key])}
         self.gathered_by: dict[str, int] = {}  # key -> the step that gathers it in this phase
-        freed = {p.key for n, how in plan.in_shares.items() if how.form == "free" for p in graph[n].trainable}
+        freed = {p.key for n, how in plan.sharded.items() if how.form == "free" for p in graph[n].trainable}
         self.buckets = buckets_of(graph, self.gathered, freed, BUCKET_ENTRIES)
         self.steps: list[Step] = []
         self.later: list[SumGradients] = []
@@ -192,7 +194,14 @@ class _Lowering:
         gradients = self._backward(forward, ready)
         inputs = tuple(self.values[layer.name] for layer in self.graph.inputs)
         return StepList(
-            self.batch, self.plan.devices, inputs, outputs, tuple(self.steps), gradients, self.pass_, tuple(self.later)
+            self.batch,
+            self.plan.devices,
+            inputs,
+            outputs,
+            tuple(self.steps),
+            gradients,
+            self.micro_batch,
+            tuple(self.later),
         )
 
     def _output_layout(self) -> dict[str, Layout]:
@@ -225,7 +234,7 @@ class _Lowering:
     def _gather(self, bucket: Bucket, phase: Phase) -> None:
         """Gather sharded parameters where they are used; later micro-batches may still have them."""
         keys, shares = tuple(p.key for p in bucket.parameters), tuple(map(self._entries_of_shares, bucket.parameters))
-        held = not bucket.freed and self.pass_ in ("middle", "last")
+        held = not bucket.freed and self.micro_batch in ("middle", "last")
         step = self._add(GatherWeights(self._id, phase, keys, shares, bucket.devices, held=held))
         if not held:
             self.gathered_by.update(dict.fromkeys(keys, step))
@@ -250,7 +259,7 @@ class _Lowering:
         for step in computes:
             self.made_by[step.writes.key] = self._add(step if step.id == self._id else replace(step, id=self._id))
 
-    def _reading(self, layer: Layer) -> Compute | None:
+    def _reading(self, layer: Layer) -> ComputeStep | None:
         """Move a layer's inputs to it, and return its computation."""
         placed = self.placed[layer.name]
         shape = layer.batch_shape(self.batch)
@@ -270,25 +279,25 @@ class _Lowering:
         self.moved_for[layer.name] = [step for step in self.steps[before:] if isinstance(step, Move)]
         after = tuple(sorted({*self._after(reads), *self._waits_for_weights(layer)}))
         wants = tuple(p and name in self.trains for name, p in zip(layer.inputs, layer.traced_back, strict=True))
-        return Compute(
+        return ComputeStep(
             self._id, "forward", layer.name, reads, value, wants, self._parameters(layer), placed.note, after,
-            pieces=pieces, frees=tuple(turn.frees),
+            chunks=pieces, frees=tuple(turn.frees),
         )  # fmt: skip
 
     def _share(self, phase: Phase, rows: Sequence[tuple[str, Value]], after: tuple[int, ...]) -> int:
         """Add the exchange of some norms' sums; `rows` has each norm's name and input."""
         names, reads = zip(*rows, strict=True)
         sizes, members = tuple(self.statistics[name][0] for name in names), self.statistics[names[0]][1]
-        return self._add(ShareStatistics(self._id, phase, names, reads, sizes, members, after))
+        return self._add(GatherStatistics(self._id, phase, names, reads, sizes, members, after))
 
     def _pieces(self, layer: Layer, placed: Placement) -> int:
         """Return the number of chunks in which a layer's input is moved."""
-        if self.plan.pieces == 1 or layer.kind != "conv" or (layer.inputs[0], placed.takes[0]) in self.versions:
+        if self.plan.chunks == 1 or layer.kind != "conv" or (layer.inputs[0], placed.takes[0]) in self.versions:
             return 1
         source = self.values[layer.inputs[0]]
         schedule = redistribute.schedule(source.layout, placed.takes[0], source.shape, self.plan.collective)
         spans = all(t.box[0] == (0, self.batch) for transfers in schedule.rounds for t in transfers)
-        return min(self.plan.pieces, self.batch) if spans and not schedule.in_place else 1
+        return min(self.plan.chunks, self.batch) if spans and not schedule.in_place else 1
 
     def _parameters(self, layer: Layer) -> dict[str, Layout]:
         return {key: self.kept[p.key] for key, p in layer.parameters.items()}
@@ -325,7 +334,7 @@ class _Lowering:
         for step in reversed(forward):
             if isinstance(step, Move):
                 self._return(step, ready)
-            elif isinstance(step, Compute) and step.writes.key in ready:
+            elif isinstance(step, ComputeStep) and step.writes.key in ready:
                 self._backward_compute(step, ready, sums)
         gradients = tuple(self._input_gradient(layer, ready) for layer in self.graph.inputs) if self.wanted else ()
         self._sum(sums, everything=True)
@@ -335,7 +344,7 @@ class _Lowering:
         """Add the sums that are due; all but the last micro-batch leave them to it."""
         for step in sums.take(self._id, everything=everything):
             # Sums into shards do not wait: each device would have to keep a whole gradient.
-            waits = self.pass_ in ("first", "middle") and not step.into
+            waits = self.micro_batch in ("first", "middle") and not step.into
             (self.later if waits else self.steps).append(replace(step, id=self._id))
 
     def _input_gradient(self, layer: Layer, ready: dict[str, list[int]]) -> Value | None:
@@ -360,7 +369,7 @@ class _Lowering:
             back = Move(self._id, "backward", step.writes, step.reads, step.reduce, tuple(after), wire=step.wire)
             ready.setdefault(step.reads.key, []).append(self._add(back))
 
-    def _backward_compute(self, step: Compute, ready: dict[str, list[int]], sums: "_Buckets") -> None:
+    def _backward_compute(self, step: ComputeStep, ready: dict[str, list[int]], sums: "_Buckets") -> None:
         turn = self.turns.get(step.layer, Turn())
         for bucket in turn.begins:
             self._gather(bucket, "backward")
@@ -369,7 +378,7 @@ class _Lowering:
             after = (self._told_back(step, ready),)
         after = (*after, *sorted(self._waits_for_weights(self.graph[step.layer])))
         for part, last in self._parts(step, sums):
-            back = Compute(
+            back = ComputeStep(
                 self._id, "backward", step.layer, step.reads, step.writes, step.wants, step.parameters, "", after, part, last,
                 frees=tuple(turn.frees) if last else (),
             )  # fmt: skip
@@ -384,7 +393,7 @@ class _Lowering:
                 sums.add(back)
                 self._sum(sums, everything=False)
 
-    def _told_back(self, step: Compute, ready: Mapping[str, list[int]]) -> int:
+    def _told_back(self, step: ComputeStep, ready: Mapping[str, list[int]]) -> int:
         """Return the exchange of a norm in backward, with its partners of forward that have a gradient.
 
         Partners are neighbours in forward, before all their readers: when the last has its gradient, all have.
@@ -396,7 +405,7 @@ class _Lowering:
             self.told_back |= dict.fromkeys(names, self._share("backward", rows, after))
         return self.told_back[step.layer]
 
-    def _parts(self, step: Compute, sums: "_Buckets") -> tuple[tuple[Part, bool], ...]:
+    def _parts(self, step: ComputeStep, sums: "_Buckets") -> tuple[tuple[Part, bool], ...]:
         """Split a layer's backward so that the gradient that must be sent travels while the other is computed.
 
         An input gradient goes first, because the layers below wait for it. Weights go first only if they fill a bucket.
@@ -406,7 +415,7 @@ class _Lowering:
             return (("all", True),)
         if self.moved_for[step.layer]:
             return (("input", False), ("weight", True))
-        leaves = self.pass_ in ("only", "last") and sums.would_fill(step)
+        leaves = self.micro_batch in ("only", "last") and sums.would_fill(step)
         return (("weight", False), ("input", True)) if leaves else (("all", True),)
 
 
@@ -464,7 +473,7 @@ class _Buckets:
         others = [self.graph[name] for name in with_gradient if not self.graph[name].multiplies]
         self.read_by_others = {p.key for layer in others for p in layer.trainable}
 
-    def add(self, step: Compute) -> None:
+    def add(self, step: ComputeStep) -> None:
         """Add a layer's gradients, which are ready unless an earlier layer shares the parameter."""
         layer = self.graph[step.layer]
         for parameter in layer.trainable:
@@ -479,7 +488,7 @@ class _Buckets:
             if step.id not in bucket.after[-1:]:
                 bucket.after.append(step.id)
 
-    def would_fill(self, step: Compute) -> bool:
+    def would_fill(self, step: ComputeStep) -> bool:
         """Whether this layer's weight gradients fill a bucket."""
         new = [p for p in self.graph[step.layer].trainable if self.uses[p.key] == 1 and self._is_summed(p.key)]
         filled: Counter[_Name] = Counter()
@@ -487,7 +496,7 @@ class _Buckets:
             filled[self._bucket_of(step, parameter)] += parameter.entries
         return any(n + sum(self.open.get(name, _Bucket()).sizes) >= BUCKET_ENTRIES for name, n in filled.items())
 
-    def _bucket_of(self, step: Compute, parameter: Parameter) -> "_Name":
+    def _bucket_of(self, step: ComputeStep, parameter: Parameter) -> "_Name":
         """Return the bucket of a gradient. One that fills a bucket is alone in it, if its memory is its own: no copy."""
         alone = self.graph[step.layer].multiplies and parameter.key not in self.read_by_others and not self.plan.mixes
         name = parameter.key if alone and parameter.entries >= BUCKET_ENTRIES else ""

@@ -24,15 +24,15 @@ Phase = Literal["forward", "backward"]
 InputGradient = Literal["none", "part", "whole"]
 """Where the gradient of an input comes to: nowhere; to each device that has of its part; whole to every device."""
 
-Pass = Literal["only", "first", "middle", "last"]
+MicroBatch = Literal["only", "first", "middle", "last"]
 """Which pass of a training step a list is of. In the first and in the middle ones gradients of copied parameters stay where
 they are computed; the last one sums what all passes have left there, and the only pass of a step its own. Weights that are kept
 in shares, and stay whole between uses, are gathered by the first pass; those behind it use them again."""
 
 
-def passes_of(count: int) -> dict[Pass, int]:
+def micro_batches(count: int) -> dict[MicroBatch, int]:
     """How many passes there are of each kind in a step of `count` passes, in order."""
-    kinds: dict[Pass, int] = {"only": 1} if count == 1 else {"first": 1, "middle": count - 2, "last": 1}
+    kinds: dict[MicroBatch, int] = {"only": 1} if count == 1 else {"first": 1, "middle": count - 2, "last": 1}
     return {kind: number for kind, number in kinds.items() if number}
 
 
@@ -62,7 +62,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class ComputeStep:
     """A layer's arithmetic on what each device holds.
 
     Attributes:
@@ -88,7 +88,7 @@ class Compute:
     after: tuple[int, ...] = ()
     part: Part = "all"
     last: bool = True
-    pieces: int = 1
+    chunks: int = 1
     frees: tuple[str, ...] = ()
 
 
@@ -107,14 +107,14 @@ class Move:
     writes: Value
     reduce: Reduce
     after: tuple[int, ...] = ()
-    pieces: int = 1
+    chunks: int = 1
     wire: CommDtype = "exact"
 
     @property
     def schedule(self) -> Schedule:
         if self.phase == "forward":
             whole = redistribute.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
-            return whole if self.pieces == 1 else redistribute.in_chunks(whole, self.pieces)
+            return whole if self.chunks == 1 else redistribute.in_chunks(whole, self.chunks)
         return redistribute.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
 
 
@@ -141,7 +141,7 @@ class ReturnGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareStatistics:
+class GatherStatistics:
     """Batch norm over a batch split: each of `members` tells the others `entries` numbers: means and squared deviations of
     its samples (forward), or the two sums over its samples that the gradient needs (backward).
 
@@ -280,8 +280,8 @@ def joined(shares: Sequence[Shares]) -> Shares:
     return tuple(map(sum, zip(*shares, strict=True)))
 
 
-Exchange = Move | ReturnGradient | ShareStatistics | SumGradients | GatherWeights
-Step = Compute | Exchange
+Exchange = Move | ReturnGradient | GatherStatistics | SumGradients | GatherWeights
+Step = ComputeStep | Exchange
 
 
 def traffic(step: Exchange, itemsize: int) -> Counter[tuple[int, int]]:
@@ -304,7 +304,7 @@ class StepList:
         steps: in an order that every device follows.
         input_gradients: for each input, the value whose gradient is that of the input for the caller; None: it has none.
             Empty where no input wants one.
-        pass_: which of the passes of a step this is.
+        micro_batch: which of the passes of a step this is.
         later: the gradient sums that this pass leaves to the last one.
     """
 
@@ -314,23 +314,23 @@ class StepList:
     outputs: tuple[Value, ...]
     steps: tuple[Step, ...]
     input_gradients: tuple[Value | None, ...] = ()
-    pass_: Pass = "only"
+    micro_batch: MicroBatch = "only"
     later: tuple["SumGradients", ...] = ()
 
     @property
     def sums(self) -> bool:
         """Whether gradients of copied parameters are summed over the devices."""
-        return self.pass_ in ("only", "last")
+        return self.micro_batch in ("only", "last")
 
     @property
     def gathers(self) -> bool:
         """Whether weights that are kept in shares, and stay whole between uses, are gathered."""
-        return self.pass_ in ("only", "first")
+        return self.micro_batch in ("only", "first")
 
     @property
     def adds(self) -> bool:
         """Whether gradients are added to those of passes before."""
-        return self.pass_ in ("middle", "last")
+        return self.micro_batch in ("middle", "last")
 
     @property
     def joins_losses(self) -> bool:
@@ -345,7 +345,7 @@ class StepList:
 
     def first_readers(self) -> dict[str, str]:
         """By its key, the layer that reads a value first."""
-        computes = [step for step in self.phase("forward") if isinstance(step, Compute)]
+        computes = [step for step in self.phase("forward") if isinstance(step, ComputeStep)]
         return {value.key: step.layer for step in reversed(computes) for value in step.reads}
 
     def traffic(self, itemsize: int = 4) -> Counter[tuple[int, int]]:
@@ -356,6 +356,6 @@ class StepList:
         """
         total: Counter[tuple[int, int]] = Counter()
         for step in self.steps:
-            if not isinstance(step, Compute):
+            if not isinstance(step, ComputeStep):
                 total += traffic(step, itemsize)
         return total
