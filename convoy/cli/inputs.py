@@ -70,8 +70,8 @@ def check_resume(settings: Settings) -> None:
                 pass
         except OSError as error:
             raise InputError(
-                f"cannot write into {folder}: {error.strerror}; wait until another run has ended, or name a folder that you may "
-                "write"
+                f"cannot write into {folder}: {error.strerror}; wait until another run has ended, or name a folder that "
+                "you may write"
             ) from None
     if start is None:
         return
