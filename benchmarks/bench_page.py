@@ -55,7 +55,7 @@ _HOW = (
     "For `ddp-tuned`, shares, bucket size, `static_graph` and `ZeroRedundancyOptimizer` are searched; the search is not "
     "counted. `fsdp` is FSDP2 with even shards and the batch split by solo speeds. `auto` is what `convoy train --plan auto` "
     "settles on. Nothing is encrypted since 25 November 2026 "
-    "([decision 77](decisions/077-the-wire-rests-less.md)).\n\n"
+    "([decision 77](decisions/077-messages-as-fast-as-ddp.md)).\n\n"
     "Each file in `benchmarks/results/bench` holds one case: all rounds, the search for tuned DDP, the lower bound, the "
     "machine, the revision of the code, the date and the command."
 )

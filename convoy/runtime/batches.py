@@ -242,7 +242,7 @@ class OutputPart:
         raise InputError(f"an operator on an output of which this device has a part: {_REMEDY}")
 
     # Python's defaults would be silently wrong for these; without the others it raises TypeError.
-    __bool__ = __eq__ = __ne__ = __len__ = __iter__ = __getitem__ = __array__ = _refuse  # type: ignore[assignment]
+    __bool__ = __eq__ = __ne__ = __len__ = __iter__ = __getitem__ = __array__ = _refuse
     __hash__ = object.__hash__
 
 

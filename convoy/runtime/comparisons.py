@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from convoy._version import __version__
-from convoy.comm.agreement import agree_on, agree_on_modes, gather
+from convoy.comm.collectives import agree_on, agree_on_modes, gather
 from convoy.comm.group import Group
 from convoy.errors import MismatchError
 from convoy.layout.layout import Replicated, everywhere
 from convoy.machine.accelerator import in_float64
 from convoy.model.tracing import TracedModel
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Pass, StepList, Value
+from convoy.plan.steps import MicroBatch, StepList, Value
 from convoy.runtime.batches import StepInputs
 
 TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-2
@@ -51,7 +51,7 @@ class Comparisons:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.calls = 0
-        self.done: set[tuple[bool, int, Pass]] = set()  # by mode, batch and micro-batch
+        self.done: set[tuple[bool, int, MicroBatch]] = set()  # by mode, batch and micro-batch
 
     def check_inputs(self, training: bool, steps: StepList, inputs: StepInputs) -> bool:
         """Return whether this step is compared. If so, check that every device begins it with the same global batches.
@@ -59,7 +59,7 @@ class Comparisons:
         Raises:
             MismatchError: a device is at another micro-batch, or has another batch.
         """
-        group, key = self._group, (training, steps.batch, steps.pass_)
+        group, key = self._group, (training, steps.batch, steps.micro_batch)
         if group.devices == 1:
             return False
         self.calls += 1
@@ -70,7 +70,7 @@ class Comparisons:
         agree_on(
             group,
             "call of the model",
-            steps.pass_,
+            steps.micro_batch,
             "is on another side of no_sync(), or at another micro-batch of the step,",
         )
         everyone = everywhere(group.devices)
@@ -130,7 +130,7 @@ def sample_of(p: Tensor) -> list[float]:
     places = torch.arange(count, device=p.device) * (p.numel() - 1) // max(1, count - 1)
     extremes = torch.stack(torch.aminmax(entries))
     found = torch.cat([extremes.abs().amax()[None], entries[places]])
-    return in_float64(found).nan_to_num(0.0, 0.0, 0.0).tolist()  # type: ignore[no-any-return]
+    return in_float64(found).nan_to_num(0.0, 0.0, 0.0).tolist()
 
 
 def _check_same(group: Group, topic: str, tensors: Sequence[Tensor | None], tolerance: float, message: str) -> None:

@@ -414,7 +414,8 @@ class Distributed(nn.Module):
         if inner is not None and name not in self.__dict__ and not hasattr(type(self), name):
             if hasattr(inner, name):
                 # Its forward reads it there; if the trace has read it, the next step is refused.
-                return setattr(inner, name, value)
+                setattr(inner, name, value)
+                return
             if isinstance(value, nn.Module | nn.Parameter):
                 raise InputError(
                     f"{name!r} would be added to a distributed model, whose parameters() would not have it: add it to the "

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.errors import InputError
 from convoy.layout.layout import holds
 from convoy.runtime.module import Distributed, not_distributed
@@ -52,7 +52,7 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
     tables = gather(model.group, "optimizer state", own)
     result: dict[str, dict[str, Any]] = {}
     for key, parameter in model.named_parameters():
-        known = next(
+        known: dict[str, Any] = next(
             (table[key] for d, table in enumerate(tables) if key in table and holds(model.layouts[key], d)), {}
         )
         held = optimizer.state.get(parameter, {})

@@ -8,7 +8,7 @@ from convoy.model.graph import Graph
 from convoy.plan.compile import compile_all
 from convoy.plan.lower import lower
 from convoy.plan.program_check import check_programs
-from convoy.plan.steps import Compute, InputGradient, Pass, StepList
+from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, StepList
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.program import Program
 from convoy.runtime.weights import PlanInUse
@@ -33,9 +33,11 @@ class ProgramCache:
 
     def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
         self._in_use, self._executors, self._state_devices = in_use, executors, state_devices
-        self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], Pass], Program] = {}
+        self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
 
-    def get(self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: Pass = "only") -> Program:
+    def get(
+        self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only"
+    ) -> Program:
         """Return the program for a global batch of this size.
 
         Raises:
@@ -63,7 +65,7 @@ class ProgramCache:
     def _check_state(self, steps: StepList, graph: Graph) -> None:
         """Refuse a layer with its own state that would run on devices where that state is outdated."""
         for step in steps.phase("forward"):
-            if not isinstance(step, Compute) or not (graph[step.layer].notes or step.layer in self._state_devices):
+            if not isinstance(step, ComputeStep) or not (graph[step.layer].notes or step.layer in self._state_devices):
                 continue
             here = set(holders(step.writes.layout))
             before = self._state_devices.setdefault(step.layer, here)

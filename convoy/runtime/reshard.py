@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.agreement import agree_on, gather
+from convoy.comm.collectives import agree_on, gather
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, Replicated, dual, holders, holds, local_shape
 from convoy.layout.redistribute import schedule
@@ -101,7 +101,7 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
         for key, p in parameters.items()
         if key in with_gradient
     }
-    states = {}
+    states: dict[tuple[int, str], dict[str, Any]] = {}
     for i, optimizer in enumerate(optimizers):
         for key, parameter in parameters.items():
             own = optimizer.state.get(parameter, {})

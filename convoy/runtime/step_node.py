@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from convoy.errors import InputError
 from convoy.model.tracing.hooks import ON_PARAMETERS
-from convoy.plan.steps import Pass
+from convoy.plan.steps import MicroBatch
 from convoy.runtime.executor import Executor, Tape
 from convoy.runtime.gradients import Found
 from convoy.runtime.program import Program
 from convoy.runtime.shards import accept_gradients, check_gradients, is_shard, is_unsummed, mark_unsummed
 
-_KINDS: Mapping[tuple[bool, bool], Pass] = {
+_KINDS: Mapping[tuple[bool, bool], MicroBatch] = {
     (True, True): "only",
     (False, True): "first",
     (False, False): "middle",
@@ -52,7 +52,7 @@ class Accumulation:
         self.stages = count()
         self._backward: tuple[int, bool] = (-1, True)  # the last one, and whether it summed
 
-    def kind(self, *, gathers: bool) -> Pass:
+    def kind(self, *, gathers: bool) -> MicroBatch:
         """Return the kind of the next micro-batch, which gathers sharded weights, or still has them."""
         return _KINDS[self.sums, gathers]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, box, everywhere, holders, local_shape
@@ -95,7 +95,7 @@ def plan_in_use(
         lent,
         next((key for key in lent if known[key].trainable), None),
         {k: _is_copied(how, devices) and not plan.mixes and k not in in_parts for k, how in layouts.items()},
-        any(how.form == "keep" for how in plan.in_shares.values()),
+        any(how.form == "keep" for how in plan.sharded.values()),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from convoy.runtime.alike import check_batches, check_copies
 from torch import nn
 
 from convoy.api import distribute, make_plan
@@ -18,7 +19,6 @@ from convoy.comm.group import AloneGroup, Group, Message
 from convoy.errors import InputError
 from convoy.machine.accelerator import check_device, local_devices, memory_of, pick_device, queued, to_device
 from convoy.plan.presets import PLANS, Speeds
-from convoy.runtime.alike import check_batches, check_copies
 from convoy.runtime.clock import Clock
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.module import Distributed

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from convoy.runtime.alike import _some
 
 INF = math.inf

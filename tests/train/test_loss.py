@@ -18,8 +18,8 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
 from convoy.plan.strategy import Batch, Channel, Filter, One
-from convoy.runtime.module import Distributed
 from convoy.runtime.batches import OutputPart
+from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.odd_nets import UNet
 from tests.support.one_device import UNEVEN, by_name, graph_of, mixed, one_trace, part
