@@ -36,7 +36,7 @@ WARM_UP = 3
 MOST_PROGRAMS = 8
 """Programs whose regions are compiled, per model and device: batch sizes, modes and changes of shares together."""
 
-KINDS = ("conv", "conv_transpose", "linear", "batch_norm", "elementwise", "pool", "flatten", "join")
+KINDS = ("conv", "conv_transpose", "linear", "filters", "batch_norm", "elementwise", "pool", "flatten", "parts", "join")
 """Kinds of layers that are compiled."""
 
 LONGEST = 24
@@ -197,30 +197,35 @@ def _regions_in(
 ) -> Iterator[tuple[int, CompiledRegion]]:
     whole = program.fused[fused.number].whole
     computed = [op for op in fused.operations if isinstance(op, Compute)]
+
+    def usable(op: Compute) -> bool:
+        layer = traced.graph[op.layer]
+        # Weights that are freed after use do not exist during a trial.
+        freed = any(p.key in program.freed for p in layer.parameters.values())
+        return not freed and is_plain_call(layer, traced.operations[op.layer], model, whole=op.layer in whole)
+
     start = 0
     while start < len(computed):
-        graph, values, reads, stop = fx.Graph(), dict[str, fx.Node](), list[str](), start
-        for op in computed[start : start + LONGEST]:
-            layer, operation = traced.graph[op.layer], traced.operations[op.layer]
-            # Weights that are freed after use do not exist during a trial.
-            freed = any(p.key in program.freed for p in layer.parameters.values())
-            plain = is_plain_call(layer, operation, model, whole=op.layer in whole)
-            if freed or not plain or (stop > start and op.layer in starts):
-                break
-            for name in op.reads:
-                if name not in values:
-                    with graph.inserting_before(next(iter(graph.nodes)) if not reads else values[reads[-1]].next):
-                        values[name] = graph.placeholder(f"x{len(reads)}")
-                    reads.append(name)
-            args, kwargs = arguments(operation, [values[name] for name in op.reads], op.size.samples, model)
-            call: Any = graph.call_module if operation.call == "module" else graph.call_function
-            values[op.writes[0]] = call(operation.target, args, kwargs)
+        stop = start
+        while stop < min(len(computed), start + LONGEST) and usable(computed[stop]):
             stop += 1
+            if stop < len(computed) and computed[stop].layer in starts:
+                break
         if stop - start > 1:
+            ops = computed[start:stop]
+            inside = {op.writes[0] for op in ops}
+            reads = tuple(dict.fromkeys(name for op in ops for name in op.reads if name not in inside))
+            graph = fx.Graph()
+            values = {name: graph.placeholder(f"x{i}") for i, name in enumerate(reads)}
+            for op in ops:
+                operation = traced.operations[op.layer]
+                args, kwargs = arguments(operation, [values[name] for name in op.reads], op.size.samples, model)
+                call: Any = graph.call_module if operation.call == "module" else graph.call_function
+                values[op.writes[0]] = call(operation.target, args, kwargs)
             used = {*fused.writes}.union(*(op.reads for op in computed[stop:]))
-            writes = tuple(op.writes[0] for op in computed[start:stop] if op.writes[0] in used)
+            writes = tuple(op.writes[0] for op in ops if op.writes[0] in used)
             graph.output(tuple(values[name] for name in writes))
-            yield start, CompiledRegion(stop, tuple(reads), writes, fx.GraphModule(model, graph))
+            yield start, CompiledRegion(stop, reads, writes, fx.GraphModule(model, graph))
         start = max(stop, start + 1)
 
 
@@ -230,7 +235,14 @@ def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole
     Args:
         whole: this device has all of its parameters.
     """
-    odd = layer.random or layer.everywhere or layer.blocked or operation.attributes or operation.no_autocast
+    odd = (
+        layer.random
+        or layer.several
+        or layer.everywhere
+        or layer.blocked
+        or operation.attributes
+        or operation.no_autocast
+    )
     if odd or layer.kind not in KINDS or not layer.differentiable or (layer.notes and layer.kind != "batch_norm"):
         return False
     constants = [*operation.args, *operation.kwargs.values()]

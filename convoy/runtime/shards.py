@@ -18,6 +18,9 @@ SHARD, ORIGINAL, UNSUMMED = "_convoy_shard", "_convoy_original", "_convoy_unsumm
 """Names of the marks: a local shard or copy of a distributed model; a parameter of the model before it was distributed; a
 gradient that was not yet summed over the devices."""
 
+SCALED = "_convoy_scaled"
+"""Mark of a shard whose gradient was computed in fp16, and has to go through `convoy.train.GradScaler`."""
+
 _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
 
@@ -210,6 +213,12 @@ def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             f"{elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
         )
     check_gradients(f"{name}.step()", shards)
+    if any(getattr(p, SCALED, False) and p.grad is not None for p in shards):
+        raise InputError(
+            f"{name}.step() after a backward in fp16 that did not go through convoy.train.GradScaler(model). "
+            "torch.amp.GradScaler sees only the local shards, so one device could skip a step that others make: use "
+            "convoy.train.GradScaler(model) on every device"
+        )
     guard_state(optimizer)
 
 
@@ -229,10 +238,10 @@ def check_gradients(what: str, parameters: Iterable[nn.Parameter]) -> None:
     changed = [g for g in gradients if getattr(g, _VERSION, None) != g._version]
     if count := sum(bool(g.any()) for g in changed):
         raise InputError(
-            f"{what}: {count} gradients, of which this device has a shard or a part of the sum, have changed since the last "
-            "backward(). torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler see only these shards, so each device would "
-            "step differently: use convoy.train.clip_grad_norm_(model, max_norm) and convoy.train.GradScaler(model) on every "
-            "device. After a change that treats each entry by itself (clip_grad_value_), call model.gradients_changed()"
+            f"{what}: {count} gradients, of which this device has a shard or a part of the sum, have changed since backward(). "
+            "torch.nn.utils.clip_grad_norm_ sees only these shards, so each device would scale by another factor: use "
+            "convoy.train.clip_grad_norm_(model, max_norm) on every device. After a change that treats each entry by itself "
+            "(clip_grad_value_), call model.gradients_changed()"
         )
 
 

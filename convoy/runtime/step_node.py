@@ -21,7 +21,7 @@ from convoy.plan.steps import MicroBatch
 from convoy.runtime.executor import Executor, Tape
 from convoy.runtime.gradients import Found
 from convoy.runtime.program import Program
-from convoy.runtime.shards import accept_gradients, check_gradients, is_shard, is_unsummed, mark_unsummed
+from convoy.runtime.shards import SCALED, accept_gradients, check_gradients, is_shard, is_unsummed, mark_unsummed
 
 _KINDS: Mapping[tuple[bool, bool], MicroBatch] = {
     (True, True): "only",
@@ -156,6 +156,8 @@ class _Parameters(torch.autograd.Function):
             _at_end(partial(_check_added, given, to_each=taken))
         if partial_ones := [p for p, _ in rows if is_shard(p) or is_unsummed(p)]:
             _at_end(partial(accept_gradients, partial_ones))
+            for p in partial_ones:
+                setattr(p, SCALED, call.precision is torch.float16)
         call.left = {}
         return None, *gradients
 

@@ -244,11 +244,14 @@ def test_a_part_is_never_taken_for_the_whole() -> None:
         x = OutputPart(tensor, Split(0, SHARES), (SAMPLES, 5), group)
         y = torch.zeros(SAMPLES, dtype=torch.int64)
         for use in (
-            lambda: F.cross_entropy(x, y), lambda: torch.stack([x, x]), lambda: x + 1, lambda: 2 * x, lambda: x == y,
-            lambda: len(x), lambda: x[0], lambda: float(x), lambda: [*x], lambda: bool(x), lambda: y + x,
+            lambda: F.cross_entropy(x, y), lambda: torch.stack([x, x]), lambda: x == y,
+            lambda: len(x), lambda: x[0], lambda: [*x], lambda: bool(x), lambda: y + x,
         ):  # fmt: skip
             with pytest.raises(InputError, match=r"convoy\.loss"):
                 use()
+        for operator in (lambda: x + 1, lambda: 2 * x, lambda: float(x)):  # type: ignore[operator, arg-type]
+            with pytest.raises(TypeError, match="OutputPart"):
+                operator()
         with pytest.raises(AttributeError, match=r"convoy\.loss"):
             x.mean()
         assert not isinstance(x, Tensor)
