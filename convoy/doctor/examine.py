@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from convoy.comm.connection import credentials_of
 from convoy.comm.environment import ProcessEnv, is_loopback, is_own
-from convoy.comm.meeting import Prefixed
-from convoy.comm.rendezvous import store_at
+from convoy.comm.store import store_at
 from convoy.doctor.exchange import Exchange
 from convoy.doctor.facts import (
     CONTEXT,
@@ -57,7 +57,7 @@ def examine_job(
     """
     place = f"{env.host} port {env.port}"
     try:
-        store = store_at(env, time.monotonic() + wait_s)
+        store = store_at(env, time.monotonic() + wait_s, credentials_of(env))
     except (InputError, DeviceLostError) as error:
         itself = " (this machine itself)" if env.device != 0 and is_own(env.host) else ""
         what = f"device {env.device} cannot come to the meeting point {place}{itself}: {error}"
@@ -66,7 +66,7 @@ def examine_job(
             f"the port there (sudo ufw allow {env.port}/tcp), and all from 1024 up for training"
         )
         return Finding("error", what, cure, (f"device {env.device}",))
-    exchange = Exchange(Prefixed(f"convoy-doctor/{env.attempt}", store), env.device, tuple(range(env.devices)))
+    exchange = Exchange(store, f"convoy-doctor/{env.attempt}", env.device, tuple(range(env.devices)))
     try:
         # Torch's store waits out of reach of signals, some of it without a limit.
         return within(wait_s + LIMIT_S, lambda: _examine(env, exchange, own, context, wait_s, slowdown))

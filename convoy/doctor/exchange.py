@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from convoy.comm.meeting import Store
+from convoy.comm.store import Store
 from convoy.errors import DeviceLostError, InputError
 
 POLL_S = 0.01
@@ -22,15 +22,17 @@ class Exchange:
     """The exchange as one device sees it. `present` are the devices that have come to every round so far."""
 
     store: Store
+    prefix: str
     device: int
     present: tuple[int, ...]
 
-    def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, str]:
-        """Return the texts of the keys that have one within the limit; earlier once all have."""
+    def wait(self, names: Sequence[str], limit_s: float) -> dict[str, str]:
+        """Return the texts of the names that have one within the limit; earlier once all have."""
         end_s, found = time.monotonic() + limit_s, dict[str, str]()
         while True:
-            found |= {key: self.store.get(key).decode() for key in keys if key not in found and self.store.check([key])}
-            if len(found) == len(keys) or time.monotonic() > end_s:
+            missing = {f"{self.prefix}/{name}": name for name in names if name not in found}
+            found |= {missing[key]: text for key, text in self.store.get(list(missing)).items()}
+            if len(found) == len(names) or time.monotonic() > end_s:
                 return found
             time.sleep(POLL_S)
 
@@ -41,25 +43,28 @@ class Exchange:
             InputError: another process claims to be this device.
             DeviceLostError: device 0 did not come, or this device came too late.
         """
-        mark = json.dumps([uuid.uuid4().hex, text])
-        if self.store.compare_set(f"{topic}/{self.device}", "", mark).decode() != mark:
+        own = json.dumps([uuid.uuid4().hex, text])
+        if self.store.set_first(f"{self.prefix}/{topic}/{self.device}", own) != own:
             raise InputError(
                 f"two processes claim to be device {self.device} (RANK={self.device}); give every process its own RANK"
             )
-        keys = {f"{topic}/{device}": device for device in self.present}
+        names = {device: f"{topic}/{device}" for device in self.present}
         if self.device == 0:
-            came = {keys[key] for key, text in self.wait(list(keys), limit_s).items() if len(text) <= TEXT_BYTES}
-            self.store.set(f"{topic}/came", json.dumps(sorted(came)))
+            texts = self.wait(list(names.values()), limit_s)
+            came = [device for device, name in names.items() if name in texts and len(texts[name]) <= TEXT_BYTES]
+            self.store.set(f"{self.prefix}/{topic}/came", json.dumps(came))
         listed = self.wait([f"{topic}/came"], limit_s + SLACK_S).get(f"{topic}/came")
         if listed is None:
             raise DeviceLostError(0, "device 0, which leads the examination, did not answer: look at its own output")
         self.present = tuple(int(device) for device in json.loads(listed))
         if self.device not in self.present:
             raise DeviceLostError(self.device, f"device {self.device} came too late: start the devices at one time")
-        return {device: str(json.loads(self.store.get(f"{topic}/{device}"))[1]) for device in self.present}
+        # One at a time: small packets arrive even where full-size ones are lost.
+        texts = {name: self.wait([name], limit_s)[name] for name in (names[device] for device in self.present)}
+        return {device: str(json.loads(texts[names[device]])[1]) for device in self.present}
 
     def leave(self, limit_s: float) -> None:
         """Make this device's last call. Device 0 waits for all: the store may end with its process."""
-        self.store.set(f"left/{self.device}", "left")
+        self.store.set(f"{self.prefix}/left/{self.device}", "left")
         if self.device == 0:
             self.wait([f"left/{device}" for device in self.present], limit_s)

@@ -83,7 +83,7 @@ def measure_fleet(env: ProcessEnv, examination: Examination) -> tuple[Fleet | No
     own = examination.facts[present.index(env.device)]
     smaller = replace(env, device=present.index(env.device), devices=len(present))
     try:
-        with meet(smaller, torch.device(own.info.device), GROUP_S, staged=False) as group:
+        with meet(smaller, torch.device(own.info.device), GROUP_S) as group:
             agree_on_modes(group)
             if len(examination.hosts) < 2:
                 return None, []

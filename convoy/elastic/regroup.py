@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
-from convoy.comm.connection import Connection, Credentials, Fields
+from convoy.comm.connection import Connection, Credentials, Fields, credentials_of
 from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, listen_at, read_process_env, resolve
 from convoy.comm.failure import HealthServer, NoAnswer
 from convoy.comm.group import AloneGroup, ChangingGroup, Group, present
 from convoy.comm.listener import Listener
 from convoy.comm.processes import JoinedGroup, meet
-from convoy.comm.rendezvous import close_store, credentials_of, host_store
+from convoy.comm.store import close_store, host_store
 from convoy.elastic.admission import Applicant, Applicants
 from convoy.elastic.agreement import (
     Ask,
@@ -80,7 +80,6 @@ class Home:
         address, port: where it listens; port 0: a free one.
         credentials: of the job.
         token: of the job's members.
-        staged: as for :func:`convoy.comm.processes.join`.
         wish: the port to take if it is free, else any.
     """
 
@@ -88,13 +87,12 @@ class Home:
     port: int
     credentials: Credentials
     token: str
-    staged: bool = False
     wish: int = 0
 
     @classmethod
     def of(cls, group: JoinedGroup, port: int = 0, wish: int = 0, address: str | None = None) -> "Home":
         """Return that of a device of this group, at the group's address or another one."""
-        return cls(address or group.address, port, group.credentials, f"members of {group.token}", group.staged, wish)
+        return cls(address or group.address, port, group.credentials, f"members of {group.token}", wish)
 
     def listener(self) -> socket.socket:
         """Listen. InputError: the port is taken, or the address is none of this machine."""
@@ -176,7 +174,7 @@ class Membership:
         if home is None:
             assert isinstance(joined, JoinedGroup)
             home = Home.of(joined)
-        self.group, self.timeout_s, self.staged = group, group.timeout_s, home.staged
+        self.group, self.timeout_s = group, group.timeout_s
         self.silence_s = max(LEAST_SILENCE_S, group.timeout_s * SILENT_PART)
         if isinstance(joined, JoinedGroup):
             joined.report_s = REPORT_S
@@ -419,7 +417,7 @@ class Membership:
                         self.group.replace(group)
                         self._observe(Met())
                         self.applicants.changed()
-                        self._server.keep_calls(self.doors)
+                        self._server.keep_open(self.doors)
                         return
                     self._observe(NotReached(self._not_reached(generation)))
                     waits_until_s = time.monotonic() + self.timeout_s
@@ -476,7 +474,7 @@ class Membership:
                 grows = set(generation.members) - set(self.generation.members)
                 # A joining device that does not come must not hold up the others for long.
                 limit_s = self.silence_s if grows else max(5.0, 2 * self.silence_s)
-                met = meet(env, self.group.torch_device, limit_s, self.staged, generation.number, self._credentials)
+                met = meet(env, self.group.torch_device, limit_s, generation.number, self._credentials)
                 met.timeout_s, met.report_s, met.ids = self.timeout_s, REPORT_S, generation.members
                 group = met
         except ConvoyError:

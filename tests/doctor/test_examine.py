@@ -5,16 +5,17 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from convoy.comm.environment import ProcessEnv
+from convoy.comm.connection import Credentials
+from convoy.comm.environment import ProcessEnv, listen_at
+from convoy.comm.store import HostedStore
 from convoy.doctor import command, examine, exchange
 from convoy.doctor.examine import examine_fleet, examine_job
 from convoy.doctor.exchange import Exchange
@@ -116,15 +117,15 @@ def test_closed_ways_are_told_apart() -> None:
 
 def side_by_side(devices: Sequence[int], of: int, work: Callable[[Exchange], Any]) -> list[Any]:
     """What each of some devices of a job gets, or the error it meets."""
-    store = HashStore()
+    store = HostedStore(listen_at("127.0.0.1", 0), Credentials(None))
 
     def run(device: int) -> Any:
         try:
-            return work(Exchange(store, device, tuple(range(of))))
+            return work(Exchange(store, "a test", device, tuple(range(of))))
         except (InputError, DeviceLostError) as error:
             return error
 
-    with ThreadPoolExecutor(len(devices)) as pool:
+    with closing(store), ThreadPoolExecutor(len(devices)) as pool:
         return list(pool.map(run, devices, timeout=HANG_S))
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from convoy.comm.connection import credentials_of
 from convoy.comm.environment import ProcessEnv
 from convoy.comm.group import ChangingGroup
 from convoy.comm.processes import join
-from convoy.comm.rendezvous import credentials_of
 from convoy.elastic.entrance import Entrance
 from tests.elastic.test_joins_with import CASES
 from tests.elastic.test_newcomers import TIMEOUT_S, Job, alone
