@@ -9,13 +9,13 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from convoy.checkpoint import checkpointer, lock
-from convoy.checkpoint.folder import Sink
+from convoy.checkpoint import checkpoint, checkpointer, run_folder
 from convoy.comm import processes, store
 from convoy.comm.connection import Connection, Credentials, Fields
 from convoy.comm.job_key import JobKey
@@ -165,15 +165,19 @@ def machines() -> Iterator[None]:
     def own(_: Any) -> Machine:
         return _own.machine  # type: ignore[no-any-return]
 
-    write, hold = Sink.write, lock.hold
+    write, hold = checkpoint.write_file, run_folder.hold
 
-    def written(sink: Sink, data: bytes | memoryview) -> None:
-        _own.machine.writes(len(data))
-        write(sink, data)
+    def written(path: Path, chunks: Iterable[bytes | memoryview]) -> Any:
+        def counted() -> Iterator[bytes | memoryview]:
+            for chunk in chunks:
+                _own.machine.writes(len(chunk))
+                yield chunk
 
-    def held(*folder: Any, **options: Any) -> None:
+        return write(path, counted())
+
+    def held(folder: Path) -> bool:
         _own.machine.writes(1)  # the name of a lock
-        hold(*folder, **options)
+        return hold(folder)
 
     def streams(door: Listener, *rest: Any) -> Any:
         machine: Any = door.credentials
@@ -185,8 +189,8 @@ def machines() -> Iterator[None]:
         mock.patch.object(processes, "Listener", door),
         mock.patch.object(regroup, "Listener", door),
         mock.patch.object(store, "Listener", door),
-        mock.patch.object(Sink, "write", written),
-        mock.patch.object(lock, "hold", held),
+        mock.patch.object(checkpoint, "write_file", written),
+        mock.patch.object(run_folder, "hold", held),
         mock.patch.object(checkpointer, "hold", held),
         mock.patch.object(store, "_stores", _OwnStores()),
     ):

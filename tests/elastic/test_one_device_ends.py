@@ -10,7 +10,7 @@ import torch
 
 import convoy
 from convoy.checkpoint import Checkpointer
-from convoy.checkpoint.folder import latest
+from convoy.checkpoint.run_folder import latest
 from convoy.comm.group import AloneGroup
 from convoy.elastic.recovery import StoppedError
 from convoy.machine.signals import END, LEAVE, LEAVE_TOO, handle_signals
