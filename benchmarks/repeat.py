@@ -28,7 +28,7 @@ from convoy.comm.processes import join
 from convoy.emulate import rehearse
 from convoy.files import write_whole
 from convoy.fleet import read_fleet
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace

@@ -41,7 +41,7 @@ from convoy.comm.processes import join
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import TracedModel, trace
@@ -208,7 +208,7 @@ class _FleetRun:
             self.wire = measured
         else:
             # Layers differ from net to net; the wire, the copies and the optimizer do not: they are measured well once.
-            measured = replace(measured, fleet=first.fleet, link=first.link, host=first.host, device=first.device)
+            measured = replace(measured, fleet=first.fleet, link=first.link, device=first.device)
         if job.measurements is not None and self.group.device == 0:
             write_whole(job.measurements / f"{job.fleet}.{net.replace(':', '-')}.toml", measured.to_toml())
         return measured

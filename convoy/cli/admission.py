@@ -19,7 +19,7 @@ from convoy.elastic.members import Members
 from convoy.elastic.regroup import home_at
 from convoy.machine import roster
 from convoy.machine.accelerator import modes
-from convoy.measure.anew import Replanner
+from convoy.measure.replanner import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.anew import with_newcomer
 from convoy.planner.knowledge import FleetKnowledge

@@ -11,7 +11,7 @@ from benchmarks.fall import ANSWER, Fallen, Setting
 from benchmarks.fall import main as fall
 from benchmarks.repeat import repeats, spread
 from convoy.comm.group import AloneGroup
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 
@@ -24,7 +24,7 @@ def test_what_differs_between_measurements_is_told_by_the_part_that_does() -> No
     model = build_net("two-conv:4:6", (3, 32, 32), 10)
     traced = trace(model, torch.zeros(1, 3, 32, 32))
     group = AloneGroup(torch.device("cpu"))
-    first = measure_job(group, traced, model, 8, MeasureOptions("two-conv:4:6", budget_s=0.3, stretch_s=1e-4))
+    first = measure_job(group, traced, model, 8, MeasureOptions("two-conv:4:6", budget_s=0.3, slice_s=1e-4))
     slower = replace(
         first, layer=tuple(replace(p, forward_s=2 * p.forward_s, backward_s=2 * p.backward_s) for p in first.layer)
     )
