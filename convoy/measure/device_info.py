@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.machine.accelerator import memory_of, process_bytes
 from convoy.measure.other_load import machine_name
 
@@ -70,7 +70,7 @@ def fleet_of(rows: Sequence[DeviceInfo]) -> Fleet:
             )
         )  # fmt: skip
     # Fleets of several hosts need a NIC; measured ones replace it.
-    network = Card(1.0, 1.0, 0.0) if len(hosts) > 1 else None
+    network = Nic(1.0, 1.0, 0.0) if len(hosts) > 1 else None
     return Fleet(tuple(Host(name) for name in hosts.values()), tuple(devices), network)
 
 

@@ -21,10 +21,10 @@ from convoy.measure.timing import ROUNDS, Now, RoundTimer, Timing, Workload
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.model.tracing.shared_copy import timed_copy
+from convoy.plan.device_program import LocalSize, flop, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.size import LocalSize, flop, whole_size
-from convoy.plan.steps import Compute, Part
+from convoy.plan.steps import ComputeStep, Part
 from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.kernels import Gradients, arithmetic, in_precision
@@ -64,7 +64,7 @@ class LayerTimer:
         self.traced, self.batch, self.timer, self.rounds, self.precision = traced, batch, timer, rounds, precision
         self.model = to_device(disable_in_place(timed_copy(model)), timer.clock.device)
         plan = Plan("measure", traced.graph.fingerprint, 1, batch, {}, One(0))
-        computes = [step for step in lower(plan, traced.graph).steps if isinstance(step, Compute)]
+        computes = [step for step in lower(plan, traced.graph).steps if isinstance(step, ComputeStep)]
         self.wants = {step.layer: step.wants for step in computes if step.phase == "forward"}
         self.trained = frozenset(step.layer for step in computes if step.phase == "backward")
         first: dict[str, str] = {}

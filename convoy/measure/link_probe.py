@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group, Message
-from convoy.fleet import Card, Fleet, Link, Segment
+from convoy.fleet import Fleet, Link, NetworkSegment, Nic
 from convoy.measure.timing import plain_torch, spread_of, typical
 from convoy.simulate.table import LinkSpread
 
@@ -89,7 +89,7 @@ class WireTimes:
             out = [pair for pair in self.pairs if host[pair.source] == entry.name != host[pair.target]]
             into = [pair for pair in self.pairs if host[pair.target] == entry.name != host[pair.source]]
             # A NIC carries at least what one of its links carries alone.
-            nic = Card(
+            nic = Nic(
                 send_bytes_per_s=max(rates.send_bytes_per_s, *(pair.bytes_per_s for pair in out)),
                 receive_bytes_per_s=max(rates.receive_bytes_per_s, *(pair.bytes_per_s for pair in into)),
                 latency_s=statistics.median(pair.latency_s for pair in out),
@@ -113,7 +113,7 @@ class WireTimes:
         return result
 
 
-def _measured_segment(fleet: Fleet, segment: Segment, links: Sequence[Link]) -> Segment:
+def _measured_segment(fleet: Fleet, segment: NetworkSegment, links: Sequence[Link]) -> NetworkSegment:
     """Return the segment with an uplink as fast as the fastest link that only the described uplink limits."""
 
     def fastest(rate: float, *, leaves: bool) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from convoy._version import __version__
-from convoy.comm.agreement import check_same, from_first, gather
+from convoy.comm.collectives import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.fleet import Fleet
 from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices
@@ -27,7 +27,7 @@ from convoy.measure.sync_probe import find_quota, measure_sync
 from convoy.measure.timed_sizes import first_allowance_s, sizes_of_plans, timing_s
 from convoy.measure.timing import SLICE_S, TURN_ROUNDS, Now, Progress, RoundTimer, plain_torch
 from convoy.model.tracing import TracedModel
-from convoy.plan.size import LocalSize
+from convoy.plan.device_program import LocalSize
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 from convoy.simulate.overhead import Overheads

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from convoy.comm.group import Arrived, CountedGroup, Message, Pending
+from convoy.comm.group import Arrived, Group, Message, Pending
 from convoy.layout.layout import Split, everywhere
 from convoy.measure.layer_timer import workload
 from convoy.measure.timing import (
@@ -31,8 +31,8 @@ from convoy.measure.timing import (
 )
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
+from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.size import whole_size
 from convoy.plan.steps import Move, Value
 from convoy.runtime.clock import Clock, Computing
 from convoy.runtime.exchange import run_move
@@ -203,7 +203,7 @@ def _training(layers: int, device: torch.device, cold: ColdCaches) -> Callable[[
     return step
 
 
-class _SilentGroup(CountedGroup):
+class _SilentGroup(Group):
     """A group whose messages arrive immediately, so that only the executor's own time of a round remains."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:

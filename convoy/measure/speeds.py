@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from convoy.comm.agreement import agree_on, gather
+from convoy.comm.collectives import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.timing import Progress, RoundTimer, plain_torch
 from convoy.model.tracing import TracedModel
+from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds
-from convoy.plan.size import whole_size
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group, Message
 from convoy.measure.link_probe import WireTimes
 from convoy.measure.other_load import quota_cores

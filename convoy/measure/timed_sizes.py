@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from convoy.errors import PlanError
 from convoy.measure.timing import ROUNDS, SLICE_S
 from convoy.model.graph import Graph, Layer
+from convoy.plan.device_program import LocalSize, local_size, sizes_in_chunks, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS
-from convoy.plan.size import LocalSize, local_size, sizes_in_chunks, whole_size
-from convoy.plan.steps import Compute, StepList
+from convoy.plan.steps import ComputeStep, StepList
 from convoy.plan.strategy import cuts
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
@@ -171,7 +171,7 @@ def sizes_of_plans(measured: Measurement, graph: Graph, batch: int, alike: Mappi
 def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapping[str, str]) -> list[PlanSize]:
     found = []
     for step in steps.phase("forward"):
-        if not isinstance(step, Compute) or step.layer not in alike:
+        if not isinstance(step, ComputeStep) or step.layer not in alike:
             continue
         layer = graph[step.layer]
         whole = local_size(step, layer, device)
@@ -181,7 +181,7 @@ def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapp
         unit = granule(graph, layer)
         if whole.outputs < whole_size(layer, 1).outputs and (unit is None or whole.outputs % unit):
             continue  # split along another axis, which is proportional
-        for size in {whole, *sizes_in_chunks(whole, step.pieces)}:
+        for size in {whole, *sizes_in_chunks(whole, step.chunks)}:
             seconds = sum(costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
             found.append(PlanSize(alike[step.layer], size, seconds))
     return found

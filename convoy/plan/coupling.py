@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.layout.layout import Split
-from convoy.layout.shares import Shares, rescale
+from convoy.layout.shares import Shares, apportion, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.placing import own_strategy, placements
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Placement, Strategy
+from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Sharding, Strategy
 
 PROPORTIONS = 1000
 """Of which shares of weights are told, once they follow speeds: rows are cut by them, to the nearest."""
@@ -74,18 +74,18 @@ def coupled_axes(plan: Plan, graph: Graph) -> tuple[CoupledAxes, ...]:
     return tuple(axes for axes in result if axes.movable)
 
 
-def reshared(plan: Plan, axes: CoupledAxes, units: Shares) -> Plan:
+def with_units(plan: Plan, axes: CoupledAxes, units: Shares) -> Plan:
     """The plan with other units on one group of its axes."""
     changed = {name: _scaled(plan.layers[name], units) for name in axes.strategies if name != OTHERS}
     otherwise = Batch(units) if OTHERS in axes.strategies else plan.otherwise
     kept = {name: replace(how, shares=_following(how.shares, axes.units, units)) for name, how in _kept(plan, axes)}
-    return replace(plan, layers={**plan.layers, **changed}, otherwise=otherwise, in_shares={**plan.in_shares, **kept})
+    return replace(plan, layers={**plan.layers, **changed}, otherwise=otherwise, sharded={**plan.sharded, **kept})
 
 
-def _kept(plan: Plan, axes: CoupledAxes) -> Iterable[tuple[str, InShares]]:
+def _kept(plan: Plan, axes: CoupledAxes) -> Iterable[tuple[str, Sharding]]:
     """The layers among these whose samples are shared out, and whose weights are kept in shares."""
     of_samples = axes.layers if axes.counted == "samples" else ()
-    return [(name, how) for name, how in plan.in_shares.items() if name in of_samples]
+    return [(name, how) for name, how in plan.sharded.items() if name in of_samples]
 
 
 def _following(shares: Shares, before: Shares, after: Shares) -> Shares:
@@ -170,3 +170,49 @@ def _of_channels(
     units = tuple(share // entries for share in leading.shares)
     counted = "filters" if isinstance(leading, Filter) else "channels"
     return CoupledAxes(tuple(layer.name for layer in layers), strategies, units, counted)
+
+
+def plan_for(plan: Plan, graph: Graph, devices: Sequence[int | None], speeds: Sequence[float] | None = None) -> Plan:
+    """A plan by which other devices go on with what one has begun.
+
+    Args:
+        devices: of each new device its index in the old plan; None for one that is new.
+        speeds: of the new devices: one that is new gets a share by it. None: it gets a mean share.
+
+    Returns:
+        a plan that fits. Where nobody is left who had a part, all get one.
+    """
+    kept = [i for i, old in enumerate(devices) if old is not None]
+    by = (1.0,) * len(devices) if speeds is None else speeds
+
+    def unit(old: Shares) -> float:
+        """What those that are left have for each unit of their speed."""
+        return sum(old[devices[i] or 0] for i in kept) / sum(by[i] for i in kept) if kept else 1.0
+
+    def shares(old: Shares, quantum: int = 1) -> Shares:
+        weights = [unit(old) * by[i] if d is None else float(old[d]) for i, d in enumerate(devices)]
+        return apportion(sum(old), weights if any(weights) else [1.0] * len(devices), quantum=quantum)
+
+    rates = shares(plan.otherwise.shares) if isinstance(plan.otherwise, Batch) else (1,) * len(devices)
+
+    def of(name: str, strategy: Strategy) -> Strategy:
+        match strategy:
+            case One(device):
+                return One(devices.index(device) if device in devices else rates.index(max(rates)))
+            case Filter(old):
+                layer = graph[name]
+                grouped = layer.weighted and layer.groups > 1
+                return Filter(shares(old, layer.channels_out // layer.groups if grouped else 1))
+            case Channel(old):
+                return Channel(shares(old))
+            case Batch(old):
+                return Batch(shares(old))
+
+    otherwise = of("", plan.otherwise)
+    assert isinstance(otherwise, Batch | One)
+    made = replace(
+        plan, devices=len(devices), otherwise=otherwise, layers={name: of(name, s) for name, s in plan.layers.items()},
+        sharded={name: Sharding(shares(each.shares), each.form) for name, each in plan.sharded.items()},
+    )  # fmt: skip
+    made.check(graph, len(devices))
+    return made

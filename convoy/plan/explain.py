@@ -8,11 +8,11 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import (
-    Compute,
+    ComputeStep,
+    GatherStatistics,
     GatherWeights,
     Move,
     ReturnGradient,
-    ShareStatistics,
     Step,
     StepList,
     SumGradients,
@@ -46,7 +46,7 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
     bytes_by_layer = _bytes_by_layer(steps, graph, itemsize)
     rows = []
     for step in steps.phase("forward"):
-        if isinstance(step, Compute):
+        if isinstance(step, ComputeStep):
             layer = graph[step.layer]
             name = "one" if isinstance(step.writes.layout, OnOne) else _strategy(step.writes.layout)
             parts = tuple(_part(step.writes.layout, d, step) for d in range(plan.devices))
@@ -79,7 +79,7 @@ def differences(known: Plan, plan: Plan, graph: Graph) -> str:
 
 def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
     """The fraction of the forward FLOP of a step that each device computes; of the layers where no layer has FLOP."""
-    computed = [step for step in steps.phase("forward") if isinstance(step, Compute)]
+    computed = [step for step in steps.phase("forward") if isinstance(step, ComputeStep)]
     flop = [graph[step.layer].flop for step in computed]
     weights = flop if any(flop) else [1] * len(computed)
     work = [
@@ -92,7 +92,7 @@ def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
 
 def step_lines(steps: StepList, itemsize: int = 4) -> list[str]:
     """The step list as text, a line each."""
-    what = "one step" if steps.pass_ == "only" else f"the {steps.pass_} pass"
+    what = "one step" if steps.micro_batch == "only" else f"the {steps.micro_batch} pass"
     lines = [f"{what} of {steps.batch} samples on {steps.devices} devices"]
     phase = ""
     for step in steps.steps:
@@ -105,7 +105,7 @@ def step_lines(steps: StepList, itemsize: int = 4) -> list[str]:
 
 def _words(step: Step) -> str:
     match step:
-        case Compute():
+        case ComputeStep():
             reads = ", ".join(f"{v.layer} {v.layout}" for v in step.reads)
             arrow = (
                 f"{reads} -> {step.writes.layout}" if step.phase == "forward" else f"{step.writes.layout} -> {reads}"
@@ -118,7 +118,7 @@ def _words(step: Step) -> str:
             return f"{what} {name}: {step.reads.layout} -> {step.writes.layout}"
         case ReturnGradient():
             return f"gradient {step.writes.key}: from the loss, {step.reads.layout} -> {step.writes.layout}"
-        case ShareStatistics():
+        case GatherStatistics():
             names = ", ".join(step.layers)
             return f"share    {names}: {step.entries} numbers of each of {len(step.members)} devices"
         case SumGradients():
@@ -131,7 +131,7 @@ def _words(step: Step) -> str:
 
 
 def _on_the_wire(step: Step, itemsize: int) -> str:
-    if isinstance(step, Compute):
+    if isinstance(step, ComputeStep):
         return ""
     total = sum(traffic(step, itemsize).values())
     rounds = len(step.schedule.rounds)
@@ -156,7 +156,7 @@ def _strategy(layout: Layout) -> str:
     return "one"
 
 
-def _fraction(step: Compute, device: int) -> float:
+def _fraction(step: ComputeStep, device: int) -> float:
     """How much of a layer's arithmetic a device does."""
     if not holds(step.writes.layout, device):
         return 0.0
@@ -166,7 +166,7 @@ def _fraction(step: Compute, device: int) -> float:
     return entries(here) / max(1, entries(tuple((0, n) for n in value.shape))) if here else 0.0
 
 
-def _part(layout: Layout, device: int, step: Compute) -> str:
+def _part(layout: Layout, device: int, step: ComputeStep) -> str:
     if not holds(layout, device):
         return "-"
     match layout:
@@ -183,7 +183,7 @@ def _bytes_by_layer(steps: StepList, graph: Graph, itemsize: int) -> dict[str, i
     first_reader = steps.first_readers()
     result: dict[str, int] = {}
     for step in steps.steps:
-        if isinstance(step, Compute):
+        if isinstance(step, ComputeStep):
             continue
         total = sum(traffic(step, itemsize).values())
         for name, part in _charged_to(step, total, owner, first_reader):
@@ -200,7 +200,7 @@ def _charged_to(
             value = step.writes if step.phase == "forward" else step.reads
             # The last move of all brings the outputs to every device; it counts for the layer that made them.
             return [(first_reader.get(value.key, value.layer), total)]
-        case ShareStatistics():
+        case GatherStatistics():
             return [(name, total * n // step.entries) for name, n in zip(step.layers, step.sizes, strict=True)]
         case SumGradients():
             entries_ = sum(step.sizes)

@@ -13,7 +13,7 @@ from convoy.layout.layout import Layout, OnOne, Replicated, Split, everywhere, h
 from convoy.layout.shares import apportion, rescale
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Filter, InShares, One, Placement, Strategy, follow, place
+from convoy.plan.strategy import Batch, Filter, One, Placement, Sharding, Strategy, follow, place
 
 
 def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:
@@ -54,12 +54,12 @@ def used_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Lay
 def kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[str, Layout]:
     """Return the layouts of parameters between steps, which layers compute with in the layouts `used`."""
     kept = dict(used)
-    for name, how in plan.in_shares.items():
+    for name, how in plan.sharded.items():
         kept |= {p.key: _in_shares(how, p, used[p.key]) for p in graph[name].trainable}
     return kept
 
 
-def _in_shares(how: InShares, parameter: Parameter, used: Layout) -> Layout:
+def _in_shares(how: Sharding, parameter: Parameter, used: Layout) -> Layout:
     """Shard a parameter that several devices use whole along its first axis; leave any other as it is used."""
     if not isinstance(used, Replicated) or len(used.devices) == 1 or not parameter.shape:
         return used
@@ -158,7 +158,7 @@ def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
     """
     known = {name: s for name, s in plan.layers.items() if name in evaluation.layers}
     # What training keeps in shares is gathered wherever evaluation uses it whole: see `lower`'s `kept`.
-    pinned = replace(plan, model=evaluation.fingerprint, layers=known, in_shares={})
+    pinned = replace(plan, model=evaluation.fingerprint, layers=known, sharded={})
     placed = placements(plan, training)
     homes = {name: placed[name].gives for name, layer in training.layers.items() if layer.parameters}
     while strays := _strays(pinned, training, evaluation, plan):

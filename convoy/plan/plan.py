@@ -16,7 +16,7 @@ from convoy.layout.comm_dtype import COMM_DTYPES, CommDtype
 from convoy.layout.redistribute import SUMS, Reduce, Sum
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
-from convoy.plan.strategy import Batch, Channel, Filter, Form, InShares, One, Strategy
+from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, Strategy
 
 FORMAT = 1
 
@@ -63,9 +63,9 @@ class Plan:
     layers: Mapping[str, Strategy]
     otherwise: Batch | One
     reduce: Sum = "ring"
-    pieces: int = 1
+    chunks: int = 1
     wire: CommDtype = "exact"
-    in_shares: Mapping[str, InShares] = field(default_factory=dict)
+    sharded: Mapping[str, Sharding] = field(default_factory=dict)
     outputs: OutputPlace = "everywhere"
 
     @property
@@ -118,9 +118,9 @@ class Plan:
             raise PlanError(
                 f"plan {self.name!r} has a batch of {self.batch}: a batch holds one sample at least; set 1 or more"
             )
-        if not 1 <= self.pieces <= self.batch:
+        if not 1 <= self.chunks <= self.batch:
             raise PlanError(
-                f"plan {self.name!r}: {self.pieces} pieces: a move goes in one piece or more, at most one for each of the "
+                f"plan {self.name!r}: {self.chunks} pieces: a move goes in one piece or more, at most one for each of the "
                 f"{self.batch} samples"
             )
         places = get_args(OutputPlace)
@@ -137,7 +137,7 @@ class Plan:
                 f"plan {self.name!r}: wire {self.wire} with reduce {self.reduce}, which sends weights, and those are never "
                 "rounded: use the wire exact, or sum by ring, butterfly, direct or star"
             )
-        if self.mixes and self.in_shares:
+        if self.mixes and self.sharded:
             raise PlanError(
                 f"plan {self.name!r}: weights in shares with reduce {self.reduce}, which leaves each device its own weights: "
                 "sum by ring, butterfly, direct or star, or take in_shares out"
@@ -159,25 +159,25 @@ class Plan:
                     f"its layers are {', '.join(graph.layers)}"
                 )
             strategies.check(graph[name], strategy, self.batch, self.devices)
-        for name, kept in self.in_shares.items():
+        for name, kept in self.sharded.items():
             if name not in graph.layers:
                 raise PlanError(
                     f"plan {self.name!r} keeps a layer {name!r} in shares that {graph.model} does not have: "
                     f"its layers are {', '.join(graph.layers)}"
                 )
-            strategies.check_in_shares(graph[name], self.layers.get(name), kept.shares, self.devices)
+            strategies.check_sharding(graph[name], self.layers.get(name), kept.shares, self.devices)
 
     def to_json(self) -> str:
         """Text that `from_json` reads back to an equal plan."""
         rows = {"format": FORMAT, "name": self.name, "model": self.model, "devices": self.devices, "batch": self.batch}
-        rows |= {"reduce": self.reduce, "wire": self.wire, "pieces": self.pieces}
+        rows |= {"reduce": self.reduce, "wire": self.wire, "pieces": self.chunks}
         rows |= {"otherwise": _as_row(self.otherwise)}
         rows |= {"outputs": self.outputs} if self.outputs != "everywhere" else {}  # as it was before there was a choice
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
         layers = [f"    {json.dumps(name)}: {json.dumps(_as_row(s))}" for name, s in self.layers.items()]
         lines.append(_table("layers", layers))
-        if self.in_shares:  # as it was before there were any
-            kept = [f"    {json.dumps(name)}: {json.dumps(asdict(each))}" for name, each in self.in_shares.items()]
+        if self.sharded:  # as it was before there were any
+            kept = [f"    {json.dumps(name)}: {json.dumps(asdict(each))}" for name, each in self.sharded.items()]
             lines.append(_table("in_shares", kept))
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -205,7 +205,7 @@ class Plan:
         layers = {name: _from_row(entry) for name, entry in row.layers.items()}
         otherwise = _from_row(row.otherwise)
         assert isinstance(otherwise, Batch | One)
-        in_shares = {name: InShares(tuple(entry.shares), entry.form) for name, entry in row.in_shares.items()}
+        in_shares = {name: Sharding(tuple(entry.shares), entry.form) for name, entry in row.in_shares.items()}
         return Plan(
             row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces, row.wire, in_shares,
             row.outputs,

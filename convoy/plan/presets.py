@@ -17,7 +17,7 @@ from convoy.layout.redistribute import SUMS, Sum
 from convoy.layout.shares import Shares, apportion, even
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Filter, InShares, One, Strategy, may_be_in_shares
+from convoy.plan.strategy import Batch, Filter, One, Sharding, Strategy, can_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Sum 
     default: Sum = "butterfly" if name == "hybrid" else "ring"
     plan = Plan(name, graph.fingerprint, len(speeds.devices), batch, layers, otherwise, reduce or default)
     if name == "sharded" and len(speeds.devices) > 1 and not plan.mixes:
-        plan = replace(plan, in_shares=_in_shares(graph, speeds))
+        plan = replace(plan, sharded=_in_shares(graph, speeds))
     plan.check(graph)
     return plan
 
@@ -84,9 +84,9 @@ def _data_by_speed(_graph: Graph, batch: int, speeds: Speeds) -> _Parts:
     return {}, Batch(apportion(batch, speeds.devices))
 
 
-def _in_shares(graph: Graph, speeds: Speeds) -> Mapping[str, InShares]:
-    how = InShares(apportion(SHARE_UNITS, speeds.devices))
-    return {layer.name: how for layer in graph.layers.values() if may_be_in_shares(layer)}
+def _in_shares(graph: Graph, speeds: Speeds) -> Mapping[str, Sharding]:
+    how = Sharding(apportion(SHARE_UNITS, speeds.devices))
+    return {layer.name: how for layer in graph.layers.values() if can_shard(layer)}
 
 
 def _master(graph: Graph, _batch: int, speeds: Speeds) -> _Parts:

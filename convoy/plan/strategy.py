@@ -51,7 +51,7 @@ Form = Literal["keep", "free"]
 
 
 @dataclass(frozen=True, slots=True)
-class InShares:
+class Sharding:
     """Parameters that several devices use whole are kept in shares, each with its part of the optimizer's state.
 
     Attributes:
@@ -127,7 +127,7 @@ def _check_filter(layer: Layer, shares: Shares, devices: int, what: str) -> None
         raise PlanError(f"{what}: a {layer.kind} layer cannot keep a split of its channels: use batch or one")
 
 
-def check_in_shares(layer: Layer, strategy: Strategy | None, shares: Shares, devices: int) -> None:
+def check_sharding(layer: Layer, strategy: Strategy | None, shares: Shares, devices: int) -> None:
     """Refuse to keep the parameters of a layer in shares where that would not be exact, or means nothing.
 
     Args:
@@ -149,7 +149,7 @@ def check_in_shares(layer: Layer, strategy: Strategy | None, shares: Shares, dev
         raise PlanError(f"{what}: {reason}, so every device keeps copies: take it out of in_shares")
 
 
-def may_be_in_shares(layer: Layer) -> bool:
+def can_shard(layer: Layer) -> bool:
     """Whether the parameters of a layer may be kept in shares where several devices use them whole."""
     return not _why_whole(layer)
 

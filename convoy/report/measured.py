@@ -140,7 +140,7 @@ def _links(measured: Measurement) -> Table:
 def _nics(measured: Measurement) -> Table:
     table = new_table("NICs, with all other hosts at once", ("host",), ("send", "receive"))
     for host in measured.fleet.hosts:
-        nic = measured.fleet.card(host.name)
+        nic = measured.fleet.nic(host.name)
         table.add_row(host.name, _rate(nic.send_bytes_per_s), _rate(nic.receive_bytes_per_s))
     return table
 

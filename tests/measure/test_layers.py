@@ -12,7 +12,7 @@ from convoy.measure.timed_sizes import ENDS_SLICES, Axes, choose_axes, first_all
 from convoy.measure.timing import SLICE_S, RoundTimer, Timing
 from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, disable_in_place, trace
-from convoy.plan.size import LocalSize, whole_size
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.runtime.clock import Clock
 from convoy.simulate.compute import shape_s
 from convoy.simulate.table import LayerPoint, layer_times

@@ -158,7 +158,7 @@ WAYS: list[tuple[CommDtype, int]] = [("exact", 1), ("exact", 3), ("inexact-bf16"
 def check_all(net: str, plan: str, ways: Sequence[tuple[CommDtype, int]]) -> None:
     graph = graph_of(net)
     for wire, pieces in ways:
-        steps = lower(replace(by_name(plan, net), wire=wire, pieces=pieces), graph)
+        steps = lower(replace(by_name(plan, net), wire=wire, chunks=pieces), graph)
         found = compile_all(steps, graph)
         check_programs(found)
         sent = Counter({(each.device, peer): n for each in found for peer, n in each.sent_bytes(4).items()})

@@ -25,7 +25,7 @@ from convoy.plan.explain import layer_rows, step_lines
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.plan.steps import GatherWeights, Move, ShareStatistics, StepList, SumGradients, Value, traffic
+from convoy.plan.steps import GatherStatistics, GatherWeights, Move, StepList, SumGradients, Value, traffic
 from convoy.planner.planner import candidates
 from convoy.runtime.exchange import Buffers, Lane, run_move
 from convoy.runtime.module import Distributed
@@ -212,7 +212,7 @@ def test_the_bytes_on_the_way_are_those_that_are_priced(plan: str, net: str) -> 
     exact, graph = by_name(plan, net), graph_of(net)
     assert traffic_of(net, narrow(exact), 10) == lower(narrow(exact), graph).traffic(8)
     before, after = lower(exact, graph), lower(narrow(exact), graph)
-    as_they_are = [s for s in after.steps if isinstance(s, ShareStatistics | GatherWeights)]
+    as_they_are = [s for s in after.steps if isinstance(s, GatherStatistics | GatherWeights)]
     exactly = sum(sum(traffic(s, 8).values()) for s in as_they_are)
     assert (exactly > 0) is (plan == "sharded" or (net == "resnet" and plan in ("data", "data-by-speed", "hybrid")))
     assert 4 * (after.traffic(8).total() - exactly) == before.traffic(8).total() - exactly
@@ -402,9 +402,9 @@ def test_five_steps_of_other_sums(reduce: str) -> None:
 
 
 def test_five_steps_with_inputs_in_pieces() -> None:
-    plan = replace(by_name("model", "two-conv"), pieces=3)
+    plan = replace(by_name("model", "two-conv"), chunks=3)
     assert any(
-        s.pieces == 3 and s.wire == BF16 for s in lower(narrow(plan), graph_of("two-conv")).steps if isinstance(s, Move)
+        s.chunks == 3 and s.wire == BF16 for s in lower(narrow(plan), graph_of("two-conv")).steps if isinstance(s, Move)
     )
     check_close(plan, "two-conv")
 
