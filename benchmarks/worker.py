@@ -27,7 +27,7 @@ from benchmarks.configurations import ALONE, AUTO, FSDP, IN_TURN, PEERS, Case, S
 from benchmarks.ddp import ddp_turn, fsdp_turn, leave
 from benchmarks.hardware import Ground
 from benchmarks.predictions import Predictions, predict, rows_of, strategies
-from benchmarks.quiet import others_share, read
+from benchmarks.quiet import others_share, read_usage
 from benchmarks.reference import Reference
 from benchmarks.results import FleetResult, NetResult, Row, still_to_run, write_result
 from benchmarks.rounds import Pair, Turn, run_rounds
@@ -226,7 +226,7 @@ class _FleetRun:
         measured: Measurement,
         reference: Reference,
     ) -> None:
-        begin, net = read(), self._net_result(case, predictions, measured.date)
+        begin, net = read_usage(), self._net_result(case, predictions, measured.date)
         name = f"{case.net}, batch {case.batch}"
         turns = self._turns(case, model, images, net.rows, predictions, measured.fleet)
         rows = run_rounds(

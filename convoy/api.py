@@ -336,23 +336,24 @@ def make_plans(
     )  # fmt: skip
     name = type(model).__name__ if net is None else net
     options = MeasureOptions(name, budget_s=budget_s, slowdown=slowdown, precision=precision)
+    prints = progress is None and group.device == 0 and group.devices > 1
+    progress = progress or (lambda _: None)
+
+    def say(*lines: str) -> None:
+        for line in lines if prints else ():
+            builtins.print(f"convoy: {line}", file=sys.stderr, flush=True)
+
     if plan == AUTO:
         if speeds is not None:
             raise InputError(
                 "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
             )
-        by_script = progress is None
-        if progress is None:
-            work = f"planning for {group.devices} devices"
-            progress = _announced(
-                group, work if fleet is not None else f"measuring and {work}, about {max(1, round(budget_s))} s"
-            )
+        work = f"planning for {group.devices} devices"
+        say(f"{work} ..." if fleet is not None else f"measuring and {work}, about {max(1, round(budget_s))} s ...")
         # Timing draws random numbers; the script's must stay those of one device.
         with random_state_kept(group.torch_device):
             plans = _plan_together(group, traced, model, request, fleet, options, progress)
-        if by_script and group.devices > 1 and group.device == 0:
-            for line in choice_lines(plans, traced.graph):
-                builtins.print(f"convoy: {line}", file=sys.stderr, flush=True)
+        say(*choice_lines(plans, traced.graph))
         return plans
     if isinstance(plan, Plan) and plan.batch != batch:
         raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")
@@ -363,8 +364,7 @@ def make_plans(
     known = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
     made(known).check(traced.graph, group.devices)  # before the seconds of measuring
     if speeds is None and group.devices > 1:
-        if progress is None:
-            progress = _announced(group, "every device times the model's layers")
+        say("every device times the model's layers ...")
         with random_state_kept(group.torch_device):
             clock = Clock(group.torch_device, slowdown)
             known = measure_speeds(group, traced, model, batch, clock, precision, progress)
@@ -376,13 +376,6 @@ def make_plans(
         outputs=found.outputs if outputs is None else outputs,
     )
     return Plans((found,), replace(request, fleet=replace(request.fleet, speeds=known)))
-
-
-def _announced(group: Group, work: str) -> Progress:
-    """Print what takes long on device 0's standard error, and return what ignores the details."""
-    if group.device == 0 and group.devices > 1:
-        builtins.print(f"convoy: {work} ...", file=sys.stderr, flush=True)
-    return lambda _: None
 
 
 def _plan_together(

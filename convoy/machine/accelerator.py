@@ -215,7 +215,11 @@ def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] 
     rows = []
     with suppress(OSError, ValueError):
         for folder, version in control_groups("memory", root, own):
-            limit_name, used_name, files_name = _MEMORY_FILES[version]
+            if version == 2:
+                limit_name, used_name, files_name = "memory.max", "memory.current", "inactive_file"
+            else:
+                limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+                files_name = "total_inactive_file"
             # ValueError: "max", no limit. OSError: a folder of the host that a container does not see.
             with suppress(OSError, ValueError):
                 limit = int((folder / limit_name).read_text())
@@ -225,26 +229,14 @@ def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] 
     return min(rows, default=None)
 
 
-_MEMORY_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
-}
-
-
 def control_groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[tuple[Path, int]]:
     """Yield this process's groups for a controller and those above, innermost first, with their version (1 or 2)."""
     for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, version = root, 2
-        elif controller in controllers.split(","):
-            top, version = root / controller, 1
-        else:
-            continue
-        folder = top / path.lstrip("/")
-        for each in (folder, *folder.parents):
-            if each == top or top in each.parents:
-                yield each, version
+        if controllers == "" or controller in controllers.split(","):
+            top, version = (root / controller, 1) if controllers else (root, 2)
+            folder = top / path.lstrip("/")
+            yield from ((each, version) for each in (folder, *folder.parents) if each == top or top in each.parents)
 
 
 _limits_bytes: dict[str, int] = {}
