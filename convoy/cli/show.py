@@ -10,7 +10,7 @@ from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO
-from convoy.plan.steps import passes_of
+from convoy.plan.steps import micro_batches
 from convoy.planner.predict import working
 from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
@@ -28,13 +28,13 @@ def show_plan(settings: Settings, part: Distributed, screen: Screen) -> None:
         screen.line(f"auto leaves device{'s' * (len(idle) > 1)} {', '.join(idle)} idle: a step takes less time so.")
     screen.plan(plan, layer_rows(plan, graph), work_shares(steps, graph))
     if settings.explain:
-        steps = lower(plan, graph, pass_=[*passes_of(settings.passes)][-1])
+        steps = lower(plan, graph, micro_batch=[*micro_batches(settings.passes)][-1])
         screen.lines(step_lines(steps))
         for program in compile_all(steps, graph):
             screen.lines(program_lines(program))
     if settings.passes > 1:
         first, middle, last = (
-            sum(lower(plan, graph, pass_=kind).traffic().values()) for kind in ("first", "middle", "last")
+            sum(lower(plan, graph, micro_batch=kind).traffic().values()) for kind in ("first", "middle", "last")
         )
         before = f"each before it {first:,}" if first == middle else f"the first {first:,}, which gathers weights"
         if first != middle and settings.passes > 2:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from convoy.measure.timing import ROUNDS, STRETCH_S
 from convoy.model.graph import Graph, Layer
-from convoy.plan.size import LocalSize, whole_size
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.strategy import cuts
 from convoy.simulate.compute import shape_s
 

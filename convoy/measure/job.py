@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from convoy._version import __version__
-from convoy.comm.agreement import check_same, from_first, gather
+from convoy.comm.collectives import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.fleet import Fleet
 from convoy.measure.axes import allowances, timing_s
@@ -36,7 +36,7 @@ from convoy.measure.sync_overhead import SyncOverhead, measure_sync_overhead
 from convoy.measure.timing import STRETCH_S, TURN_ROUNDS, Now, device_now, plain_torch, time_update
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
-from convoy.plan.size import LocalSize, flop
+from convoy.plan.device_program import LocalSize, flop
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 from convoy.simulate.compute import bytes_moved

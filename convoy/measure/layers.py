@@ -22,10 +22,10 @@ from convoy.model.graph import Graph, Layer
 from convoy.model.operation import Operation
 from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.model.tracing.shared_copy import timed_copy
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.size import LocalSize, whole_size
-from convoy.plan.steps import Compute, Part
+from convoy.plan.steps import ComputeStep, Part
 from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
@@ -187,7 +187,7 @@ def _call(model: nn.Module, operation: Operation) -> tuple[str, ...]:
 def _wants(graph: Graph, batch: int) -> tuple[dict[str, tuple[bool, ...]], frozenset[str]]:
     """Which inputs of each layer need a gradient, and the layers that one comes to: as a step on one device says."""
     steps = lower(Plan("measure", graph.fingerprint, 1, batch, {}, One(0)), graph).steps
-    computes = [step for step in steps if isinstance(step, Compute)]
+    computes = [step for step in steps if isinstance(step, ComputeStep)]
     wants = {step.layer: step.wants for step in computes if step.phase == "forward"}
     return wants, frozenset(step.layer for step in computes if step.phase == "backward")
 

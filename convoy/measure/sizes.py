@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from convoy.errors import PlanError
 from convoy.measure.axes import granule
 from convoy.model.graph import Graph
+from convoy.plan.device_program import LocalSize, local_size, sizes_in_chunks, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
-from convoy.plan.size import LocalSize, local_size, sizes_in_chunks, whole_size
-from convoy.plan.steps import Compute, StepList
+from convoy.plan.steps import ComputeStep, StepList
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
 from convoy.planner.request import PlanRequest
@@ -75,7 +75,7 @@ def _sizes(
     steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapping[str, str]
 ) -> Iterable[SizeToProfile]:
     for step in steps.phase("forward"):
-        if isinstance(step, Compute) and step.layer in alike:
+        if isinstance(step, ComputeStep) and step.layer in alike:
             layer = graph[step.layer]
             whole = local_size(step, layer, device)
             # Statistics that are shared are timed over samples alone, and each of them is on the grid's line.
@@ -84,7 +84,7 @@ def _sizes(
             unit = granule(graph, layer)
             if whole.outputs < whole_size(layer, 1).outputs and (unit is None or whole.outputs % unit):
                 continue  # a part of another axis, which follows in proportion
-            for size in {whole, *sizes_in_chunks(whole, step.pieces)}:
+            for size in {whole, *sizes_in_chunks(whole, step.chunks)}:
                 forward_s, backward_s = (
                     costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward")
                 )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from convoy.comm.agreement import agree_on, gather
+from convoy.comm.collectives import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.measure.layers import Bench
@@ -13,8 +13,8 @@ from convoy.measure.progress import Progress
 from convoy.measure.timing import plain_torch
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
+from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds
-from convoy.plan.size import whole_size
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 

@@ -29,7 +29,7 @@ from convoy.files import parse_toml, read_text
 from convoy.fleet import Fleet
 from convoy.fleet.file import CLOSED, LEAST, MOST, Text, Truth, explain, first_of
 from convoy.model.graph import Graph
-from convoy.plan.size import LocalSize
+from convoy.plan.device_program import LocalSize
 from convoy.simulate.compute import ComputeTimes, Correction, Grid, LayerTimes, MeasuredTimes
 from convoy.simulate.costs import Costs
 from convoy.simulate.interval import Errors, of_repeats, together
@@ -52,7 +52,7 @@ class LayerPoint:
     """One layer on one device at one size.
 
     Attributes:
-        samples, outputs, inputs: the size, as in `convoy.plan.size.LocalSize`.
+        samples, outputs, inputs: the size, as in `convoy.plan.device_program.LocalSize`.
         forward_s, backward_s: seconds of one call; backward is 0 where no gradient passes.
         spread: of forward and backward together.
         shared: of a batch norm that shares its statistics with other devices.

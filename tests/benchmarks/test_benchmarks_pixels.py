@@ -11,7 +11,6 @@ import torch
 from benchmarks import tasks, worker
 from benchmarks.configurations import AUTO, SETS, Series, fleet_named
 from benchmarks.ddp import DdpRunner, FsdpRunner, leave, meet
-from benchmarks.estimate import guessed
 from benchmarks.hardware import Ground
 from benchmarks.predictions import predict
 from benchmarks.results import read_result
@@ -65,7 +64,12 @@ def test_no_output_of_the_cell_crosses_the_wire() -> None:
     """By no plan of the cell, and no other that `auto` may try: no message holds logits or their gradient, 88 MB of each."""
     (series,) = [each for each in SETS["lab"] if (each.fleet, each.net) == ("mixed4", "unet:8")]
     (case,) = series.cases()
-    task, fleet = task_of(case.net), guessed(fleet_named(case.fleet))
+    task, described = task_of(case.net), fleet_named(case.fleet)
+    devices = [
+        replace(each, peak_flop_per_s=(each.cores or 1) * 80e9, memory_bytes_per_s=(each.cores or 1) * 10e9)
+        for each in described.devices
+    ]
+    fleet = replace(described, devices=tuple(devices))
     graph = graph_of(case.net, task.image, task.classes)
     found = predict(replace(case, plans=("data-by-speed", AUTO)), graph, roofline_costs(fleet), fleet)
     logits = (case.batch, task.classes, *task.image[1:])

@@ -35,8 +35,8 @@ from convoy.measure.sync_overhead import SyncOverhead
 from convoy.measure.timing import STRETCH_S, Times
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
+from convoy.plan.device_program import LocalSize
 from convoy.plan.presets import AUTO, PLANS
-from convoy.plan.size import LocalSize
 from convoy.runtime.clock import Clock
 from convoy.simulate.noise import QuotaNoise
 from convoy.simulate.overhead import Overheads

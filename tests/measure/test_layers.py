@@ -13,7 +13,7 @@ from convoy.measure.layers import Bench, Point, SharedStatistics, piece
 from convoy.measure.timing import STRETCH_S, Piece, Repetition, Sample, Times
 from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, disable_in_place, trace
-from convoy.plan.size import LocalSize, whole_size
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.runtime.clock import Clock
 from convoy.simulate.compute import shape_s
 from convoy.simulate.table import LayerPoint, layer_times

@@ -8,7 +8,7 @@ import torch
 from convoy.measure.axes import full_axes, granule
 from convoy.measure.layers import piece
 from convoy.model.tracing import trace
-from convoy.plan.size import LocalSize, whole_size
+from convoy.plan.device_program import LocalSize, whole_size
 from tests.support import layer_nets
 from tests.support.layer_nets import FILTERED, KEPT
 

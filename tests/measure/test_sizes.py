@@ -14,10 +14,10 @@ from convoy.measure.timing import Times
 from convoy.model.graph import Layer
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
+from convoy.plan.device_program import LocalSize, local_size
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, named_plan
-from convoy.plan.size import LocalSize, local_size
-from convoy.plan.steps import Compute
+from convoy.plan.steps import ComputeStep
 from convoy.planner.planner import candidates
 from convoy.simulate.compute import Correction, Grid, LayerTimes
 from convoy.simulate.overhead import Overheads
@@ -163,7 +163,7 @@ def test_the_sizes_of_the_plans_are_exact(measured: list[Measurement]) -> None:
     seen = 0
     for plan in plans:
         for step in lower(plan, graph).phase("forward"):
-            if isinstance(step, Compute) and step.layer in ("3", "7") and step.pieces == 1:
+            if isinstance(step, ComputeStep) and step.layer in ("3", "7") and step.chunks == 1:
                 for device in range(3):
                     size = local_size(step, graph[step.layer], device)
                     if size is not None and size.samples:

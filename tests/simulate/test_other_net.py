@@ -10,7 +10,7 @@ from convoy.errors import MismatchError
 from convoy.measure.job import MeasureOptions, measure_job
 from convoy.model.nets import build_net, graph_of
 from convoy.model.tracing import trace
-from convoy.plan.size import whole_size
+from convoy.plan.device_program import whole_size
 from convoy.report.measured import remarks
 from convoy.simulate.compute import bytes_moved
 from convoy.simulate.described import OTHER_NET, fleet_costs
