@@ -42,8 +42,8 @@ from convoy.launch.fleet import run_on_fleet
 from convoy.launch.survey import ask_one
 from convoy.machine.accelerator import local_devices
 from convoy.machine.process import within
-from convoy.measure.describe import host_indices, with_wire
-from convoy.measure.links import measure_links
+from convoy.measure.device_info import host_indices
+from convoy.measure.link_probe import measure_links
 
 POLL_S = 0.01
 SLACK_S = 5.0  # how much later than the others device 0 may come
@@ -169,7 +169,7 @@ def measure_fleet(env: ProcessEnv, examination: Examination) -> tuple[Fleet | No
             if len(examination.hosts) < 2:
                 return None, []
             wire = measure_links(group, host_indices(examination.fleet), 1.0, budget_s=LINKS_BUDGET_S)
-        return with_wire(examination.fleet, wire), []
+        return wire.into(examination.fleet), []
     except ConvoyError as error:
         cure = (
             "A job would fail in the same way. Where all ways are open, full-size packets may be lost: the MTU must be the "
