@@ -40,9 +40,9 @@ from convoy.plan.device_program import LocalSize, flop
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 from convoy.simulate.compute import bytes_moved
+from convoy.simulate.costs import Overheads
 from convoy.simulate.network import SHARE
 from convoy.simulate.noise import QuotaNoise
-from convoy.simulate.overhead import Overheads
 from convoy.simulate.table import FORMAT, DeviceCosts, LayerPoint, Measurement
 
 GRID_PART = 2 / 3

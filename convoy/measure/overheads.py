@@ -26,7 +26,7 @@ from convoy.plan.steps import Move, Value
 from convoy.runtime.clock import Clock, Computing
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
-from convoy.simulate.overhead import FRESH_BYTES, Overheads
+from convoy.simulate.costs import FRESH_BYTES, Overheads
 
 LAYERS = (1, 9)
 """Linear layers in the two nets whose difference is the cost of a layer."""

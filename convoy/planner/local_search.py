@@ -23,8 +23,9 @@ from convoy.plan.steps import ComputeStep, micro_batches
 from convoy.plan.strategy import STRATEGIES, Sharding, Strategy
 from convoy.planner.analytic import CostModel, content, uses_copies
 from convoy.planner.search import Search
-from convoy.simulate.compute import RememberedTimes
-from convoy.simulate.simulate import Timeline, computing_s, layers_s, simulate
+from convoy.simulate.compute import CachedTimes
+from convoy.simulate.events import Timeline
+from convoy.simulate.simulator import computing_s, layers_s, simulate
 
 CHUNKS = (2, 4, 8, 16, 32)
 """In how many chunks moves are tried."""
@@ -114,7 +115,7 @@ class LocalSearch:
         reduces: tuple[Reduce, ...] = ("direct", "ring"),
     ) -> None:
         self.model, self.fits, self.reduces = model, fits, reduces
-        self.costs = replace(model.costs, times=RememberedTimes(model.costs.times))
+        self.costs = replace(model.costs, times=CachedTimes(model.costs.times))
         self.known: dict[tuple[object, ...], Replay] = {}
 
     def simulated(self, plan: Plan) -> Replay:

@@ -36,7 +36,10 @@ def test_the_number_of_micro_batches_that_the_refusal_names_fits(
     plan = tmp_path / "plan.json"
     run_plan(replace(QUESTION, micro_batches=wanted), tight, plan)
     said = " ".join(capsys.readouterr().out.split())
-    assert f"A step of {BATCH} samples is {wanted} passes (--accumulate {wanted}; in Python, model.no_sync())" in said
+    assert (
+        f"A step of {BATCH} samples is {wanted} micro-batches (--accumulate {wanted}; in Python, model.no_sync())"
+        in said
+    )
     assert f"--batch {BATCH} --accumulate {wanted} --devices 2" in said
     assert Plan.load(plan).batch == BATCH // wanted
     needs = memory_of(Plan.load(plan), graph_of(NET, IMAGE, CLASSES))

@@ -15,8 +15,8 @@ from convoy.errors import InputError
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.simulate.described import described_costs
-from convoy.simulate.simulate import simulate
+from convoy.simulate.costs import described_costs
+from convoy.simulate.simulator import simulate
 from studies.fleets import make_plan
 from tests.planner.test_planner_memory import fleet
 

@@ -19,7 +19,7 @@ from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.planner.planner import candidates
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
-from convoy.simulate.simulate import simulate
+from convoy.simulate.simulator import simulate
 from lab.bound_shares import PLACES, Sums
 from lab.bound_wire import Kinds, path_of, wire_s
 from lab.share_places import STEPS, square

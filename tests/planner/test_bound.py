@@ -23,15 +23,14 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Sharding, Strategy
 from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.planner import candidates
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.report.numbers import seconds
 from convoy.report.plans import least_words, show_predictions
 from convoy.simulate.compute import Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
-from convoy.simulate.costs import Costs
+from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.network import Network
-from convoy.simulate.overhead import Overheads
-from convoy.simulate.simulate import simulate
+from convoy.simulate.simulator import simulate
 from studies.roofline import roofline_costs
 from tests.support.plan_requests import asked
 from tests.support.slow import most_slow

@@ -19,7 +19,7 @@ from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Event, Timeline
 from convoy.simulate.network import Network
-from convoy.simulate.simulate import computing_s, simulate
+from convoy.simulate.simulator import computing_s, simulate
 from tests.support.plan_requests import asked
 
 
