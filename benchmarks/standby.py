@@ -40,7 +40,7 @@ from convoy.comm.processes import join
 from convoy.elastic.members import Members
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.measure.load import read
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
@@ -52,7 +52,7 @@ from convoy.planner.spare import SparePrice, spare_price
 from convoy.simulate.costs import ENCRYPTION_S_PER_BYTE
 from convoy.simulate.table import Measurement
 
-GIGABIT = Card(125e6, 125e6, 5e-5)
+GIGABIT = Nic(125e6, 125e6, 5e-5)
 HOSTS = ("a", "b")
 IMAGE, CLASSES = (3, 32, 32), 10
 STRETCH_S = 2.0

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from convoy.comm.agreement import agree_on_modes, from_first
-from convoy.comm.changing import index_in_job
+from convoy.comm.collectives import agree_on_modes, from_first
 from convoy.comm.environment import read_process_env
-from convoy.comm.group import Group
+from convoy.comm.group import Group, index_in_job
 from convoy.data.augment import read_augment
 from convoy.elastic.entrance import join
 from convoy.errors import InputError, MismatchError, PlanError

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from convoy.api import distribute
-from convoy.comm.changing import ChangingGroup
-from convoy.comm.channel import Words
-from convoy.comm.group import AloneGroup
+from convoy.comm.connection import Fields
+from convoy.comm.group import AloneGroup, ChangingGroup
 from convoy.elastic.admission import Verdict
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import Members
@@ -32,10 +31,10 @@ HELLO_S = 5.0
 class Everybody:
     """Is let in, and has nothing to know."""
 
-    def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
+    def judge(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
         return "wanted", ""
 
-    def came(self, device: int, facts: Words) -> None:
+    def came(self, device: int, facts: Fields) -> None:
         """Nothing."""
 
     def told(self) -> Any:

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from convoy.api import distribute
 from convoy.checkpoint.checkpointer import Checkpointer
-from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv, listen_at
+from convoy.comm.group import ChangingGroup
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
 from convoy.elastic.members import LeftError, Members, StateLostError

@@ -10,7 +10,7 @@ from convoy._version import __version__
 from convoy.api import Plans
 from convoy.cli.job import Job, paths_of
 from convoy.cli.reporter import Reporter
-from convoy.comm.channel import Words
+from convoy.comm.connection import Fields
 from convoy.config.option_types import addresses_text, shown_addresses
 from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import Settings
@@ -50,7 +50,7 @@ class Opening:
             self._shown = addresses
 
 
-def facts_of(part: Distributed, data: str, known: FleetKnowledge, device: tuple[str, str, float]) -> Words:
+def facts_of(part: Distributed, data: str, known: FleetKnowledge, device: tuple[str, str, float]) -> Fields:
     """Return what a joining device reports of itself."""
     title = f"host {device[1]}, {device[0]}"
     return {"same": _same(part, data), "known": known.to_json(), "title": title, "device": list(device)}
@@ -73,7 +73,7 @@ class JoiningDevices:
     def __init__(self, part: Distributed, data: str, replan: Replanner, reporter: Reporter) -> None:
         self.part, self.data, self.replan, self.reporter = part, data, replan, reporter
 
-    def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:
+    def judge(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:
         for what, mine in _same(self.part, self.data).items():
             if (theirs := facts["same"].get(what)) != mine and "unknown" not in (theirs, mine):
                 return (
@@ -92,7 +92,7 @@ class JoiningDevices:
         self.replan.prepared = plan, now, tuple(sorted({*now, device})), known.speeds, found
         return "wanted", ""
 
-    def came(self, device: int, facts: Words) -> None:
+    def came(self, device: int, facts: Fields) -> None:
         self.replan.known = self._with(device, facts)
         kind, host, slowdown = facts["device"]
         self._note({device: (str(kind), str(host), float(slowdown))})
@@ -111,7 +111,7 @@ class JoiningDevices:
         self.reporter.header = replace(self.reporter.header, run=run, devices=())
         self._note({d: (str(kind), str(host), float(times)) for d, (kind, host, times) in enumerate(told["devices"])})
 
-    def _with(self, device: int, facts: Words) -> FleetKnowledge:
+    def _with(self, device: int, facts: Fields) -> FleetKnowledge:
         """Return what is known of all devices, this joining one included."""
         theirs, known = FleetKnowledge.from_json(facts["known"]), self.replan.known
         if known.speeds is not None and not known.speeds.measured:

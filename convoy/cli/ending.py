@@ -8,7 +8,7 @@ import psutil  # type: ignore[import-untyped]
 
 from convoy.errors import ConvoyError, InputError
 from convoy.machine import roster
-from convoy.machine.roster import Row
+from convoy.machine.roster import JobProcess
 from convoy.machine.signals import END, LEAVE
 
 
@@ -51,7 +51,7 @@ def stop(job: str | None, wait_s: float) -> None:
     _wait_for(here, wait_s)
 
 
-def of_job(rows: Sequence[Row], job: str | None) -> list[Row]:
+def of_job(rows: Sequence[JobProcess], job: str | None) -> list[JobProcess]:
     """Return the rows of one job.
 
     Raises:
@@ -71,7 +71,7 @@ def of_job(rows: Sequence[Row], job: str | None) -> list[Row]:
     raise InputError("\n  ".join([f"{found}: name one by its HOST:PORT or its folder:", *titles]))
 
 
-def who_leaves(here: Sequence[Row], devices: Sequence[int]) -> list[Row]:
+def who_leaves(here: Sequence[JobProcess], devices: Sequence[int]) -> list[JobProcess]:
     """Return those of a job's devices here that are to leave.
 
     Raises:
@@ -98,7 +98,7 @@ def who_leaves(here: Sequence[Row], devices: Sequence[int]) -> list[Row]:
     return rows
 
 
-def _signal(rows: Sequence[Row], signum: signal.Signals) -> None:
+def _signal(rows: Sequence[JobProcess], signum: signal.Signals) -> None:
     for row in rows:
         try:
             os.kill(row.pid, signum)
@@ -108,7 +108,7 @@ def _signal(rows: Sequence[Row], signum: signal.Signals) -> None:
             raise InputError(f"process {row.pid} is another user's now: it was sent no signal") from None
 
 
-def _wait_for(rows: Sequence[Row], wait_s: float) -> None:
+def _wait_for(rows: Sequence[JobProcess], wait_s: float) -> None:
     processes = []
     for row in rows:
         try:
@@ -125,10 +125,10 @@ def _wait_for(rows: Sequence[Row], wait_s: float) -> None:
         )
 
 
-def _names(rows: Sequence[Row]) -> str:
+def _names(rows: Sequence[JobProcess]) -> str:
     return " and ".join(f"device {row.device} ({row.kind})" for row in rows)
 
 
-def _title(rows: Sequence[Row]) -> str:
+def _title(rows: Sequence[JobProcess]) -> str:
     run = next((row.run for row in rows if row.run), "")
     return f"job {rows[0].job}" + (f" (run {run})" if run else "")

@@ -3,7 +3,7 @@
 from rich.markup import escape
 from rich.tree import Tree
 
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 
 
 def tree_of(fleet: Fleet) -> Tree:
@@ -36,7 +36,7 @@ def _host(fleet: Fleet, host: Host) -> str:
     return "  ".join(words)
 
 
-def _card(card: Card) -> str:
+def _card(card: Nic) -> str:
     out, into = card.send_bytes_per_s, card.receive_bytes_per_s
     speed = _rate(out) if out == into else f"{_rate(out)} out, {_rate(into)} in"
     return f"{speed}, {card.latency_s * 1e3:.3g} ms"

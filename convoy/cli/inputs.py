@@ -4,10 +4,8 @@ import os
 
 from torch import Tensor, nn
 
-from convoy.checkpoint.checkpointer import starting_point
-from convoy.checkpoint.folder import run_folder
-from convoy.checkpoint.load import check_settings, find_checkpoint
-from convoy.checkpoint.lock import holding
+from convoy.checkpoint.checkpoint import check_settings, find_checkpoint
+from convoy.checkpoint.run_folder import holding, run_folder, starting_point
 from convoy.config.option_types import AUTO_DEVICE
 from convoy.config.settings import Settings
 from convoy.data import Splits, load
@@ -72,7 +70,8 @@ def check_resume(settings: Settings) -> None:
                 pass
         except OSError as error:
             raise InputError(
-                f"cannot write into {folder}: {error.strerror}; name a folder that you may write"
+                f"cannot write into {folder}: {error.strerror}; wait until another run has ended, or name a folder that "
+                "you may write"
             ) from None
     if start is None:
         return

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from convoy.api import Plans, make_plans
 from convoy.cli.inputs import check_images, load_images
 from convoy.cli.newcomer import Invitation
-from convoy.comm.agreement import difference, from_first, gather
+from convoy.comm.collectives import difference, from_first, gather
 from convoy.comm.group import Group
 from convoy.config.run_file import RunSettings
 from convoy.config.settings import Settings, key_of

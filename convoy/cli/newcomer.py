@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from convoy.comm.channel import Words
+from convoy.comm.connection import Fields
 from convoy.comm.group import Group
 from convoy.config.run_file import RunSettings, resolve_settings
 from convoy.config.settings import Settings
@@ -35,10 +35,10 @@ class Invitation:
     """
 
     entrance: Entrance
-    offer: Words
+    offer: Fields
 
 
-def run_of(offer: Words, own: Mapping[str, Any], accepted: Collection[str] = ()) -> RunSettings:
+def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()) -> RunSettings:
     """Return the settings of a running job for a device that joins it.
 
     Args:
@@ -68,7 +68,7 @@ def run_of(offer: Words, own: Mapping[str, Any], accepted: Collection[str] = ())
 
 
 def measured_alone(
-    offer: Words, settings: Settings, model: nn.Module, example: Tensor, group: Group, slowdown: float
+    offer: Fields, settings: Settings, model: nn.Module, example: Tensor, group: Group, slowdown: float
 ) -> FleetKnowledge:
     """Measure this device alone, in the way that the job measured its devices."""
     if not offer["timed"]:

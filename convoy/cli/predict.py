@@ -9,7 +9,7 @@ from rich.console import Console
 
 from convoy.cli.question import PlanQuestion, read_knowledge
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import device_class, device_classes
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.payoff import forecast
@@ -84,7 +84,7 @@ def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
             seen[known.name] += 1
             own = f"{known.name}-{seen[known.name]}" if count[known.name] > 1 else known.name
             devices.append(Device.of_class(known, own, hosts[-1].name))
-    return Fleet(tuple(hosts), tuple(devices), Card(link_bytes_per_s, link_bytes_per_s, latency_s))
+    return Fleet(tuple(hosts), tuple(devices), Nic(link_bytes_per_s, link_bytes_per_s, latency_s))
 
 
 def _times(part: str, text: str) -> tuple[int, list[str]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from convoy.api import Plans
 from convoy.cli.job import Job
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.config.settings import key_of
 from convoy.elastic.members import Members
 from convoy.errors import ConvoyError
@@ -140,7 +140,7 @@ def start_reporting(
         done: steps that were done before, if the run is resumed.
     """
     settings, screen, directory = job.settings, job.screen, job.directory()
-    roster.tell(run="" if directory is None else str(directory.run.absolute()))
+    roster.update(run="" if directory is None else str(directory.run.absolute()))
     header = RunHeader(
         job.run, devices, plans.speeds, plans[0], part.traced[True].graph, plans.measured, images,
         math.ceil(images / settings.batch), done,

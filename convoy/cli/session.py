@@ -18,7 +18,7 @@ from convoy.cli.show import decision_reporter, show_new_plan, show_plan
 from convoy.comm.environment import imposed_slowdown
 from convoy.config.run_file import to_toml
 from convoy.files import write_whole
-from convoy.machine.signals import hearing_signals
+from convoy.machine.signals import handle_signals
 from convoy.measure.anew import expect_measured
 from convoy.plan.presets import AUTO
 from convoy.train.loop import fit
@@ -68,7 +68,7 @@ def train_job(job: Job) -> Done:
             alone = measured_alone(asked, settings, model, example, group, slowdown)
             replan.known = replace(replan.known, speeds=alone.speeds, measured=alone.measured)
         members = build_members(job, training, reporter, plans, replan, splits.fingerprint, known)
-        with nullcontext() if members is None else hearing_signals(members):
+        with nullcontext() if members is None else handle_signals(members):
             history = fit(
                 training, *loaders, settings.epochs, reporter.observers, rebalancer, checkpointer, screen.line, members
             )

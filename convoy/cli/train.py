@@ -12,9 +12,8 @@ from convoy.cli.inputs import check_resume, device_named
 from convoy.cli.job import Job
 from convoy.cli.newcomer import Invitation, run_of
 from convoy.cli.session import train_job
-from convoy.comm.agreement import from_first
-from convoy.comm.changing import ChangingGroup
-from convoy.comm.group import AloneGroup
+from convoy.comm.collectives import from_first
+from convoy.comm.group import AloneGroup, ChangingGroup
 from convoy.comm.processes import join, own_device
 from convoy.config.checks import check, check_outputs
 from convoy.config.run_file import RunSettings

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from convoy.comm.agreement import agree_on_modes
+from convoy.comm.collectives import agree_on_modes
 from convoy.comm.environment import ProcessEnv, reachable_address
 from convoy.comm.processes import meet
 from convoy.doctor.exchange import Exchange

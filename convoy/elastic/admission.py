@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 import torch
 
 from convoy._version import __version__
-from convoy.checkpoint.values import decode, encode
-from convoy.comm.agreement import gather
-from convoy.comm.channel import Words
+from convoy.checkpoint.run_folder import decode, encode
+from convoy.comm.collectives import gather
+from convoy.comm.connection import Fields
 from convoy.comm.group import Group
 from convoy.machine import roster
 from convoy.machine.accelerator import modes
@@ -42,7 +42,7 @@ class Applicant:
 
     mark: str
     door: Address
-    facts: Words
+    facts: Fields
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Applicants:
         self._rows: dict[str, _Row] = {}
         self._lock = threading.Lock()
 
-    def hear(self, applicant: Applicant) -> Words:
+    def hear(self, applicant: Applicant) -> Fields:
         """Note a request, on the listener's thread. Return the answer."""
         with self._lock:
             row = self._rows.setdefault(applicant.mark, _Row(applicant, 0.0))
@@ -122,11 +122,11 @@ RunState = tuple[Callable[[], Any], Callable[[Any], None]]
 class Admission(Protocol):
     """Decides about join requests, and tells joining devices what they must know beside the model's state."""
 
-    def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:
+    def judge(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:
         """Decide about a process that would become this device; on the first member, in a thread of its own."""
         ...
 
-    def came(self, device: int, facts: Words) -> None:
+    def came(self, device: int, facts: Fields) -> None:
         """Note that this device has joined; on all others, before the plan is made."""
 
     def told(self) -> Any:
@@ -140,7 +140,7 @@ def gather_joined(
     group: Group,
     membership: "Membership",
     has: Sequence[bool],
-    facts: Words | None,
+    facts: Fields | None,
     others: Callable[[], Any],
     admission: Admission | None,
     run_state: RunState | None,
@@ -207,12 +207,12 @@ class Judge:
 JUDGING_S = 10.0
 
 
-def offer() -> Words:
+def offer() -> Fields:
     """Return how a script's job describes itself to joining devices."""
     return {"version": __version__, "script": True, "job": roster.job()}
 
 
-def facts_of(model: Distributed) -> Words:
+def facts_of(model: Distributed) -> Fields:
     """Return how a joining device of a script describes itself."""
     return {"same": _same(model), "title": str(model.group.torch_device)}
 
@@ -235,7 +235,7 @@ class ScriptAdmission:
     def __init__(self, model: Distributed, replan: Any, has_epochs: Callable[[], bool]) -> None:
         self.model, self.replan, self.has_epochs = model, replan, has_epochs
 
-    def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
+    def judge(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
         for what, mine in _same(self.model).items():
             if (theirs := facts["same"].get(what)) != mine and "unknown" not in (theirs, mine):
                 return (
@@ -249,7 +249,7 @@ class ScriptAdmission:
             )
         return "wanted", ""
 
-    def came(self, device: int, facts: Words) -> None:
+    def came(self, device: int, facts: Fields) -> None:
         """Nothing: the device gets a mean share, since nothing was measured of it."""
 
     def told(self) -> Any:

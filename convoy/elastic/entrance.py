@@ -12,10 +12,9 @@ import torch
 
 from convoy._version import __version__
 from convoy.comm import processes
-from convoy.comm.changing import ChangingGroup
-from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
+from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob
 from convoy.comm.environment import JOIN, ProcessEnv, own_address
-from convoy.comm.group import AloneGroup, Group
+from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.rendezvous import credentials_of
 from convoy.elastic.admission import POLL_S, SPARE_POLL_S
 from convoy.elastic.regroup import Home, Membership
@@ -79,7 +78,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
     return group
 
 
-def greet(doors: Sequence[Address]) -> tuple["Entrance", Words]:
+def greet(doors: Sequence[Address]) -> tuple["Entrance", Fields]:
     """Find a running job at these addresses. Return the entrance to it, and how the job describes itself.
 
     Raises:
@@ -154,10 +153,10 @@ class Entrance:
         self.credentials, self.mark = credentials, uuid.uuid4().hex
         self.doors = Doors(tuple(doors))
         self._token = ""
-        self._channel: tuple[Address, Channel] | None = None
-        self._offer: Words = {}
+        self._channel: tuple[Address, Connection] | None = None
+        self._offer: Fields = {}
 
-    def hello(self, limit_s: float) -> Words:
+    def hello(self, limit_s: float) -> Fields:
         """Return how the job describes itself.
 
         Raises:
@@ -197,7 +196,7 @@ class Entrance:
                 )
             time.sleep(RETRY_S)
 
-    def enter(self, group: ChangingGroup, facts: Words, tell: Callable[[str], None] = lambda _: None) -> Membership:
+    def enter(self, group: ChangingGroup, facts: Fields, tell: Callable[[str], None] = lambda _: None) -> Membership:
         """Wait until the job admits this process, and meet its devices. The group is then theirs.
 
         Args:
@@ -214,7 +213,7 @@ class Entrance:
         spare = ""
         try:
             while True:
-                told: Words | None
+                told: Fields | None
                 try:
                     told = self._request(self.doors.next, request)
                 except (OSError, NotOfThisJob, ValueError):
@@ -243,7 +242,7 @@ class Entrance:
         finally:
             self._leave()
 
-    def _request(self, door: Address, words: Words) -> Words:
+    def _request(self, door: Address, words: Fields) -> Fields:
         """Return the answer at an address. OSError or NotOfThisJob if there is none, ValueError if it is no text."""
         deadline_s = time.monotonic() + ANSWER_S
         words = {"for": "join", **words}
@@ -251,11 +250,11 @@ class Entrance:
             self._leave()
         try:
             if self._channel is None:
-                self._channel = door, self.credentials.call(door, words, deadline_s)
+                self._channel = door, self.credentials.connect(door, words, deadline_s)
             else:
                 self._channel[1].deadline(deadline_s)
-                self._channel[1].say(words)
-            answer = self._channel[1].heard()
+                self._channel[1].send_message(words)
+            answer = self._channel[1].receive_message()
         except BaseException:
             self._leave()
             raise
@@ -269,7 +268,7 @@ class Entrance:
         self._channel = None
 
 
-def _doors(told: Words) -> tuple[Address, ...]:
+def _doors(told: Fields) -> tuple[Address, ...]:
     return tuple((str(host), int(port)) for host, port in told["doors"])
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.agreement import share_number
-from convoy.comm.changing import ChangingGroup
-from convoy.comm.channel import Words
+from convoy.comm.collectives import share_number
+from convoy.comm.connection import Fields
+from convoy.comm.group import ChangingGroup
 from convoy.comm.processes import JoinedGroup
 from convoy.elastic.admission import Admission, ScriptAdmission, facts_of, offer
 from convoy.elastic.entrance import Entrance
@@ -23,7 +23,7 @@ from convoy.elastic.recovery import GrownError, InProportion, LeftError, Recover
 from convoy.elastic.regroup import Home, Membership, home_here, listens
 from convoy.elastic.snapshot import Stateful
 from convoy.errors import DeviceLostError, InputError
-from convoy.machine.signals import hearing_signals
+from convoy.machine.signals import handle_signals
 from convoy.runtime.module import Distributed, StaleBatchError, not_distributed
 
 __all__ = [
@@ -92,7 +92,7 @@ class Members(Recovery):
         tell: Callable[[str], None] | None = None,
         admission: Admission | None = None,
         home: Home | None = None,
-        entrance: tuple[Entrance, Words] | None = None,
+        entrance: tuple[Entrance, Fields] | None = None,
     ) -> None:
         if not isinstance(model, Distributed):
             raise not_distributed("Members", model)
@@ -209,7 +209,7 @@ class Members(Recovery):
             )
         self._strict, self._pace = True, None
         self.run_state = lambda: self._epoch, self._take_epoch
-        self._signals.enter_context(hearing_signals(self))
+        self._signals.enter_context(handle_signals(self))
         if threading.current_thread() is threading.main_thread():
             self._signals.callback(_print_asked_end())
         # Where the group has broken, the next message says it again.

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.agreement import from_first, gather, share_number, share_tensor
-from convoy.comm.changing import ChangingGroup
-from convoy.comm.channel import Words
-from convoy.comm.group import Group, Pending
+from convoy.comm.collectives import from_first, gather, share_number, share_tensor
+from convoy.comm.connection import Fields
+from convoy.comm.group import ChangingGroup, Group, Pending
 from convoy.elastic.admission import Admission, Judge, RunState, gather_joined
 from convoy.elastic.agreement import Generation, Pairs
 from convoy.elastic.entrance import Entrance
@@ -271,7 +270,7 @@ class Recovery:
         tell: Callable[[str], None] | None,
         membership: Membership | None,
         admission: Admission | None,
-        entrance: tuple[Entrance, Words] | None,
+        entrance: tuple[Entrance, Fields] | None,
     ) -> None:
         self.model, self.others, self.every, self.tell = model, tuple(others), every or 1, tell
         self.replan, self.membership, self.admission, self.entrance = replan, membership, admission, entrance
@@ -284,7 +283,7 @@ class Recovery:
         self._pace = SnapshotInterval() if every is None else None
         self._requests, self._completed = MembershipRequests(), CompletedWork()
         self._strict = False  # what the loop did after a step cannot be undone: all wait until all have its snapshot
-        self._facts: Words | None = None  # how this device described itself, where it joined later
+        self._facts: Fields | None = None  # how this device described itself, where it joined later
         self._judge = None if membership is None or admission is None else Judge(membership, admission)
         self._planned: Generation | None = None  # the generation of the model's plan
         self._alone: Generation | None = None  # of a device that nobody can join, once it trains
@@ -323,10 +322,10 @@ class Recovery:
                     with suppress(DeviceLostError):  # by what would send it on; here it is kept all the same
                         self.states.take(steps, self._others())
                 raise
-            roster.tell(members=self.membership.generation.members)
+            roster.update(members=self.membership.generation.members)
         elif self.model.group.devices == 1:
             self._alone = Generation(0, (0,))
-            roster.tell(members=self._alone.members)
+            roster.update(members=self._alone.members)
         return place
 
     def after_step(self, place: Any = None) -> None:
@@ -412,7 +411,7 @@ class Recovery:
         self.states.arrived()
         admit(self.model.group, self.membership)
 
-    def _come_in(self, entrance: Entrance, facts: Words) -> Any:
+    def _come_in(self, entrance: Entrance, facts: Fields) -> Any:
         """Join a running job: wait until it admits this device, which is alone so far."""
         group = self.model.group
         assert isinstance(group, ChangingGroup)
@@ -486,7 +485,7 @@ class Recovery:
             self.steps, self.place = self.fall_back()
         self._keep()
         clear_move_cache()
-        roster.tell(device=self.membership.me, members=now.members)
+        roster.update(device=self.membership.me, members=now.members)
         if self.tell is not None:
             there, joins = self.membership, done == 0 and self._facts is not None
             self.tell(Changed(
@@ -495,7 +494,7 @@ class Recovery:
             ).line())  # fmt: skip
         return self.place
 
-    def _gather_joined(self, step: int | None, told: Sequence[Words]) -> tuple[list[str], Any]:
+    def _gather_joined(self, step: int | None, told: Sequence[Fields]) -> tuple[list[str], Any]:
         """Return the names of the devices that joined, and the state beside the model for devices without a snapshot."""
         if step is None:  # a checkpoint brings the state back; joining devices know nothing of the run all the same
             has = [bool(row) for row in gather(self.model.group, "who trained before", self._planned is not None)]
@@ -524,7 +523,7 @@ class Recovery:
 
     def close(self) -> None:
         """Leave the membership at the end of all work. Every device calls it."""
-        roster.tell(members=())
+        roster.update(members=())
         if self._judge is not None:
             self._judge.close()
         if self.membership is not None:

@@ -16,14 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
-from convoy.comm.changing import ChangingGroup, present
-from convoy.comm.channel import Channel, Credentials, Words
+from convoy.comm.connection import Connection, Credentials, Fields
 from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, listen_at, read_process_env, resolve
 from convoy.comm.failure import HealthServer, NoAnswer
-from convoy.comm.group import AloneGroup, Group
+from convoy.comm.group import AloneGroup, ChangingGroup, Group, present
 from convoy.comm.listener import Listener
 from convoy.comm.processes import JoinedGroup, meet
-from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.comm.rendezvous import close_store, credentials_of, host_store
 from convoy.elastic.admission import Applicant, Applicants
 from convoy.elastic.agreement import (
     Ask,
@@ -183,7 +182,7 @@ class Membership:
             joined.report_s = REPORT_S
         self._credentials = home.credentials
         self.applicants = Applicants()
-        self.offer: Words | None = None
+        self.offer: Fields | None = None
         # A door of its own, which outlives the groups.
         door = Listener(home.listener(), self._credentials, "convoy-members")
         self._server = HealthServer(joined.device, door, home.token)
@@ -235,7 +234,7 @@ class Membership:
         finally:
             self._server.close()
         if self._store is not None:
-            forget_store(*self._store)
+            close_store(*self._store)
 
     def depart(self, error: ConvoyError) -> None:
         """Leave while the others continue: stop answering them."""
@@ -274,12 +273,12 @@ class Membership:
         present = self.group.present
         if isinstance(present, JoinedGroup):
             # It may wait, for threads that end and for what the main thread finds out. Who answers others must not.
-            threading.Thread(target=present.break_off, args=(error,), name="convoy-break-off", daemon=True).start()
+            threading.Thread(target=present.abort, args=(error,), name="convoy-break-off", daemon=True).start()
 
-    def _beaten(self, _words: Words) -> Words:
+    def _beaten(self, _words: Fields) -> Fields:
         return {"generation": _row(self.generation)}
 
-    def _asked(self, words: Words) -> Words:
+    def _asked(self, words: Fields) -> Fields:
         device = int(words["device"])
         cut_off = tuple(int(d) for d in words.get("unreachable", ()))
         state = self._observe(Asked(device, _generation(words["generation"]), int(words["highest"]), cut_off))
@@ -290,11 +289,11 @@ class Membership:
             return {"excluded": _row(told), "parted": sorted(state.parted)}
         return self._call(told) if self._store is not None else {"wait": True}
 
-    def _call(self, generation: Generation) -> Words:
+    def _call(self, generation: Generation) -> Fields:
         doors = [[d, *address] for d, address in self._addresses.items()]
         return {"call": _row(generation), "store": self._store, "doors": doors, "parted": sorted(self.parted)}
 
-    def _knocked(self, words: Words, _: Channel) -> Words | None:
+    def _knocked(self, words: Fields, _: Connection) -> Fields | None:
         """Answer a join request."""
         with self._changed:
             state = self._state
@@ -315,7 +314,7 @@ class Membership:
                 return {**self._call(state.generation), "store": None, "device": device}
             return {**told, "doors": self.doors}
 
-    def _interrupted(self, words: Words) -> Words:
+    def _interrupted(self, words: Fields) -> Fields:
         if int(words["device"]) not in self.generation.members:
             return {"excluded": _row(self.generation)}
         # Also of one that belongs to an earlier generation: it did not see the meeting succeed.
@@ -341,7 +340,7 @@ class Membership:
             else:
                 self._observe(Excluded(_generation(told["generation"])))
 
-    def _ask(self, device: int, question: str) -> Words | NoAnswer:
+    def _ask(self, device: int, question: str) -> Fields | NoAnswer:
         state, address = self._state, self._addresses[device]
         words = {"device": self.me, "generation": _row(state.generation), "highest": state.highest}
         words["unreachable"] = sorted(state.unreachable)
@@ -370,7 +369,7 @@ class Membership:
             self._addresses |= {int(str(d)): (str(host), int(str(port))) for d, host, port in rows}
             self._observe(Granted(tuple(int(str(row[0])) for row in rows)))
 
-    def come(self, device: int, told: Words) -> None:
+    def come(self, device: int, told: Fields) -> None:
         """Meet the others, on a joining device, which is called as this device.
 
         Raises:
@@ -396,10 +395,10 @@ class Membership:
         """
         present = self.group.present
         if isinstance(present, JoinedGroup):
-            present.break_off(error)
+            present.abort(error)
         self._observe(Interrupted())
         if self._left is not None:
-            forget_store(*self._left)
+            close_store(*self._left)
             self._left = None
         self.group.close(error)
         waits_until_s = time.monotonic() + self.timeout_s
@@ -440,7 +439,7 @@ class Membership:
                 if self._observe(called).phase == "meeting":
                     self._invite(told)
 
-    def _invite(self, told: Words) -> None:
+    def _invite(self, told: Fields) -> None:
         """Note where the meeting is, and the addresses of those that were called."""
         self._store = (str(told["store"][0]), int(told["store"][1]))
         self._addresses |= {int(d): (str(host), int(port)) for d, host, port in told["doors"]}
@@ -471,7 +470,7 @@ class Membership:
             else:
                 if hosts:
                     host = self._server.address[0]
-                    self._store = (host, keep_store(host, self._credentials))
+                    self._store = (host, host_store(host, self._credentials))
                 assert self._store is not None
                 env = ProcessEnv(index, count, 0, None, *self._store, hosted=False, attempt=0)
                 grows = set(generation.members) - set(self.generation.members)
@@ -482,7 +481,7 @@ class Membership:
                 group = met
         except ConvoyError:
             if self._store is not None:
-                forget_store(*self._store)
+                close_store(*self._store)
             self._store = None
             self._observe(Missed())
             return None

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Message, Pending
-from convoy.elastic.transfers import Transfer, newest_whole, transfers
-from convoy.layout.layout import Box, Shape, box, entries, local_shape, single, whole
+from convoy.layout.layout import Box, Shape, box, entries, intersection, local_shape, single, whole
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described, number_of
 
@@ -32,6 +31,90 @@ Rows = Mapping[str, Mapping[str, Any]]
 """Optimizer state, as `described` gives it, by "0/key" for the first optimizer."""
 
 NUMBERS: Name = ("", "numbers")
+
+
+# --- transfers after a loss: which device sends which part of a snapshot to which ------------------------------------
+
+Boxes = Mapping[str, Sequence[Box]]
+"""What one device has of each tensor, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTransfer:
+    """A part of a tensor that a device gets from another, or has itself (`sender == receiver`)."""
+
+    key: str
+    box: Box
+    sender: int
+    receiver: int
+
+
+def without(box: Box, taken: Box) -> list[Box]:
+    """What is left of a box, as boxes that do not overlap."""
+    common = intersection(box, taken)
+    if common is None:
+        return [box]
+    rest, left = [], list(box)
+    for axis, ((start, stop), (lo, hi)) in enumerate(zip(box, common, strict=True)):
+        for span in ((start, lo), (hi, stop)):
+            if span[0] < span[1]:
+                rest.append((*left[:axis], span, *left[axis + 1 :]))
+        left[axis] = (lo, hi)
+    return rest
+
+
+def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
+    """The parts of a box that none of some boxes has."""
+    rest = [wanted]
+    for each in held:
+        rest = [part for box in rest for part in without(box, each)]
+    return rest
+
+
+def newest_whole(kept: Sequence[Mapping[int, Boxes]], wanted: Mapping[str, Box]) -> int | None:
+    """The last step of which the devices together have every tensor whole; None where there is none.
+
+    Args:
+        kept: of each device, what it has of the state after each of some steps.
+        wanted: the box of each whole tensor.
+    """
+    for step in sorted({step for rows in kept for step in rows}, reverse=True):
+        held = [rows[step] for rows in kept if step in rows]
+        if not any(uncovered(box, (b for row in held for b in row.get(key, ()))) for key, box in wanted.items()):
+            return step
+    return None
+
+
+def transfers(
+    held: Sequence[Boxes], wanted: Sequence[Mapping[str, Box]], bytes_of: Mapping[str, int]
+) -> tuple[ShardTransfer, ...]:
+    """Who sends what, so that every device has what it is to have. Who has sent least so far sends next.
+
+    Args:
+        held: what each device has; together they have all.
+        wanted: what each is to have.
+        bytes_of: of an entry of each tensor, with all that travels with it.
+    """
+    found, sent = [], [0] * len(held)
+    for receiver, boxes in enumerate(wanted):
+        for key, wanted_box in boxes.items():
+            rest = [wanted_box]
+            while rest:
+                part = rest.pop()
+                order = sorted(range(len(held)), key=lambda d: (d != receiver, sent[d], d))
+                sender, common = next(
+                    (device, common)
+                    for device in order
+                    for mine in held[device].get(key, ())
+                    if (common := intersection(mine, part)) is not None
+                )
+                found.append(ShardTransfer(key, common, sender, receiver))
+                sent[sender] += (sender != receiver) * entries(common) * bytes_of[key]
+                rest += without(part, common)
+    return tuple(found)
+
+
+# --- snapshots -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +368,7 @@ class SnapshotStore:
         return torch.empty(entry.shape, dtype=entry.dtype, device=self.model.group.torch_device)
 
     def _move(
-        self, step: int, plan: Sequence[Transfer], rows: Rows, made: Mapping[Name, Tensor], here: Mapping[str, Box]
+        self, step: int, plan: Sequence[ShardTransfer], rows: Rows, made: Mapping[Name, Tensor], here: Mapping[str, Box]
     ) -> None:
         group = self.model.group
         leaving: dict[tuple[int, torch.dtype], list[Tensor]] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host, Link, Segment
+from convoy.fleet import Device, Fleet, Host, Link, NetworkSegment, Nic
 from convoy.machine.accelerator import memory_of, process_bytes
 from convoy.measure.links import PairLink, WireTimes
 from convoy.simulate.table import HostRates, LinkSpread
@@ -85,7 +85,7 @@ def fleet_of(rows: Sequence[Own]) -> Fleet:
             )
         )
     # Not known yet: fleets of several hosts need a card, and the measured ones take its place.
-    network = Card(1.0, 1.0, 0.0) if len(hosts) > 1 else None
+    network = Nic(1.0, 1.0, 0.0) if len(hosts) > 1 else None
     return Fleet(tuple(Host(name) for name in hosts.values()), tuple(devices), network)
 
 
@@ -147,7 +147,7 @@ def with_wire(fleet: Fleet, wire: WireTimes) -> Fleet:
         out = [pair for pair in wire.pairs if host[pair.source] == entry.name != host[pair.target]]
         into = [pair for pair in wire.pairs if host[pair.target] == entry.name != host[pair.source]]
         # A card carries at least what one of its links does alone.
-        card = Card(
+        card = Nic(
             send_bytes_per_s=max(rates.send_bytes_per_s, *(pair.bytes_per_s for pair in out)),
             receive_bytes_per_s=max(rates.receive_bytes_per_s, *(pair.bytes_per_s for pair in into)),
             latency_s=statistics.median(pair.latency_s for pair in out),
@@ -156,11 +156,11 @@ def with_wire(fleet: Fleet, wire: WireTimes) -> Fleet:
     return replace(fleet, hosts=tuple(hosts), network=None, links=tuple(links), segments=_segments(fleet, links))
 
 
-def _segments(fleet: Fleet, measured: Sequence[Link]) -> tuple[Segment, ...]:
+def _segments(fleet: Fleet, measured: Sequence[Link]) -> tuple[NetworkSegment, ...]:
     """The segments with their uplinks as messages found them: as fast as the fastest link that only the uplink holds back."""
     nominal = replace(fleet, links=())
 
-    def found(segment: Segment, *, leaves: bool) -> float:
+    def found(segment: NetworkSegment, *, leaves: bool) -> float:
         uplink = segment.uplink.send_bytes_per_s if leaves else segment.uplink.receive_bytes_per_s
         rates = [
             link.bandwidth_bytes_per_s

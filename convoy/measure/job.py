@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from convoy._version import __version__
-from convoy.comm.agreement import check_same, from_first, gather
+from convoy.comm.collectives import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.fleet import Fleet
 from convoy.measure.axes import allowances, timing_s

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group, Message
 from convoy.measure.timing import plain_torch, spread_of, typical
 

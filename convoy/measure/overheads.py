@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from convoy.comm.group import Arrived, CountedGroup, Message, Pending
+from convoy.comm.group import Arrived, Group, Message, Pending
 from convoy.layout.layout import Split, everywhere
 from convoy.measure.layers import piece
 from convoy.measure.timing import CORE_BYTES, PROCESSOR_BYTES, Cold, Now, Piece, plain_torch, queued_seconds, sampled
@@ -188,7 +188,7 @@ def _optimizer(tensors: int, device: torch.device) -> Callable[[], object]:
     return torch.optim.SGD(parameters, lr=0.0, momentum=0.9).step
 
 
-class _Silent(CountedGroup):
+class _Silent(Group):
     """A group whose messages are there at once: what is left of a round is the executor's own."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:

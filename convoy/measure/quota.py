@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group, Message
 from convoy.measure.load import NOTICED, quota_cores, read, slowed_by_others, use_since, wanted_cores
 from convoy.measure.sync_overhead import PIECE_STRETCHES, SyncOverhead, charged

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group, Message
 from convoy.measure.timing import STRETCH_S, device_now, plain_torch, typical
 from convoy.runtime.clock import Clock

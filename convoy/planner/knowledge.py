@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Fleet
+from convoy.fleet import Fleet, Nic
 from convoy.model.graph import Graph
 from convoy.plan.presets import Speeds
 from convoy.simulate.compute import CachedTimes
@@ -72,13 +72,13 @@ class FleetKnowledge:
         """Return it with the slowdowns that rebalancing has measured since."""
         return replace(self, slower={**self.slower, **slower})
 
-    def with_device(self, device: int, joining: Self, card: Card = GIGABIT) -> Self:
+    def with_device(self, device: int, joining: Self, nic: Nic = GIGABIT) -> Self:
         """Return it with a device that joins. If that device was in the job before, its old times are forgotten.
 
         Args:
             device: its id.
             joining: of this device alone. Without a measurement the result has none either.
-            card: see `Measurement.with_device`.
+            nic: see `Measurement.with_device`.
 
         Raises:
             MismatchError: it was measured with another model.
@@ -90,7 +90,7 @@ class FleetKnowledge:
         layers = {name: (*own.layers[name], *theirs.layers[name]) for name in sorted({*own.layers} & {*theirs.layers})}
         both = None
         if self.measured is not None and joining.measured is not None:
-            both = self.measured.of_devices(kept).with_device(joining.measured, card) if kept else joining.measured
+            both = self.measured.of_devices(kept).with_device(joining.measured, nic) if kept else joining.measured
         return replace(
             self,
             ids=(*(self.ids[i] for i in kept), device),

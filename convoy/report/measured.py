@@ -141,7 +141,7 @@ def _nics(measured: Measurement) -> Table:
     """A ring much slower than the NIC means that its two directions, or all hosts, share something."""
     table = new_table("NICs, with all other hosts at once", ("host",), ("send", "receive", "in a ring"))
     for rates in measured.host:
-        nic = measured.fleet.card(rates.host)
+        nic = measured.fleet.nic(rates.host)
         table.add_row(
             rates.host, f"{_rate(nic.send_bytes_per_s)} {_about(rates.send_spread)}",
             f"{_rate(nic.receive_bytes_per_s)} {_about(rates.receive_spread)}", _rate(rates.ring_bytes_per_s),

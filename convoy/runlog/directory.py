@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from convoy.checkpoint.folder import run_folder
+from convoy.checkpoint.run_folder import run_folder
 from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import NO_LOG, Settings
 from convoy.errors import InputError

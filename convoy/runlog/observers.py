@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.machine.accelerator import allocated_bytes
 from convoy.measure.energy import EnergyMeter, meter_of, once_each

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from convoy.comm.agreement import agree_on, gather
+from convoy.comm.collectives import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import MismatchError
 from convoy.layout.layout import Replicated, everywhere

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.changing import present
-from convoy.comm.group import Group
+from convoy.comm.group import Group, present
 from convoy.errors import InputError
 from convoy.layout.layout import Split
 from convoy.model.graph import Layer

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from convoy.model.graph import Graph
-from convoy.plan.compile import MIXING
 from convoy.plan.device_program import (
     Add,
     Compute,
@@ -104,7 +103,7 @@ class Program:
         self.fused = {
             op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, Fused)
         }
-        mixing = [s for s in steps.steps if isinstance(s, SumGradients) and s.reduce == MIXING]
+        mixing = [s for s in steps.steps if isinstance(s, SumGradients) and s.mixes]
         # After this many stages of inexact mixing, the partners repeat.
         self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase

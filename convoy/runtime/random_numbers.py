@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.layout.layout import Replicated, holders
 from convoy.model.graph import Graph

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet
+from convoy.fleet import Device, Fleet, Nic
 from convoy.fleet.catalogue import device_class
 from convoy.plan.device_program import (
     Add,
@@ -278,6 +278,6 @@ def _overheads(device: Device, slower: float, rate: Rate) -> Overheads:
     )
 
 
-def _reached_rates(card: Card) -> Card:
-    sends, receives = card.send_bytes_per_s * NIC_FRACTION, card.receive_bytes_per_s * NIC_FRACTION
-    return replace(card, send_bytes_per_s=sends, receive_bytes_per_s=receives)
+def _reached_rates(nic: Nic) -> Nic:
+    sends, receives = nic.send_bytes_per_s * NIC_FRACTION, nic.receive_bytes_per_s * NIC_FRACTION
+    return replace(nic, send_bytes_per_s=sends, receive_bytes_per_s=receives)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from convoy.fleet import WITHIN_HOST, Card, Fleet
+from convoy.fleet import WITHIN_HOST, Fleet, Nic
 from convoy.simulate.noise import QuotaNoise
 
 SHARE = 0.5
@@ -64,16 +64,16 @@ def network_of(
     place = {name: index for index, name in enumerate(names)}
     host = tuple(place[device.host] for device in fleet.devices)
     many = len(names) > 1
-    cards = [fleet.card(n) if many else WITHIN_HOST for n in names]
-    latency_s, bandwidth = _between_hosts(fleet, place, cards)
+    nics = [fleet.nic(n) if many else WITHIN_HOST for n in names]
+    latency_s, bandwidth = _between_hosts(fleet, place, nics)
     segment = [-1] * len(names) if fleet.segments else []
     for index, each in enumerate(fleet.segments):
         for name in each.hosts:
             segment[place[name]] = index
     return Network(
         host=host,
-        send_bytes_per_s=tuple(card.send_bytes_per_s if many else float("inf") for card in cards),
-        receive_bytes_per_s=tuple(card.receive_bytes_per_s if many else float("inf") for card in cards),
+        send_bytes_per_s=tuple(nic.send_bytes_per_s if many else float("inf") for nic in nics),
+        receive_bytes_per_s=tuple(nic.receive_bytes_per_s if many else float("inf") for nic in nics),
         within_bytes_per_s=tuple(bandwidth[i][i] for i in range(len(names))),
         latency_s=tuple(tuple([latency_s[a][b] for b in host]) for a in host),
         pair_bytes_per_s=tuple(tuple([bandwidth[a][b] for b in host]) for a in host),
@@ -86,18 +86,18 @@ def network_of(
 
 
 def _between_hosts(
-    fleet: Fleet, place: Mapping[str, int], cards: Sequence[Card]
+    fleet: Fleet, place: Mapping[str, int], nics: Sequence[Nic]
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Return latency and bandwidth from host to host: all pairs of `Fleet.path` at once."""
-    latency_s = [[max(a.latency_s, b.latency_s) for b in cards] for a in cards]
-    bandwidth = [[min(a.send_bytes_per_s, b.receive_bytes_per_s) for b in cards] for a in cards]
-    for index in range(len(cards)):
+    latency_s = [[max(a.latency_s, b.latency_s) for b in nics] for a in nics]
+    bandwidth = [[min(a.send_bytes_per_s, b.receive_bytes_per_s) for b in nics] for a in nics]
+    for index in range(len(nics)):
         latency_s[index][index] = WITHIN_HOST.latency_s
         bandwidth[index][index] = min(WITHIN_HOST.send_bytes_per_s, WITHIN_HOST.receive_bytes_per_s)
     for segment in fleet.segments:
         inside = {place[name] for name in segment.hosts}
         for a in inside:
-            for b in set(range(len(cards))) - inside:
+            for b in set(range(len(nics))) - inside:
                 for source, target, rate in (
                     (a, b, segment.uplink.send_bytes_per_s),
                     (b, a, segment.uplink.receive_bytes_per_s),

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from convoy.errors import InputError, MismatchError, shown, unknown_name
 from convoy.files import parse_toml, read_text
-from convoy.fleet import Card, Fleet
+from convoy.fleet import Fleet, Nic
 from convoy.fleet.file import CLOSED, LEAST, MOST, Text, Truth, explain, first_of
 from convoy.model.graph import Graph
 from convoy.plan.device_program import LocalSize
@@ -39,7 +39,7 @@ from convoy.simulate.noise import QuotaNoise
 FORMAT = 2
 """Format 1 lacks batch norms with shared statistics and overheads. Without these predictions are too low, so it is refused."""
 
-GIGABIT = Card(send_bytes_per_s=118e6, receive_bytes_per_s=118e6, latency_s=1e-4)
+GIGABIT = Nic(send_bytes_per_s=118e6, receive_bytes_per_s=118e6, latency_s=1e-4)
 """The NIC of hosts whose network was never measured: what messages reach on the most common Ethernet."""
 
 Seconds = Annotated[float, Strict(), Field(ge=0, le=1e9)]
@@ -285,12 +285,12 @@ class Measurement:
             host=tuple(row for row in self.host if row.host in hosts),
         )
 
-    def with_device(self, joining: "Measurement", card: Card = GIGABIT) -> Self:
+    def with_device(self, joining: "Measurement", nic: Nic = GIGABIT) -> Self:
         """Return the measurement with one more device, the last one, which was measured alone.
 
         Args:
             joining: of one device. If its name is taken, it gets a number.
-            card: NIC of hosts of which none was measured.
+            nic: NIC of hosts of which none was measured.
 
         Raises:
             MismatchError: it was measured with another model, or in another precision.
@@ -310,9 +310,9 @@ class Measurement:
         hosts = fleet.hosts
         if device.host not in {host.name for host in hosts}:
             host = joining.fleet.hosts[0]
-            hosts = (*hosts, replace(host, card=host.card or joining.fleet.network or card))
+            hosts = (*hosts, replace(host, card=host.card or joining.fleet.network or nic))
         if len(hosts) > 1 and fleet.network is None:
-            hosts = tuple(replace(host, card=host.card or card) for host in hosts)
+            hosts = tuple(replace(host, card=host.card or nic) for host in hosts)
         return replace(
             self,
             fleet=replace(fleet, hosts=hosts, devices=(*fleet.devices, replace(device, name=name))),

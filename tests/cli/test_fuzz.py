@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import nn
 
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
-from convoy.checkpoint.folder import Manifest
+from convoy.checkpoint.run_folder import Manifest
 from convoy.cli.fleet_tree import tree_of
 from convoy.cli.predict import run_predict
 from convoy.cli.question import PlanQuestion

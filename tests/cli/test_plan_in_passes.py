@@ -50,7 +50,7 @@ def test_a_net_with_batch_norm_is_told_what_passes_change(tmp_path: Path, capsys
     file = tmp_path / "fleet.toml"
     file.write_text(fleet((1e9, 250_000), (5e8, 250_000)).to_toml())
     run_plan(replace(QUESTION, net="resnet:8:4", micro_batches=16), file)
-    assert "with other numbers than in one pass, since batch norm" in " ".join(capsys.readouterr().out.split())
+    assert "with other numbers than in one, since batch norm" in " ".join(capsys.readouterr().out.split())
 
 
 def test_micro_batches_that_are_not_equal_are_refused(tight: Path) -> None:

@@ -26,7 +26,7 @@ from convoy.doctor.facts import (
 from convoy.doctor.findings import diagnose, usual_rate
 from convoy.doctor.report import show
 from convoy.errors import MismatchError
-from convoy.fleet import Card, Device, Fleet, Host, Link
+from convoy.fleet import Device, Fleet, Host, Link, Nic
 from convoy.launch.survey import Answer
 from convoy.measure.describe import Own
 
@@ -47,7 +47,7 @@ def facts(device: int, devices: int = 3, *, info: dict[str, Any] | None = None, 
 
 def described(hosts: str = "abc", rate: float = 125e6, cores: float | None = None) -> Fleet:
     devices = tuple(Device(f"{name}-cpu", name, "cpu", cores) for name in hosts)
-    return Fleet(tuple(Host(name) for name in hosts), devices, Card(rate, rate, 1e-4))
+    return Fleet(tuple(Host(name) for name in hosts), devices, Nic(rate, rate, 1e-4))
 
 
 def job(

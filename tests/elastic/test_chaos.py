@@ -5,12 +5,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from convoy.checkpoint import save
+from convoy.checkpoint import checkpoint as checkpoint_module
 from convoy.comm.processes import JoinedGroup
 from convoy.elastic.members import Members
 from convoy.errors import InputError
@@ -63,14 +63,14 @@ def test_a_full_disk_and_a_slow_device_change_no_number() -> None:
 
 
 def test_chaos_finds_a_checkpoint_that_was_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = save.publish
+    publish = checkpoint_module.publish
 
-    def overwrites(path: Path, step: int) -> Path:
-        found = publish(path, step)
+    def overwrites(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
+        found = publish(folder, step, write)
         (found / "model.safetensors").write_bytes(b"")
         return found
 
-    monkeypatch.setattr(save, "publish", overwrites)
+    monkeypatch.setattr(checkpoint_module, "publish", overwrites)
     with pytest.raises(InputError, match="has 0 bytes"):
         run(Case(1, 2, "data", epochs=1, saves=3, blows=()))
 

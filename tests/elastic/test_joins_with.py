@@ -17,7 +17,7 @@ from convoy.elastic.members import LeftError
 from convoy.elastic.recovery import may_leave
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
-from convoy.fleet import Card
+from convoy.fleet import Nic
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
 from convoy.train.loop import Training
@@ -100,7 +100,7 @@ def test_a_device_of_another_host_changes_no_number(name: str, tmp_path: Path) -
     }  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(namespaces.network(wiring))
-        namespaces.shape(wiring, lambda _: Card(125e6, 125e6, 5e-5))
+        namespaces.shape(wiring, lambda _: Nic(125e6, 125e6, 5e-5))
         started = []
         for device, port in zip(("0", "1", "first", "alone"), (*wiring.ports, wiring.ports[2]), strict=True):
             variables = os.environ | place | ({"RANK": device} if device in "01" else {})

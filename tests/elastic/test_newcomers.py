@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from convoy.api import distribute, loader, make_plan
-from convoy.comm.changing import ChangingGroup
-from convoy.comm.channel import Credentials, Words
+from convoy.comm.connection import Credentials, Fields
 from convoy.comm.environment import ProcessEnv, listen_at
-from convoy.comm.group import AloneGroup, Group
+from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
-from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.comm.rendezvous import close_store, credentials_of, host_store
 from convoy.config.option_types import addresses_text, read_address, shown_addresses
 from convoy.elastic.admission import Judge, ScriptAdmission, Verdict, facts_of
 from convoy.elastic.entrance import Entrance
@@ -50,14 +49,14 @@ ALONE = ProcessEnv(0, 1, 0, 1, "127.0.0.1", 1, hosted=False, attempt=0)
 class Everybody:
     """Lets everybody in, or keeps some as spares."""
 
-    def __init__(self, spare: Callable[[Words, Sequence[int]], str] = lambda _facts, _members: "") -> None:
+    def __init__(self, spare: Callable[[Fields, Sequence[int]], str] = lambda _facts, _members: "") -> None:
         self.spare, self.came_as, self.heard = spare, [], None
 
-    def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
+    def judge(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
         reason = self.spare(facts, members)
         return ("spare", reason) if reason else ("wanted", "")
 
-    def came(self, device: int, facts: Words) -> None:  # noqa: ARG002
+    def came(self, device: int, facts: Fields) -> None:  # noqa: ARG002
         self.came_as.append(device)
 
     def told(self) -> Any:
@@ -95,7 +94,7 @@ class Job:
             )
 
     def device(
-        self, name: str, group: Group, entrance: tuple[Entrance, Words] | None = None, home: Home | None = None
+        self, name: str, group: Group, entrance: tuple[Entrance, Fields] | None = None, home: Home | None = None
     ) -> None:
         try:
             self._train(name, group, entrance, home)
@@ -172,7 +171,7 @@ def _zeroed(module: nn.Module) -> None:
 @contextmanager
 def started(job: Job, devices: int) -> Iterator[list[threading.Thread]]:
     """The job's first devices; all threads have ended afterwards."""
-    port = keep_store("127.0.0.1", credentials_of(ALONE))  # which all threads of this process find
+    port = host_store("127.0.0.1", credentials_of(ALONE))  # which all threads of this process find
     env = [ProcessEnv(d, devices, d, devices, "127.0.0.1", port, hosted=False, attempt=0) for d in range(devices)]
 
     def begin(device: int) -> None:
@@ -188,7 +187,7 @@ def started(job: Job, devices: int) -> Iterator[list[threading.Thread]]:
     finally:
         for thread in threads:
             thread.join(TIMEOUT_S)
-        forget_store("127.0.0.1", port)
+        close_store("127.0.0.1", port)
         assert not any(thread.is_alive() for thread in threads)
 
 
@@ -321,7 +320,7 @@ def test_a_newcomer_that_does_not_come_to_the_meeting_harms_nobody() -> None:
 
 
 def test_a_spare_waits_and_is_asked_again_when_the_devices_have_changed() -> None:
-    def spare(facts: Words, members: Sequence[int]) -> str:
+    def spare(facts: Fields, members: Sequence[int]) -> str:
         return "too slow" if facts["title"] == "slow" and 0 in members else ""
 
     job = Job(Case(6, 2, "data", "sgd", epochs=2), ["slow"], lambda: Everybody(spare))
@@ -358,7 +357,7 @@ def test_nobody_is_called_to_where_the_meeting_before_was() -> None:
 def test_who_waits_learns_the_doors_of_those_that_come_and_goes_on_asking_there() -> None:
     """It was told of one device only, which leaves."""
 
-    def spare(facts: Words, members: Sequence[int]) -> str:
+    def spare(facts: Fields, members: Sequence[int]) -> str:
         return "too slow" if facts["title"] == "slow" and 0 in members else ""
 
     job = Job(Case(8, 1, "data", "sgd", epochs=3), ["slow", "first"], lambda: Everybody(spare))

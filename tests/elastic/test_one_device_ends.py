@@ -10,10 +10,10 @@ import torch
 
 import convoy
 from convoy.checkpoint import Checkpointer
-from convoy.checkpoint.folder import latest
+from convoy.checkpoint.run_folder import latest
 from convoy.comm.group import AloneGroup
 from convoy.elastic.recovery import StoppedError
-from convoy.machine.signals import END, LEAVE, LEAVE_TOO, hearing_signals
+from convoy.machine.signals import END, LEAVE, LEAVE_TOO, handle_signals
 from convoy.runtime.module import Distributed
 from convoy.train import Members
 from convoy.train.loader import Loader
@@ -58,7 +58,7 @@ def test_it_finishes_the_step_and_saves_it(signum: signal.Signals, tmp_path: Pat
     members, observer = Members(model, training.optimizer), Killing(signum)
     says = f"the training was stopped after step {LAST}, as it was asked to; --resume goes on from there"
     loaders = Loader(Samples(), 20, model), Loader(Samples(), 23, model, shuffle=False)
-    with hearing_signals(members), pytest.raises(StoppedError, match=f"^{re.escape(says)}$"):
+    with handle_signals(members), pytest.raises(StoppedError, match=f"^{re.escape(says)}$"):
         fit(training, *loaders, 10, observer, None, keeper, members=members)
     assert [result.step + 1 for result in observer.told] == [*range(1, LAST + 1)]
     found = latest(tmp_path / "run")

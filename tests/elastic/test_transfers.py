@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from convoy.elastic.transfers import newest_whole, transfers, uncovered, without
+from convoy.elastic.snapshot import newest_whole, transfers, uncovered, without
 from convoy.layout.layout import Box, Layout, OnOne, Replicated, Split, box, entries, whole
 
 

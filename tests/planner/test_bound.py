@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph, Layer
 from convoy.model.nets import graph_of, graph_without_weights
@@ -336,7 +336,7 @@ def two_devices() -> tuple[Graph, PlanRequest]:
     graph = graph_of("two-conv:50:500")
     rates = enumerate((9e9, 3e9))
     devices = (Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for i, rate in rates)
-    fleet = Fleet((Host("h0"), Host("h1")), tuple(devices), Card(1e9, 1e9, 1e-4))
+    fleet = Fleet((Host("h0"), Host("h1")), tuple(devices), Nic(1e9, 1e9, 1e-4))
     return graph, asked(graph, 16, roofline_costs(fleet), fleet)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host
 from convoy.layout.layout import local_shape
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all
@@ -23,7 +23,6 @@ from tests.support.threads import run_on_threads
 
 # 2x4x4 -> conv 3x3, 4 filters -> ReLU -> pool 2 -> flatten (16) -> Linear (3).
 GRAPH = Stack((2, 4, 4)).conv(4, 3).pool().flatten().linear(3).graph()
-CARD = Card(125e6, 125e6, 1e-4)
 
 
 def memory(plan: str, devices: int = 2, optimizer: str = "sgd-momentum") -> tuple[DeviceMemory, ...]:

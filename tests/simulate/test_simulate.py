@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import convoy.plan.steps
-from convoy.fleet import Card, Device, Fleet, Host, Segment
+from convoy.fleet import Device, Fleet, Host, NetworkSegment, Nic
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import LocalSize
@@ -43,7 +43,7 @@ class Table:
 
 def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, processor_s_per_byte: float = 0.0) -> Network:
     """One device per host; equal cards."""
-    card = Card(bytes_per_s, bytes_per_s, latency_s)
+    card = Nic(bytes_per_s, bytes_per_s, latency_s)
     fleet = Fleet(
         tuple(Host(f"h{i}") for i in range(count)),
         tuple(Device(f"d{i}", f"h{i}", "cpu") for i in range(count)),
@@ -241,9 +241,12 @@ def test_a_slow_path_leaves_the_rest_of_the_card_to_others():
 def two_segments() -> Network:
     """Hosts 0 and 1 in a segment whose uplink carries 40 bytes/s out and 80 in after 1 s more; host 2 in another of 50 out and
     60 in; host 3 where both uplinks end. Cards of 100 bytes/s, 0.5 s."""
-    card = Card(100.0, 100.0, 0.5)
+    card = Nic(100.0, 100.0, 0.5)
     names = ("h0", "h1", "h2", "h3")
-    segments = (Segment("a", ("h0", "h1"), Card(40.0, 80.0, 1.0)), Segment("b", ("h2",), Card(50.0, 60.0, 0.0)))
+    segments = (
+        NetworkSegment("a", ("h0", "h1"), Nic(40.0, 80.0, 1.0)),
+        NetworkSegment("b", ("h2",), Nic(50.0, 60.0, 0.0)),
+    )
     devices = tuple(Device(f"d{name}", name, "cpu") for name in names)
     return network_of(Fleet(tuple(map(Host, names)), devices, card, segments=segments))
 

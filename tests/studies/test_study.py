@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.layout.layout import Partial
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.nets import build_net, graph_of
@@ -42,7 +42,7 @@ from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 
 FLOP_PER_S, MEMORY, LINK, LATENCY_S = 100e9, 20e9, 125e6, 1e-4
-GIGABIT = Card(LINK, LINK, LATENCY_S)
+GIGABIT = Nic(LINK, LINK, LATENCY_S)
 
 
 def residual() -> Graph:
@@ -98,7 +98,7 @@ NETS = {
 }
 
 
-def equal_fleet(devices: int, card: Card = GIGABIT) -> Fleet:
+def equal_fleet(devices: int, card: Nic = GIGABIT) -> Fleet:
     return Fleet(
         tuple(Host(f"h{i}") for i in range(devices)),
         tuple(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv
+from convoy.comm.group import ChangingGroup
 from convoy.comm.processes import join
 from convoy.comm.rendezvous import credentials_of
 from convoy.elastic.entrance import Entrance

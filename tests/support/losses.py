@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from convoy.comm.changing import ChangingGroup
+from convoy.comm.group import ChangingGroup
 from convoy.elastic import members as members_module
 from convoy.elastic.agreement import Generation
 from convoy.elastic.members import Members

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from convoy.comm.agreement import check_same, difference, from_first, gather, share_number, share_tensor
+from convoy.comm.collectives import check_same, difference, from_first, gather, share_number, share_tensor
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError, MismatchError, PlanError
 from tests.support.processes import on_processes
@@ -25,7 +25,7 @@ def share_all(group: Group) -> list[object]:
 def test_everybody_knows_the_same() -> None:
     told = [[0.1, 1.1, 2.1], [0, None]]
     assert run_on_threads(3, share_all) == [told] * 3
-    assert on_processes(3, "tests.comm.test_agreement:share_all") == [told] * 3
+    assert on_processes(3, "tests.comm.test_collectives:share_all") == [told] * 3
     assert share_all(AloneGroup(torch.device("cpu"))) == [[0.1], [0, None]]
 
 

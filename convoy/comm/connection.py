@@ -15,7 +15,7 @@ from typing import Any, final
 
 from convoy.comm.job_key import JobKey
 
-Words = dict[str, Any]
+Fields = dict[str, Any]
 
 CHUNK_BYTES = 65_536
 """Encrypted at once. Larger chunks leave the processor's cache, smaller ones cost more system calls."""
@@ -45,26 +45,26 @@ class Credentials:
             self._answering, self._calling = key.contexts()
         self._certificate = b"" if key is None else key.certificate
 
-    def answering(self, connection: socket.socket) -> "Channel":
+    def accept(self, connection: socket.socket) -> "Connection":
         """Return the channel of an accepted connection."""
-        return Channel(connection, self._answering, self._certificate, answers=True)
+        return Connection(connection, self._answering, self._certificate, answers=True)
 
-    def call(self, address: tuple[str, int], words: Words, deadline_s: float) -> "Channel":
+    def connect(self, address: tuple[str, int], words: Fields, deadline_s: float) -> "Connection":
         """Connect, authenticate, and send a first message. The caller reads the answer.
 
         Raises:
             NotOfThisJob: the listener has another key or none.
             OSError: the connection failed. TimeoutError after the deadline.
         """
-        channel: Channel | None = None
+        channel: Connection | None = None
         connection = socket.create_connection(address, timeout=_left_s(deadline_s))
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            channel = Channel(connection, self._calling, self._certificate, answers=False)
+            channel = Connection(connection, self._calling, self._certificate, answers=False)
             channel.deadline(deadline_s)
-            while not channel.greet():
+            while not channel.shake_hands():
                 channel.deadline(deadline_s)
-            channel.say(words)
+            channel.send_message(words)
             return channel
         except BaseException:
             connection.close()
@@ -72,7 +72,7 @@ class Credentials:
 
 
 @final
-class Channel:
+class Connection:
     """A connection with its TLS state.
 
     Attributes:
@@ -92,7 +92,7 @@ class Channel:
         self._poll: select.poll | None = None
         self._partial = b""
 
-    def unseal(self) -> None:
+    def stop_encrypting(self) -> None:
         """Stop encrypting. Both sides call it, each after it has read all that the other has sent.
 
         Only for connections inside one machine, which the kernel protects from other processes.
@@ -103,7 +103,7 @@ class Channel:
         """Let all further waits fail with TimeoutError at that time (of `time.monotonic`)."""
         self.connection.settimeout(_left_s(deadline_s))
 
-    def greet(self) -> bool:
+    def shake_hands(self) -> bool:
         """Continue the handshake. Return whether it is complete and the peer has the job's key.
 
         Raises:
@@ -207,12 +207,12 @@ class Channel:
         self._ahead = self._ahead[count:]
         return count
 
-    def say(self, words: Words) -> None:
+    def send_message(self, words: Fields) -> None:
         """Send a control message: its length, then JSON."""
         text = json.dumps(words).encode()
         self.send(_LENGTH.pack(len(text)) + text)
 
-    def heard(self) -> Words | None:
+    def receive_message(self) -> Fields | None:
         """Return the next control message. None: it is incomplete and the connection does not block.
 
         Raises:
@@ -230,10 +230,10 @@ class Channel:
             raise ValueError("a control message is a JSON object")
         return words
 
-    def ask(self, words: Words) -> Words:
+    def ask(self, words: Fields) -> Fields:
         """Send a control message, and return the answer. Errors as in `heard`."""
-        self.say(words)
-        answer = self.heard()
+        self.send_message(words)
+        answer = self.receive_message()
         assert answer is not None  # this connection blocks
         return answer
 
