@@ -35,9 +35,6 @@ NAMED_DEVICES = 16
 SEARCHED_WORK = 400
 """Up to this many devices times layers, every number of devices is searched."""
 
-SHALLOW = 4
-"""In nets with more weighted layers only the best plans of the search are simulated, and strategies stay as they are."""
-
 SIMULATED, SIMULATED_SHARDED = 12, 4
 """The number of simulated plans, the best by the analytic model, without and with sharded weights."""
 
@@ -100,7 +97,7 @@ def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidat
         found = _that_fit(model, found, order)
     if not simulates:
         return [Candidate(each.plan, each.model_s) for each in in_order(found)]
-    return _by_simulation(model, found, order)
+    return _by_simulation(model, found)
 
 
 def quick_candidates(request: PlanRequest, enough: int = 1) -> list[Candidate]:
@@ -350,7 +347,7 @@ def _freeing_weights(model: CostModel, order: Sequence[int]) -> list[tuple[Found
 # --- by simulation --------------------------------------------------------------------------------------------------------
 
 
-def _by_simulation(model: CostModel, found: Sequence[Found], order: Sequence[int]) -> list[Candidate]:
+def _by_simulation(model: CostModel, found: Sequence[Found]) -> list[Candidate]:
     """Simulate the best plans found, improve them by local search, and return all of them, the fastest first."""
     reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.sums is None else ()
     local = LocalSearch(model, lambda plan: _fits(plan, model), reduces)
@@ -363,19 +360,13 @@ def _by_simulation(model: CostModel, found: Sequence[Found], order: Sequence[int
     # Plans with sharded weights come in addition, so that they crowd out none without.
     sharded = _shortlist([each for each in found if each.plan.sharded], 1 if deep else SIMULATED_SHARDED)
     rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in (*shortlist, *sharded)]
-    if len(model.graph.weighted) <= SHALLOW and len(order) <= 8:
-        best_of = {working: (step_s, plan) for step_s, working, plan in sorted(rows, key=lambda r: r[:2], reverse=True)}
-        # With many devices each attempt takes long, and their number is hardly in doubt.
-        for working in sorted(best_of, key=lambda w: (best_of[w][0], w))[: 3 if len(order) <= 4 else 1]:
-            step_s, plan = local.change_strategies(best_of[working][1], order[:working])
-            rows.append((step_s, working, plan))
     different = {
         content(plan): (working, plan) for _, working, plan in sorted(rows, key=lambda row: row[:2], reverse=True)
     }
     for working, plan in list(different.values())[-IMPROVED:][::-1]:
         rows += [(s, working, better) for s, better in local.change_exchanges_and_shares(plan)]
     speeds = model.request.speeds.devices
-    for change in (lambda p: local.keep_otherwise(p, speeds), lambda p: local.let_join(p, speeds), local.move_units):
+    for change in (lambda p: local.keep_otherwise(p, speeds), local.move_units):
         _, working, plan = min(rows, key=lambda row: row[:2])
         rows += [(s, working, better) for s, better in change(plan)]
     return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]

@@ -89,12 +89,12 @@ def test_devices_of_a_host_share_what_is_free_and_each_has_its_own() -> None:
 
 def test_plans_may_fill_what_the_process_leaves() -> None:
     fleet = Fleet((Host("a"),), (Device("a-0", "a", "cpu", memory_bytes=100 * MB), Device("a-1", "a", "cpu")))
-    room = MemoryLimits(fleet, process_bytes=(70 * MB, 70 * MB))
+    room = MemoryLimits.of(fleet, process_bytes=(70 * MB, 70 * MB))
     assert (room.bytes_of(0), room.bytes_of(1)) == (30 * MB, float("inf"))
     assert room.excess([31 * MB, 31 * MB]) == {0: MB}
     (words,) = room.overfull([31 * MB, 31 * MB])
     assert words == "a-0 needs 101 MB (70 MB of them its process before it trains) of 100 MB"
-    assert MemoryLimits(fleet, process_bytes=(200 * MB, 0)).excess([MB, 0]) == {0: MB - 1}  # no division by nothing
+    assert MemoryLimits.of(fleet, process_bytes=(200 * MB, 0)).excess([MB, 0]) == {0: MB - 1}  # no division by nothing
 
 
 def test_a_limit_that_holds_the_tensors_alone_is_too_small() -> None:

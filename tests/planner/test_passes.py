@@ -117,7 +117,7 @@ def test_where_no_plan_fits_passes_are_proposed_in_which_one_does() -> None:
     passes = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
     fewer = context_of(tight, CONVOLUTIONS, 64 // passes, passes)
     plan = candidates(fewer)[0].plan
-    assert not MemoryLimits(tight).excess([each.total_bytes for each in memory_of(plan, CONVOLUTIONS)])
+    assert not MemoryLimits.of(tight).excess([each.total_bytes for each in memory_of(plan, CONVOLUTIONS)])
     with pytest.raises(PlanError, match=f"--accumulate {passes};"):  # half of them are already made, and do not do
         candidates(context_of(tight, CONVOLUTIONS, 64 // passes * 2, passes // 2))
 
