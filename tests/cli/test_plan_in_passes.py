@@ -30,7 +30,7 @@ def tight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_number_of_micro_batches_that_the_refusal_names_fits(
     tight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(PlanError, match=r"Make a step of (\d+) passes .*, which fits: \S+ s a step") as caught:
+    with pytest.raises(PlanError, match=r"Make a step of (\d+) micro-batches .*, which fits: \S+ s a step") as caught:
         run_plan(QUESTION, tight)
     wanted = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
     plan = tmp_path / "plan.json"

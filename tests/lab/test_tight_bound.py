@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
+from torch import Tensor, nn
 
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, holders
 from convoy.layout.shares import Shares
@@ -24,10 +25,24 @@ from lab.bound_shares import PLACES, Sums
 from lab.bound_wire import Kinds, path_of, wire_s
 from lab.share_places import STEPS, square
 from lab.tight_bound import tight_bound
-from tests.planner.test_bound import Block, Normed, network, of_rates
+from tests.planner.test_bound import Block, network, of_rates
 from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 from tests.support.stacks import Stack
+
+
+class Normed(nn.Module):
+    """Convolutions one behind the other, each with its norm, and a Linear."""
+
+    def __init__(self, width: int, convolutions: int) -> None:
+        super().__init__()
+        widths = itertools.pairwise([3, *[width] * convolutions])
+        rows = [(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in widths]
+        self.layers, self.head = nn.Sequential(*itertools.chain(*rows)), nn.Linear(width, 10)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layers(x_NCHW).mean((2, 3)))
+        return out
 
 
 def sixteenths(rng: random.Random, total: int, devices: int) -> Shares:
