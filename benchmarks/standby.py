@@ -41,7 +41,7 @@ from convoy.elastic.members import Members
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from convoy.fleet import Device, Fleet, Host, Nic
-from convoy.measure.load import read
+from convoy.measure.other_load import read_usage
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.plan.plan import Plan
@@ -144,7 +144,7 @@ def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -
             first_s = {mode: way.run(3) for mode, way in ways.items()}["encrypted"]  # memory is new
             turn_s = float(encrypted.agree("how long a turn is", str(first_s))[0]) * price.every
             periods = max(1, round(STRETCH_S / turn_s))
-            begin, found = read(), {mode: list[float]() for mode in MODES}
+            begin, found = read_usage(), {mode: list[float]() for mode in MODES}
             for number in range(rounds):
                 for mode in MODES if number % 2 else reversed(MODES):
                     found[mode].append(ways[mode].run(periods * price.every))

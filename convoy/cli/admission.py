@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from convoy._version import __version__
 from convoy.api import Plans
 from convoy.cli.job import Job, paths_of
@@ -14,12 +12,11 @@ from convoy.comm.connection import Fields
 from convoy.config.option_types import addresses_text, shown_addresses
 from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import Settings
-from convoy.elastic.admission import Verdict
-from convoy.elastic.members import Members
+from convoy.elastic.admission import Verdict, refusal, required_facts
+from convoy.elastic.members import JoinOptions, Members
 from convoy.elastic.regroup import home_at
 from convoy.machine import roster
-from convoy.machine.accelerator import modes
-from convoy.measure.anew import Replanner
+from convoy.measure.replanner import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.replan import with_joining_device
@@ -44,7 +41,7 @@ class Opening:
             "measured": known.measured is not None,
             "timed": known.speeds is not None and known.speeds.measured, "job": roster.job(),
         }  # fmt: skip
-        addresses = shown_addresses(membership.doors)
+        addresses = shown_addresses(membership.addresses)
         if settings.listen is not None and self.job.screen.visible and addresses != self._shown:
             self.job.screen.line(f"Others may join: convoy join {addresses_text(addresses)} --job-key FILE")
             self._shown = addresses
@@ -53,17 +50,11 @@ class Opening:
 def facts_of(part: Distributed, data: str, known: FleetKnowledge, device: tuple[str, str, float]) -> Fields:
     """Return what a joining device reports of itself."""
     title = f"host {device[1]}, {device[0]}"
-    return {"same": _same(part, data), "known": known.to_json(), "title": title, "device": list(device)}
-
-
-def _same(part: Distributed, data: str) -> dict[str, str]:
-    """Return what must be the same on all devices, by its name in messages."""
     return {
-        "convoy": __version__,
-        "torch": ".".join(torch.__version__.split(".")[:2]),
-        "model": part.traced[True].graph.fingerprint,
-        "data": data,
-        **modes(),
+        "same": {**required_facts(part), "data": data},
+        "known": known.to_json(),
+        "title": title,
+        "device": list(device),
     }
 
 
@@ -73,13 +64,9 @@ class JoiningDevices:
     def __init__(self, part: Distributed, data: str, replan: Replanner, reporter: Reporter) -> None:
         self.part, self.data, self.replan, self.reporter = part, data, replan, reporter
 
-    def judge(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:
-        for what, mine in _same(self.part, self.data).items():
-            if (theirs := facts["same"].get(what)) != mine and "unknown" not in (theirs, mine):
-                return (
-                    "refused",
-                    f"its {what} is {theirs}, that of the job is {mine}: it must be the same on every machine",
-                )
+    def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:
+        if (refused := refusal(facts, {**required_facts(self.part), "data": self.data})) is not None:
+            return refused
         known = self._with(device, facts)
         plan, now = self.part.plan, tuple(members)
         found, gain = with_joining_device(replace(self.replan.request, fleet=known), plan, now, device)
@@ -92,24 +79,26 @@ class JoiningDevices:
         self.replan.prepared = plan, now, tuple(sorted({*now, device})), known.speeds, found
         return "wanted", ""
 
-    def came(self, device: int, facts: Fields) -> None:
+    def note_joined(self, device: int, facts: Fields) -> None:
         self.replan.known = self._with(device, facts)
         kind, host, slowdown = facts["device"]
         self._note({device: (str(kind), str(host), float(slowdown))})
 
-    def told(self) -> Any:
+    def knowledge(self) -> Any:
         run = self.reporter.header.run
         return {
             "replan": self.replan.to_json(), "devices": [list(each) for each in self.reporter.header.devices],
             "settings": run.settings.model_dump(mode="json"), "sources": dict(run.sources),
         }  # fmt: skip
 
-    def hear(self, told: Any) -> None:
-        self.replan.learn(told["replan"])
+    def learn(self, knowledge: Any) -> None:
+        self.replan.learn(knowledge["replan"])
         # If this device has to continue the log, it logs the settings of the run, not its own.
-        run = RunSettings(Settings(**told["settings"]), told["sources"])
+        run = RunSettings(Settings(**knowledge["settings"]), knowledge["sources"])
         self.reporter.header = replace(self.reporter.header, run=run, devices=())
-        self._note({d: (str(kind), str(host), float(times)) for d, (kind, host, times) in enumerate(told["devices"])})
+        self._note(
+            {d: (str(kind), str(host), float(times)) for d, (kind, host, times) in enumerate(knowledge["devices"])}
+        )
 
     def _with(self, device: int, facts: Fields) -> FleetKnowledge:
         """Return what is known of all devices, this joining one included."""
@@ -160,7 +149,7 @@ def build_members(
         else None
     )
     if model.group.devices == 1 and entrance is None and home is None:
-        return Members(model, training.optimizer, admission=joining)
+        return Members(model, training.optimizer, joins=JoinOptions(joining))
     if not settings.goes_on:
         return None
 
@@ -185,8 +174,8 @@ def build_members(
         )
     others = [each for each in (training.schedule, training.scaler) if each is not None]
     members = Members(
-        model, training.optimizer, others=others, every=every, replan=replan, tell=on_change, admission=joining, home=home,
-        entrance=entrance,
+        model, training.optimizer, others=others, every=every, replan=replan, tell=on_change,
+        joins=JoinOptions(joining, home, entrance),
     )  # fmt: skip
     opening.on_members(members, replan.known)
     return members

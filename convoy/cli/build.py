@@ -11,7 +11,6 @@ from convoy.api import Plans, loader
 from convoy.checkpoint import Checkpointer
 from convoy.config.settings import Settings
 from convoy.data import Splits
-from convoy.plan.explain import differences
 from convoy.report.screen import Screen
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
@@ -83,13 +82,5 @@ def build_rebalancer(
     part: Distributed, training: Training, plans: Plans, tell: Callable[[int, Decision], None], screen: Screen
 ) -> Rebalancer:
     if len(plans) > 1:
-        first, graph = plans[0], part.traced[True].graph
-        told = [f"  plan {i}: {differences(first, plan, graph)}" for i, plan in enumerate(plans[1:], start=2)]
-        screen.lines(
-            [
-                f"{len(plans)} plans are predicted to take nearly as long: some steps by each will tell.",
-                "  plan 1: as above",
-                *told,
-            ]
-        )
+        screen.line(f"{len(plans)} plans are predicted to take nearly as long: training tries each for some steps.")
     return Rebalancer(part, training.optimizer, tell=tell, others=plans[1:])

@@ -27,7 +27,7 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from convoy.errors import InputError, MismatchError, shown, unknown_name
 from convoy.files import parse_toml, read_text
 from convoy.fleet import Fleet, Nic
-from convoy.fleet.file import CLOSED, LEAST, MOST, Text, Truth, explain, first_of
+from convoy.fleet.file import CLOSED, MOST, Text, Truth, explain, first_of
 from convoy.model.graph import Graph
 from convoy.plan.device_program import LocalSize
 from convoy.simulate.compute import ComputeTimes, Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
@@ -132,22 +132,6 @@ class LinkSpread:
     bandwidth_spread: Spread
 
 
-@dataclass(frozen=True, slots=True)
-class HostRates:
-    """A host's NIC while all hosts send at once.
-
-    Attributes:
-        ring_bytes_per_s: sent while every host sends to the next one. Less than the NIC's rate if both directions share a
-            resource (half duplex, the processor, the switch).
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
-    host: Text
-    ring_bytes_per_s: Annotated[float, Strict(), Field(ge=LEAST, le=MOST)]
-    send_spread: Spread
-    receive_spread: Spread
-
-
 @dataclass(frozen=True)
 class Measurement:
     """A measurement of a fleet with a model.
@@ -176,7 +160,6 @@ class Measurement:
     device: tuple[DeviceCosts, ...]
     layer: tuple[LayerPoint, ...]
     link: tuple[LinkSpread, ...] = ()
-    host: tuple[HostRates, ...] = ()
     precision: Text = "float32"
 
     def __post_init__(self) -> None:
@@ -282,7 +265,6 @@ class Measurement:
             device=tuple(self.device[i] for i in indices),
             layer=tuple(point for point in self.layer if point.device in names),
             link=tuple(link for link in self.link if {link.source, link.target} <= hosts),
-            host=tuple(row for row in self.host if row.host in hosts),
         )
 
     def with_device(self, joining: "Measurement", nic: Nic = GIGABIT) -> Self:
@@ -345,7 +327,9 @@ class Measurement:
             raise InputError(f"{source}: measured = {shown(measured)}: it is a table; measure again")
         if (number := measured.get("format")) != FORMAT:
             raise InputError(f"{source}: measured.format = {shown(number)}: this version reads {FORMAT}; measure again")
-        rows = {name: value for name, value in measured.items() if name != "format"}
+        rows = {
+            name: value for name, value in measured.items() if name not in ("format", "host")
+        }  # "host": older files
         if isinstance(devices := rows.get("device"), list):
             rows["device"] = [_with_noise(row) for row in devices]
         try:
@@ -359,7 +343,7 @@ class Measurement:
         lines = [self.fleet.to_toml(), "[measured]", f"format = {FORMAT}"]
         for name in ("net", "fingerprint", "batch", "precision", "convoy", "torch", "date"):
             lines.append(f"{name} = {_literal(getattr(self, name))}")
-        for name in ("device", "host", "link", "layer"):
+        for name in ("device", "link", "layer"):
             rows = [f"  {{ {_row(value)} }}," for value in getattr(self, name)]
             if rows or name in ("device", "layer"):
                 lines += [f"{name} = [", *rows, "]"]
@@ -377,7 +361,7 @@ def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
 
 
 _SECTIONS: Mapping[str, type[Any]] = {
-    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "host": HostRates, "noise": QuotaNoise
+    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "noise": QuotaNoise
 }  # fmt: skip
 _OLD_NOISE = {"beside_s": "overlap_delay_s", "rested_s": "rested_s", "burst": "burst"}
 """Keys of a device in older files, which had no table for the noise model, and their names there."""
@@ -392,7 +376,7 @@ def _with_noise(row: Any) -> Any:
     return kept if QuotaNoise(**noise) == QuotaNoise() else kept | {"noise": noise}
 
 
-def _row(value: DeviceCosts | HostRates | LinkSpread | LayerPoint | QuotaNoise) -> str:
+def _row(value: DeviceCosts | LinkSpread | LayerPoint | QuotaNoise) -> str:
     # False and None are defaults of which most rows have many.
     named = [(field.name, getattr(value, field.name)) for field in fields(value)]
     return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False and each is not None)

@@ -13,9 +13,9 @@ from convoy.cli.newcomer import run_of
 from convoy.comm.environment import LISTENER
 from convoy.comm.processes import JoinedGroup
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
-from convoy.elastic.regroup import door_address, home_at
+from convoy.elastic.regroup import home_at, member_address
 from convoy.errors import InputError
-from convoy.measure.anew import Replanner
+from convoy.measure.replanner import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.request import PlanRequest
@@ -50,7 +50,7 @@ def test_who_goes_on_with_the_log_later_logs_the_settings_of_the_run() -> None:
     assert own.settings != run.settings
     first, _ = joining(run, 2)
     newcomer, here = joining(own, 1)
-    newcomer.hear(first.told())
+    newcomer.learn(first.knowledge())
     assert here.header.run == run
     assert len(here.header.devices) == 2
 
@@ -83,7 +83,7 @@ def test_a_folder_for_checkpoints_that_nobody_writes_is_refused(tmp_path: Path) 
 def group(device: int, address: str) -> JoinedGroup:
     made = object.__new__(JoinedGroup)
     made.device, made.devices, made.torch_device, made.address = device, 2, torch.device("cpu"), address
-    made.credentials, made.token, made.staged, made._process = None, "a token", False, -1  # type: ignore[assignment]
+    made.credentials, made.token, made._process = None, "a token", -1  # type: ignore[assignment]
     return made
 
 
@@ -99,12 +99,12 @@ def test_devices_that_met_on_this_machine_answer_at_the_address_that_was_given(
 
 
 def test_devices_of_several_machines_answer_where_they_speak() -> None:
-    assert door_address("192.168.1.5", "192.168.1.5", first=True) == "192.168.1.5"
-    assert door_address("192.168.1.5", "192.168.1.6", first=False) == "192.168.1.6"
+    assert member_address("192.168.1.5", "192.168.1.5", first=True) == "192.168.1.5"
+    assert member_address("192.168.1.5", "192.168.1.6", first=False) == "192.168.1.6"
     with pytest.raises(
         InputError, match=r"--listen 10.0.0.5: the devices communicate at 192.168.1.5 .* --listen 192.168.1.5"
     ):
-        door_address("10.0.0.5", "192.168.1.5", first=True)
+        member_address("10.0.0.5", "192.168.1.5", first=True)
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0:7000", "0.0.0.0", "[::]:7000", "*:7000"])

@@ -177,7 +177,8 @@ def test_passes_behind_the_first_print_and_parse() -> None:
     graph, plan = graph_of("two-conv"), plan_of("two-conv")
     steps = lower(plan, graph, micro_batch="middle")
     assert any(
-        "have     " in line and "whole since the first pass  (nothing travels)" in line for line in step_lines(steps)
+        "have     " in line and "whole since the first micro-batch  (nothing is sent)" in line
+        for line in step_lines(steps)
     )
     programs = compile_all(steps, graph)
     check_programs(programs)

@@ -307,7 +307,7 @@ def test_explain_names_it() -> None:
     plan = narrow(named_plan("master", graph, 4, Speeds((3.0, 1.0))))
     lines = step_lines(lower(plan, graph))
     assert lines[3] == "     1  move     0: channel(3,1) -> on(0)  (32 bytes in 1 round, inexact-bf16)  after 0"
-    assert "(nothing travels)" in lines[9]
+    assert "(nothing is sent)" in lines[9]
     assert sum(row.bytes_ for row in layer_rows(plan, graph)) == lower(plan, graph).traffic().total() == 32 + 32 + 16
 
 

@@ -5,7 +5,16 @@ import random
 import numpy as np
 import pytest
 
-from convoy.elastic.snapshot import newest_whole, transfers, uncovered, without
+from convoy.elastic import snapshot
+from convoy.elastic.snapshot import (
+    TIMED,
+    SnapshotInterval,
+    interval_of,
+    newest_whole,
+    transfers,
+    uncovered,
+    without,
+)
 from convoy.layout.layout import Box, Layout, OnOne, Replicated, Split, box, entries, whole
 
 
@@ -84,3 +93,23 @@ def test_every_device_gets_each_entry_once_from_one_that_has_it(seed: int) -> No
 )
 def test_the_last_step_that_is_whole(kept: list[dict[int, dict[str, list[Box]]]], step: int | None) -> None:
     assert newest_whole(kept, {"a": whole((4,))}) == step
+
+
+@pytest.mark.parametrize(("kept_s", "every"), [(0.0, 1), (0.02, 1), (0.021, 2), (0.1, 5), (1.0, 50)])
+def test_snapshots_take_two_per_cent(kept_s: float, every: int) -> None:
+    assert interval_of(kept_s, 1.0) == every
+
+
+def test_the_median_of_the_first_steps_decides_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(snapshot.time, "perf_counter", lambda: now_s[0])
+    found = SnapshotInterval()
+    wishes = []
+    for kept_s in (9.0, 0.11, 0.11, 5.0, 0.11, 0.11, 7.0):
+        found.begin_step()
+        now_s[0] += 1.0
+        found.end_step()
+        with found.timing():
+            now_s[0] += kept_s
+        wishes.append(found.every)
+    assert wishes == [None] * TIMED + [6] * 2, "the first memory is new, and one copy was held up"

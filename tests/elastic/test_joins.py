@@ -1,4 +1,4 @@
-"""Devices that come into a training change no number: losses, weights, statistics of batch norm, optimizer state."""
+"""Devices that join a training change no number: losses, weights, statistics of batch norm, optimizer state."""
 
 import copy
 import re
@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from convoy.api import distribute, loader, make_plan
-from convoy.comm.connection import Credentials, Fields
+from convoy.comm.connection import Credentials, Fields, credentials_of
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
-from convoy.comm.rendezvous import close_store, credentials_of, host_store
-from convoy.config.option_types import addresses_text, read_address, shown_addresses
-from convoy.elastic.admission import Judge, ScriptAdmission, Verdict, facts_of
+from convoy.comm.store import close_store, host_store
+from convoy.elastic.admission import AdmissionThread, ScriptAdmission, Verdict, facts_of
 from convoy.elastic.entrance import Entrance
-from convoy.elastic.members import LeftError, Members, StoppedError
+from convoy.elastic.members import JoinOptions, LeftError, Members, StoppedError
 from convoy.elastic.regroup import Home, Membership
 from convoy.errors import ConvoyError, InputError
 from convoy.runlog.reader import read_log
@@ -47,23 +46,23 @@ ALONE = ProcessEnv(0, 1, 0, 1, "127.0.0.1", 1, hosted=False, attempt=0)
 
 
 class Everybody:
-    """Lets everybody in, or keeps some as spares."""
+    """Admits every device, or keeps some as spares."""
 
     def __init__(self, spare: Callable[[Fields, Sequence[int]], str] = lambda _facts, _members: "") -> None:
-        self.spare, self.came_as, self.heard = spare, [], None
+        self.spare, self.came_as, self.learned = spare, [], None
 
-    def judge(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
+    def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
         reason = self.spare(facts, members)
         return ("spare", reason) if reason else ("wanted", "")
 
-    def came(self, device: int, facts: Fields) -> None:  # noqa: ARG002
+    def note_joined(self, device: int, facts: Fields) -> None:  # noqa: ARG002
         self.came_as.append(device)
 
-    def told(self) -> Any:
+    def knowledge(self) -> Any:
         return {"a": 1}
 
-    def hear(self, told: Any) -> None:
-        self.heard = told
+    def learn(self, knowledge: Any) -> None:
+        self.learned = knowledge
 
 
 @dataclass
@@ -71,24 +70,24 @@ class Job:
     """A training whose devices are threads of this process."""
 
     case: Case
-    newcomers: Sequence[str] = ()
+    joining: Sequence[str] = ()
     judge: Callable[[], Everybody] = Everybody
     built: dict[str, Distributed] = field(default_factory=dict)
     net: nn.Module = field(init=False)
     told: dict[str, list[str]] = field(default_factory=dict)
     results: dict[str, tuple[list[float], dict[str, Tensor]]] = field(default_factory=dict)
     errors: list[BaseException] = field(default_factory=list)
-    door: tuple[str, int] | None = None
+    address: tuple[str, int] | None = None
     members: dict[str, Membership] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
-    expected: dict[int, str] = field(default_factory=dict)  # after that step all wait until this newcomer is wanted
+    expected: dict[int, str] = field(default_factory=dict)  # after that step all wait until this device is wanted
     strikes: dict[tuple[str, int], Callable[[Members], None]] = field(default_factory=dict)
     entrances: dict[str, Entrance] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         with torch_seed(self.case.seed):
             self.net = make_net()
-        for name in self.newcomers:  # torch cannot be traced while other threads train
+        for name in self.joining:  # torch cannot be traced while other threads train
             self.built[name] = self.build(
                 ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), copy.deepcopy(self.net).apply(_zeroed)
             )
@@ -101,7 +100,7 @@ class Job:
         except BaseException as error:
             self.errors.append(error)
             group.close(error)
-            if name in self.members and not isinstance(error, LeftError):  # a process would have ended
+            if name in self.members and not isinstance(error, LeftError | SystemExit):  # a process would have ended
                 self.members[name].depart(ConvoyError(str(error)))
 
     def build(self, group: Group, net: nn.Module) -> Distributed:
@@ -121,7 +120,7 @@ class Job:
         told = self.told.setdefault(name, [])
         members = Members(
             part, training.optimizer, others=others, every=self.case.every, tell=told.append,
-            admission=self.judge(), entrance=entrance, home=home,
+            joins=JoinOptions(self.judge(), home, entrance),
         )  # fmt: skip
         job = self
 
@@ -131,11 +130,11 @@ class Job:
                 job.steps[name] = done
                 if members.membership is not None:
                     members.membership.offer = {"case": "this one"}
-                    job.door = members.membership.doors[0]
+                    job.address = members.membership.addresses[0]
                 if (strike := job.strikes.pop((name, done), None)) is not None:
                     strike(members)
-                if (expected := job.expected.get(done)) is not None and members._judge is not None:
-                    job.expect(members._judge, expected)
+                if (expected := job.expected.get(done)) is not None and members.admissions is not None:
+                    job.expect(members.admissions, expected)
 
         if members.membership is not None:
             members.membership.offer = {"case": "this one"}
@@ -147,10 +146,10 @@ class Job:
         group.close()
         self.results[name] = history.losses, state
 
-    def expect(self, judge: Judge, name: str) -> None:
+    def expect(self, admissions: AdmissionThread, name: str) -> None:
         until_s = time.monotonic() + TIMEOUT_S
-        if judge.membership.generation.members[0] == judge.membership.me:
-            while name not in self.steps and not judge.wanted():
+        if admissions.membership.generation.members[0] == admissions.membership.me:
+            while name not in self.steps and not admissions.wanted():
                 assert time.monotonic() < until_s
                 time.sleep(0.02)
 
@@ -175,7 +174,7 @@ def started(job: Job, devices: int) -> Iterator[list[threading.Thread]]:
     env = [ProcessEnv(d, devices, d, devices, "127.0.0.1", port, hosted=False, attempt=0) for d in range(devices)]
 
     def begin(device: int) -> None:
-        group = meet(env[device], CPU, TIMEOUT_S, False, number=0) if devices > 1 else AloneGroup(CPU, TIMEOUT_S)
+        group = meet(env[device], CPU, TIMEOUT_S, number=0) if devices > 1 else AloneGroup(CPU, TIMEOUT_S)
         home = Home("127.0.0.1", 0, credentials_of(env[0]), "members of a test") if devices == 1 else None
         job.device(str(device), ChangingGroup(group), home=home)
 
@@ -191,14 +190,14 @@ def started(job: Job, devices: int) -> Iterator[list[threading.Thread]]:
         assert not any(thread.is_alive() for thread in threads)
 
 
-def newcomer(job: Job, name: str, threads: list[threading.Thread], **facts: Any) -> None:
-    """One more device asks to be let in."""
-    job.wait(lambda: job.door)
-    assert job.door is not None
-    entrance = job.entrances[name] = Entrance([job.door], credentials_of(ALONE))
+def join_job(job: Job, name: str, threads: list[threading.Thread], **facts: Any) -> None:
+    """Start one more device that asks to join."""
+    job.wait(lambda: job.address)
+    assert job.address is not None
+    entrance = job.entrances[name] = Entrance([job.address], credentials_of(ALONE))
     assert entrance.hello(5.0) == {"case": "this one"}
     arguments = (name, job.built[name].group, (entrance, {"title": name, **facts}))
-    threads.append(threading.Thread(target=job.device, args=arguments, name=f"newcomer-{name}", daemon=True))
+    threads.append(threading.Thread(target=job.device, args=arguments, name=f"joining-{name}", daemon=True))
     threads[-1].start()
 
 
@@ -234,46 +233,46 @@ SLOW = [("data-by-speed", "sgd", 2, 3), ("sharded", "adam", 2, 1), ("master", "s
 @pytest.mark.parametrize(
     ("plan", "optimizer", "devices", "every"), [*FAST, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
 )
-def test_devices_that_come_change_no_number(plan: str, optimizer: str, devices: int, every: int) -> None:
+def test_joining_devices_change_no_number(plan: str, optimizer: str, devices: int, every: int) -> None:
     job = Job(Case(3, devices, plan, optimizer, epochs=3, every=every), ["first", "second"])
     job.expected = {**dict.fromkeys(range(2, 7), "first"), **dict.fromkeys(range(13, 18), "second")}  # after a test
     with started(job, devices) as threads:
-        newcomer(job, "first", threads)
+        join_job(job, "first", threads)
         job.wait(lambda: "first" in job.steps)
-        newcomer(job, "second", threads)
+        join_job(job, "second", threads)
         job.wait(lambda: "second" in job.steps)
     check(job, [*map(str, range(devices)), "first", "second"])
     assert sum("joined" in line for line in job.told["0"]) == 2, job.told
     assert re.match(rf"joined as device \d+; {devices + 1} train after step ", job.told["first"][0])
 
 
-def test_who_came_goes_on_when_all_others_leave_and_tells_the_whole_epoch() -> None:
+def test_a_joined_device_continues_when_all_others_leave() -> None:
     job = Job(Case(4, 1, "model", "adam", epochs=2), ["first"])
     job.expected = dict.fromkeys(range(2, 7), "first")
     job.strikes = {("0", 8): lambda members: members.leave()}
     with started(job, 1) as threads:
-        newcomer(job, "first", threads)
+        join_job(job, "first", threads)
     left = [error for error in job.errors if isinstance(error, LeftError)]
     assert job.errors == left
     losses, state = alone(job)
     found, held = job.results["first"]
-    assert found == pytest.approx(losses, rel=TIGHT), "it came in the first epoch, and knows all of that"
+    assert found == pytest.approx(losses, rel=TIGHT), "it joined in the first epoch, and knows all of its losses"
     assert all(float((held[key] - state[key]).abs().max()) < TIGHT for key in state)
 
 
-def test_a_training_that_is_stopped_ends_on_all_devices_after_the_same_step() -> None:
+def test_a_stopped_training_ends_on_all_devices_after_the_same_step() -> None:
     job = Job(Case(8, 2, "hybrid", "adam", epochs=2), ["first"])
     job.expected = dict.fromkeys(range(2, 7), "first")
     job.strikes = {("first", 8): lambda members: members.end()}
     with started(job, 2) as threads:
-        newcomer(job, "first", threads)
+        join_job(job, "first", threads)
     assert [type(error) for error in job.errors] == [StoppedError] * 3, job.errors
     assert len({str(error) for error in job.errors}) == 1
     assert re.match(r"the training was stopped after step (9|10), as it was asked to$", str(job.errors[0]))
 
 
-def test_where_all_leave_the_training_ends_on_all_after_the_same_step() -> None:
-    """A scheduler's SIGTERM to all devices: each of them left by itself, and nobody saved anything."""
+def test_a_training_that_all_leave_ends_after_the_same_step() -> None:
+    """As by a scheduler's SIGTERM to all devices."""
     job = Job(Case(8, 2, "hybrid", "adam", epochs=2))
     job.strikes = {(name, 5): lambda members: members.leave() for name in "01"}
     with started(job, 2):
@@ -282,9 +281,7 @@ def test_where_all_leave_the_training_ends_on_all_after_the_same_step() -> None:
     assert len({str(error) for error in job.errors}) == 1
 
 
-def test_lines_name_a_device_by_what_it_was_called_from_the_beginning() -> None:
-    """After device 0 had left, the second of three was called device 1 by those that lost it, and 2 beside that."""
-
+def test_messages_name_a_device_by_its_first_id() -> None:
     def fails(_: Members) -> None:
         raise ValueError("no such image")
 
@@ -300,35 +297,35 @@ def test_lines_name_a_device_by_what_it_was_called_from_the_beginning() -> None:
     )
 
 
-def test_a_newcomer_that_does_not_come_to_the_meeting_harms_nobody() -> None:
+def test_a_joining_device_that_misses_the_meeting_is_ignored() -> None:
     job = Job(Case(5, 2, "hybrid", "sgd", epochs=2))
     job.expected = {3: "nobody"}
     with started(job, 2):
-        job.wait(lambda: job.door)
-        assert job.door is not None
-        entrance = Entrance([job.door], credentials_of(ALONE))
+        job.wait(lambda: job.address)
+        assert job.address is not None
+        entrance = Entrance([job.address], credentials_of(ALONE))
         entrance.hello(5.0)
-        words = {"do": "ask", "mark": "a mark", "door": ["127.0.0.1", 9], "facts": {}}
+        words = {"do": "ask", "mark": "a mark", "address": ["127.0.0.1", 9], "facts": {}}
         until_s = time.monotonic() + TIMEOUT_S
-        while "call" not in entrance._request(job.door, words):
+        while "call" not in entrance._request(job.address, words):
             assert time.monotonic() < until_s
             time.sleep(0.01)
         job.expected.clear()
-        entrance._leave()
+        entrance._disconnect()
     check(job, ["0", "1"])
     assert len(job.told["0"]) == 1
 
 
-def test_a_spare_waits_and_is_asked_again_when_the_devices_have_changed() -> None:
+def test_a_spare_joins_when_the_devices_have_changed() -> None:
     def spare(facts: Fields, members: Sequence[int]) -> str:
         return "too slow" if facts["title"] == "slow" and 0 in members else ""
 
     job = Job(Case(6, 2, "data", "sgd", epochs=2), ["slow"], lambda: Everybody(spare))
-    job.strikes[("0", 2)] = lambda members: job.wait(lambda: members._judge.wanted() or job.told.get("slow"))
+    job.strikes[("0", 2)] = lambda members: job.wait(lambda: members.admissions.wanted() or job.told.get("slow"))
     job.strikes[("0", 4)] = lambda members: members.leave()
-    job.expected = dict.fromkeys(range(6, 12), "slow")  # whom device 1 takes in, for device 0 has left
+    job.expected = dict.fromkeys(range(6, 12), "slow")  # device 1 admits it after device 0 has left
     with started(job, 2) as threads:
-        newcomer(job, "slow", threads)
+        join_job(job, "slow", threads)
     assert [type(error) for error in job.errors] == [LeftError]
     assert job.told["slow"][0] == "waits as a spare: too slow"
     assert re.match(r"joined as device \d+; 2 train after step ", job.told["slow"][1])
@@ -336,88 +333,64 @@ def test_a_spare_waits_and_is_asked_again_when_the_devices_have_changed() -> Non
     assert job.results["1"][0] == pytest.approx(losses, rel=TIGHT)
 
 
-def test_nobody_is_called_to_where_the_meeting_before_was() -> None:
-    """A newcomer, or a device that noticed a loss first, asked the leader before its own thread had got there, was sent to the
-    store of the last meeting, where nobody came any more, and all waited for it: three seconds of each second join."""
+def test_no_device_is_called_to_the_store_of_the_last_meeting() -> None:
     home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
     membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
     try:
         membership.offer, membership._store = {}, ("127.0.0.1", 9)  # of the meeting that this generation came from
-        words = {"do": "ask", "mark": "a mark", "door": ["127.0.0.1", 8], "facts": {}}
-        waits = {"wait": True, "doors": membership.doors}
-        assert membership._knocked(words, None) == waits  # type: ignore[arg-type]
+        words = {"do": "ask", "mark": "a mark", "address": ["127.0.0.1", 8], "facts": {}}
+        waits = {"wait": True, "addresses": membership.addresses}
+        assert membership._answer_join(words, None) == waits  # type: ignore[arg-type]
         membership.applicants.decide("a mark", "wanted")
         membership.grant(membership.number(membership.applicants.wanted()))
         assert membership._state.called is not None
-        assert membership._knocked(words, None) == waits  # type: ignore[arg-type]
+        assert membership._answer_join(words, None) == waits  # type: ignore[arg-type]
     finally:
         membership.close()
 
 
-def test_who_waits_learns_the_doors_of_those_that_come_and_goes_on_asking_there() -> None:
-    """It was told of one device only, which leaves."""
-
+def test_a_waiting_device_learns_the_addresses_of_devices_that_join() -> None:
     def spare(facts: Fields, members: Sequence[int]) -> str:
         return "too slow" if facts["title"] == "slow" and 0 in members else ""
 
     job = Job(Case(8, 1, "data", "sgd", epochs=3), ["slow", "first"], lambda: Everybody(spare))
-    job.strikes[("0", 2)] = lambda members: job.wait(lambda: members._judge.wanted() or job.told.get("slow"))
+    job.strikes[("0", 2)] = lambda members: job.wait(lambda: members.admissions.wanted() or job.told.get("slow"))
     job.expected = dict.fromkeys(range(3, 9), "first") | dict.fromkeys(range(14, 22), "slow")
-    job.strikes[("0", 11)] = lambda _: job.wait(lambda: len(job.entrances["slow"].doors.known) == 2)
+    job.strikes[("0", 11)] = lambda _: job.wait(lambda: len(job.entrances["slow"].addresses) == 2)
     job.strikes[("0", 12)] = lambda members: members.leave()
     with started(job, 1) as threads:
-        newcomer(job, "slow", threads)
+        join_job(job, "slow", threads)
         job.wait(lambda: job.told.get("slow"))
-        newcomer(job, "first", threads)
+        join_job(job, "first", threads)
     assert [type(error) for error in job.errors] == [LeftError]
     losses, state = alone(job)
     for name in ("first", "slow"):
         found, held = job.results[name]
         assert found == pytest.approx(losses[-len(found) :], rel=TIGHT)
         assert all(float((held[key] - state[key]).abs().max()) < TIGHT for key in state)
-    assert len(job.entrances["slow"].doors.known) == 2
+    assert len(job.entrances["slow"].addresses) == 2
 
 
-def test_a_device_that_is_out_sends_nobody_away() -> None:
-    """It is about to end; the others of its job answer."""
+def test_a_device_that_is_out_refuses_no_join_request() -> None:
     homes = [Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test") for _ in range(2)]
     memberships = [Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home) for home in homes]
     try:
         for each in memberships:
             each.offer = {"case": "this one"}
         memberships[0]._state = replace(memberships[0]._state, phase="out")
-        doors = [each.doors[0] for each in memberships]
-        entrance = Entrance(doors, credentials_of(ALONE))
+        addresses = [each.addresses[0] for each in memberships]
+        entrance = Entrance(addresses, credentials_of(ALONE))
         assert entrance.hello(5.0) == {"case": "this one"}
-        assert entrance.doors.known == (doors[1], doors[0])
-        entrance._leave()
+        assert entrance.addresses == [addresses[1], addresses[0]]
+        entrance._disconnect()
     finally:
         for each in memberships:
             each.close()
 
 
-def test_a_wished_port_is_taken_where_it_is_free() -> None:
-    credentials = credentials_of(ALONE)
-    with listen_at("127.0.0.1", 0) as other:
-        port = other.getsockname()[1]
-        with Home("127.0.0.1", 0, credentials, "", wish=port).listener() as listener:
-            assert listener.getsockname()[1] != port
-    with Home("127.0.0.1", 0, credentials, "", wish=port).listener() as listener:
-        assert listener.getsockname()[1] == port
-
-
-def test_a_person_is_told_a_door_of_each_host_first() -> None:
-    a, b, c = "10.0.0.1", "10.0.0.2", "10.0.0.3"
-    doors = [(a, 7000), (a, 9), (a, 11), (b, 7000), (b, 3), (c, 7)]
-    assert shown_addresses(doors) == [(a, 7000), (b, 7000), (c, 7), (a, 9)]
-    text = addresses_text(shown_addresses(doors))
-    assert text == "10.0.0.1:7000,10.0.0.2:7000,10.0.0.3:7,10.0.0.1:9"
-    assert [read_address(each) for each in text.split(",")] == shown_addresses(doors)
-
-
 @dataclass
 class OwnLoop(Job):
-    """A loop of one's own: each device's losses by step, what its tests gave, and its weights."""
+    """A script's loop: each device's losses by step, results of its tests, and its weights."""
 
     rows: dict[str, tuple[dict[int, float], list[float], dict[str, Tensor]]] = field(default_factory=dict)
 
@@ -427,8 +400,8 @@ class OwnLoop(Job):
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
         has_epochs: Callable[[], bool] = lambda: members._epoch is not None  # noqa: E731
         members = Members(
-            part, optimizer, others=[schedule], tell=self.told.setdefault(name, []).append, entrance=entrance, home=home,
-            admission=ScriptAdmission(part, None, has_epochs),
+            part, optimizer, others=[schedule], tell=self.told.setdefault(name, []).append,
+            joins=JoinOptions(ScriptAdmission(part, None, has_epochs), home, entrance),
         )  # fmt: skip
         if members.membership is not None:
             self.members[name] = members.membership
@@ -448,11 +421,11 @@ class OwnLoop(Job):
                 losses[members.steps] = float(loss.detach())
                 self.steps[name] = members.steps
                 if members.membership is not None and members.membership.offer is not None:
-                    self.door = members.membership.doors[0]
+                    self.address = members.membership.addresses[0]
                 if (strike := self.strikes.pop((name, members.steps), None)) is not None:
                     strike(members)
-                if (expected := self.expected.get(members.steps)) is not None and members._judge is not None:
-                    self.expect(members._judge, expected)
+                if (expected := self.expected.get(members.steps)) is not None and members.admissions is not None:
+                    self.expect(members.admissions, expected)
                 if members.steps % 4 == 0:  # between two steps, within an epoch
                     members.repeated(lambda: accuracy(part, test))
             schedule.step()
@@ -466,12 +439,12 @@ class OwnLoop(Job):
         data = make_data(self.case)
         return loader(data, self.case.batch, part), loader(data, self.case.batch, part, shuffle=False)
 
-    def come(self, name: str, threads: list[threading.Thread], door: tuple[str, int] | None = None) -> None:
-        self.wait(lambda: self.door)
-        entrance = Entrance([door or self.door or ("", 0)], credentials_of(ALONE))
+    def come(self, name: str, threads: list[threading.Thread], address: tuple[str, int] | None = None) -> None:
+        self.wait(lambda: self.address)
+        entrance = Entrance([address or self.address or ("", 0)], credentials_of(ALONE))
         assert entrance.hello(5.0)["script"] is True
         arguments = (name, self.built[name].group, (entrance, facts_of(self.built[name])))
-        threads.append(threading.Thread(target=self.device, args=arguments, name=f"newcomer-{name}", daemon=True))
+        threads.append(threading.Thread(target=self.device, args=arguments, name=f"joining-{name}", daemon=True))
         threads[-1].start()
 
 
@@ -497,7 +470,7 @@ def own_loop_alone(job: OwnLoop) -> tuple[dict[int, float], list[float], dict[st
     ("plan", "devices", "first"),
     [("data", 1, 8), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("model", 2, 6), ("hybrid", 2, 11)))],
 )  # step 6 ends an epoch, step 8 is followed by a test within one; devices join before steps 7, 13, 19
-def test_a_loop_of_ones_own_takes_devices_in(plan: str, devices: int, first: int) -> None:
+def test_devices_join_a_script_at_the_start_of_an_epoch(plan: str, devices: int, first: int) -> None:
     job = OwnLoop(Case(12, devices, plan, "sgd", epochs=5), ["first", "second"])
     length = len(job.loaders(None)[0])
     job.expected = {**dict.fromkeys(range(first - 1, 13), "first"), **dict.fromkeys(range(13, 19), "second")}
@@ -522,7 +495,7 @@ def test_a_loop_of_ones_own_takes_devices_in(plan: str, devices: int, first: int
 
 @dataclass
 class OwnDataLoader(OwnLoop):
-    """Its batches come from a DataLoader with a generator of its own."""
+    """A script with a DataLoader that has its own generator."""
 
     def loaders(self, part: Distributed | None) -> tuple[Any, Any]:
         generator = torch.Generator().manual_seed(3)
@@ -536,7 +509,7 @@ def test_a_joined_device_continues_the_order_of_a_generator_when_the_others_leav
     job.strikes[("0", 15)] = lambda members: members.leave()
     with started(job, 1) as threads:
         job.come("first", threads)
-    assert [type(error) for error in job.errors] == [LeftError]
+    assert [type(error.__cause__) for error in job.errors] == [LeftError]
     losses, _, state = own_loop_alone(job)
     found, _, held = job.rows["first"]
     assert max(found) == len(losses)
@@ -546,7 +519,7 @@ def test_a_joined_device_continues_the_order_of_a_generator_when_the_others_leav
 
 def test_a_script_without_epochs_refuses_joining_devices() -> None:
     part = OwnLoop(Case(13, 1, "data", "sgd", epochs=2), ["first"]).built["first"]
-    verdict, reason = ScriptAdmission(part, None, lambda: False).judge(facts_of(part), (0,), 1)
+    verdict, reason = ScriptAdmission(part, None, lambda: False).decide(facts_of(part), (0,), 1)
     assert verdict == "refused"
     assert "members.epochs" in reason
 
@@ -554,20 +527,20 @@ def test_a_script_without_epochs_refuses_joining_devices() -> None:
 def test_a_joining_device_trains_within_epochs_only() -> None:
     part = OwnLoop(Case(13, 1, "data", "sgd", epochs=2), ["first"]).built["first"]
     entrance = Entrance([("127.0.0.1", 9)], credentials_of(ALONE)), facts_of(part)
-    members = Members(part, torch.optim.SGD(part.parameters(), lr=0.1), entrance=entrance)
-    assert members.repeated(lambda: 1) is None, "the others did it before this device came"
+    members = Members(part, torch.optim.SGD(part.parameters(), lr=0.1), joins=JoinOptions(entrance=entrance))
+    assert members.repeated(lambda: 1) is None, "the others did it before this device joined"
     with pytest.raises(InputError, match=r"members\.epochs"), members.step():
         pass
 
 
-def test_a_newcomer_with_another_model_is_refused_by_a_loop_of_ones_own() -> None:
+def test_a_joining_device_with_another_model_is_refused() -> None:
     job = OwnLoop(Case(13, 1, "data", "sgd", epochs=2), ["first"])
     refused: list[str] = []
-    job.strikes = {("0", 2): lambda members: job.wait(lambda: members._judge.wanted() or refused)}
+    job.strikes = {("0", 2): lambda members: job.wait(lambda: members.admissions.wanted() or refused)}
     with started(job, 1):
-        job.wait(lambda: job.door)
-        assert job.door is not None
-        entrance = Entrance([job.door], credentials_of(ALONE))
+        job.wait(lambda: job.address)
+        assert job.address is not None
+        entrance = Entrance([job.address], credentials_of(ALONE))
         entrance.hello(5.0)
         facts = facts_of(job.built["first"])
         facts["same"]["model"] = "another"
@@ -579,60 +552,54 @@ def test_a_newcomer_with_another_model_is_refused_by_a_loop_of_ones_own() -> Non
     assert job.errors == []
 
 
-@pytest.mark.parametrize(
-    ("door", "says"),
-    [(("127.0.0.1", 9), "no job that can be joined answers at 127.0.0.1:9"), (None, "this training admits nobody")],
-)
-def test_who_asks_at_the_wrong_door_is_told_so(door: tuple[str, int] | None, says: str) -> None:
+@contextmanager
+def lone_membership() -> Iterator[Membership]:
     home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
     membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
     try:
-        with pytest.raises(InputError, match=says):
-            Entrance([door or membership.doors[0]], credentials_of(ALONE)).hello(0.1)
+        yield membership
     finally:
         membership.close()
 
 
-def test_who_asks_before_a_job_has_got_so_far_asks_again() -> None:
-    home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
-    membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
-    opened = threading.Timer(0.3, lambda: setattr(membership, "offer", {"version": "1"}))
-    entrance = Entrance([membership.doors[0]], credentials_of(ALONE))
-    try:
-        opened.start()
-        assert entrance.hello(5.0) == {"version": "1"}
-    finally:
-        opened.join()
-        entrance._leave()
-        membership.close()
-
-
-def test_another_key_is_told_as_such() -> None:
-    home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
-    membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
-    membership.offer = {}
-    try:
+def test_a_join_request_to_a_wrong_address_is_refused() -> None:
+    with lone_membership() as membership:
+        with pytest.raises(InputError, match=r"no job that can be joined answers at 127\.0\.0\.1:9"):
+            Entrance([("127.0.0.1", 9)], credentials_of(ALONE)).hello(0.1)
+        with pytest.raises(InputError, match="this training admits nobody"):
+            Entrance([membership.addresses[0]], credentials_of(ALONE)).hello(0.1)
+        membership.offer = {}
         with pytest.raises(InputError, match="has another key"):
-            Entrance([membership.doors[0]], Credentials(make_key())).hello(0.1)
-    finally:
-        membership.close()
+            Entrance([membership.addresses[0]], Credentials(make_key())).hello(0.1)
+
+
+def test_an_early_join_request_is_repeated() -> None:
+    with lone_membership() as membership:
+        opened = threading.Timer(0.3, lambda: setattr(membership, "offer", {"version": "1"}))
+        entrance = Entrance([membership.addresses[0]], credentials_of(ALONE))
+        try:
+            opened.start()
+            assert entrance.hello(5.0) == {"version": "1"}
+        finally:
+            opened.join()
+            entrance._disconnect()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_convoy_join_comes_into_convoy_train(tmp_path: Path) -> None:
+def test_convoy_join_joins_convoy_train(tmp_path: Path) -> None:
     convoy = [sys.executable, "-m", "convoy"]
     with listen_at("127.0.0.1", 0) as listener:
-        door = f"127.0.0.1:{listener.getsockname()[1]}"
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
     subprocess.run([*convoy, "key", "job.key"], cwd=tmp_path, check=True, timeout=60, stdout=subprocess.DEVNULL)
     options = (
         "--data digits --net two-conv:6:12 --plan hybrid --speeds 1,1 --devices cpu,cpu --epochs 40 --log log.jsonl"
     )
-    command = [*convoy, "train", *options.split(), "--listen", door, "--job-key", "job.key"]
+    command = [*convoy, "train", *options.split(), "--listen", address, "--job-key", "job.key"]
     with (tmp_path / "printed").open("wb") as out:
         job = subprocess.Popen(command, stdout=out, stderr=out, cwd=tmp_path)
     try:
-        come = [*convoy, "join", door, "--job-key", "job.key"]
+        come = [*convoy, "join", address, "--job-key", "job.key"]
         done = subprocess.run(come, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         printed = (tmp_path / "printed").read_text()
         assert done.returncode == 0, done.stderr + printed
@@ -641,15 +608,8 @@ def test_convoy_join_comes_into_convoy_train(tmp_path: Path) -> None:
         job.kill()
         job.wait()
     assert "joined as device 2; 3 train after step " in done.stdout
-    assert re.search(rf"Others may join: convoy join {door},127.0.0.1:\d+ --job-key FILE", printed)
+    assert re.search(rf"Others may join: convoy join {address},127.0.0.1:\d+ --job-key FILE", printed)
     record = read_log(tmp_path / "log.jsonl")
     assert [line.step for line in record.steps] == list(range(40 * 23))
     assert record.fleet is not None
     assert len(record.fleet.devices) == 3
-
-
-def test_a_training_that_others_may_join_needs_a_key(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "convoy", "train", "--data", "digits", "--listen", "127.0.0.1:7000"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "--listen without --job-key" in done.stderr
