@@ -415,11 +415,9 @@ def _plan_together(
 
         def answer() -> dict[str, Any]:
             rows = choose(asked)
-            return {
-                "plans": [row.plan.to_json() for row in rows], "step_s": [row.step_s for row in rows],
-                "spread": [row.spread for row in rows], "spare": asdict(spare_price(rows[0], asked)),
-                "speeds": asked.speeds.devices,
-            }  # fmt: skip
+            found = {"plans": [row.plan.to_json() for row in rows], "step_s": [row.step_s for row in rows]}
+            found |= {"spread": [row.spread for row in rows], "speeds": asked.speeds.devices}
+            return found | {"spare": asdict(spare_price(rows[0], asked))}
 
         # One device plans, so that the other devices' processors do not disturb it.
         return from_first(group, "automatic plan", answer)
@@ -432,13 +430,12 @@ def _plan_together(
         if (other := planned(again))["spread"][0] < row["spread"][0]:
             row, measured = other, again
     known = replace(request.fleet, measured=measured, speeds=Speeds(tuple(row["speeds"])))
-    price = row["spare"]
     return Plans(
         tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"]),
         replace(request, fleet=known),
         tuple(row["step_s"]),
         tuple(row["spread"]),
-        SparePrice(**price | {name: tuple(price[name]) for name in ("memory_bytes", "overfull")}),
+        SparePrice(**row["spare"] | {name: tuple(row["spare"][name]) for name in ("memory_bytes", "overfull")}),
     )
 
 

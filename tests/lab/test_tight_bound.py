@@ -17,7 +17,6 @@ from convoy.plan.lower import lower
 from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.planner.planner import candidates
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
 from convoy.simulate.simulator import simulate
@@ -107,18 +106,6 @@ def test_no_plan_has_a_sum_that_is_longer_than_its_step(case: int) -> None:
                 waited_s, passed_s = each.waited_s(source, layer), each.passed_s(source, layer)
                 total += np.array([waited_s[before, after], 0.0, passed_s[before, after]])
             assert (total <= step_s * (1 + 1e-9)).all(), (total, step_s, places, plan.layers)
-
-
-def test_norms_that_share_their_statistics_are_counted() -> None:
-    """Where samples are shared out, norms take four times as long and wait for each other; together they could come only by a
-    wire that takes longer."""
-    graph = graph_without_weights(lambda: Normed(16, 4), (3, 32, 32))
-    rates = (88e9, 55e9, 33e9, 22e9)
-    costs = Costs(Roofline(tuple(Rate(rate, rate / 8) for rate in rates)), network(4, 125e6))
-    bound = tight_bound(asked(graph, 64, costs))
-    assert bound.step_s > 1.2 * bound.compute_s
-    found = candidates(asked(graph, 64, costs))[0]
-    assert bound.step_s <= found.step_s <= 1.4 * bound.step_s
 
 
 def test_who_comes_last_to_a_norm_has_the_messages_of_the_others() -> None:
