@@ -23,7 +23,7 @@ import os, sys, threading, time
 sys.path[:0] = PATHS
 from pathlib import Path
 from convoy.machine import roster
-from convoy.machine.signals import handle_signals
+from convoy.machine.process import handle_signals
 # As `watch_parent` does, which would load torch.
 threading.Thread(target=lambda: (os.read(int(os.environ["CONVOY_PARENT_PIPE"]), 1), os._exit(2)), daemon=True).start()
 rank, folder, how, members = os.environ["RANK"], Path(sys.argv[1]), sys.argv[2], tuple(range(int(sys.argv[3])))
