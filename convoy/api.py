@@ -44,7 +44,7 @@ from convoy.runtime.shard_guards import check_not_distributed
 from convoy.simulate.interval import Interval, around
 from convoy.simulate.memory import room_of
 from convoy.simulate.table import Measurement, read_fleet_file
-from convoy.train.adopt import AdoptedLoader, batch_size_of, check_loader, first_samples, rebind, remembered
+from convoy.train.adopt import AdoptedLoader, batch_size_of, check_loader, first_samples, rebind, state_rows
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 
@@ -178,7 +178,7 @@ def prepare(
         precision=precision, slowdown=slowdown, optimizer=_kind_of_optimizer(optimizer), outputs=outputs,
     )[0]  # fmt: skip
     names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
-    before = {} if optimizer is None else remembered(optimizer, names)
+    before = {} if optimizer is None else state_rows(optimizer, names)
     part = Distributed(model, made, group, example, slowdown=slowdown, compile=compile, takes_over=True)
     compute_in(part, precision)
     part.takes_whole = not parts
