@@ -14,6 +14,7 @@ from torch import nn
 from convoy.api import make_plans
 from convoy.comm.group import AloneGroup
 from convoy.errors import PlanError
+from convoy.measure import planning
 from convoy.measure.energy import EnergyMeter
 from convoy.measure.job import (
     BESIDE_STRETCHES,
@@ -246,9 +247,7 @@ def test_one_device_has_nothing_to_share_and_measures_nothing(name: str) -> None
 
 @pytest.mark.usefixtures("nothing_is_timed")
 def test_a_net_that_one_device_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from convoy import api
-
-    small = api.describe(CPU, 1.0)
-    monkeypatch.setattr(api, "describe", lambda *_: replace(small, memory_bytes=1000))
+    small = planning.describe(CPU, 1.0)
+    monkeypatch.setattr(planning, "describe", lambda *_: replace(small, memory_bytes=1000))
     with pytest.raises(PlanError, match=r"fits the devices' memory.* of 0\.001 MB"):
         make_plans(net(), torch.zeros(2, 1, 8, 8), BATCH, AloneGroup(CPU), plan=AUTO)
