@@ -16,7 +16,7 @@ from convoy.elastic.admission import Verdict, refusal, required_facts
 from convoy.elastic.members import JoinOptions, Members
 from convoy.elastic.regroup import home_at
 from convoy.machine import roster
-from convoy.measure.anew import Replanner
+from convoy.measure.replanner import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.anew import with_newcomer
 from convoy.planner.knowledge import FleetKnowledge

@@ -3,44 +3,34 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import TypedDict, Unpack, overload
 
 from torch import Tensor, nn
 
 from convoy.comm.collectives import agree_on_modes, from_first
 from convoy.comm.group import Group
-from convoy.errors import InputError, MismatchError, PlanError
-from convoy.fleet import Fleet
+from convoy.errors import InputError, PlanError
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.redistribute import Sum
 from convoy.machine.accelerator import random_state_kept
-from convoy.measure.anew import Replanner
-from convoy.measure.describe import describe, fleet_of
-from convoy.measure.job import MeasureOptions, measure_job
-from convoy.measure.progress import Progress, to_stderr
-from convoy.measure.speeds import given_speeds, measure_speeds, timing_s
-from convoy.model.graph import Graph
+from convoy.measure.device_info import describe_device, fleet_of
+from convoy.measure.measure_job import MeasureOptions, measure_job
+from convoy.measure.replanner import Replanner
+from convoy.measure.speeds import given_speeds, measure_speeds
+from convoy.measure.timing import Progress
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
-from convoy.planner.choose import check_alone, choose
+from convoy.planner.choose import Choice, check_alone, choice_lines, choose
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.predict import working
 from convoy.planner.request import PlanRequest
-from convoy.planner.spare import SparePrice
 from convoy.runtime.clock import Clock
-from convoy.simulate.interval import Interval, around
-from convoy.simulate.memory import room_of
-from convoy.simulate.table import Measurement, read_fleet_file
 from convoy.train.controller import Rebalancer
 
 BUDGET_S = 20.0
 """Default seconds for measuring, for the plan "auto"."""
-
-UNCERTAIN = 2.0
-"""If the high end of an interval is above this multiple of its low end, the user is told."""
 
 
 class PlanOptions(TypedDict, total=False):
@@ -75,8 +65,7 @@ class PlansOptions(PlanOptions, total=False):
         optimizer: whose state counts as memory: "sgd", "sgd-momentum" or "adam".
         net: the model's name in messages and files; None: that of its class.
         micro_batches: the number of micro-batches of `batch` samples per step (see `Distributed.no_sync`).
-        progress: called with what is measured, how much is done, and how much there is; None: device 0 prints it to
-            standard error.
+        progress: called with what is measured now; None: device 0 prints to standard error what it waits for.
     """
 
     optimizer: str
@@ -86,32 +75,20 @@ class PlansOptions(PlanOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Plans(Sequence[Plan]):
+class Plans(Choice, Sequence[Plan]):
     """The plan to train by, then those that are predicted to take nearly as long.
 
     Attributes:
         request: for which they were made, with what is known of the devices.
-        step_s: predicted seconds of a micro-batch by each plan; empty if nothing was predicted.
-        spread: the factor within which nine of ten measurements of each lie.
-        spare: the cost of snapshots for recovery, by the first plan; None if it is not known.
     """
 
-    plans: tuple[Plan, ...]
-    request: PlanRequest = field(compare=False)
-    step_s: tuple[float, ...] = ()
-    spread: tuple[float, ...] = ()
-    spare: SparePrice | None = None
+    request: PlanRequest = field(kw_only=True, compare=False)
 
     @property
     def speeds(self) -> Speeds:
         """Samples/s of each device alone, or as they were given."""
         assert self.request.fleet.speeds is not None
         return self.request.fleet.speeds
-
-    @property
-    def measured(self) -> Measurement | None:
-        """The times that were planned with, for `auto`."""
-        return self.request.fleet.measured
 
     def anew(self, rebalancer: Rebalancer | None = None) -> Replanner:
         """Return a planner for other devices: `Members(model, optimizer, replan=plans.anew())`.
@@ -130,15 +107,6 @@ class Plans(Sequence[Plan]):
     def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
     def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
         return self.plans[index]
-
-    def predicted_s(self, plan: Plan) -> float | None:
-        """Return the predicted seconds of a micro-batch by one of the plans; None for any other plan."""
-        return next((step_s for each, step_s in zip(self.plans, self.step_s, strict=False) if each == plan), None)
-
-    def within(self, plan: Plan) -> Interval | None:
-        """Return the interval of nine of ten measurements of it; None for any other plan."""
-        rows = zip(self.plans, self.step_s, self.spread, strict=False)
-        return next((around(step_s, spread) for each, step_s, spread in rows if each == plan), None)
 
 
 def make_plans(
@@ -186,21 +154,17 @@ def make_plans(
     known = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
     made(known).check(traced.graph, group.devices)  # before the seconds of measuring
     if speeds is None and group.devices > 1:
-        progress = options.get("progress") or to_stderr(
-            group, "every device times the model's layers", timing_s(traced.graph)
-        )
+        _say(group, options, "every device times the model's layers ...")
+        clock, precision = Clock(group.torch_device, options.get("slowdown", 1.0)), options.get("precision", "float32")
+        progress = options.get("progress") or (lambda _: None)
         with random_state_kept(group.torch_device):
-            clock, precision = (
-                Clock(group.torch_device, options.get("slowdown", 1.0)),
-                options.get("precision", "float32"),
-            )
             known = measure_speeds(group, traced, model, batch, clock, precision, progress)
     found = made(known)
     found = replace(
         found, reduce=options.get("reduce") or found.reduce, wire=options.get("wire") or found.wire,
         outputs=options.get("outputs") or found.outputs,
     )  # fmt: skip
-    return Plans((found,), replace(request, fleet=replace(request.fleet, speeds=known)))
+    return Plans((found,), request=replace(request, fleet=replace(request.fleet, speeds=known)))
 
 
 def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequest, options: PlansOptions) -> Plans:
@@ -214,59 +178,46 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
         )
     file, budget_s = options.get("fleet"), options.get("budget_s", BUDGET_S)
     precision, slowdown = options.get("precision", "float32"), options.get("slowdown", 1.0)
-    progress = options.get("progress")
-    by_script = progress is None
-    if progress is None and file is not None:
-        progress = to_stderr(group, f"planning for {group.devices} devices")
-    elif progress is None:
-        progress = to_stderr(group, f"measuring {group.devices} devices and planning for them", budget_s)
+    progress = options.get("progress") or (lambda _: None)
+    work = f"planning for {group.devices} devices"
+    _say(group, options, f"{work} ..." if file else f"measuring and {work}, about {max(1, round(budget_s))} s ...")
 
-    def read() -> list[str | None]:
-        here, times = None, None
+    def read() -> FleetKnowledge:
         if file is not None:
-            here, times = _read_times(file, request.graph, group.devices, precision)
-        elif emulated := os.environ.get("CONVOY_FLEET"):
-            here, _ = read_fleet_file(Path(emulated))
-        return [None if here is None else here.to_toml(), None if times is None else times.to_toml()]
+            return FleetKnowledge.of_job(file, request.graph, group.devices, precision)
+        emulated = os.environ.get("CONVOY_FLEET")
+        described = FleetKnowledge.from_file(Path(emulated)).described if emulated else None
+        return FleetKnowledge(described)
 
-    text, times = from_first(group, "fleet to measure", read)
-    described = None if text is None else Fleet.from_toml(text, "device 0's fleet file")
-    if times is None and group.devices == 1:
-        return _alone(group, request, described, slowdown)
-    if times is None:
+    known = FleetKnowledge.from_json(from_first(group, "fleet to measure", lambda: read().to_json()))
+    if known.measured is None and group.devices == 1:
+        return _alone(group, request, known, slowdown)
+    if known.measured is None:
         net = options.get("net") or type(model).__name__
-        how = MeasureOptions(net, described, budget_s, slowdown=slowdown, precision=precision)
+        how = MeasureOptions(net, known.described, budget_s, slowdown=slowdown, precision=precision)
         # Timing draws random numbers; the script's must stay those of one device.
         with random_state_kept(group.torch_device):
             measured = measure_job(group, traced, model, request.batch, how, progress)
         group.clear_counters()  # what measuring sent is no part of the training
     else:  # every device gets the times of a file: any of them may have to plan again
-        measured = Measurement.from_toml(times, "device 0's fleet file")
+        measured = known.measured
     request = replace(request, fleet=replace(request.fleet, measured=measured))
-    progress("the plans that these times allow", 0, 0)
-
-    def answer() -> dict[str, Any]:
-        choice = choose(request)
-        plans = [plan.to_json() for plan in choice.plans]
-        return asdict(replace(choice, plans=())) | {"plans": plans, "speeds": request.speeds.devices}
-
+    progress("the plans that these times allow")
     # One device plans, so that the other devices' processors do not disturb it.
-    row = from_first(group, "automatic plan", answer)
-    price = row["spare"]
-    plans = Plans(
-        tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"]),
-        replace(request, fleet=replace(request.fleet, speeds=Speeds(tuple(row["speeds"])))),
-        tuple(row["step_s"]),
-        tuple(row["spread"]),
-        SparePrice(**price | {name: tuple(price[name]) for name in ("memory_bytes", "overfull")}),
-    )
-    if by_script and group.devices > 1 and group.device == 0:
-        for line in _choice_lines(plans, request.graph):
-            print(f"convoy: {line}", file=sys.stderr, flush=True)
-    return plans
+    row = from_first(group, "automatic plan", lambda: [choose(request).to_json(), request.speeds.devices])
+    choice, speeds = Choice.from_json(row[0]), Speeds(tuple(row[1]))
+    request = replace(request, fleet=replace(request.fleet, speeds=speeds))
+    _say(group, options, *choice_lines(choice, request.graph, speeds))
+    return Plans(choice.plans, choice.step_s, choice.spread, choice.spare, request=request)
 
 
-def _alone(group: Group, request: PlanRequest, described: Fleet | None, slowdown: float) -> Plans:
+def _say(group: Group, options: PlansOptions, *lines: str) -> None:
+    """Print to a script's standard error, on device 0 of several; `progress` stands for a screen of the caller's."""
+    for line in lines if options.get("progress") is None and group.device == 0 and group.devices > 1 else ():
+        print(f"convoy: {line}", file=sys.stderr, flush=True)
+
+
+def _alone(group: Group, request: PlanRequest, known: FleetKnowledge, slowdown: float) -> Plans:
     """Return the only plan of one device, without measuring.
 
     Raises:
@@ -275,54 +226,7 @@ def _alone(group: Group, request: PlanRequest, described: Fleet | None, slowdown
     speeds = given_speeds((1.0,), 1)
     plan = named_plan("data", request.graph, request.batch, speeds, request.reduce)
     plan = replace(plan, name=AUTO, wire=request.wire, outputs=request.outputs)
-    own = describe(group.torch_device, slowdown)
+    own = describe_device(group.torch_device, slowdown)
     process_bytes = max(0, own.process_bytes - 4 * sum(layer.entries for layer in request.graph.layers.values()))
-    check_alone(request, plan, room_of(described or fleet_of([own]), request.optimizer, [process_bytes]))
-    return Plans((plan,), replace(request, fleet=replace(request.fleet, speeds=speeds)))
-
-
-def _read_times(path: Path, graph: Graph, devices: int, precision: str) -> tuple[Fleet, Measurement | None]:
-    """Return the fleet of a file for a job, and its measurement if it has one.
-
-    Raises:
-        InputError: the file cannot be used, or has another number of devices.
-        MismatchError: measured with another model, or in another precision.
-    """
-    fleet, measured = read_fleet_file(path)
-    if len(fleet.devices) != devices:
-        raise InputError(
-            f"--fleet {path} has {len(fleet.devices)} devices, this job has {devices}: start as many devices, or give the "
-            "fleet file of these"
-        )
-    if measured is not None:
-        measured.costs(graph)
-        if measured.precision != precision:
-            raise MismatchError(
-                f"--fleet {path} was measured in {measured.precision}, this job computes in {precision}, which takes other "
-                f"times: measure with --precision {precision}, or leave --fleet out"
-            )
-    return fleet, measured
-
-
-def _choice_lines(plans: Plans, graph: Graph) -> list[str]:
-    """Return lines for a person: the planner's choice, the measured speeds, and the prediction."""
-    plan, speeds, fastest = plans[0], plans.speeds.devices, plans.speeds.fastest
-    used = working(plan, graph)
-    names = ", ".join(map(str, sorted(used)))
-    lines = [
-        f"auto chose device {names} alone: one device is faster than several"
-        if len(used) == 1
-        else f"auto chose devices {names} of {len(speeds)}, each layer split as its times ask for",
-        f"measured alone, samples/s: {', '.join(f'device {d} {s:,.3g}' for d, s in enumerate(speeds))}",
-    ]
-    if (step_s := plans.predicted_s(plan)) and (within := plans.within(plan)):
-        gain = plan.batch / step_s / speeds[fastest]
-        lines.append(
-            f"predicted: {step_s:.3g} s a step (nine of ten: {within.low:.3g} - {within.high:.3g}), {gain:.2f} times as fast "
-            f"as device {fastest} alone"
-        )
-        if within.high > UNCERTAIN * within.low:
-            lines.append(
-                "these times varied much: end what else runs on the devices, or name a plan such as data-by-speed"
-            )
-    return lines
+    check_alone(request, plan, known.described or fleet_of([own]), process_bytes)
+    return Plans((plan,), request=replace(request, fleet=replace(request.fleet, speeds=speeds)))

@@ -25,7 +25,6 @@ def of_devices(measured: Measurement, indices: Sequence[int]) -> Measurement:
         device=tuple(measured.device[i] for i in indices),
         layer=tuple(point for point in measured.layer if point.device in names),
         link=tuple(link for link in measured.link if {link.source, link.target} <= hosts),
-        host=tuple(row for row in measured.host if row.host in hosts),
     )
 
 

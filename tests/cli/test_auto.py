@@ -18,7 +18,7 @@ from convoy.cli.question import PlanQuestion
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.layout.layout import local_shape
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
@@ -62,7 +62,7 @@ def measured() -> Measurement:
 
 def measure(group: Group) -> str:
     model = net()
-    times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
+    times = {"budget_s": 0.5, "links_budget_s": 0.2, "slice_s": 0.002}
     return measure_job(group, trace(model, example()), model, BATCH, MeasureOptions("small", **times)).to_toml()
 
 
@@ -279,7 +279,7 @@ def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first
     assert len(plans) > 1
     assert plans == others
     assert plans.request.fleet == others.request.fleet, "any device may have to plan anew"
-    assert plans.measured is not None
+    assert plans.request.fleet.measured is not None
     assert plan == other == plans[0]
     assert plans.predicted_s(plans[0]) == plans.step_s[0]
     for index, each in enumerate(plans[1:], 1):
@@ -292,7 +292,7 @@ def measure_tiny(group: Group) -> str:
     """The net of `tests.support.commands.TINY` on digits."""
     model = build_net("two-conv:4:6", (1, 8, 8), 10)
     traced = trace(model, torch.zeros(1, 1, 8, 8))
-    times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
+    times = {"budget_s": 0.5, "links_budget_s": 0.2, "slice_s": 0.002}
     return measure_job(group, traced, model, 32, MeasureOptions("two-conv:4:6", **times)).to_toml()
 
 

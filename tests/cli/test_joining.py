@@ -15,7 +15,7 @@ from convoy.comm.processes import JoinedGroup
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.elastic.regroup import home_at, member_address
 from convoy.errors import InputError
-from convoy.measure.anew import Replanner
+from convoy.measure.replanner import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.request import PlanRequest

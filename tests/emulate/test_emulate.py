@@ -279,7 +279,7 @@ FALLS = """
 import os, sys
 from pathlib import Path
 from convoy.emulate.cgroups import run_like
-from convoy.measure.quota import processor_share
+from convoy.measure.sync_probe import processor_share
 before = processor_share(0.3)
 run_like(0.1)
 Path(sys.argv[1]).write_text(f"{before} {processor_share(0.5)}")

@@ -19,7 +19,6 @@ from convoy.simulate.overhead import Overheads
 from convoy.simulate.simulate import simulate
 from convoy.simulate.table import (
     DeviceCosts,
-    HostRates,
     LayerPoint,
     LinkSpread,
     Measurement,
@@ -66,7 +65,6 @@ def measurements(draw: st.DrawFn) -> Measurement:
         tuple(DeviceCosts(name, *(draw(seconds) for _ in range(13)), noise=draw(noises)) for name in devices),
         tuple(points),
         tuple(LinkSpread(link.source, link.target, draw(seconds), draw(seconds)) for link in fleet.links),
-        tuple(HostRates(host, draw(above_zero), draw(seconds), draw(seconds)) for host in hosts),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Replanner: plans for a running job whose devices change, with what rebalancing has found out since."""
+"""Plans again for a running job whose devices change, with what rebalancing has measured since."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,16 +19,16 @@ from convoy.train.controller import Rebalancer
 
 
 class Replanner:
-    """Makes the plan for the devices that a job has now, from the same values on each of them.
+    """Makes the plan for a job's current devices, from the same values on each of them.
 
     Args:
         request: with which the job was started.
         rebalancer: corrects what was measured before.
 
     Attributes:
-        known: the devices that the job was started with, those that joined, and what was found out since.
+        known: all devices so far, and what was measured of them since.
         found: the latest plan, on the device that planned.
-        prepared: a plan made before the devices change, with the plan and devices before, and the devices and speeds then.
+        prepared: a plan made before the devices change, after the plan, devices, new devices and speeds that it is valid for.
     """
 
     def __init__(self, request: PlanRequest, rebalancer: Rebalancer | None = None) -> None:
@@ -39,7 +39,7 @@ class Replanner:
 
     @property
     def request(self) -> PlanRequest:
-        """The request with what is known today."""
+        """The request with the current knowledge of the fleet."""
         return replace(self._request, fleet=self.known)
 
     def note(self, model: Distributed, before: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ class Replanner:
             times = fleet.measured.costs(graph).times
             predicted = seconds_of_layers(lower(model.plan, graph), graph, times, len(before))
             found = rebalance.slower(state, predicted)
-            self.known = self.known.corrected({before[device]: times for device, times in found.items()})
+            self.known = self.known.corrected({before[device]: factor for device, factor in found.items()})
 
     def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
         """Return the plan for the devices `now`."""
@@ -63,20 +63,17 @@ class Replanner:
         return self.found.plan
 
     def told(self) -> str:
-        """Return what was found, in words, on the device that planned; empty elsewhere."""
+        """Return a message about the latest plan, once, on the device that planned; empty elsewhere."""
         found, self.found = self.found, None
         if found is None or found.step_s is None:
             return ""
-        words = f"planned anew: about {found.step_s * self._request.micro_batches:.3g} s a step"
-        return f"{words}; no plan fits the memory of {'; '.join(found.overfull)}" if found.overfull else words
+        text = f"planned anew: about {found.step_s * self._request.micro_batches:.3g} s a step"
+        return f"{text}; no plan fits the memory of {'; '.join(found.overfull)}" if found.overfull else text
 
     def to_json(self) -> dict[str, Any]:
         """Return what a joining device needs to plan like the others; `learn` reads it."""
-        request = self._request
-        return {
-            "name": request.name, "optimizer": request.optimizer, "reduce": request.reduce,
-            "micro_batches": request.micro_batches, "known": self.known.to_json(),
-        }  # fmt: skip
+        names = ("name", "optimizer", "reduce", "micro_batches")
+        return {**{name: getattr(self._request, name) for name in names}, "known": self.known.to_json()}
 
     def learn(self, row: Mapping[str, Any]) -> None:
         """Continue as another device of the job, which sent this.
