@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from convoy.comm.environment import read_process_env
 from convoy.comm.group import Group, index_in_job
 from convoy.elastic.entrance import join
-from convoy.measure.planning import PlanOptions, Plans, make_plans
+from convoy.measure.planning import Plans, make_plans
 from convoy.model.tracing import unwrapped
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO
+from convoy.planner.request import PlanOptions
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import compute_in, dtype_named
 from convoy.train.adopt import (

@@ -3,17 +3,15 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict, Unpack, overload
+from typing import Any, Unpack, overload
 
 from torch import Tensor, nn
 
 from convoy.comm.collectives import agree_on_modes, from_first
 from convoy.comm.group import Group
 from convoy.errors import InputError, PlanError
-from convoy.layout.comm_dtype import CommDtype
-from convoy.layout.redistribute import Sum
 from convoy.machine.accelerator import random_state_kept
 from convoy.measure.device_info import describe_device, fleet_of
 from convoy.measure.measure_job import MeasureOptions, measure_job
@@ -21,41 +19,19 @@ from convoy.measure.replanner import Replanner
 from convoy.measure.speeds import given_speeds, measure_speeds
 from convoy.measure.timing import Progress
 from convoy.model.tracing import TracedModel, trace
-from convoy.plan.plan import OutputPlace, Plan
+from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
-from convoy.planner.choose import Choice, check_alone, choice_lines, choose
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.request import PlanRequest
+from convoy.planner.prediction import check_alone, choice_lines, choose
+from convoy.planner.request import PlanOptions, PlanRequest
+from convoy.planner.spare import SparePrice, spare_price
 from convoy.runtime.clock import Clock
+from convoy.simulate.interval import Within, around
+from convoy.simulate.memory import MemoryLimits
 from convoy.train.controller import Rebalancer
 
 BUDGET_S = 20.0
 """Default seconds for measuring, for the plan "auto"."""
-
-
-class PlanOptions(TypedDict, total=False):
-    """Keyword arguments of `make_plan` and `prepare`.
-
-    Attributes:
-        speeds: one number per device; None: every device times the model's layers first, which takes seconds.
-        reduce: "ring", "butterfly", "direct", "star", or "inexact-butterfly-mixing"; None: the usual one of the plan.
-        wire: "exact" (None: the same), or "inexact-bf16": activations and gradients are sent as bfloat16, in half the bytes.
-        outputs: "everywhere" (None: the same, or the plan's own): the model returns all outputs, on every device;
-            "where-computed": each device returns those of its samples, for `convoy.loss`, and none is sent.
-        precision: in which the layers will compute, as for `distribute`: they are timed in it.
-        slowdown: emulate a device that is slower by this factor.
-        budget_s: for "auto", about the seconds that measuring may take.
-        fleet: for "auto", a file that `convoy measure` wrote for this model, in place of measuring. Only device 0 reads it.
-    """
-
-    speeds: Sequence[float] | None
-    reduce: Sum | None
-    wire: CommDtype | None
-    outputs: OutputPlace | None
-    precision: str
-    slowdown: float
-    budget_s: float
-    fleet: Path | None
 
 
 class PlansOptions(PlanOptions, total=False):
@@ -75,14 +51,21 @@ class PlansOptions(PlanOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Plans(Choice, Sequence[Plan]):
+class Plans(Sequence[Plan]):
     """The plan to train by, then those that are predicted to take nearly as long.
 
     Attributes:
         request: for which they were made, with what is known of the devices.
+        step_s: predicted seconds of a micro-batch by each plan; empty if nothing was predicted.
+        spread: the factor within which nine of ten measurements of each lie.
+        spare: the cost of snapshots for recovery, by the first plan; None if it is not known.
     """
 
-    request: PlanRequest = field(kw_only=True, compare=False)
+    plans: tuple[Plan, ...]
+    request: PlanRequest = field(compare=False)
+    step_s: tuple[float, ...] = ()
+    spread: tuple[float, ...] = ()
+    spare: SparePrice | None = None
 
     @property
     def speeds(self) -> Speeds:
@@ -107,6 +90,15 @@ class Plans(Choice, Sequence[Plan]):
     def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
     def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
         return self.plans[index]
+
+    def predicted_s(self, plan: Plan) -> float | None:
+        """Return the predicted seconds of a micro-batch by one of the plans; None for any other plan."""
+        return next((step_s for each, step_s in zip(self.plans, self.step_s, strict=False) if each == plan), None)
+
+    def within(self, plan: Plan) -> Within | None:
+        """Return the interval of nine of ten measurements of it; None for any other plan."""
+        rows = zip(self.plans, self.step_s, self.spread, strict=False)
+        return next((around(step_s, spread) for each, step_s, spread in rows if each == plan), None)
 
 
 def make_plans(
@@ -164,7 +156,7 @@ def make_plans(
         found, reduce=options.get("reduce") or found.reduce, wire=options.get("wire") or found.wire,
         outputs=options.get("outputs") or found.outputs,
     )  # fmt: skip
-    return Plans((found,), request=replace(request, fleet=replace(request.fleet, speeds=known)))
+    return Plans((found,), replace(request, fleet=replace(request.fleet, speeds=known)))
 
 
 def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequest, options: PlansOptions) -> Plans:
@@ -203,12 +195,25 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
         measured = known.measured
     request = replace(request, fleet=replace(request.fleet, measured=measured))
     progress("the plans that these times allow")
+
+    def answer() -> dict[str, Any]:
+        rows = choose(request)
+        found = {"plans": [row.plan.to_json() for row in rows], "step_s": [row.step_s for row in rows]}
+        found |= {"spread": [row.spread for row in rows], "speeds": request.speeds.devices}
+        return found | {"spare": asdict(spare_price(rows[0], request))}
+
     # One device plans, so that the other devices' processors do not disturb it.
-    row = from_first(group, "automatic plan", lambda: [choose(request).to_json(), request.speeds.devices])
-    choice, speeds = Choice.from_json(row[0]), Speeds(tuple(row[1]))
-    request = replace(request, fleet=replace(request.fleet, speeds=speeds))
-    _say(group, options, *choice_lines(choice, request.graph, speeds))
-    return Plans(choice.plans, choice.step_s, choice.spread, choice.spare, request=request)
+    row = from_first(group, "automatic plan", answer)
+    plans = Plans(
+        tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"]),
+        replace(request, fleet=replace(request.fleet, speeds=Speeds(tuple(row["speeds"])))),
+        tuple(row["step_s"]),
+        tuple(row["spread"]),
+        SparePrice(**row["spare"] | {name: tuple(row["spare"][name]) for name in ("memory_bytes", "overfull")}),
+    )
+    first, within = plans[0], plans.within(plans[0])
+    _say(group, options, *choice_lines(first, request.graph, plans.speeds, plans.step_s[0], within))
+    return plans
 
 
 def _say(group: Group, options: PlansOptions, *lines: str) -> None:
@@ -228,5 +233,5 @@ def _alone(group: Group, request: PlanRequest, known: FleetKnowledge, slowdown: 
     plan = replace(plan, name=AUTO, wire=request.wire, outputs=request.outputs)
     own = describe_device(group.torch_device, slowdown)
     process_bytes = max(0, own.process_bytes - 4 * sum(layer.entries for layer in request.graph.layers.values()))
-    check_alone(request, plan, known.described or fleet_of([own]), process_bytes)
-    return Plans((plan,), request=replace(request, fleet=replace(request.fleet, speeds=speeds)))
+    check_alone(request, plan, MemoryLimits.of(known.described or fleet_of([own]), [process_bytes]))
+    return Plans((plan,), replace(request, fleet=replace(request.fleet, speeds=speeds)))
