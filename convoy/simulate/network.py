@@ -28,7 +28,7 @@ class Network:
         segment: index of each host's segment of the network; -1 for a host that is in none. Empty where there is none.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: of each segment, shared by all messages that leave or enter it.
         jitter_s: by how much each device, when it has been computing, makes an exchange later than its mean speed says;
-            none where nothing was measured. See `convoy.measure.sync_probe`.
+            none where nothing was measured. See `convoy.measure.overhead_probe`.
         noise: the noise model of each device, None for one without a CPU quota. Empty where no device has one.
         largest_latency_s: of all pairs of different devices.
     """

@@ -17,7 +17,7 @@ from convoy.measure import measure_job as job
 from convoy.measure.energy_meter import EnergyMeter
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.measure_job import MeasureOptions, measure_job
-from convoy.measure.sync_probe import SyncOverhead
+from convoy.measure.overhead_probe import SyncOverhead
 from convoy.measure.timed_sizes import PlanSize
 from convoy.measure.timing import SLICE_S, RoundTimer, Timing
 from convoy.model.nets import build_net
