@@ -10,7 +10,7 @@ from convoy.config.checks import check_output
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.planner.bound import lower_bound
-from convoy.planner.predict import predict_all, proposal, rates_by_devices
+from convoy.planner.prediction import predict_all, proposal, rates_by_devices
 from convoy.report.measured import remarks
 from convoy.report.plans import (
     show_basis,

@@ -11,8 +11,8 @@ from convoy.cli.question import PlanQuestion, read_knowledge
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import device_class, device_classes
-from convoy.planner.forecast import forecast
 from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.payoff import forecast
 from convoy.report.forecast import show_classes, show_forecast
 from convoy.report.screen import Screen, Wait
 

@@ -11,7 +11,7 @@ from convoy.files import unwritable
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
 from convoy.planner.planner import plan_auto
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.report.numbers import in_bytes
 from convoy.report.plans import between
