@@ -194,7 +194,7 @@ def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, 
         refused(file, 2, net(), example())
 
 
-def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
+def test_on_emulated_hosts_the_fleet_file_describes_what_is_measured(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`convoy emulate` names its fleet file in CONVOY_FLEET: for scripts of four lines as for `convoy train`. Its times, if it
