@@ -46,10 +46,10 @@ from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.plan.plan import Plan
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.planner.spare import SparePrice, spare_price
-from convoy.simulate.described import ENCRYPTION_S_PER_BYTE
+from convoy.simulate.costs import ENCRYPTION_S_PER_BYTE
 from convoy.simulate.table import Measurement
 
 GIGABIT = Nic(125e6, 125e6, 5e-5)
@@ -135,10 +135,10 @@ def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -
         plans = make_plans(
             build_net(net, IMAGE, CLASSES, 0), torch.zeros(1, *IMAGE), batch, encrypted, budget_s=budget_s
         )
-        assert plans.measured is not None
+        assert plans.request.fleet.measured is not None
         for name in names:
             probe = distribute(build_net(net, IMAGE, CLASSES, 0), plans[0], encrypted, torch.zeros(1, *IMAGE))
-            plan, step_s, dearer, price = predicted(plans.measured, probe.traced[True].graph, batch, name)
+            plan, step_s, dearer, price = predicted(plans.request.fleet.measured, probe.traced[True].graph, batch, name)
             made = {"trusted": (None, trusted), "encrypted": (None, encrypted), "spares": (price.every, encrypted)}
             ways = {mode: Training(net, batch, plan, *made[mode]) for mode in MODES}
             first_s = {mode: way.run(3) for mode, way in ways.items()}["encrypted"]  # memory is new

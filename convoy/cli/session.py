@@ -34,7 +34,7 @@ def train_job(job: Job) -> Done:
     part = distribute(
         model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
     )
-    expect_measured(part, plans.measured)
+    expect_measured(part, plans.request.fleet.measured)
     devices = job.devices()
     screen.fleet(devices, plans.speeds)
     if group.device == 0 and job.invitation is None:

@@ -11,7 +11,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO
 from convoy.plan.steps import micro_batches
-from convoy.planner.predict import working
+from convoy.planner.prediction import working
 from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
 from convoy.runlog.writer import RunLog

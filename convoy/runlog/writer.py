@@ -28,7 +28,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.plan.steps import Move, StepList, traffic
-from convoy.planner.predict import PlanPrediction
+from convoy.planner.prediction import PlanPrediction
 from convoy.planner.request import PlanRequest
 from convoy.runlog import schema
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult

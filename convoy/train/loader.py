@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from convoy.comm.collectives import difference, gather
-from convoy.data.augment import Augment
+from convoy.data.augment import Augment, read_augment
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
@@ -357,3 +357,30 @@ def _kind(batch: Any) -> str:
 
 def _unchanged(item: Any) -> Any:
     return item
+
+
+def loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    model: Distributed | None = None,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    workers: int = 0,
+    augment: str | None = None,
+) -> Loader:
+    """Return batches of a data set, this device's part of each; see `Loader`.
+
+    Args:
+        augment: how training images change from epoch to epoch, e.g. "crop,flip"; see `convoy.data.augment`.
+
+    Raises:
+        InputError: a batch below 1, an empty data set, an unknown augmentation.
+    """
+    steps = None
+    if augment is not None:
+        steps = read_augment(augment, getattr(dataset, "mean", ()), getattr(dataset, "std", ()))
+    return Loader(
+        dataset, batch_size, model, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers, augment=steps
+    )

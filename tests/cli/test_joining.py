@@ -83,7 +83,7 @@ def test_a_folder_for_checkpoints_that_nobody_writes_is_refused(tmp_path: Path) 
 def group(device: int, address: str) -> JoinedGroup:
     made = object.__new__(JoinedGroup)
     made.device, made.devices, made.torch_device, made.address = device, 2, torch.device("cpu"), address
-    made.credentials, made.token, made.staged, made._process = None, "a token", False, -1  # type: ignore[assignment]
+    made.credentials, made.token, made._process = None, "a token", -1  # type: ignore[assignment]
     return made
 
 
