@@ -21,7 +21,7 @@ from convoy.measure.timing import LAYERS_BYTES, ROUNDS, STRETCH_S, Cold, Now, Pi
 from convoy.model.graph import Graph, Layer
 from convoy.model.operation import Operation
 from convoy.model.tracing import TracedModel, disable_in_place
-from convoy.model.tracing.shared_copy import timed_copy
+from convoy.model.tracing.copies import timed_copy
 from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
