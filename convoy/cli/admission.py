@@ -16,10 +16,10 @@ from convoy.elastic.admission import Verdict, refusal, required_facts
 from convoy.elastic.members import JoinOptions, Members
 from convoy.elastic.regroup import home_at
 from convoy.machine import roster
-from convoy.measure.anew import Replanner
+from convoy.measure.replanner import Replanner
 from convoy.plan.presets import Speeds
-from convoy.planner.anew import with_newcomer
 from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.replan import with_joining_device
 from convoy.runtime.module import Distributed
 from convoy.train.loop import Training
 
@@ -69,7 +69,7 @@ class JoiningDevices:
             return refused
         known = self._with(device, facts)
         plan, now = self.part.plan, tuple(members)
-        found, gain = with_newcomer(replace(self.replan.request, fleet=known), plan, now, device)
+        found, gain = with_joining_device(replace(self.replan.request, fleet=known), plan, now, device)
         if gain is not None and gain <= 1:
             return "spare", (
                 f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it; this is "

@@ -97,7 +97,7 @@ def setup(
 
     Example: convoy fleet setup --fleet lab.toml --data data/cifar10
     """
-    from convoy.setup.command import setup_fleet
+    from convoy.setup.setup import setup_fleet
 
     raise typer.Exit(setup_fleet(fleet, into.rstrip("/"), data or (), requirements, wheels, index, print_lines, doctor))
 

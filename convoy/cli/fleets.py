@@ -57,7 +57,7 @@ def measure(
     settings = resolve_settings(None, {name: value for name, value in given.items() if value is not None}).settings
     choose(settings.job_key, settings.trust_network, os.environ)
     if not one_of_job and (fleet is not None or print_lines):
-        from convoy.launch.command import fleet_to_start, measure_on_fleet
+        from convoy.launch.fleet_command import fleet_to_start, measure_on_fleet
 
         if (hosts := fleet_to_start(fleet, print_lines)) is not None:
             named = given["devices"] is not None
@@ -142,7 +142,7 @@ def emulate(
 
     Example: convoy emulate benchmarks/fleets/mixed4.toml -- convoy train --plan hybrid
     """
-    from convoy.emulate import rehearse as run
+    from convoy.emulate.run import emulate as run
     from convoy.fleet import read_fleet
 
     program = command[1:] if command[0] == "--" else command
@@ -171,7 +171,7 @@ def doctor(
 
     Example: convoy emulate fleet.toml -- convoy doctor
     """
-    from convoy.doctor.command import run_doctor
+    from convoy.doctor.doctor import run_doctor
 
     in_job()
     raise typer.Exit(run_doctor(fleet, json_file, wait, case))

@@ -11,11 +11,10 @@ from convoy.comm.environment import imposed_slowdown
 from convoy.comm.processes import join
 from convoy.config.checks import check, check_devices, check_output
 from convoy.config.settings import Settings
-from convoy.errors import ConvoyError, InputError
+from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
-from convoy.measure.job import MeasureOptions, measure_job
-from convoy.measure.partial import unfinished
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.tracing import trace
 from convoy.report.measured import show
 from convoy.report.screen import Wait
@@ -34,10 +33,6 @@ class MeasureJob:
     output: Path
     settings: Settings
     fleet: Path | None = None
-
-    @property
-    def partial(self) -> Path:
-        return self.output.with_name(f"{self.output.name}.partial")
 
     def read_fleet(self) -> Fleet | None:
         """Return the described fleet, if there is one, without earlier measurements."""
@@ -75,17 +70,11 @@ def run_measure(job: MeasureJob) -> None:
         traced = trace(model, example_of(splits))
         console = Console(quiet=not first, highlight=False)
         slowdown = settings.slowdowns[group.device] * imposed_slowdown()
-        try:
-            with Wait(console, "measuring", settings.budget_s) as tell:
-                options = MeasureOptions(
-                    settings.net, job.read_fleet(), settings.budget_s,
-                    slowdown=slowdown, partial=job.partial, precision=settings.precision,
-                )  # fmt: skip
-                measured = measure_job(group, traced, model, settings.batch, options, tell)
-        except (KeyboardInterrupt, ConvoyError):
-            if remark := unfinished(job.partial):
-                console.print(remark, markup=False, soft_wrap=True)
-            raise
+        with Wait(console, "measuring", settings.budget_s) as progress:
+            options = MeasureOptions(
+                settings.net, job.read_fleet(), settings.budget_s, slowdown=slowdown, precision=settings.precision
+            )
+            measured = measure_job(group, traced, model, settings.batch, options, progress)
         if first:
             write_whole(job.output, measured.to_toml())
             show(measured, console)

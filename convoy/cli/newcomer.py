@@ -16,7 +16,7 @@ from convoy.elastic.entrance import Entrance
 from convoy.errors import InputError
 from convoy.files import parse_toml
 from convoy.machine.accelerator import random_state_kept
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.measure.speeds import measure_speeds
 from convoy.model.entry_points import lies_here, names_callable
 from convoy.model.nets.imported import is_packaged

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from convoy.cli.question import PlanQuestion, read_knowledge
+from convoy.cli.question import PlanQuestion
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import device_class, device_classes
-from convoy.planner.forecast import forecast
 from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.payoff import forecast
 from convoy.report.forecast import show_classes, show_forecast
 from convoy.report.screen import Screen, Wait
 
@@ -49,7 +49,7 @@ def run_predict(
         known = FleetKnowledge(fleet_on(on, link_bytes_per_s, latency_s))
     else:
         assert fleet is not None
-        known = read_knowledge(fleet)
+        known = FleetKnowledge.from_file(fleet)
     with Wait(Console(stderr=True), f"predicting {question.net}", first_s=1.0) as tell:
         tell("reading the net")
         found = forecast(question.request(known), tell)

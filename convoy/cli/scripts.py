@@ -119,8 +119,8 @@ def _on_fleet(
     argv: list[str], options: Any, settings: Settings, print_for: str | None, image: str | None, doctor: bool
 ) -> int:
     """Start the script on every device of a fleet, or print what does; return the exit status."""
-    from convoy.launch.command import fleet_to_start, script_on_fleet
-    from convoy.setup.command import sent_modules
+    from convoy.launch.fleet_command import fleet_to_start, script_on_fleet
+    from convoy.setup.setup import sent_modules
 
     started = fleet_to_start(settings.fleet, print_for is not None or image is not None)
     if started is None:
@@ -140,7 +140,7 @@ def _on_fleet(
 def _examine(wanted: bool, fleet: Path | None) -> None:
     """Run the doctor. If it finds errors, the job does not start."""
     if wanted:
-        from convoy.doctor.command import run_doctor
+        from convoy.doctor.doctor import run_doctor
 
         if status := run_doctor(fleet, None, 60.0):
             raise typer.Exit(status)

@@ -19,7 +19,7 @@ from convoy.comm.environment import imposed_slowdown
 from convoy.config.run_file import to_toml
 from convoy.files import write_whole
 from convoy.machine.signals import handle_signals
-from convoy.measure.anew import expect_measured
+from convoy.measure.replanner import expect_measured
 from convoy.plan.presets import AUTO
 from convoy.train.loop import fit
 
@@ -34,7 +34,7 @@ def train_job(job: Job) -> Done:
     part = distribute(
         model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
     )
-    expect_measured(part, plans.measured)
+    expect_measured(part, plans.request.fleet.measured)
     devices = job.devices()
     screen.fleet(devices, plans.speeds)
     if group.device == 0 and job.invitation is None:

@@ -11,13 +11,13 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO
 from convoy.plan.steps import micro_batches
-from convoy.planner.predict import working
+from convoy.planner.prediction import working
 from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.train.autotune import is_end
-from convoy.train.rebalance import Decision, Reshare
+from convoy.train.rebalance import Decision, Reshard
 
 
 def show_plan(settings: Settings, part: Distributed, screen: Screen) -> None:
@@ -69,8 +69,8 @@ def decision_reporter(
         screen.lines([f"  step {step}: {decision.reason}"])
         if is_end(decision):
             on_chosen()
-        if (log := log_of()) is not None and isinstance(decision, Reshare):
-            log.reshare(step, decision)
+        if (log := log_of()) is not None and isinstance(decision, Reshard):
+            log.reshard(step, decision)
             predict(decision.plan, log, bool(decision.changes))
         timer.restart()
 

@@ -70,7 +70,7 @@ def _measures(records: Sequence[Record]) -> list[tuple[str, ...]]:
         (f"time to {percent(aim)} test accuracy", lambda run: seconds(time_to_aim(run))),
         ("time so far", lambda run: seconds(run.times_s[-1] if run.times_s else None)),
         ("steps so far", lambda run: f"{run.steps_done:,}"),
-        ("changes of shares", lambda run: f"{len(run.reshares):,}"),
+        ("changes of shares", lambda run: f"{len(run.reshards):,}"),
     ]
     return [(name, *(shown(record) for record in records)) for name, shown in columns]
 

@@ -40,7 +40,7 @@ def new_table(
 class Wait:
     """Tells a waiting user what happens: a spinner on a terminal; elsewhere a line at once, then one every ten seconds.
 
-    Call it with the current task, and how much of how much is done.
+    Call it with the current task.
 
     Args:
         about_s: expected seconds; None: unknown.
@@ -64,13 +64,12 @@ class Wait:
         self.task = TaskID(0)
         self.start_s, self.is_introduced = 0.0, False
 
-    def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
-        told = what if not total else f"{what} ({done} of {total})"
+    def __call__(self, what: str) -> None:
         if self.progress is not None:
-            self.progress.update(self.task, description=f"{self.text}: {told}")
+            self.progress.update(self.task, description=f"{self.text}: {what}")
         elif (waited_s := self.now() - self.start_s) >= self.next_s:
             self.next_s = waited_s + LINE_EVERY_S
-            self._line(f"  {seconds(waited_s)}: {told}" if self.is_introduced else f"{self.text}: {told} ...")
+            self._line(f"  {seconds(waited_s)}: {what}" if self.is_introduced else f"{self.text}: {what} ...")
             self.is_introduced = True
 
     def __enter__(self) -> Self:

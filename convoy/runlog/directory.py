@@ -22,7 +22,7 @@ from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.runlog.reader import LOG_NAME
 from convoy.runlog.writer import RunLog

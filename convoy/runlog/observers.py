@@ -10,12 +10,12 @@ import psutil  # type: ignore[import-untyped]
 from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.machine.accelerator import allocated_bytes
-from convoy.measure.energy import EnergyMeter, meter_of, once_each
+from convoy.measure.energy_meter import EnergyMeter, meter_of, once_each
 from convoy.runlog.reader import MIN_STEPS
 from convoy.runlog.schema import SystemLine, UtilizationLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
-from convoy.simulate.interval import Interval
+from convoy.simulate.interval import Within
 from convoy.train.observer import EpochResult, Evaluation, Observer
 
 SYSTEM_EVERY_S = 5.0
@@ -63,7 +63,7 @@ class StepTimer(Observer):
     def on_epoch(self, result: EpochResult) -> None:  # noqa: ARG002
         self.last_s = None
 
-    def beside(self, pass_s: float, within: Interval, passes: int = 1) -> str:
+    def beside(self, pass_s: float, within: Within, passes: int = 1) -> str:
         """Compare the prediction with the measurement, as text.
 
         Args:
@@ -153,7 +153,6 @@ class Meters(Observer):
 
     def on_step_end(self, step: int, samples: int) -> None:
         self.step, self.samples = step + 1, self.samples + samples
-        self.energy.sample()
         if self.step >= self.due:
             self._report()
 

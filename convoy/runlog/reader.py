@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from convoy.errors import InputError, shown
 from convoy.files import open_regular, parse_json
-from convoy.measure.energy import ABSENT
+from convoy.measure.energy_meter import ABSENT
 from convoy.runlog import schema
 
 LOG_NAME = "log.jsonl"
@@ -37,7 +37,7 @@ class InForce:
     """The plan or shares from `step` on, and what was predicted for them."""
 
     step: int
-    line: schema.PlanLine | schema.ReshareLine
+    line: schema.PlanLine | schema.ReshardLine
     prediction: schema.PredictionLine | None = None
 
 
@@ -77,8 +77,8 @@ class Record:
         return self.ids[place] if place < len(self.ids) else place
 
     @property
-    def reshares(self) -> tuple[schema.ReshareLine, ...]:
-        return tuple(each.line for each in self.plans if isinstance(each.line, schema.ReshareLine))
+    def reshards(self) -> tuple[schema.ReshardLine, ...]:
+        return tuple(each.line for each in self.plans if isinstance(each.line, schema.ReshardLine))
 
     @property
     def steps_done(self) -> int:
@@ -296,7 +296,7 @@ def _record(path: Path, lines: list[schema.Line], is_cut: bool) -> Record:
                 system[line.step] = line
             case schema.PlanLine():
                 plans.append(InForce(start, line))
-            case schema.ReshareLine():
+            case schema.ReshardLine():
                 plans.append(InForce(line.step + 1, line))
     done = [steps[number] for number in sorted(steps)]
     return Record(

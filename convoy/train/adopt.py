@@ -1,13 +1,13 @@
 """Takes over an optimizer and a DataLoader that were made for the whole model, for one device's part of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 from convoy.checkpoint.tensors import ModelShards
 from convoy.comm.collectives import agree_on, from_first
@@ -15,6 +15,7 @@ from convoy.data.datasets import own_random_numbers
 from convoy.errors import InputError
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
+from convoy.runtime.shard_guards import check_not_distributed
 from convoy.train.loader import Loader
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
@@ -212,6 +213,39 @@ class AdoptedLoader(Loader):
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.source.generator))
         assert self.source.batch_sampler is not None
         return seed, [[int(i) for i in batch] for batch in self.source.batch_sampler]
+
+
+def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence[Any]) -> None:
+    """Refuse what `prepare` cannot take over.
+
+    Raises:
+        InputError: names the argument, and what to give.
+    """
+    if isinstance(model, nn.Module):
+        check_not_distributed(model)
+    for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer | None)):
+        if not isinstance(given, kind):
+            raise InputError(
+                f"prepare takes a model, an optimizer and a loader, in this order; its {name} is a {type(given).__name__}"
+            )
+    is_dataset = not isinstance(loader, DataLoader) and hasattr(loader, "__getitem__")
+    for each in more if is_dataset else (loader, *more):
+        check_loader(each)
+
+
+def in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -> DataLoader[Any]:
+    """Return a DataLoader as it is, or one of a data set."""
+    if not isinstance(loader, DataLoader):
+        if batch_size is None:
+            raise InputError("prepare was given a data set and no batch_size: give one, in samples of the global batch")
+        loader = DataLoader(loader, batch_size, shuffle=True)
+        check_loader(loader)
+    elif batch_size is not None and batch_size != batch_size_of(loader):
+        raise InputError(
+            f"batch_size={batch_size}, and the DataLoader has batches of {batch_size_of(loader)}: leave batch_size out, it is "
+            "for a data set"
+        )
+    return loader
 
 
 def check_loader(source: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from convoy.comm.collectives import difference, gather
-from convoy.data.augment import Augment
+from convoy.data.augment import Augment, read_augment
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
@@ -114,7 +114,7 @@ class Loader:
         device = self.model.group.torch_device if self.model is not None else torch.device("cpu")
         done = finished = 0  # batches handed out, and those of them that belong to steps that are finished
         while done < len(batches):
-            reshares, steps, repeats = self._changes
+            reshards, steps, repeats = self._changes
             prepared = iter(self._prepared(batches[done:], epoch, sum(map(len, rows[: first + done]))))
             try:
                 for batch, loaded in zip(batches[done:], prepared, strict=True):
@@ -133,7 +133,7 @@ class Loader:
                         break
                     if now[1] != steps:
                         finished, steps = done, now[1]
-                    if now[0] != reshares:
+                    if now[0] != reshards:
                         break  # what is prepared already are parts of the old plan: the rest is prepared anew
             finally:
                 _end_workers(prepared)
@@ -188,7 +188,7 @@ class Loader:
     def _changes(self) -> tuple[int, int, int]:
         """How often the shares have changed, how many steps were finished, how often one was begun again."""
         m = self.model
-        return (m.reshares, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
+        return (m.reshards, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
 
     def _prepared(self, batches: list[list[int]], epoch: int, position: int) -> DataLoader[Any]:
         """Load these batches ahead; `position` counts the samples of the epoch before them."""
@@ -366,3 +366,30 @@ def _has_shape(row: Any) -> bool:
 
 def _as_it_is(item: Any) -> Any:
     return item
+
+
+def loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    model: Distributed | None = None,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    workers: int = 0,
+    augment: str | None = None,
+) -> Loader:
+    """Return batches of a data set, this device's part of each; see `Loader`.
+
+    Args:
+        augment: how training images change from epoch to epoch, e.g. "crop,flip"; see `convoy.data.augment`.
+
+    Raises:
+        InputError: a batch below 1, an empty data set, an unknown augmentation.
+    """
+    steps = None
+    if augment is not None:
+        steps = read_augment(augment, getattr(dataset, "mean", ()), getattr(dataset, "std", ()))
+    return Loader(
+        dataset, batch_size, model, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers, augment=steps
+    )

@@ -32,11 +32,10 @@ from convoy.config.run_file import resolve_settings, to_toml
 from convoy.errors import InputError
 from convoy.fleet import Fleet, read_fleet
 from convoy.launch.survey import fleet_of, host_of, read_answer
-from convoy.measure.partial import Partial
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.report.page import write_report
 from convoy.simulate.table import Measurement
 from tests.support.good_files import (
@@ -307,24 +306,3 @@ def test_what_a_host_says_of_itself_may_be_anything() -> None:
             except InputError:
                 continue
             assert Fleet.from_toml(fleet.to_toml()) == fleet
-
-
-# ------------------------------------------------------------------------------------------------- unfinished measurements
-
-
-def test_a_damaged_file_of_an_unfinished_measuring_is_measured_anew(tmp_path: Path) -> None:
-    """Nothing of it reaches the tables but whole rows of numbers from every device."""
-    path, header = tmp_path / "fleet.toml.partial", {"devices": [["a"], ["b"]], "batch": 4}
-    rows = [[[4, 6, 3, 0.1, 0.2, 0.0, 0.0]], [[4, 6, 3, 0.1, 0.2, 0.0, 0.0], [2, 6, 3, 0.1, 0.2, 0.0, 0.0]]]
-    kept = Partial(path, header)
-    for layer in ("conv1", "conv2"):
-        kept.add(layer, rows)
-    content = path.read_bytes()
-    assert set(Partial(path, header).tables) == {"conv1", "conv2"}
-    for seed in range(300):
-        path.write_bytes(mutated_lines(content, Random(f"partial {seed}")))
-        for layer, tables in Partial(path, header).tables.items():
-            assert isinstance(layer, str)
-            assert len(tables) == 2
-            assert all(0 <= number < 1e12 for table in tables for row in table for number in row)
-            assert all(len(row) == 7 for table in tables for row in table)

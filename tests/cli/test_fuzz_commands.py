@@ -170,13 +170,13 @@ def command(
     load("digits")
     for name in (*PLACE, "CONVOY_DEVICE", "CONVOY_FLEET"):
         monkeypatch.delenv(name, raising=False)
-    for target in ("convoy.launch.local.launch_local", "convoy.launch.command.run_on_fleet"):
+    for target in ("convoy.launch.local.launch_local", "convoy.launch.fleet_command.run_on_fleet"):
         monkeypatch.setattr(target, lambda *_, **__: 0)
     for target in ("convoy.cli.job.make_plans", "convoy.cli.measure.measure_job", "os.execv", "os.execve"):
         monkeypatch.setattr(target, begins)
-    monkeypatch.setattr("convoy.setup.command._run", lambda scripts, *_: {host.name: (0, ()) for host in scripts})
-    monkeypatch.setattr("convoy.setup.parcel.requirements_here", lambda _: ["numpy==2.4.6"])
-    monkeypatch.setattr("convoy.doctor.command.run_doctor", lambda *_: 0)
+    monkeypatch.setattr("convoy.setup.setup._run", lambda scripts, *_: {host.name: (0, ()) for host in scripts})
+    monkeypatch.setattr("convoy.setup.setup.requirements_here", lambda _: ["numpy==2.4.6"])
+    monkeypatch.setattr("convoy.doctor.doctor.run_doctor", lambda *_: 0)
     monkeypatch.setattr("convoy.launch.survey.ask", lambda hosts: [read_answer(ANSWER)] * len(hosts))
     monkeypatch.chdir(tmp_path)
 

@@ -15,7 +15,7 @@ from convoy.comm.processes import JoinedGroup
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.elastic.regroup import home_at, member_address
 from convoy.errors import InputError
-from convoy.measure.anew import Replanner
+from convoy.measure.replanner import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.request import PlanRequest
@@ -83,7 +83,7 @@ def test_a_folder_for_checkpoints_that_nobody_writes_is_refused(tmp_path: Path) 
 def group(device: int, address: str) -> JoinedGroup:
     made = object.__new__(JoinedGroup)
     made.device, made.devices, made.torch_device, made.address = device, 2, torch.device("cpu"), address
-    made.credentials, made.token, made.staged, made._process = None, "a token", False, -1  # type: ignore[assignment]
+    made.credentials, made.token, made._process = None, "a token", -1  # type: ignore[assignment]
     return made
 
 

@@ -31,12 +31,12 @@ from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
 from convoy.train.observer import Evaluation, Observer
-from convoy.train.rebalance import Balancer, Decision, Keep, Reshare, observe
+from convoy.train.rebalance import Balancer, Decision, Keep, Reshard, observe
 from convoy.train.record import History
 from tests.support import nets
 from tests.support.one_device import EXACT, by_name, graph_of, mixed, one_trace
@@ -86,7 +86,7 @@ def test_the_parts_follow_the_plan_from_the_next_batch_on(workers: int) -> None:
             assert len(y) == len(whole[k])
             parts.append(x[:, 0, 0, 0].tolist())
             if k in plans:
-                reshare(here, plans[k])
+                reshard(here, plans[k])
         return parts
 
     with one_trace("two-conv", torch.float64):
@@ -109,7 +109,7 @@ def test_the_next_epoch_begins_with_the_new_parts() -> None:
             for k, (x, _) in enumerate(loader):
                 sizes.append(len(x))
                 if k == 2:
-                    reshare(here, by_samples((5, 15)))
+                    reshard(here, by_samples((5, 15)))
         return sizes
 
     with one_trace("two-conv", torch.float64):
@@ -281,7 +281,7 @@ def test_where_there_is_nothing_to_share_nothing_is_exchanged(plan: str) -> None
         group.clear_counters()
         for _ in range(3):
             rebalancer.step(4)
-        return sum(group.sent_bytes) == 0 and not isinstance(rebalancer.decision, Reshare)
+        return sum(group.sent_bytes) == 0 and not isinstance(rebalancer.decision, Reshard)
 
     with one_trace("two-conv", torch.float64):
         assert run_on_threads(devices, work) == [True] * devices
@@ -307,7 +307,7 @@ def test_it_starts_with_any_plan() -> None:
 def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Path) -> None:
     state = Balancer.start(by_samples((10, 10)), graph_of("two-conv"))
     decision: Decision = Keep("nothing yet")
-    while not isinstance(decision, Reshare):
+    while not isinstance(decision, Reshard):
         state, decision = observe(state, {"conv1": [0.3, 0.1]})
     screen = Screen(visible=True, console=Console(file=io.StringIO(), width=200))
     with RunLog(tmp_path / "run.jsonl") as log:
@@ -318,7 +318,7 @@ def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Pat
         )
         tell(37, decision)
         tell(38, Keep("the trial has ended as it began"))
-        tell(39, Reshare(by_samples((4, 16)), (), "another plan"))
+        tell(39, Reshard(by_samples((4, 16)), (), "another plan"))
         assert predicted == [(decision.plan, True), (by_samples((4, 16)), False)], (
             "other shares are no plan of their own"
         )

@@ -1,4 +1,4 @@
-"""Replanner: plans for a running job whose devices change, with what rebalancing has found out since."""
+"""Plans again for a running job whose devices change, with what rebalancing has measured since."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,38 +8,38 @@ from convoy.comm.collectives import from_first
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
-from convoy.planner.anew import Anew, plan_anew
 from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.replan import NewPlan, plan_anew
 from convoy.planner.request import PlanRequest
 from convoy.runtime.module import Distributed
-from convoy.simulate.regrouped import seconds_of_layers
+from convoy.simulate.simulator import seconds_by_phase
 from convoy.simulate.table import Measurement
 from convoy.train import rebalance
 from convoy.train.controller import Rebalancer
 
 
 class Replanner:
-    """Makes the plan for the devices that a job has now, from the same values on each of them.
+    """Makes the plan for a job's current devices, from the same values on each of them.
 
     Args:
         request: with which the job was started.
         rebalancer: corrects what was measured before.
 
     Attributes:
-        known: the devices that the job was started with, those that joined, and what was found out since.
+        known: all devices so far, and what was measured of them since.
         found: the latest plan, on the device that planned.
-        prepared: a plan made before the devices change, with the plan and devices before, and the devices and speeds then.
+        prepared: a plan made before the devices change, after the plan, devices, new devices and speeds that it is valid for.
     """
 
     def __init__(self, request: PlanRequest, rebalancer: Rebalancer | None = None) -> None:
         self._request, self.rebalancer = request, rebalancer
         self.known = request.fleet
-        self.found: Anew | None = None
-        self.prepared: tuple[Plan, tuple[int, ...], tuple[int, ...], Speeds, Anew] | None = None
+        self.found: NewPlan | None = None
+        self.prepared: tuple[Plan, tuple[int, ...], tuple[int, ...], Speeds, NewPlan] | None = None
 
     @property
     def request(self) -> PlanRequest:
-        """The request with what is known today."""
+        """The request with the current knowledge of the fleet."""
         return replace(self._request, fleet=self.known)
 
     def note(self, model: Distributed, before: Sequence[int]) -> None:
@@ -49,9 +49,9 @@ class Replanner:
         fleet = replace(self.known, slower={}).of(before)
         if state is not None and state.plan == model.plan and fleet is not None and fleet.measured is not None:
             times = fleet.measured.costs(graph).times
-            predicted = seconds_of_layers(lower(model.plan, graph), graph, times, len(before))
+            predicted = seconds_by_phase(lower(model.plan, graph), graph, times)
             found = rebalance.slower(state, predicted)
-            self.known = self.known.corrected({before[device]: times for device, times in found.items()})
+            self.known = self.known.corrected({before[device]: factor for device, factor in found.items()})
 
     def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
         """Return the plan for the devices `now`."""
@@ -63,20 +63,17 @@ class Replanner:
         return self.found.plan
 
     def told(self) -> str:
-        """Return what was found, in words, on the device that planned; empty elsewhere."""
+        """Return a message about the latest plan, once, on the device that planned; empty elsewhere."""
         found, self.found = self.found, None
         if found is None or found.step_s is None:
             return ""
-        words = f"planned anew: about {found.step_s * self._request.micro_batches:.3g} s a step"
-        return f"{words}; no plan fits the memory of {'; '.join(found.overfull)}" if found.overfull else words
+        text = f"planned anew: about {found.step_s * self._request.micro_batches:.3g} s a step"
+        return f"{text}; no plan fits the memory of {'; '.join(found.overfull)}" if found.overfull else text
 
     def to_json(self) -> dict[str, Any]:
         """Return what a joining device needs to plan like the others; `learn` reads it."""
-        request = self._request
-        return {
-            "name": request.name, "optimizer": request.optimizer, "reduce": request.reduce,
-            "micro_batches": request.micro_batches, "known": self.known.to_json(),
-        }  # fmt: skip
+        names = ("name", "optimizer", "reduce", "micro_batches")
+        return {**{name: getattr(self._request, name) for name in names}, "known": self.known.to_json()}
 
     def learn(self, row: Mapping[str, Any]) -> None:
         """Continue as another device of the job, which sent this.
@@ -100,7 +97,7 @@ def expect_measured(part: Distributed, measured: Measurement | None) -> None:
     def table() -> list[dict[str, float]]:
         if measured is None:
             return [{} for _ in range(part.group.devices)]
-        return seconds_of_layers(steps, graph, measured.costs(graph).times, part.group.devices)
+        return seconds_by_phase(steps, graph, measured.costs(graph).times)
 
     mine = from_first(part.group, "layer times", table)[part.group.device]
     if mine:

@@ -1,4 +1,4 @@
-"""A training whose devices plan anew after a loss, from what they know and what rebalancing has found out."""
+"""A job whose devices plan again after a loss, with what rebalancing has measured."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +8,14 @@ import torch
 
 from convoy.api import distribute, loader
 from convoy.elastic.members import Members
-from convoy.measure.anew import Replanner
+from convoy.measure.replanner import Replanner
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import AUTO, Speeds, named_plan
-from convoy.planner.anew import Anew
 from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.replan import NewPlan
 from convoy.planner.request import PlanRequest
-from convoy.simulate.regrouped import seconds_of_layers
+from convoy.simulate.simulator import seconds_by_phase
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import Training, fit
 from convoy.train.rebalance import Balancer, observe, slower
@@ -28,12 +28,12 @@ CASE = Case(seed=4, samples=64)
 EXAMPLE = torch.zeros(2, 2, 8, 8, dtype=torch.float64)
 
 
-def test_how_many_times_as_long_as_predicted_a_device_takes() -> None:
+def test_a_device_slower_than_measured_is_found() -> None:
     """Device 1 takes three times as long as it was measured to, in every layer; device 0 as long; device 2 has no part."""
     graph = trace(make_net(), EXAMPLE).graph
     plan = named_plan("data-by-speed", graph, 8, Speeds((1.0, 1.0, 0.0)))
     times = measured_fleet(graph, [1e9, 2e9, 1e9], 8).costs(graph).times
-    predicted = seconds_of_layers(lower(plan, graph), graph, times, 3)
+    predicted = seconds_by_phase(lower(plan, graph), graph, times)
     state = Balancer.start(plan, graph)
     assert slower(state, predicted) == {}
     layers = {name: [0.0] * 3 for axes in state.axes for name in axes.layers}
@@ -47,7 +47,7 @@ def test_how_many_times_as_long_as_predicted_a_device_takes() -> None:
     assert slower(state, predicted) == pytest.approx({0: 1.0, 1: 3.0})
 
 
-def test_a_newcomers_plan_is_made_while_all_train_and_taken_where_it_is_still_for_that() -> None:
+def test_a_prepared_plan_is_used_once_and_only_for_what_it_was_made_for() -> None:
     graph = trace(make_net(), EXAMPLE).graph
     measured = measured_fleet(graph, [1e9, 2e9, 3e9], CASE.batch)
     speeds = Speeds((1.0, 2.0, 3.0))
@@ -55,7 +55,7 @@ def test_a_newcomers_plan_is_made_while_all_train_and_taken_where_it_is_still_fo
     runs = named_plan("data", graph, CASE.batch, Speeds((1.0, 2.0))).named(AUTO)
     model: Any = SimpleNamespace(traced={True: SimpleNamespace(graph=graph)}, plan=runs)
     replan = Replanner(PlanRequest(graph, CASE.batch, known))
-    other = Anew(named_plan("master", graph, CASE.batch, speeds).named(AUTO), 1.0)
+    other = NewPlan(named_plan("master", graph, CASE.batch, speeds).named(AUTO), 1.0)
     usual = replan(model, (0, 1), (0, 1, 2))
     assert usual != other.plan
     replan.prepared = runs, (0, 1), (0, 1, 2), speeds, other
@@ -71,7 +71,7 @@ def test_a_newcomers_plan_is_made_while_all_train_and_taken_where_it_is_still_fo
         assert replan(model, (0, 1), (0, 1, 2)) == usual
 
 
-def test_all_that_are_left_know_the_same_and_go_on_by_the_plan_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_devices_know_the_same_and_continue_with_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     graph = trace(make_net(), EXAMPLE).graph
