@@ -258,7 +258,7 @@ class Supervisor:
         if copy is not None and stdout == subprocess.DEVNULL:
             stdout = copy
         piped = [subprocess.PIPE if callable(out) or out == "keep" else out for out in (stdout, stderr)]
-        key_pipe = None if start.key is None else hand_over(start.key)
+        key_pipe = None if start.key is None else hand_over(start.key.pem)
         if key_pipe is not None:
             variables[KEY_PIPE] = str(key_pipe)
             pass_fds.append(key_pipe)
