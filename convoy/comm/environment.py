@@ -46,7 +46,7 @@ def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
     environment = as_torchrun(environment)
     missing = [name for name in RANK_VARIABLES if not environment.get(name)]
     if "RANK" in missing and "WORLD_SIZE" in missing:
-        # MASTER_ADDR alone says nothing: clusters set it for every container.
+        # MASTER_ADDR alone does not mean a job: clusters set it for every container.
         return None
     if missing:
         present = ", ".join(f"{name}={environment[name]}" for name in RANK_VARIABLES if name not in missing)

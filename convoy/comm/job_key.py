@@ -194,7 +194,7 @@ def variables_to_paste(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str, str]) -> None:
-    """Set the variables for what the command line says, for this process and its children.
+    """Set the variables for the command line's options, for this process and its children.
 
     Raises:
         InputError: both a key and a trusted network; or as :func:`read_key_file`, even for one device.
