@@ -20,7 +20,7 @@ from convoy.fleet import read_fleet
 from convoy.launch.exit_status import ERROR_STATUS
 from convoy.launch.fleet import startable
 from convoy.machine.process import watch_parent
-from convoy.report.screen import FILE_WIDTH, Screen
+from convoy.report.screen import FILE_WIDTH, Screen, Wait
 
 FOUND_ERRORS = 1
 LINGER_S = 15.0  # for a device that cannot meet device 0: a launcher ends all devices once one has failed
@@ -65,7 +65,7 @@ def _run(env: ProcessEnv | None, context: Context, json_file: Path | None, wait_
         found = examine_alone(context)
     else:
         own = collect_facts(env)
-        with Screen(visible=env.device == 0).working(f"Examining {env.devices} devices"):
+        with Wait(Screen(visible=env.device == 0).console, f"Examining {env.devices} devices"):
             outcome = examine_job(env, own, context, wait_s, imposed_slowdown())
         if outcome is None:
             return 0

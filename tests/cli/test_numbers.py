@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from convoy.cli.show import decision_reporter, show_new_plan
+from convoy.cli.reporter import Reporter
 from convoy.plan.explain import differences
 from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
@@ -105,14 +105,12 @@ def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
     group = SimpleNamespace(ids=(0, 1, 2, 3))
     part: Any = SimpleNamespace(plan=second, group=group, traced={True: SimpleNamespace(graph=graph)})
     shown, file = screen()
-    tell = decision_reporter(
-        shown, StepTimer(8), lambda: None, lambda *_: None, lambda: show_new_plan(part, first, shown)
-    )
-    tell(7, Reshare(second, (), "autotune: plan 1 0.2 s; now plan 2"))
+    reporter: Any = SimpleNamespace(screen=shown, part=part, plans=[first], log=None, timer=StepTimer(8))
+    Reporter.on_decision(reporter, 7, Reshare(second, (), "autotune: plan 1 0.2 s; now plan 2"))
     assert "Plan" not in file.getvalue()
     chosen = Keep("autotune: plan 1 0.2 s, plan 2 0.1 s a step; plan 2 goes on")
     assert is_end(chosen)
-    tell(9, chosen)
+    Reporter.on_decision(reporter, 9, chosen)
     table = {row[0]: row[3:7] for row in cells(file.getvalue())}
     state, decision = Balancer.start(second, graph), Keep("nothing yet")  # type: tuple[Balancer, Decision]
     while not isinstance(decision, Reshare):

@@ -25,7 +25,6 @@ from convoy.comm.group import AloneGroup, Group
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
 from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
-from convoy.config.option_types import addresses_text, read_address, shown_addresses
 from convoy.elastic.admission import Judge, ScriptAdmission, Verdict, facts_of
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import LeftError, Members, StoppedError
@@ -405,15 +404,6 @@ def test_a_wished_port_is_taken_where_it_is_free() -> None:
             assert listener.getsockname()[1] != port
     with Home("127.0.0.1", 0, credentials, "", wish=port).listener() as listener:
         assert listener.getsockname()[1] == port
-
-
-def test_a_person_is_told_a_door_of_each_host_first() -> None:
-    a, b, c = "10.0.0.1", "10.0.0.2", "10.0.0.3"
-    doors = [(a, 7000), (a, 9), (a, 11), (b, 7000), (b, 3), (c, 7)]
-    assert shown_addresses(doors) == [(a, 7000), (b, 7000), (c, 7), (a, 9)]
-    text = addresses_text(shown_addresses(doors))
-    assert text == "10.0.0.1:7000,10.0.0.2:7000,10.0.0.3:7,10.0.0.1:9"
-    assert [read_address(each) for each in text.split(",")] == shown_addresses(doors)
 
 
 @dataclass

@@ -15,9 +15,10 @@ from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from convoy.cli.measure import MeasureJob, run_measure
+from convoy.cli.planning import check_measure, measure_device
 from convoy.comm.group import AloneGroup, Group
 from convoy.config.run_file import resolve_settings
+from convoy.config.settings import Settings
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.measure.describe import Own, fit, fleet_of, host_indices
@@ -295,14 +296,14 @@ def test_devices_with_different_fleet_files_are_refused() -> None:
         measure_on_threads([fleet, None])
 
 
-def job_of(output: Path, fleet: Path | None = None, **changes: Any) -> MeasureJob:
+def settings_of(**changes: Any) -> Settings:
     given = {"net": "two-conv:1:1", "devices": "cpu,cpu", "batch": 1, "slowdown": "1,3", "budget_s": 1.0} | changes
-    return MeasureJob(output, resolve_settings(None, given).settings, fleet)
+    return resolve_settings(None, given).settings
 
 
 def measure_command(_device: int, output: str) -> None:
     torch.set_num_threads(1)
-    run_measure(job_of(Path(output)))
+    measure_device(Path(output), settings_of(), None)
 
 
 def test_two_processes_measure_themselves_and_write_a_file(tmp_path: Path) -> None:
@@ -320,7 +321,6 @@ def test_two_processes_measure_themselves_and_write_a_file(tmp_path: Path) -> No
     for costs in measured.device:
         assert 0 < costs.processor_s_per_byte < 1e-6
         assert 0 < costs.update_s_per_entry < 1e-6
-    job_of(output, fleet=output).check_inputs()
 
 
 def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,9 +329,9 @@ def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pyte
 
     output = tmp_path / "fleet.toml"
     output.write_text("older")
-    monkeypatch.setattr("convoy.cli.measure.measure_job", interrupt)
+    monkeypatch.setattr("convoy.measure.job.measure_job", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run_measure(job_of(output, devices="cpu", slowdown="1"))
+        measure_device(output, settings_of(devices="cpu", slowdown="1"), None)
     assert output.read_text() == "older"
 
 
@@ -339,7 +339,6 @@ def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pyte
 def test_whoever_is_cut_off_learns_that_nothing_measured_is_lost(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = job_of(tmp_path / "fleet.toml", devices="cpu", slowdown="1")
     kept: list[str] = []
 
     def cut_off(*given: Any, **__: Any) -> Measurement:
@@ -350,11 +349,11 @@ def test_whoever_is_cut_off_learns_that_nothing_measured_is_lost(
             rows.add(layer, [[[1, 2, 3, 0.1, 0.2, 0.0, 0]]])
         raise error
 
-    monkeypatch.setattr("convoy.cli.measure.measure_job", cut_off)
+    monkeypatch.setattr("convoy.measure.job.measure_job", cut_off)
     for layers in ([], ["conv1", "conv2"]):
         kept[:] = layers
         with pytest.raises(type(error)):
-            run_measure(job)
+            measure_device(tmp_path / "fleet.toml", settings_of(devices="cpu", slowdown="1"), None)
         said = capsys.readouterr().out
         assert ("goes on" in said) == bool(kept)
     assert "2 layers are measured and kept in" in said
@@ -389,17 +388,19 @@ def test_bad_options_are_refused_before_anything_starts(
         if name in changes and changes[name] != Path():
             changes = changes | {name: tmp_path / changes[name]}
     monkeypatch.delenv("CONVOY_FLEET", raising=False)
+    given = {"output": tmp_path / "fleet.toml", "fleet": None} | changes
+    output, fleet = given.pop("output"), given.pop("fleet")
     with pytest.raises(InputError, match=message):
-        job_of(**{"output": tmp_path / "fleet.toml"} | changes).check_inputs()
+        check_measure(output, settings_of(**given), fleet)
 
 
-def test_a_rehearsal_names_its_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = Fleet((Host("a"),), (Device("x", "a", "cpu"), Device("y", "a", "cpu")))
-    (tmp_path / "two.toml").write_text(two.to_toml())
-    monkeypatch.setenv("CONVOY_FLEET", str(tmp_path / "two.toml"))
-    assert job_of(tmp_path / "out.toml").read_fleet() == two
-    monkeypatch.delenv("CONVOY_FLEET")
-    assert job_of(tmp_path / "out.toml").read_fleet() is None
+def test_an_emulated_host_measures_the_fleet_that_is_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Fleet((Host("a"),), (Device("x", "a", "cpu"),))
+    (tmp_path / "one.toml").write_text(one.to_toml())
+    check_measure(tmp_path / "out.toml", settings_of(), None)
+    monkeypatch.setenv("CONVOY_FLEET", str(tmp_path / "one.toml"))
+    with pytest.raises(InputError, match="--devices 2, but the fleet file has 1"):
+        check_measure(tmp_path / "out.toml", settings_of(), None)
 
 
 def test_a_loss_is_timed_of_the_outputs_that_the_model_has() -> None:

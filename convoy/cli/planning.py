@@ -1,0 +1,529 @@
+"""The verbs measure, plan, predict, simulate and report."""
+
+import math
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from convoy.cli.options import (
+    PATH,
+    SECONDS,
+    HelpAll,
+    Print,
+    SettingsCommand,
+    app,
+    help_of,
+    in_job,
+    path_of,
+    with_settings,
+)
+from convoy.comm.job_key import choose
+from convoy.config.option_types import numbers
+from convoy.config.settings import Settings
+from convoy.errors import InputError, shortened, shown, unknown_name
+from convoy.files import unwritable, write_whole
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet.catalogue import device_class, device_classes
+from convoy.fleet.units import Dimension, quantity
+from convoy.layout.comm_dtype import parse_comm_dtype
+
+if TYPE_CHECKING:  # these import torch
+    from convoy.plan.plan import Plan
+    from convoy.planner.knowledge import FleetKnowledge
+    from convoy.planner.request import PlanRequest
+    from convoy.report.screen import Wait
+
+Batch = Annotated[int, typer.Option(help=help_of("batch"), min=1, max=10**9)]
+Image = Annotated[str, typer.Option(help="Channels, height, width of the images.")]
+Classes = Annotated[int, typer.Option(help="Classes.", min=1, max=10**9)]
+Optimizer = Annotated[str, typer.Option(help="Optimizer whose state counts as memory: sgd, sgd-momentum or adam.")]
+Outputs = Annotated[
+    str,
+    typer.Option(
+        help="Where the model's outputs are: everywhere, or where-computed: with their samples, for convoy.loss in Python."
+    ),
+]
+
+MAX_PIXELS = 8192  # of a side of an image
+MAX_NAMED = 64  # devices of `--on`
+
+
+# --- measure ----------------------------------------------------------------------------------------------------------------
+
+
+@app.command(cls=SettingsCommand)
+@with_settings(
+    "data", "data_dir", "image_size", "net", "devices", "batch", "slowdown", "precision", "budget_s", "timeout_s", "job_key",
+    "trust_network", "port", budget_s=60.0,
+)  # fmt: skip
+def measure(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Fleet file to write: devices, links, times of layers.", **PATH)
+    ],
+    fleet: Annotated[
+        Path | None,
+        typer.Option(help="Fleet file with what is known; hosts with addresses are started over ssh.", **PATH),
+    ] = None,
+    print_lines: Print = False,
+    _help_all: HelpAll = False,
+    **given: Any,
+) -> None:
+    """Measure this fleet: layers on each device, links between hosts.
+
+    Run it on all devices at once: here on local processes, over ssh on the hosts of a fleet file, under torchrun, srun or
+    mpirun, or under convoy emulate.
+    """
+    from convoy.config.run_file import resolve_settings
+
+    one_of_job = in_job()
+    settings = resolve_settings(None, given).settings
+    choose(settings.job_key, settings.trust_network, os.environ)
+    if not one_of_job and (fleet is not None or print_lines):
+        from convoy.launch.command import fleet_to_start, measure_on_fleet
+
+        if (hosts := fleet_to_start(fleet, print_lines)) is not None:
+            named = given["devices"] is not None
+            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], named, print_lines, port=settings.port))
+    if one_of_job or len(settings.device_names) == 1:
+        measure_device(output, settings, fleet)
+        return
+    from convoy.launch.host_job import JobOptions
+    from convoy.launch.local import launch_local
+
+    check_measure(output, settings, fleet)
+    raise typer.Exit(launch_local(sys.argv[1:], settings.device_names, options=JobOptions(port=settings.port)))
+
+
+def check_measure(output: Path, settings: Settings, fleet: Path | None) -> None:
+    """Refuse bad input in the launching process, once, before anything starts. InputError, DataError."""
+    from convoy.cli.train_job import build_model, load_images
+    from convoy.config.checks import check, check_output, check_places
+
+    check(settings)
+    check_places(settings)
+    check_output("--output", output)
+    described, count = _described(fleet), len(settings.device_names)
+    if described is not None and len(described.devices) != count:
+        raise InputError(
+            f"--devices {count}, but the fleet file has {len(described.devices)}: give --devices {len(described.devices)}, or "
+            "another fleet"
+        )
+    build_model(settings, load_images(settings))
+
+
+def _described(path: Path | None) -> Fleet | None:
+    """Return the described fleet without earlier measurements: that of --fleet, or of `convoy emulate`."""
+    from convoy.simulate.table import read_fleet_file
+
+    path = path or (Path(named) if (named := os.environ.get("CONVOY_FLEET")) else None)
+    return None if path is None else read_fleet_file(path)[0]
+
+
+def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None:
+    """Measure as one device of a job. Device 0 prints, and replaces the output at the end.
+
+    Args:
+        settings: as of a training; data, net, devices, batch, slowdown, precision, time limit and budget count.
+
+    Raises:
+        InputError, DataError, MismatchError, DeviceLostError: the output is then as it was before.
+    """
+    from rich.console import Console
+
+    from convoy.cli.joining import device_named
+    from convoy.cli.train_job import build_model, example_of, load_images
+    from convoy.comm.environment import imposed_slowdown
+    from convoy.comm.processes import join
+    from convoy.config.checks import check, check_output
+    from convoy.errors import ConvoyError
+    from convoy.measure.job import MeasureOptions, measure_job
+    from convoy.measure.partial import unfinished
+    from convoy.model.tracing import trace
+    from convoy.report.measured import show
+    from convoy.report.screen import Wait
+
+    check(settings)
+    partial = output.with_name(f"{output.name}.partial")
+    with join(device_named(settings.device_names), timeout_s=settings.timeout_s) as group:
+        if group.device == 0:
+            check_output("--output", output)
+        splits = load_images(settings)
+        model = build_model(settings, splits)
+        console = Console(quiet=group.device != 0, highlight=False)
+        options = MeasureOptions(
+            settings.net, _described(fleet), settings.budget_s,
+            slowdown=settings.slowdowns[group.device] * imposed_slowdown(), partial=partial, precision=settings.precision,
+        )  # fmt: skip
+        try:
+            with Wait(console, "measuring", settings.budget_s) as tell:
+                measured = measure_job(group, trace(model, example_of(splits)), model, settings.batch, options, tell)
+        except (KeyboardInterrupt, ConvoyError):
+            if remark := unfinished(partial):
+                console.print(remark, markup=False, soft_wrap=True)
+            raise
+        if group.device == 0:
+            write_whole(output, measured.to_toml())
+            show(measured, console)
+            console.print(f"Written to {output}", soft_wrap=True)
+
+
+# --- plan, predict, simulate ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuestion:
+    """A net and the options to plan it with, as the command line gives them."""
+
+    net: str
+    image: str
+    classes: int
+    batch: int
+    optimizer: str = "sgd-momentum"
+    wire: str = "exact"
+    outputs: str = "everywhere"
+    micro_batches: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Channels, height and width. InputError if `image` is none."""
+        try:
+            sizes = numbers(self.image)
+        except InputError as error:
+            raise InputError(f"--image {shown(self.image)}: {error}") from None
+        if len(sizes) != 3 or not all(size in range(1, MAX_PIXELS + 1) for size in sizes):
+            raise InputError(
+                f"--image {shortened(self.image)}: give channels, height and width, whole numbers of 1 to {MAX_PIXELS}, e.g. "
+                "3,32,32"
+            )
+        channels, height, width = map(int, sizes)
+        return channels, height, width
+
+    def check(self) -> None:
+        """Refuse what can be refused before torch is imported. InputError."""
+        from convoy.config.checks import check_net
+        from convoy.plan.plan import parse_outputs
+
+        check_net(self.net)
+        _ = self.sizes
+        parse_comm_dtype(self.wire)
+        parse_outputs(self.outputs)
+
+    def request(self, fleet: "FleetKnowledge") -> "PlanRequest":
+        """Build the net, and return the planning request for one micro-batch.
+
+        Raises:
+            InputError: an unknown net; a fleet with neither times nor classes or peaks.
+            MismatchError: times of another model.
+            PlanError: a batch that cannot be divided equally.
+        """
+        from convoy.model.nets import graph_of
+        from convoy.plan.plan import parse_outputs
+        from convoy.planner.request import PlanRequest
+
+        graph = graph_of(self.net, self.sizes, self.classes)
+        wire, outputs = parse_comm_dtype(self.wire), parse_outputs(self.outputs)
+        whole = PlanRequest(graph, self.batch, fleet, optimizer=self.optimizer, wire=wire, outputs=outputs)
+        return whole.split(self.micro_batches)
+
+
+@contextmanager
+def _waiting(text: str) -> Iterator["Wait"]:
+    """Tell a waiting user what happens, on standard error."""
+    from rich.console import Console
+
+    from convoy.report.screen import Wait
+
+    with Wait(Console(stderr=True), text, first_s=1.0) as tell:
+        tell("reading the net")
+        yield tell
+
+
+@app.command()
+def plan(
+    net: Annotated[str, typer.Argument(help="Net, as of convoy train: two-conv:K1:K2, torchvision:NAME, ...")],
+    fleet: Annotated[
+        Path, typer.Option(help="Fleet file that `convoy measure` wrote for this net, or described.", **PATH)
+    ],
+    batch: Batch = 64,
+    image: Image = "3,32,32",
+    classes: Classes = 10,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the chosen plan to this file (JSON).", **PATH)
+    ] = None,
+    optimizer: Optimizer = "sgd-momentum",
+    least_energy: Annotated[
+        float | None,
+        typer.Option(
+            help="Choose the least joules per image among plans whose step takes at most this time.", **SECONDS
+        ),
+    ] = None,
+    wire: Annotated[str, typer.Option(help=help_of("wire"))] = "exact",
+    outputs: Outputs = "everywhere",
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Micro-batches per step, each with an equal part of the batch.")
+    ] = 1,
+) -> None:
+    """Predict every plan on a fleet, measured or described, and choose one.
+
+    It prints step time, efficiency, traffic, memory and joules of each plan, and what bounds it. Plans that do not fit
+    a device's memory are marked, and never chosen.
+
+    Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
+    """
+    if least_energy is not None and not 0 < least_energy < math.inf:
+        raise InputError(f"--least-energy {least_energy:g}: give the seconds that a step may take, above 0")
+    question = PlanQuestion(net, image, classes, batch, optimizer, wire, outputs, accumulate)
+    question.check()
+    from convoy.config.checks import check_output
+    from convoy.planner.knowledge import FleetKnowledge
+    from convoy.planner.predict import predict_all, proposal, rates_by_devices
+    from convoy.report.plans import show_all
+    from convoy.report.screen import Screen
+    from convoy.simulate.table import read_fleet_file
+
+    if output is not None:
+        check_output("--output", output)
+    known = FleetKnowledge(*read_fleet_file(fleet))
+    with _waiting(f"planning {net}") as tell:
+        request = question.request(known)
+        tell("predicting plans")
+        rows = predict_all(request, least_energy)
+        tell("what fewer devices would bring")
+        counts = [] if least_energy is not None else rates_by_devices(request)
+        other = proposal(request, rows[-1].step_s) if request.micro_batches == 1 else None
+    console = Screen(visible=True).console  # as wide as its tables where there is no terminal
+    show_all(console, rows, request, counts, other)
+    if output is not None:
+        write_whole(output, rows[-1].plan.to_json())
+        several = f" --accumulate {accumulate}" if accumulate > 1 else ""
+        console.print(
+            f"Written to {output}: convoy train --plan {output} --batch {batch}{several} --devices {len(request.names)} ..."
+        )
+
+
+@app.command()
+def predict(
+    net: Annotated[
+        str | None, typer.Argument(help="Net, as of convoy train: torchvision:NAME, two-conv:K1:K2, ...")
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="Device classes, each a machine: laptop-cpu,2xrtx3060; + puts several into one: rtx3060+rtx3090."
+        ),
+    ] = None,
+    fleet: Annotated[Path | None, typer.Option(help="Fleet file instead, described or measured.", **PATH)] = None,
+    batch: Batch = 64,
+    image: Image = "3,224,224",
+    classes: Classes = 1000,
+    link: Annotated[str, typer.Option(help="Speed of each machine's NIC, with --on: 1Gbit, 110MB/s.")] = "1Gbit",
+    latency: Annotated[str, typer.Option(help="Latency between machines, one way, with --on.")] = "100us",
+    optimizer: Optimizer = "sgd-momentum",
+    outputs: Outputs = "everywhere",
+    list_them: Annotated[bool, typer.Option("--list", help="List the device classes and stop.")] = False,
+) -> None:
+    """Predict whether a fleet would pay, before anything is installed.
+
+    It prints the best plan and its step time with an interval, from which batch or link on the fleet pays, and what one device
+    less or more changes.
+
+    Example: convoy predict torchvision:resnet50 --image 3,224,224 --batch 256 --on laptop-cpu,rtx3060,rtx3090 --link 1Gbit
+    """
+    begin_s = time.perf_counter()
+    if list_them:
+        from convoy.report.forecasts import show_classes
+        from convoy.report.screen import Screen
+
+        show_classes(Screen(visible=True).console, list(device_classes().values()))
+        return
+    if net is None:
+        raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")
+    question = PlanQuestion(net, image, classes, batch, optimizer, outputs=outputs)
+    question.check()
+    rate, delay_s = _quantity("--link", link, "bytes_per_s"), _quantity("--latency", latency, "s")
+    if on is not None and fleet is None:
+        described, measured = fleet_on(on, rate, delay_s), None
+    elif fleet is not None and on is None:
+        from convoy.simulate.table import read_fleet_file
+
+        described, measured = read_fleet_file(fleet)
+    else:
+        raise InputError(
+            "say on what: --on laptop-cpu,rtx3060 (`convoy predict --list` has the names), or --fleet FILE"
+        )
+    from convoy.planner.forecast import forecast
+    from convoy.planner.knowledge import FleetKnowledge
+    from convoy.report.forecasts import show_forecast
+    from convoy.report.screen import Screen
+
+    with _waiting(f"predicting {net}") as tell:
+        found = forecast(question.request(FleetKnowledge(described, measured)), tell)
+    took_s = time.perf_counter() - begin_s
+    show_forecast(Screen(visible=True).console, found, described, net, question.sizes, took_s)
+
+
+def _quantity(option: str, text: str, dimension: Dimension) -> float:
+    """Read an option's number with its unit, above 0. InputError if it has another."""
+    try:
+        number = quantity(text, dimension)
+    except InputError as error:
+        raise InputError(f"{option} {shown(text)}: {error}") from None
+    if number <= 0:
+        raise InputError(f"{option} {shown(text)}: give more than 0")
+    return number
+
+
+def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
+    """Return a fleet of device classes: `laptop-cpu,2xrtx3060,rtx3090+rtx3090`.
+
+    Raises:
+        InputError: a name left out, an unknown class, too many devices.
+    """
+    machines: list[list[str]] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(?:(\d{1,3})\s*[x*]\s*)?(\S.*?)\s*", part)
+        names = [] if found is None else [name.strip() for name in found[2].split("+")]
+        if found is None or not all(names) or found[1] == "0":
+            raise InputError(
+                f"--on {text!r}: give classes of devices with commas between them, e.g. "
+                "laptop-cpu,2xrtx3060,rtx3090+rtx3090"
+            )
+        machines += [names] * int(found[1] or 1)
+    total = sum(map(len, machines))
+    if total > MAX_NAMED:
+        raise InputError(f"--on {text!r}: {total} devices; at most {MAX_NAMED} can be named here")
+    count = Counter(device_class(name).name for names in machines for name in names)
+    seen: Counter[str] = Counter()
+    hosts, devices = [], []
+    for index, names in enumerate(machines):
+        hosts.append(Host(f"machine-{index + 1}"))
+        for known in map(device_class, names):
+            seen[known.name] += 1
+            own = f"{known.name}-{seen[known.name]}" if count[known.name] > 1 else known.name
+            devices.append(Device.of_class(known, own, hosts[-1].name))
+    return Fleet(tuple(hosts), tuple(devices), Card(link_bytes_per_s, link_bytes_per_s, latency_s))
+
+
+@app.command()
+def simulate(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the trace (JSON) and the picture (PNG).", **PATH)
+    ],
+    net: Annotated[str, typer.Option(help=help_of("net"))] = "alexnet:4096",
+    fleet: Annotated[Path | None, typer.Option(help="Fleet file, described or measured. Required.", **PATH)] = None,
+    plan: Annotated[str, typer.Option(help="A plan by name, auto, or a plan file.")] = "auto",
+    batch: Batch = 64,
+    image: Image = "3,32,32",
+    classes: Classes = 10,
+    outputs: Outputs = "everywhere",
+    figures: Annotated[bool, typer.Option(help="Draw the picture too (needs the extra 'plots').")] = True,
+) -> None:
+    """Simulate one training step of a plan on a fleet: a picture and a trace.
+
+    The trace shows when each device computes, sends and receives; open it in Perfetto or chrome://tracing.
+
+    Example: convoy simulate -o step --net two-conv:150:800 --fleet fleet.toml --plan hybrid --batch 256
+    """
+    if fleet is None:
+        raise InputError(
+            "convoy simulate needs a fleet: give --fleet FILE, as `convoy measure` writes it or with the devices' peaks. The "
+            "study of all plans at any size is `python -m studies DIR [NET]`, in a checkout of the repository"
+        )
+    question = PlanQuestion(net, image, classes, batch, outputs=outputs)
+    question.check()
+    if why := unwritable(output):
+        raise InputError(f"cannot make the folder {shown(output)}: {why}; give one that can be made")
+    from convoy.planner.knowledge import FleetKnowledge
+    from convoy.planner.predict import predict_plan
+    from convoy.report.numbers import in_bytes
+    from convoy.report.plans import BASIS, between
+    from convoy.report.timeline import draw, write_chrome_trace
+    from convoy.simulate.table import read_fleet_file
+
+    known = FleetKnowledge(*read_fleet_file(fleet))
+    print(f"reading {net}")
+    request = question.request(known)
+    if plan == "auto":
+        print(f"planning for {len(request.names)} devices")
+    chosen = _plan_named(plan, request)
+    request = replace(request, batch=chosen.batch)
+    row = predict_plan(chosen, request)
+    energy = "" if row.energy is None else f", {row.energy.image_j:.4g} J/image"
+    print(
+        f"plan {chosen.name}, batch {chosen.batch}: {row.step_s:.3g} s a step (nine of ten: {between(row.within)}), "
+        f"{row.samples_per_s:,.4g} samples/s, {row.efficiency:.1%} of the limit, {in_bytes(row.traffic_bytes)} on the "
+        f"wire{energy}; {row.bound}"
+    )
+    print(f"based on {BASIS[request.costs.errors.basis]}")
+    for line in row.overfull:
+        print(f"does not fit: {line}")
+    output.mkdir(parents=True, exist_ok=True)
+    print(f"wrote {write_chrome_trace(row.timeline, output / 'step.json', request.names)}")
+    if figures:
+        title = f"{net}, plan {chosen.name}, batch {chosen.batch}"
+        print(f"wrote {draw(row.timeline, output / 'step.png', request.names, title)}")
+
+
+def _plan_named(name: str, request: "PlanRequest") -> "Plan":
+    from convoy.plan.plan import Plan
+    from convoy.plan.presets import PLANS, named_plan
+    from convoy.planner.planner import plan_auto
+
+    if name == "auto":
+        return plan_auto(request).named("auto")
+    if name in PLANS:
+        made = named_plan(name, request.graph, request.batch, request.layer_speeds)
+        return replace(made, wire=request.wire, outputs=request.outputs)
+    if not name.endswith(".json") and not os.path.isfile(name):
+        raise unknown_name("plan", name, [*PLANS, "auto", "a plan file (….json)"])
+    saved = Plan.load(Path(name))
+    saved.check(request.graph, len(request.names))
+    return saved
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            parser=path_of,
+            metavar="RUN...",
+            help="Folder of a run, or its log file; several are compared. Default: the latest one in runs.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="HTML file to write; default: report.html beside the log, or comparison.html.",
+            **PATH,
+        ),
+    ] = None,
+) -> None:
+    """Write one HTML page of a run, or a comparison of several.
+
+    It has the curves, throughput with prediction and limit, the plan, one step, and each device. The page needs no network.
+    An unfinished run gives a page of what there is.
+
+    Example: convoy report runs/2026-11-21-19.37.45-two-conv-50-500
+    """
+    if runs is not None and len(runs) > 1:
+        from convoy.report.page import write_comparison
+
+        print(f"wrote {write_comparison(runs, output)}")
+    else:
+        from convoy.report.page import write_report
+        from convoy.runlog.directory import runs_folder
+        from convoy.runlog.reader import newest_run
+
+        print(f"wrote {write_report(runs[0] if runs else newest_run(runs_folder()), output)}")
