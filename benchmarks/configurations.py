@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import InputError, unknown_name
-from convoy.fleet import Card, Device, Fleet, Host, read_fleet
+from convoy.fleet import Device, Fleet, Host, Nic, read_fleet
 from convoy.plan.presets import PLANS
 
 FLEETS = Path(__file__).parent / "fleets"
@@ -87,7 +87,7 @@ def fleet_named(name: str) -> Fleet:
     if name in equal:
         hosts = tuple(Host(f"h{number}") for number in range(equal[name]))
         devices = tuple(Device(f"{host.name}-cpu", host.name, "cpu", cores=EQUAL_CORES) for host in hosts)
-        return Fleet(hosts, devices, Card(send_bytes_per_s=125e6, receive_bytes_per_s=125e6, latency_s=5e-5))
+        return Fleet(hosts, devices, Nic(send_bytes_per_s=125e6, receive_bytes_per_s=125e6, latency_s=5e-5))
     files = {path.stem: path for path in sorted(FLEETS.glob("*.toml"))}
     if name not in files:
         raise unknown_name("fleet", name, [*files, *equal])

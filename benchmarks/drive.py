@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.configurations import Choice, Series, fleet_named
-from benchmarks.estimate import estimate_s
 from benchmarks.hardware import Ground, ground
 from benchmarks.results import FleetResult, newest, read_result
 from benchmarks.worker import JOB, WorkerJob
@@ -149,21 +148,15 @@ def _refuse_to_lose(job: WorkerJob) -> None:
 
 
 def _announced(jobs: Sequence[WorkerJob]) -> list[WorkerJob]:
-    """The jobs that have anything left to do, after telling about how long each will take."""
-    found, total_s = [], 0.0
+    """Print which cases are still to run, and return the jobs that have any."""
+    found = []
     for job in jobs:
         cases = [case for series in job.series for case in series.cases()]
         left = [case for case in cases if job.still_to_run(case, _empty(job, case.net))]
         if left:
-            took_s = estimate_s(job, left)
-            total_s += took_s
             found.append(job)
-            words = ", ".join(f"{case.net} batch {case.batch}" for case in left)
-            print(
-                f"fleet {job.fleet}: {len(left)} of {len(cases)} cases, about {took_s / 60:.1f} min at most ({words})",
-                flush=True,
-            )
-    print(f"about {total_s / 60:.1f} min in all", flush=True)
+            names = ", ".join(f"{case.net} batch {case.batch}" for case in left)
+            print(f"fleet {job.fleet}: {len(left)} of {len(cases)} cases ({names})", flush=True)
     return found
 
 

@@ -4,15 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from numpy import atleast_1d
-
 from benchmarks.configurations import PLAN_NAMES
 from benchmarks.results import FleetResult, Row
-from benchmarks.scaling import Scaled, scaled
 from benchmarks.score import efficiency
 
 MARKS = dict(zip(PLAN_NAMES, "osXD^vP", strict=True))
-COLORS = {plan: f"C{number}" for number, plan in enumerate(PLAN_NAMES)}
 
 
 def draw(results: Sequence[FleetResult], path: Path) -> bool:
@@ -30,8 +26,8 @@ def draw_efficiency(results: Sequence[FleetResult], path: Path) -> bool:
     return _drawn(path, size, lambda axes: _plot_efficiency(axes, found, names)) if found else False
 
 
-def _drawn(path: Path, size: tuple[float, float], plot: Callable[[Any], None], *, panels: int = 1) -> bool:
-    """Whether there was a matplotlib to draw with. `plot` is given the axes, or an array of them where there are several."""
+def _drawn(path: Path, size: tuple[float, float], plot: Callable[[Any], None]) -> bool:
+    """Draw a figure; return False where matplotlib is not installed."""
     try:
         import matplotlib as mpl
 
@@ -40,7 +36,7 @@ def _drawn(path: Path, size: tuple[float, float], plot: Callable[[Any], None], *
     except ImportError:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(1, panels, figsize=size, layout="constrained")
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     try:
         plot(axes)
         figure.savefig(path, dpi=120, metadata={"Software": None})
@@ -88,40 +84,3 @@ def _plot(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_ylabel("step predicted before the run (s)")
     axes.set_aspect("equal")
     axes.legend(fontsize=8)
-
-
-def draw_scaling(results: Sequence[FleetResult], path: Path) -> bool:
-    """Draw seconds of a step against devices (batch fixed, and growing with them) and against the batch; predictions are lines.
-
-    False where there are no results of equal fleets, or no matplotlib.
-    """
-    found = scaled([row for result in results for row in result.measured_rows()])
-    panels = [(title, rows) for title, rows in found.items() if rows]
-    if not panels:
-        return False
-    return _drawn(
-        path, (4.6 * len(panels), 4.4), lambda axes: _plot_scaling(atleast_1d(axes), panels), panels=len(panels)
-    )
-
-
-def _plot_scaling(every: Any, panels: Sequence[tuple[str, Sequence[Scaled]]]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # only where there is matplotlib
-
-    for axes, (title, points) in zip(every, panels, strict=True):
-        for plan in dict.fromkeys(point.row.plan for point in points):
-            own = sorted((point for point in points if point.row.plan == plan), key=lambda point: point.x)
-            xs, rows = [point.x for point in own], [point.row for point in own]
-            medians = [row.median_s for row in rows]
-            down = [row.median_s - min(row.rounds_s) for row in rows]
-            up = [max(row.rounds_s) - row.median_s for row in rows]
-            look = {"fmt": MARKS[plan], "color": COLORS[plan], "label": plan}
-            axes.errorbar(xs, medians, yerr=(down, up), markersize=5, capsize=2, **look)
-            axes.plot(xs, [row.predicted_s for row in rows], color=COLORS[plan], linewidth=1)
-        axes.set(xscale="log", yscale="log", title=title, xlabel=points[0].axis)
-        axes.set_xticks(sorted({point.x for point in points}))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axis.set_minor_formatter(NullFormatter())
-    every[0].set_ylabel("seconds of a step: measured (marks), predicted (lines)")
-    every[0].legend(fontsize=8)

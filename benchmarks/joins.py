@@ -27,9 +27,9 @@ from pathlib import Path
 from convoy.comm.job_key import write_key_file
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
-from convoy.fleet import Card
+from convoy.fleet import Nic
 
-GIGABIT = Card(125e6, 125e6, 5e-5)
+GIGABIT = Nic(125e6, 125e6, 5e-5)
 PORT = 7000
 BESIDE = 10
 """Steps before and after a change, of which the ordinary one is the median."""

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from benchmarks.hardware import stamp
 from benchmarks.score import middle_spread
-from convoy.comm.group import AloneGroup, Arrived, CountedGroup, Message, Pending, closed_error
+from convoy.comm.group import AloneGroup, Arrived, Group, Message, Pending, closed_error
 from convoy.files import write_whole
 from convoy.launch.host_job import memory_environment
-from convoy.measure.overheads import measure_overheads
+from convoy.measure.overhead_probe import measure_overheads
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
@@ -53,7 +53,7 @@ WAYS = ("plain", "alone", "shared", "layer by layer")
 COMPILED = "compiled"
 
 
-class SilentPeer(CountedGroup):
+class SilentPeer(Group):
     """A group of two whose other device is never there: its messages are zeros that have arrived at once."""
 
     def __init__(self) -> None:

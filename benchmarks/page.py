@@ -54,7 +54,7 @@ def validation_page(paper: Paper) -> str:
         "## In short",
         "\n".join(f"- {line}" for line in short),
         "Every prediction was written to the results file before the first run of its net, from measured layers and links of "
-        "that fleet. Nothing was fitted to a run. Machines and commands are at the end of the page.",
+        "that fleet. Nothing was fitted to a run. The machines are at the end of the page.",
         "## Error by plan",
         "(predicted - measured) / measured, where measured is the median of the rounds. Steady rows are those where the "
         "middle half of the rounds lies within 5 % of the median. Filter-split are `master`, `model`, and `auto` where it "
@@ -69,21 +69,23 @@ def validation_page(paper: Paper) -> str:
         "## Every configuration",
         "Spread: (slowest - fastest) / median of the rounds; middle: that of the middle half. " + how_timed(),
         _full_table(rows),
-        "## Machines and commands",
-        hardware(paper.results),
+        "## Machines",
+        "Each file in `benchmarks/results/validation` names its command.",
+        "\n".join(f"- {line}" for line in machines(paper.results)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def hardware(results: Sequence[FleetResult]) -> str:
-    """On what, with what, when."""
+def machines(results: Sequence[FleetResult]) -> list[str]:
+    """Return one line per machine: fleets, hardware, versions, revisions and dates."""
     lines = []
-    for (place, command), group in _alike(results).items():
+    for (place, data), group in _alike(results).items():
         dates = sorted(net.finished[:10] for result in group for net in result.nets.values() if net.finished)
-        fleets = ", ".join(dict.fromkeys(f"{result.fleet} ({_cores(result)})" for result in group))
         days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-        lines += [f"Fleets: {fleets}, each rehearsed on {place}; {group[0].data}; {days}.", f"```\n{command}\n```"]
-    return "\n\n".join(lines)
+        fleets = ", ".join(dict.fromkeys(f"{result.fleet} ({_cores(result)})" for result in group))
+        revisions = ", ".join(dict.fromkeys(result.ground.revision or "unknown" for result in group))
+        lines.append(f"{fleets}, emulated on {place}; {data}; convoy at {revisions}; {days}.")
+    return lines
 
 
 def _alike(results: Sequence[FleetResult]) -> dict[tuple[str, str], list[FleetResult]]:
@@ -91,11 +93,8 @@ def _alike(results: Sequence[FleetResult]) -> dict[tuple[str, str], list[FleetRe
     for result in results:
         if result.measured_rows():
             g = result.ground
-            place = (
-                f"{g.cores} cores of {g.processor}, {g.kernel}, Python {g.python}, torch {g.torch}, "
-                f"convoy {g.convoy} at {g.revision or 'an unknown revision'}"
-            )
-            found.setdefault((place, result.command), []).append(result)
+            place = f"{g.cores} cores of {g.processor}, {g.kernel}, Python {g.python}, torch {g.torch}"
+            found.setdefault((place, result.data), []).append(result)
     return found
 
 

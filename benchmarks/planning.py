@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.hardware import stamp
 from convoy.files import write_whole
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.model.tracing import trace
@@ -36,7 +36,7 @@ from studies.sweep import BASE, PLANS, points_at, sweep
 
 RESULTS = Path(__file__).parent / "results" / "planning.json"
 COMMAND = "python -m benchmarks.planning"
-CARD = Card(send_bytes_per_s=1.25e9, receive_bytes_per_s=1.25e9, latency_s=5e-5)
+CARD = Nic(send_bytes_per_s=1.25e9, receive_bytes_per_s=1.25e9, latency_s=5e-5)
 
 
 class Bottleneck(nn.Module):
@@ -144,7 +144,7 @@ def three_cores() -> Fleet:
         Device(f"{n}-cpu", n, "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate / 8, memory_bytes=8 * 10**9)
         for n, rate in rates.items()
     )
-    return Fleet(tuple(Host(name) for name in rates), tuple(devices), Card(125e6, 125e6, 1e-4))
+    return Fleet(tuple(Host(name) for name in rates), tuple(devices), Nic(125e6, 125e6, 1e-4))
 
 
 def plan_once(graph: Graph, fleet: Fleet, batch: int) -> dict[str, Any]:

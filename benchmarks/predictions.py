@@ -88,7 +88,7 @@ def _prediction(row: PlanPrediction, fleet: Fleet) -> Prediction:
 
 def _card_s(row: PlanPrediction, fleet: Fleet) -> float:
     """Seconds of the busiest card; every device has a host of its own in these fleets."""
-    cards = [fleet.card(device.host) for device in fleet.devices] if len(fleet.hosts) > 1 else []
+    cards = [fleet.nic(device.host) for device in fleet.devices] if len(fleet.hosts) > 1 else []
     ways = zip(cards, row.sent_bytes, row.received_bytes, strict=False)
     return max((max(out / c.send_bytes_per_s, into / c.receive_bytes_per_s) for c, out, into in ways), default=0.0)
 

@@ -12,6 +12,11 @@ from benchmarks.results import Row
 NEAR = 0.03
 """A choice is right when it is within three per cent of the best plan that was measured."""
 
+TUNED = "ddp-tuned"
+
+KNOWN_TO = 0.02
+"""`auto` and tuned DDP get further rounds until the standard error of their ratio is below this part of it."""
+
 STEADY = 0.05
 """A row is steady when the middle half of its rounds lies within five per cent of their median."""
 
@@ -167,6 +172,21 @@ def alone(row: Row, rows: Iterable[Row]) -> list[Row]:
     """The rows of all devices alone, in the case of this row: in turn where that was measured, else all at the same time."""
     case = [r for r in rows if (r.fleet, r.net, r.batch) == (row.fleet, row.net, row.batch)]
     return [r for r in case if r.plan == IN_TURN] or [r for r in case if r.plan == ALONE]
+
+
+def cases_of(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return the rows of each (fleet, net, batch)."""
+    return list(by(rows, name_of).values())
+
+
+def name_of(row: Row) -> str:
+    """Return fleet, net and batch as text."""
+    return f"{row.fleet}, {row.net}, batch {row.batch}"
+
+
+def fastest_alone(case: Sequence[Row]) -> Row | None:
+    """Return the row of the fastest device alone, measured while the others were idle if there is such a row."""
+    return min(alone(case[0], case), key=lambda row: row.median_s, default=None)
 
 
 def relative_range(values: Sequence[float]) -> float:

@@ -40,8 +40,8 @@ from convoy.comm.processes import join
 from convoy.elastic.members import Members
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
-from convoy.fleet import Card, Device, Fleet, Host
-from convoy.measure.load import read
+from convoy.fleet import Device, Fleet, Host, Nic
+from convoy.measure.other_load import read_usage
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.plan.plan import Plan
@@ -52,7 +52,7 @@ from convoy.planner.spare import SparePrice, spare_price
 from convoy.simulate.described import ENCRYPTION_S_PER_BYTE
 from convoy.simulate.table import Measurement
 
-GIGABIT = Card(125e6, 125e6, 5e-5)
+GIGABIT = Nic(125e6, 125e6, 5e-5)
 HOSTS = ("a", "b")
 IMAGE, CLASSES = (3, 32, 32), 10
 STRETCH_S = 2.0
@@ -144,7 +144,7 @@ def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -
             first_s = {mode: way.run(3) for mode, way in ways.items()}["encrypted"]  # memory is new
             turn_s = float(encrypted.agree("how long a turn is", str(first_s))[0]) * price.every
             periods = max(1, round(STRETCH_S / turn_s))
-            begin, found = read(), {mode: list[float]() for mode in MODES}
+            begin, found = read_usage(), {mode: list[float]() for mode in MODES}
             for number in range(rounds):
                 for mode in MODES if number % 2 else reversed(MODES):
                     found[mode].append(ways[mode].run(periods * price.every))

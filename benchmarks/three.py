@@ -220,7 +220,7 @@ def measurements(place: Place, net: str, graph: Graph, say: Callable[[str], None
     say(f"measured: the layers of {net}")
     rows, others = [], [alone.others]
     context = PlanRequest(graph, BATCH, FleetKnowledge(fleet, given=costs))
-    single = predict_plan(replace(found.auto.plan, pieces=BATCH), context)
+    single = predict_plan(replace(found.auto.plan, chunks=BATCH), context)
     for name, prediction in (("master", found.master), ("auto", found.auto), (IN_CHUNKS, single)):
         path = Path(place.environment["CONVOY_RUNS"], "plan.json")
         write_whole(path, prediction.plan.to_json())

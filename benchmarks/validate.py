@@ -19,8 +19,8 @@ from benchmarks.verb import verb
 from convoy.files import write_whole
 
 
-def write_page(results: Sequence[FleetResult], _folder: Path, page: Path) -> None:
-    """The page, with its figure beside it."""
+def write_page(results: Sequence[FleetResult], page: Path) -> None:
+    """Write the page, and its figure next to it."""
     picture = page.parent / "figures" / f"{page.stem}.png"
     figure = picture.relative_to(page.parent).as_posix() if draw(results, picture) else None
     write_whole(page, validation_page(Paper(results, figure)))

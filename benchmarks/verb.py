@@ -19,7 +19,7 @@ def verb(
     name: str,
     set_run: str,
     page_name: str,
-    write_page: Callable[[Sequence[FleetResult], Path, Path], None],
+    write_page: Callable[[Sequence[FleetResult], Path], None],
     *,
     budget_s: float,
     round_default_s: float,
@@ -29,7 +29,7 @@ def verb(
     Args:
         set_run: the set that is run if nothing is named; names the folder of the results.
         page_name: of the page in docs/, without its ending.
-        write_page: is given results, the folder they are from, and the page to write.
+        write_page: receives the results and the page to write.
         budget_s, round_default_s: defaults of --budget and --round.
     """
 
@@ -91,7 +91,7 @@ def verb(
         try:
             drive.check()
             status = 0 if page_only else run(drive)
-            write_page(results_in(output), output, page)
+            write_page(results_in(output), page)
         except ConvoyError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None

@@ -56,7 +56,7 @@ class Wire:
         if len(hosts) < 2 or len(set(hosts)) < len(hosts):
             return None
         ways = [fleet.path(a, b).bandwidth_bytes_per_s for a, b in zip(hosts, [*hosts[1:], hosts[0]], strict=True)]
-        return cls(min(ways), tuple(fleet.card(host).receive_bytes_per_s for host in hosts))
+        return cls(min(ways), tuple(fleet.nic(host).receive_bytes_per_s for host in hosts))
 
     def ring_s(self, size_bytes: float) -> float:
         """Seconds of a sum of so many bytes over all ranks."""

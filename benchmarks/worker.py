@@ -27,12 +27,12 @@ from benchmarks.configurations import ALONE, AUTO, FSDP, IN_TURN, PEERS, Case, S
 from benchmarks.ddp import ddp_turn, fsdp_turn, leave
 from benchmarks.hardware import Ground
 from benchmarks.predictions import Predictions, predict, rows_of, strategies
-from benchmarks.quiet import others_share, read
+from benchmarks.quiet import others_share, read_usage
 from benchmarks.reference import Reference
-from benchmarks.results import FleetResult, NetResult, Row, read_result, still_to_run, write_result
+from benchmarks.results import FleetResult, NetResult, Row, still_to_run, write_result
 from benchmarks.rounds import Pair, Turn, run_rounds
 from benchmarks.runners import AloneRunner, ConvoyRunner
-from benchmarks.targets import KNOWN_TO, TUNED, missed
+from benchmarks.score import KNOWN_TO, TUNED
 from benchmarks.tasks import Data, images_of, task_of
 from benchmarks.tuning import Setting
 from benchmarks.wire import Wire
@@ -41,15 +41,11 @@ from convoy.comm.processes import join
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.plan import Plan
-from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.predict import predict_plan
-from convoy.planner.request import PlanRequest
-from convoy.report.timeline import draw
 from convoy.simulate.costs import Costs
 from convoy.simulate.table import Measurement, read_fleet_file
 
@@ -188,12 +184,6 @@ class _FleetRun:
             self._write(case, self._net_result(case, predictions, measured.date))
         for case, predictions in zip(cases, every, strict=True):
             self._run(case, model, images, predictions, measured, reference)
-            rows = read_result(self.job.path(case)).measured_rows() if self.group.device == 0 else ()
-            if missed(rows):
-                context = PlanRequest(
-                    traced.graph, case.batch, FleetKnowledge(measured.fleet, given=costs), outputs=task.outputs
-                )
-                self._draw(case, rows, predictions, context)
 
     def _measured(self, net: str, model: nn.Module, traced: TracedModel, batch: int) -> Measurement:
         job, first = self.job, self.wire
@@ -208,7 +198,7 @@ class _FleetRun:
             self.wire = measured
         else:
             # Layers differ from net to net; the wire, the copies and the optimizer do not: they are measured well once.
-            measured = replace(measured, fleet=first.fleet, link=first.link, host=first.host, device=first.device)
+            measured = replace(measured, fleet=first.fleet, link=first.link, device=first.device)
         if job.measurements is not None and self.group.device == 0:
             write_whole(job.measurements / f"{job.fleet}.{net.replace(':', '-')}.toml", measured.to_toml())
         return measured
@@ -236,7 +226,7 @@ class _FleetRun:
         measured: Measurement,
         reference: Reference,
     ) -> None:
-        begin, net = read(), self._net_result(case, predictions, measured.date)
+        begin, net = read_usage(), self._net_result(case, predictions, measured.date)
         name = f"{case.net}, batch {case.batch}"
         turns = self._turns(case, model, images, net.rows, predictions, measured.fleet)
         rows = run_rounds(
@@ -306,20 +296,6 @@ class _FleetRun:
     def _settling(self, row: Row) -> int:
         """Steps that rebalancing gets: for two answers, in no more time than the search for DDP's shares."""
         return max(LEAST_SETTLING, min(MOST_SETTLING, round(self.job.tuning_s / (row.predicted_s or 1.0))))
-
-    def _draw(self, case: Case, rows: Sequence[Row], predictions: Predictions, context: PlanRequest) -> None:
-        """Where the time of `auto` goes, as predicted, for the page: beside the result file."""
-        ran_s = {row.predicted_s for row in rows if row.plan == AUTO}
-        found = [predictions.plans[AUTO], *predictions.others] if ran_s else []
-        chosen = next((each for each in found if each.step_s in ran_s), None)
-        if chosen is None:
-            return
-        row = predict_plan(Plan.from_json(chosen.plan), context)
-        title = f"{case.net}, batch {case.batch}, on {case.fleet}: auto, as predicted"
-        try:
-            draw(row.timeline, self.job.path(case).with_suffix(".png"), context.names, title)
-        except InputError as error:  # no matplotlib
-            self.say(str(error))
 
 
 def _pair(turns: Sequence[Turn], most: int) -> Pair | None:

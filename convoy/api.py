@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from convoy.comm.agreement import agree_on_modes, from_first
-from convoy.comm.changing import index_in_job
+from convoy.comm.collectives import agree_on_modes, from_first
 from convoy.comm.environment import read_process_env
-from convoy.comm.group import Group
+from convoy.comm.group import Group, index_in_job
 from convoy.data.augment import read_augment
 from convoy.elastic.entrance import join
 from convoy.errors import InputError, MismatchError, PlanError
@@ -24,11 +23,11 @@ from convoy.fleet import Fleet
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.redistribute import Sum
 from convoy.machine.accelerator import random_state_kept
-from convoy.measure.anew import Replanner
-from convoy.measure.describe import describe, fleet_of
-from convoy.measure.job import MeasureOptions, measure_job
-from convoy.measure.progress import Progress, to_stderr
-from convoy.measure.speeds import given_speeds, measure_speeds, timing_s
+from convoy.measure.device_info import describe_device, fleet_of
+from convoy.measure.measure_job import MeasureOptions, measure_job
+from convoy.measure.replanner import Replanner
+from convoy.measure.speeds import given_speeds, measure_speeds
+from convoy.measure.timing import Progress
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel, trace, unwrapped
 from convoy.plan.plan import OutputPlace, Plan
@@ -322,7 +321,7 @@ def make_plans(
         optimizer: for "auto", whose state counts as memory: "sgd", "sgd-momentum" or "adam".
         net: for "auto", the model's name in messages and files; None: that of its class.
         micro_batches: the number of micro-batches of `batch` samples per step (see `Distributed.no_sync`).
-        progress: given what is measured, how much is done, and how much there is; None: device 0 prints it to standard error.
+        progress: is called with what is measured now; None: device 0 prints to standard error what it waits for.
     """
     if batch < 1:
         raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
@@ -337,23 +336,24 @@ def make_plans(
     )  # fmt: skip
     name = type(model).__name__ if net is None else net
     options = MeasureOptions(name, budget_s=budget_s, slowdown=slowdown, precision=precision)
+    prints = progress is None and group.device == 0 and group.devices > 1
+    progress = progress or (lambda _: None)
+
+    def say(*lines: str) -> None:
+        for line in lines if prints else ():
+            builtins.print(f"convoy: {line}", file=sys.stderr, flush=True)
+
     if plan == AUTO:
         if speeds is not None:
             raise InputError(
                 "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
             )
-        by_script = progress is None
-        if progress is None:
-            what, about_s = f"planning for {group.devices} devices", None
-            if fleet is None:
-                what, about_s = f"measuring {group.devices} devices and planning for them", budget_s
-            progress = to_stderr(group, what, about_s)
+        work = f"planning for {group.devices} devices"
+        say(f"{work} ..." if fleet is not None else f"measuring and {work}, about {max(1, round(budget_s))} s ...")
         # Timing draws random numbers; the script's must stay those of one device.
         with random_state_kept(group.torch_device):
             plans = _plan_together(group, traced, model, request, fleet, options, progress)
-        if by_script and group.devices > 1 and group.device == 0:
-            for line in choice_lines(plans, traced.graph):
-                builtins.print(f"convoy: {line}", file=sys.stderr, flush=True)
+        say(*choice_lines(plans, traced.graph))
         return plans
     if isinstance(plan, Plan) and plan.batch != batch:
         raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")
@@ -364,8 +364,7 @@ def make_plans(
     known = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
     made(known).check(traced.graph, group.devices)  # before the seconds of measuring
     if speeds is None and group.devices > 1:
-        if progress is None:
-            progress = to_stderr(group, "every device times the model's layers", timing_s(traced.graph))
+        say("every device times the model's layers ...")
         with random_state_kept(group.torch_device):
             clock = Clock(group.torch_device, slowdown)
             known = measure_speeds(group, traced, model, batch, clock, precision, progress)
@@ -412,7 +411,7 @@ def _plan_together(
         return found
 
     def planned(by: Measurement) -> Any:
-        progress("the plans that these times allow", 0, 0)
+        progress("the plans that these times allow")
         asked = replace(request, fleet=replace(request.fleet, measured=by))
 
         def answer() -> dict[str, Any]:
@@ -450,7 +449,7 @@ def _plan_alone(group: Group, request: PlanRequest, described: Fleet | None, slo
     speeds = given_speeds((1.0,), 1)
     plan = named_plan("data", request.graph, request.batch, speeds, request.reduce)
     plan = replace(plan, name=AUTO, wire=request.wire, outputs=request.outputs)
-    own = describe(group.torch_device, slowdown)
+    own = describe_device(group.torch_device, slowdown)
     process_bytes = max(0, own.process_bytes - 4 * sum(layer.entries for layer in request.graph.layers.values()))
     check_alone(request, plan, room_of(described or fleet_of([own]), request.optimizer, [process_bytes]))
     return Plans((plan,), replace(request, fleet=replace(request.fleet, speeds=speeds)))

@@ -19,7 +19,7 @@ from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Compute, Move, StepList
+from convoy.plan.steps import ComputeStep, Move, StepList
 from convoy.plan.strategy import Batch, Channel, Filter, Strategy
 from docs.drawing import DEVICE_COLOURS, Drawing, write
 
@@ -143,7 +143,7 @@ def _stations(steps: StepList) -> Iterator[tuple[list[str], Layout, tuple[int, .
     net, layout, kinds = graph(), steps.inputs[0].layout, []
     yield [], layout, steps.inputs[0].shape
     for step in steps.phase("forward"):
-        if isinstance(step, Compute):
+        if isinstance(step, ComputeStep):
             kinds.append(net[step.layer].kind)
             if _kind(step.writes.layout) != _kind(layout):
                 yield kinds, step.writes.layout, step.writes.shape

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
@@ -39,7 +39,7 @@ def fleet() -> Fleet:
         Device(name, name[0], "cpu", peak_flop_per_s=rate * 1e9, memory_bytes_per_s=2e10)
         for name, rate in rates.items()
     ]
-    return Fleet(tuple(Host(name) for name in "abc"), tuple(devices), Card(125e6, 125e6, 5e-5))
+    return Fleet(tuple(Host(name) for name in "abc"), tuple(devices), Nic(125e6, 125e6, 5e-5))
 
 
 def replays() -> tuple[Timeline, Timeline]:

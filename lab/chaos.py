@@ -33,9 +33,8 @@ from torch.utils.data import TensorDataset
 
 from convoy.api import distribute, loader, make_plan
 from convoy.checkpoint import Checkpointer
-from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import listen_at
-from convoy.comm.group import Group
+from convoy.comm.group import ChangingGroup, Group
 from convoy.comm.processes import join
 from convoy.elastic.members import Members
 from convoy.launch.host_job import device_environments

@@ -31,7 +31,7 @@ def plan_of(case: Case, graph: Graph) -> Plan:
         return _mixed(case, graph)
     if case.plan == "free":
         plan = named_plan("sharded", graph, case.batch, speeds)
-        return replace(plan, in_shares={key: replace(each, form="free") for key, each in plan.in_shares.items()})
+        return replace(plan, sharded={key: replace(each, form="free") for key, each in plan.sharded.items()})
     return named_plan(case.plan, graph, case.batch, speeds)
 
 

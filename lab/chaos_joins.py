@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from convoy.api import distribute
-from convoy.comm.changing import ChangingGroup
-from convoy.comm.channel import Words
-from convoy.comm.group import AloneGroup
+from convoy.comm.connection import Fields
+from convoy.comm.group import AloneGroup, ChangingGroup
 from convoy.elastic.admission import Verdict
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import Members
@@ -32,16 +31,16 @@ HELLO_S = 5.0
 class Everybody:
     """Is let in, and has nothing to know."""
 
-    def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
+    def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
         return "wanted", ""
 
-    def came(self, device: int, facts: Words) -> None:
+    def note_joined(self, device: int, facts: Fields) -> None:
         """Nothing."""
 
-    def told(self) -> Any:
+    def knowledge(self) -> Any:
         return None
 
-    def hear(self, told: Any) -> None:
+    def learn(self, knowledge: Any) -> None:
         """Nothing."""
 
 
@@ -90,7 +89,7 @@ def entrance_of(join: Join, machine: Machine, there: Callable[[], Sequence[Membe
         time.sleep(0.005)
     until_s = time.monotonic() + HELLO_S
     while True:
-        doors = [door for each in there() if each.membership is not None for door in each.membership.doors]
+        doors = [door for each in there() if each.membership is not None for door in each.membership.addresses]
         try:
             entrance = Entrance(list(dict.fromkeys(doors)), machine)
             entrance.hello(1.0)

@@ -9,15 +9,15 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from convoy.checkpoint import checkpointer, lock
-from convoy.checkpoint.folder import Sink
+from convoy.checkpoint import checkpoint, checkpointer, run_folder
 from convoy.comm import meeting, processes, rendezvous
-from convoy.comm.channel import Channel, Credentials, Words
+from convoy.comm.connection import Connection, Credentials, Fields
 from convoy.comm.job_key import JobKey
 from convoy.comm.listener import Listener
 from convoy.comm.streams import StreamBackend
@@ -49,7 +49,7 @@ class Machine(Credentials):  # type: ignore[misc]
         self.wait_s = 0.0
         self.room_bytes: int | None = None
         self._lock = threading.Lock()
-        self._channels: list[Channel] = []
+        self._channels: list[Connection] = []
         self._parts: list[Listener | StreamBackend] = []
         _own.machine, _own.stores = self, {}
 
@@ -95,15 +95,15 @@ class Machine(Credentials):  # type: ignore[misc]
 
     # --- as credentials -----------------------------------------------------------------------------------------------
 
-    def answering(self, connection: socket.socket) -> Channel:
+    def accept(self, connection: socket.socket) -> Connection:
         self.awake.wait()
-        return self._watched(super().answering(connection))
+        return self._watched(super().accept(connection))
 
-    def call(self, address: tuple[str, int], words: Words, deadline_s: float) -> Channel:
+    def connect(self, address: tuple[str, int], words: Fields, deadline_s: float) -> Connection:
         self.speaks()
-        return self._watched(super().call(address, words, deadline_s))
+        return self._watched(super().connect(address, words, deadline_s))
 
-    def _watched(self, channel: Channel) -> Channel:
+    def _watched(self, channel: Connection) -> Connection:
         send, send_at_once, receive = channel.send, channel.send_at_once, channel.receive_some
 
         def gated_send(content: memoryview | bytes) -> None:
@@ -165,15 +165,19 @@ def machines() -> Iterator[None]:
     def own(_: Any) -> Machine:
         return _own.machine  # type: ignore[no-any-return]
 
-    write, hold = Sink.write, lock.hold
+    write, hold = checkpoint.write_file, run_folder.hold
 
-    def written(sink: Sink, data: bytes | memoryview) -> None:
-        _own.machine.writes(len(data))
-        write(sink, data)
+    def written(path: Path, chunks: Iterable[bytes | memoryview]) -> Any:
+        def counted() -> Iterator[bytes | memoryview]:
+            for chunk in chunks:
+                _own.machine.writes(len(chunk))
+                yield chunk
 
-    def held(*folder: Any, **options: Any) -> None:
+        return write(path, counted())
+
+    def held(folder: Path) -> bool:
         _own.machine.writes(1)  # the name of a lock
-        hold(*folder, **options)
+        return hold(folder)
 
     def streams(door: Listener, *rest: Any) -> Any:
         machine: Any = door.credentials
@@ -185,8 +189,8 @@ def machines() -> Iterator[None]:
         mock.patch.object(processes, "Listener", door),
         mock.patch.object(regroup, "Listener", door),
         mock.patch.object(meeting, "Listener", door),
-        mock.patch.object(Sink, "write", written),
-        mock.patch.object(lock, "hold", held),
+        mock.patch.object(checkpoint, "write_file", written),
+        mock.patch.object(run_folder, "hold", held),
         mock.patch.object(checkpointer, "hold", held),
         mock.patch.object(rendezvous, "_stores", _OwnStores()),
     ):

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from convoy.api import distribute
 from convoy.checkpoint.checkpointer import Checkpointer
-from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv, listen_at
+from convoy.comm.group import ChangingGroup
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
-from convoy.elastic.members import LeftError, Members, StateLostError
+from convoy.elastic.members import JoinOptions, LeftError, Members, StateLostError
 from convoy.errors import ConvoyError
 from convoy.model.tracing.trace_model import trace
 from convoy.train.controller import Rebalancer
@@ -133,7 +133,7 @@ class Fleet:
         others = [] if training.schedule is None else [training.schedule]
         members = self.members[device] = Members(
             part, training.optimizer, others=others, every=case.every, tell=fate.told.append,
-            admission=Everybody() if case.joins else None, entrance=entrance,
+            joins=JoinOptions(Everybody() if case.joins else None, entrance=entrance),
         )  # fmt: skip
         keeper = None
         if case.saves is not None:

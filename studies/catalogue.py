@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.simulate.energy import Power
 
@@ -15,7 +15,7 @@ def power_of_class(known: DeviceClass) -> Power:
     return Power(known.idle_w.value, known.busy_w.value)
 
 
-def fleet_of(classes: Sequence[str], card: Card) -> Fleet:
+def fleet_of(classes: Sequence[str], card: Nic) -> Fleet:
     """A fleet of one device per host, of the given classes, all with the same network card.
 
     Raises:

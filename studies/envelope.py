@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
@@ -58,7 +58,7 @@ def costs_at(point: Mapping[str, float]) -> Costs:
         Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=flop_per_s, memory_bytes_per_s=memory) for i in range(count)
     )
     link = point["link_bytes_per_s"]
-    fleet = Fleet(tuple(Host(f"h{i}") for i in range(count)), devices, Card(link, link, point["latency_s"]))
+    fleet = Fleet(tuple(Host(f"h{i}") for i in range(count)), devices, Nic(link, link, point["latency_s"]))
     message_s = point["message_s"]
     overheads = (Overheads(round_s=message_s, message_s=message_s),) * count
     return replace(roofline_costs(fleet, efficiency=point["efficiency"]), overheads=overheads)

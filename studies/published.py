@@ -16,9 +16,9 @@ from itertools import product
 from convoy.model.graph import Graph, Layer
 from convoy.model.nets import graph_without_weights
 from convoy.model.nets.builtin import two_conv
+from convoy.plan.device_program import LocalSize, flop, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Part, Phase
 from convoy.simulate.network import Network
 from convoy.simulate.simulate import Costs, simulate

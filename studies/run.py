@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from convoy.errors import InputError
-from convoy.fleet import Card
+from convoy.fleet import Nic
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.presets import PLANS
@@ -22,7 +22,7 @@ Say = Callable[[str], object]
 MIXED = ("server-cpu", "embedded-gpu", "laptop-cpu", "mobile-gpu")
 """A lab's fleet, by classes of the catalogue."""
 
-_GIGABIT = Card(send_bytes_per_s=125e6, receive_bytes_per_s=125e6, latency_s=1e-4)
+_GIGABIT = Nic(send_bytes_per_s=125e6, receive_bytes_per_s=125e6, latency_s=1e-4)
 
 
 def run_study(

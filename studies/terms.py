@@ -16,10 +16,10 @@ from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Replicated, Split
 from convoy.layout.redistribute import Sum
 from convoy.model.graph import Graph, Layer
+from convoy.plan.device_program import whole_size
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.size import whole_size
-from convoy.plan.steps import Compute, Move, Phase, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
+from convoy.plan.steps import ComputeStep, GatherStatistics, Move, Phase, ReturnGradient, StepList, SumGradients, Value
 
 EVERYONE = 2**62
 """So many units that every device gets some."""
@@ -157,7 +157,7 @@ def terms_of(steps: StepList, graph: Graph) -> Terms:
 class _Reader:
     def __init__(self, steps: StepList, graph: Graph) -> None:
         self.steps, self.graph = steps, graph
-        self.computes = [s for s in steps.phase("forward") if isinstance(s, Compute)]
+        self.computes = [s for s in steps.phase("forward") if isinstance(s, ComputeStep)]
         self.units = {layer.name: _units(graph, layer) for layer in graph.layers.values()}
         self.outputs = {value.key for value in steps.outputs}
         self.readers: dict[str, set[int]] = {}
@@ -167,13 +167,13 @@ class _Reader:
 
     def terms(self, step: object) -> Sequence[Term]:
         match step:
-            case Compute():
+            case ComputeStep():
                 return [self._work(step)]
             case Move(phase="forward"):
                 return [self._carry(step.reads, step.writes, step.phase)]
             case Move():
                 return [self._carry(step.writes, step.reads, step.phase)]
-            case ShareStatistics():
+            case GatherStatistics():
                 return [Tell(step.entries)]
             case SumGradients():
                 shared = any(self._owner(key).shared or self._owner(key).kind == "parameter" for key in step.keys)
@@ -189,7 +189,7 @@ class _Reader:
                 found[parameter.key] = Trained(parameter.entries, self._place(step.writes))
         return list(found.values())
 
-    def _work(self, step: Compute) -> Work:
+    def _work(self, step: ComputeStep) -> Work:
         layer = self.graph[step.layer]
         weights = sum(p.entries for p in layer.parameters.values())
         place = self._place(step.writes)
@@ -230,7 +230,7 @@ class _Reader:
                 return Copies(tuple(sorted(readers)))
         raise InputError(f"{value.key} lies as {layout}: sums over channels have no closed form here; replay the plan")
 
-    def _reach(self, step: Compute) -> int:
+    def _reach(self, step: ComputeStep) -> int:
         """How many devices at most take part in a step that deals out its output."""
         layout = step.writes.layout
         return self.units[step.layer] if isinstance(layout, Split) and layout.axis > 0 else EVERYONE

@@ -83,12 +83,12 @@ def test_the_example_alone_and_under_torchrun(
     """The same losses, with warnings as errors, and not a word beside the example's own but what it waits for."""
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(convoy.measure.speeds, "STRETCH_S", 0.0)
+    monkeypatch.setattr(convoy.measure.speeds, "SLICE_S", 0.0)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(example))
     out, err = start(example)
     said = "every device times the model's layers"
-    assert re.fullmatch(rf"convoy: {said}, about \d+ s \.\.\.\n(convoy:   \d+ s: .*\n)*", err)
+    assert err == f"convoy: {said} ...\n"
     alone, together = (
         [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)", text, re.MULTILINE)]
         for text in (printed.getvalue(), out)

@@ -8,9 +8,8 @@
 Plain PyTorch loads the weights: `model.load_state_dict(safetensors.torch.load_file("run/best/model.safetensors"))`.
 """
 
+from convoy.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from convoy.checkpoint.checkpointer import Checkpointer
-from convoy.checkpoint.folder import Progress, latest
-from convoy.checkpoint.load import load_checkpoint
-from convoy.checkpoint.save import save_checkpoint
+from convoy.checkpoint.run_folder import Progress, latest
 
 __all__ = ["Checkpointer", "Progress", "latest", "load_checkpoint", "save_checkpoint"]

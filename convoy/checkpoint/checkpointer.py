@@ -1,8 +1,6 @@
 """When a training run is saved, and where it resumes."""
 
 import math
-import os
-import secrets
 import time
 import warnings
 import weakref
@@ -15,61 +13,20 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.folder import Progress, is_checkpoint, latest, run_folder
-from convoy.checkpoint.load import load_checkpoint
-from convoy.checkpoint.lock import LOCK, hold, release
-from convoy.checkpoint.save import KEEP, Contents, Stateful, attempt
-from convoy.checkpoint.tensors import Parts
-from convoy.comm.agreement import from_first
-from convoy.errors import InputError, shown
-
-_TRACES = {LOCK, ".draft", "log.jsonl", "run.toml"}
-"""Files of a run that ended before its first checkpoint."""
+from convoy.checkpoint.checkpoint import Contents, Stateful, load_checkpoint, try_to_save
+from convoy.checkpoint.run_folder import Progress, hold, release, run_folder, starting_point
+from convoy.checkpoint.tensors import ModelShards
+from convoy.comm.collectives import from_first
+from convoy.errors import InputError
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
 """Pauses between attempts to write the last checkpoint of a run."""
 
 
-def starting_point(folder: Path, resume: bool) -> Path | None:
-    """Return the checkpoint that a run starts from; None for a start from the beginning. Change nothing.
-
-    Args:
-        folder: of the run, or one of its checkpoints.
-
-    Raises:
-        InputError: there is nothing to resume; or there is, and `resume` is False.
-    """
-    held = folder if is_checkpoint(folder) else latest(folder)
-    if not resume:
-        if held == folder:
-            raise InputError(
-                f"{folder} is a checkpoint of a run: go on from it (--resume), or name another folder for a new run"
-            )
-        if held is not None:
-            raise InputError(
-                f"{folder} holds the checkpoints of another run, the latest is {held.name}: resume it (--resume), or name "
-                "another folder"
-            )
-        return None
-    if not os.path.isdir(folder):
-        raise InputError(
-            f"there is nothing to resume: the folder {folder} does not exist; give that of an earlier run, or start without "
-            "resuming"
-        )
-    run_folder(folder)  # refuses a checkpoint of an unknown run
-    names = {path.name for path in folder.iterdir()}
-    if held is None and names and not names & _TRACES:
-        raise InputError(
-            f"there is nothing to resume: {folder} is a folder of something else ({shown(min(names))}, ...); give that of an "
-            "earlier run, or start without resuming"
-        )
-    return held
-
-
 class Checkpointer:
     """The checkpoints of a training loop, with the count of its steps. Every device has one, and makes the same calls.
 
-    A checkpoint that cannot be written, as on a full disk, is reported, and the training goes on: earlier checkpoints stay as
+    A checkpoint that cannot be written, as on a full disk, is reported, and the training continues: earlier checkpoints stay as
     they are, and the next one is tried when it is due. Only `at_end` raises then, after two minutes of further attempts.
 
     ::
@@ -86,16 +43,13 @@ class Checkpointer:
 
     Args:
         folder: of the run, on device 0's machine; or one of its checkpoints, to resume from that one.
-        model, optimizer, schedule, scaler, settings, keep: see `save_checkpoint`.
+        model, optimizer, schedule, scaler, settings: see `save_checkpoint`.
         every: steps between checkpoints; None: only after evaluations.
         tell: called on every device with a line of text when the run resumes, is saved, or cannot be saved; None: only the
             last, as a warning on device 0.
 
     Attributes:
         progress: how far the run is.
-
-    Raises:
-        InputError: `every` below 1.
     """
 
     def __init__(
@@ -108,19 +62,17 @@ class Checkpointer:
         schedule: Stateful | None = None,
         scaler: Stateful | None = None,
         settings: Mapping[str, Any] | None = None,
-        keep: int = KEEP,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         if every is not None and every < 1:
             raise InputError(
                 f"a checkpoint every {every} steps: give 1 or more, or nothing for one after each evaluation"
             )
-        self.folder, self.every, self.keep, self.tell = Path(folder), every, keep, tell
-        self.contents = Contents(model, optimizer, schedule, scaler, settings)
+        self.folder, self.every, self.tell = Path(folder), every, tell
+        self.contents = Contents(model, optimizer, {"schedule": schedule, "scaler": scaler}, settings)
         self.progress = Progress()
         self._saved = Progress()
         self._unsaved: tuple[Progress, float | None] = Progress(), None  # progress and score of the last attempt
-        self.run: str | None = None
         self._release: Callable[[], object] | None = None
 
     def begin(self, resume: bool) -> Progress:
@@ -133,8 +85,7 @@ class Checkpointer:
             InputError: another run writes into the folder; without `resume`, it holds checkpoints of another run; with it, it
                 holds something else than a run; see also `load_checkpoint`.
         """
-        group = Parts.of(self.contents.model).group
-        folder, found, self.run = from_first(group, "checkpoint: begin", lambda: self._begin(resume))
+        folder, found = from_first(self._shards().group, "checkpoint: begin", lambda: self._begin(resume))
         self.folder = Path(folder)
         if found is not None:
             try:
@@ -160,20 +111,12 @@ class Checkpointer:
             self._save()
 
     def at_evaluation(self, score: float) -> None:
-        """Save at the end of an epoch, after its evaluation and the schedule's step.
-
-        Args:
-            score: the greater the better; NaN and infinity are never the best.
-        """
+        """Save at the end of an epoch, after its evaluation and the schedule's step. NaN and infinity are never the best."""
         self.progress = replace(self.progress, epoch=self.progress.epoch + 1, batch=0)
         self._save(score if math.isfinite(score) else None)
 
     def at_end(self) -> None:
-        """Save the finished run unless that has been done, and release the folder.
-
-        Raises:
-            InputError: it cannot be saved, even after the pauses in `PAUSES_S`; on every device.
-        """
+        """Save the finished run unless that has been done, and release the folder. InputError if that fails for two minutes."""
         score = self._unsaved[1] if self._unsaved[0] == self.progress else None
         for attempts, pause_s in enumerate((*PAUSES_S, None)):
             why = "" if self.progress == self._saved else self._attempt(score)
@@ -187,62 +130,51 @@ class Checkpointer:
             time.sleep(pause_s)
 
     def reload(self) -> Progress:
-        """Load the latest checkpoint of this run into the model, whose devices have changed. Every device calls it.
-
-        Raises:
-            InputError: there is none yet; see also `load_checkpoint`.
-        """
-        group = Parts.of(self.contents.model).group  # the run may have begun from a named checkpoint
+        """Load the latest checkpoint of this run into the model, whose devices have changed. Errors as `load_checkpoint`."""
+        group = self._shards().group  # the run may have begun from a named checkpoint
         self.folder = Path(from_first(group, "checkpoint: reload", lambda: str(run_folder(self.folder))))
         return self._load(self.folder)
 
     def go_back(self, progress: Progress) -> None:
         """Continue after an earlier step on other devices. Device 0 of these writes from now on."""
         self.progress = progress
-        if Parts.of(self.contents.model).first and self._release is None:
-            try:
-                self._take_over()
-            except InputError as error:
-                self._report(f"WARNING: {error}; the next checkpoint ends the training, if that lasts")
-            except OSError as error:
-                self._report(f"WARNING: {error}; tried again at the next checkpoint")
+        if self._shards().is_first and self._release is None:
+            with suppress(OSError):  # the next checkpoint reports it
+                self._lock(run_folder(self.folder))
 
     def close(self) -> None:
         """Release the folder. So does the end of this object, or of the process."""
         if self._release is not None:
             self._release()
 
-    def _begin(self, resume: bool) -> tuple[str, str | None, str]:
-        """Lock the run's folder. Return that folder, the checkpoint to start from, and the run's identifier."""
-        starting_point(self.folder, resume)  # refuse before anything is written
-        folder, run = run_folder(self.folder), secrets.token_hex(8)
+    def _begin(self, resume: bool) -> tuple[str, str | None]:
+        """Lock the run's folder. Return that folder, and the checkpoint to start from."""
+        found = starting_point(self.folder, resume)  # refuse before anything is written
+        folder = run_folder(self.folder)
         try:
             # From now on there is something to resume, even if the run ends before its first checkpoint.
             folder.mkdir(parents=True, exist_ok=True)
-            hold(folder, run)
+            self._lock(folder)
         except OSError as error:
             raise InputError(
-                f"cannot make the folder {folder} for checkpoints: {error.strerror}; name one that you may write"
+                f"cannot make or lock the folder {folder} for checkpoints: {error.strerror}; wait until another run has ended, "
+                "or name a folder that you may write"
             ) from None
-        self._release = weakref.finalize(self, release, folder)
-        try:
-            found = starting_point(self.folder, resume)  # again: now nobody else writes there
-        except InputError:
-            self.close()
-            raise
-        return str(folder), None if found is None else str(found), run
+        return str(folder), None if found is None else str(found)
+
+    def _lock(self, folder: Path) -> None:
+        if hold(folder):
+            self._release = weakref.finalize(self, release, folder)
+
+    def _shards(self) -> ModelShards:
+        return ModelShards.of(self.contents.model)
 
     def _load(self, folder: Path | str) -> Progress:
-        held = self.contents
+        what = self.contents
+        schedule, scaler = what.others["schedule"], what.others["scaler"]
         return load_checkpoint(
-            folder, held.model, held.optimizer, schedule=held.schedule, scaler=held.scaler, settings=held.settings
+            folder, what.model, what.optimizer, schedule=schedule, scaler=scaler, settings=what.settings
         )
-
-    def _take_over(self) -> None:
-        """Lock the folder in place of a lost device."""
-        folder = run_folder(self.folder)
-        hold(folder, self.run, from_lost=True)
-        self._release = weakref.finalize(self, release, folder)
 
     def _save(self, score: float | None = None) -> None:
         if why := self._attempt(score):
@@ -250,11 +182,7 @@ class Checkpointer:
 
     def _attempt(self, score: float | None) -> str:
         """Save. Return why that was not possible, or an empty text."""
-        if self.run is not None and self._release is None and Parts.of(self.contents.model).first:
-            with suppress(InputError, OSError):  # the attempt reports it
-                self._take_over()
-        tell = self.tell or warnings.warn
-        path, why = attempt(self.folder, self.contents, self.progress, score, self.keep, tell)
+        path, why = try_to_save(self.folder, self.contents, self.progress, score, self.tell or warnings.warn)
         self._unsaved = self.progress, score
         if path is not None:
             self._saved = self.progress
@@ -264,7 +192,7 @@ class Checkpointer:
     def _warn(self, line: str) -> None:
         if self.tell is not None:
             self.tell(line)
-        elif Parts.of(self.contents.model).first:
+        elif self._shards().is_first:
             warnings.warn(line, stacklevel=3)
 
     def _report(self, line: str) -> None:

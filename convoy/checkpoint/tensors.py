@@ -2,12 +2,14 @@
 
 A file is written tensor by tensor, so no device needs room for the whole model. The library's own writer wants all tensors at
 once, so only reading is the library's. The format: the length of the header (8 bytes, little endian); the header, JSON with
-type, shape and place of each tensor; the bytes of the tensors, without gaps.
+type, shape and offsets of each tensor; the bytes of the tensors, without gaps.
 """
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.folder import Written, new_file
-from convoy.comm.agreement import gather
+from convoy.checkpoint.run_folder import Written
+from convoy.comm.collectives import gather
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Shape, box, everywhere
@@ -42,6 +44,9 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 
+SYNC_BYTES = 64 << 20
+"""Bytes between two calls of fsync, so that no single call takes longer for a larger model."""
+
 FIRST = OnOne(0)
 """The layout of whole tensors: on the device that reads and writes files."""
 
@@ -62,12 +67,11 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelShards:
     """The tensors of a model by their keys in `state_dict`. An ordinary model is a group of one device.
 
     Attributes:
-        pieces: the local shards, sharing memory with the model.
-        layouts: of each tensor.
+        shards: the local shards, sharing memory with the model.
         shapes: of the whole tensors.
         names: the key of each parameter, one for tied ones.
         first_names: for each key the one that `names` has for the same parameter, or the key itself.
@@ -75,7 +79,7 @@ class Parts:
     """
 
     group: Group
-    pieces: Mapping[str, Tensor]
+    shards: Mapping[str, Tensor]
     layouts: Mapping[str, Layout]
     shapes: Mapping[str, Shape]
     names: Mapping[Tensor, str]
@@ -83,7 +87,7 @@ class Parts:
     differ: bool
 
     @staticmethod
-    def of(model: nn.Module) -> "Parts":
+    def of(model: nn.Module) -> "ModelShards":
         """Describe a model. InputError where `state_dict` holds something that is no tensor."""
         inner = model.module if isinstance(model, Distributed) else model
         with reading_pieces():
@@ -93,70 +97,66 @@ class Parts:
                 raise InputError(
                     f"state_dict() has a {type(value).__name__} under {key!r}: a checkpoint holds tensors; make it a buffer"
                 )
-        pieces = {key: tensor.detach() for key, tensor in own.items()}
+        shards = {key: tensor.detach() for key, tensor in own.items()}
         names: dict[Tensor, str] = {parameter: key for key, parameter in inner.named_parameters()}
         first_names = {key: names.get(tensor, key) for key, tensor in own.items()}
         if not isinstance(model, Distributed):
-            near = next((piece.device for piece in pieces.values()), torch.device("cpu"))
-            shapes = {key: tuple(piece.shape) for key, piece in pieces.items()}
-            alone = dict.fromkeys(pieces, FIRST)
-            return Parts(AloneGroup(near), pieces, alone, shapes, names, first_names, differ=False)
+            device = next((shard.device for shard in shards.values()), torch.device("cpu"))
+            shapes = {key: tuple(shard.shape) for key, shard in shards.items()}
+            layouts: Mapping[str, Layout] = dict.fromkeys(shards, FIRST)
+            return ModelShards(AloneGroup(device), shards, layouts, shapes, names, first_names, differ=False)
         # A key without a layout is a second name of a tied buffer: every device has it.
         first = {tensor: key for key, tensor in (*inner.named_parameters(), *inner.named_buffers())}
         known = {key: first.get(tensor, key) for key, tensor in own.items()}
         everyone = everywhere(model.group.devices)
-        rows = model.parameters_by_key
-        shapes = {k: tuple(rows[name].shape if name in rows else own[k].shape) for k, name in known.items()}
+        whole = model.parameters_by_key
+        shapes = {k: tuple(whole[name].shape if name in whole else own[k].shape) for k, name in known.items()}
         layouts = {key: model.layouts.get(name, everyone) for key, name in known.items()}
-        return Parts(model.group, pieces, layouts, shapes, names, first_names, differ=model.plan.mixes)
+        return ModelShards(model.group, shards, layouts, shapes, names, first_names, differ=model.plan.mixes)
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is device 0, which reads and writes files."""
         return self.group.device == 0
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
         """The whole tensors, in the order of `state_dict`."""
-        return {key: Spec(self.shapes[key], piece.dtype) for key, piece in self.pieces.items()}
+        return {key: Spec(self.shapes[key], shard.dtype) for key, shard in self.shards.items()}
 
-    def holds(self, key: str) -> bool:
+    def has(self, key: str) -> bool:
         """Return whether this device has a shard of a tensor."""
         return box(self.layouts[key], self.group.device, self.shapes[key]) is not None
 
-    def gather(self, key: str, piece: Tensor) -> Tensor:
+    def gather(self, key: str, shard: Tensor) -> Tensor:
         """Return, on device 0, the whole of a tensor laid out like `key`. Every device calls it."""
-        return gather_whole(self.group, piece, self.layouts[key], FIRST, self.shapes[key], differ=self.differ)
+        shard = shard.to(self.group.torch_device)
+        return gather_whole(self.group, shard, self.layouts[key], FIRST, self.shapes[key], differ=self.differ)
 
     def scatter(self, key: str, whole: Tensor) -> Tensor | None:
         """Return the local shard of a tensor laid out like `key`; None where there is none. Every device calls it.
 
-        Args:
-            whole: on device 0; elsewhere any tensor of its type.
+        `whole` counts on device 0; elsewhere it is any tensor of its type.
         """
-        piece = redistribute(self.group, whole.to(self.group.torch_device), FIRST, self.layouts[key], self.shapes[key])
-        return piece if self.holds(key) else None
+        shard = redistribute(self.group, whole.to(self.group.torch_device), FIRST, self.layouts[key], self.shapes[key])
+        return shard if self.has(key) else None
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Return the parameter names of each of an optimizer's groups. InputError for parameters of another model."""
         groups = [group["params"] for group in optimizer.param_groups]
-        strange = sum(p not in self.names for group in groups for p in group)
-        if strange:
+        if unknown := sum(p not in self.names for group in groups for p in group):
             raise InputError(
-                f"{type(optimizer).__name__} works on {strange} parameters that this model does not have: give the optimizer "
+                f"{type(optimizer).__name__} works on {unknown} parameters that this model does not have: give the optimizer "
                 "that was made from the model's parameters()"
             )
         return [[self.names[p] for p in group] for group in groups]
 
     def state_rows(self, optimizer: Optimizer) -> dict[str, dict[str, dict[str, Any]]]:
-        """Describe the optimizer's state of each parameter, as the first device with a shard of it reports.
-
-        Every device calls it and gets the same. The rows are those of `runtime.optimizer.described`.
-        """
+        """Return rows of `runtime.optimizer.described` by parameter and state name. Every device calls it and gets the same."""
         own = {}
         for parameter, state in optimizer.state.items():
             key = self.names[parameter]
-            if state and self.holds(key):
+            if state and self.has(key):
                 own[key] = {name: described(name, value, parameter) for name, value in sorted(state.items())}
         tables = gather(self.group, "checkpoint: optimizer state", own)
         found = {key: next((t[key] for t in tables if key in t), None) for key in self.names.values()}
@@ -166,14 +166,30 @@ class Parts:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Tensors on their way into one file.
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+    """Write a new file; it is on the disk when this returns. OSError with the file's name."""
+    digest, size_bytes, unsynced_bytes = hashlib.sha256(), 0, 0
+    try:
+        with path.open("xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size_bytes += len(chunk)
+                unsynced_bytes += len(chunk)
+                if unsynced_bytes > SYNC_BYTES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    unsynced_bytes = 0
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # that of an open file lacks its name
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return Written(size_bytes, digest.hexdigest())
 
-    Attributes:
-        specs: by name, in the order of the tensors: that of `file_order`.
-        tensors: made one by one, when the writing device asks for the next.
-    """
+
+@dataclass(frozen=True, slots=True)
+class TensorStream:
+    """The tensors of one file, made one by one when the writing device asks for the next, in the order of `specs`."""
 
     specs: Mapping[str, Spec]
     tensors: Iterator[Tensor]
@@ -190,8 +206,8 @@ def file_order(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     return dict(sorted(specs.items(), key=lambda row: (-row[1].dtype.itemsize, row[0])))
 
 
-def write_tensors(path: Path, stream: Stream) -> Written:
-    """Write a new file; it is on the disk when this returns. OSError with the file's name."""
+def file_chunks(stream: TensorStream) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file, tensor by tensor."""
     rows, start = {}, 0
     for name, spec in stream.specs.items():
         stop = start + spec.size_bytes
@@ -199,12 +215,10 @@ def write_tensors(path: Path, stream: Stream) -> Written:
         start = stop
     header = json.dumps({"__metadata__": {"format": "pt"}, **rows}).encode()
     header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8 bytes
-    with new_file(path) as sink:
-        sink.write(len(header).to_bytes(8, "little") + header)
-        for tensor in stream.tensors:
-            sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            del tensor  # the next must not arrive while this one is still held
-    return sink.written()
+    yield len(header).to_bytes(8, "little") + header
+    for tensor in stream.tensors:
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        del tensor  # the next must not arrive while this one is still held
 
 
 def read_specs(path: Path) -> dict[str, Spec]:

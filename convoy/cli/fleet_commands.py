@@ -9,7 +9,7 @@ from rich.tree import Tree
 
 from convoy.cli.options import PATH, SECONDS, app, in_job
 from convoy.errors import InputError
-from convoy.fleet import Card, Fleet, read_fleet
+from convoy.fleet import Fleet, Nic, read_fleet
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -119,8 +119,8 @@ def _show(fleet: Fleet) -> None:
         user = "" if host.user is None else f"{host.user}@"
         port = "" if host.ssh_port is None else f":{host.ssh_port}"
         address = [] if host.address is None else [f"({user}{host.address}{port})"]
-        card = host.card or fleet.network
-        branch = tree.add("  ".join([host.name, *address, *([] if card is None else [_card(card)])]))
+        nic = host.card or fleet.network
+        branch = tree.add("  ".join([host.name, *address, *([] if nic is None else [_rates(nic)])]))
         for index in fleet.devices_on(host.name):
             device = fleet.devices[index]
             kind = device.kind if device.class_name is None else f"{device.class_name} ({device.kind})"
@@ -134,7 +134,7 @@ def _show(fleet: Fleet) -> None:
             ]
             branch.add(", ".join(filter(None, facts)))
     for segment in fleet.segments:
-        tree.add(f"{segment.name}: {', '.join(segment.hosts)}; to all others {_card(segment.uplink)}")
+        tree.add(f"{segment.name}: {', '.join(segment.hosts)}; to all others {_rates(segment.uplink)}")
     links = tree.add("measured links") if fleet.links else tree
     for link in fleet.links:
         speed = f"{_rate(link.bandwidth_bytes_per_s)}, {link.latency_s * 1e3:.3g} ms"
@@ -142,10 +142,10 @@ def _show(fleet: Fleet) -> None:
     Console(highlight=False, markup=False).print(tree)
 
 
-def _card(card: Card) -> str:
-    out, into = card.send_bytes_per_s, card.receive_bytes_per_s
+def _rates(nic: Nic) -> str:
+    out, into = nic.send_bytes_per_s, nic.receive_bytes_per_s
     speed = _rate(out) if out == into else f"{_rate(out)} out, {_rate(into)} in"
-    return f"{speed}, {card.latency_s * 1e3:.3g} ms"
+    return f"{speed}, {nic.latency_s * 1e3:.3g} ms"
 
 
 def _rate(bytes_per_s: float) -> str:

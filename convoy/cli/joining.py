@@ -9,21 +9,21 @@ from torch import Tensor, nn
 from convoy._version import __version__
 from convoy.api import Plans
 from convoy.cli.reporter import Reporter
-from convoy.comm.channel import Words
+from convoy.comm.connection import Fields
 from convoy.comm.group import Group
 from convoy.config.option_types import AUTO_DEVICE
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import FIELDS, Settings, key_of
-from convoy.elastic.admission import ScriptAdmission, Verdict, facts_of
+from convoy.elastic.admission import ScriptAdmission, Verdict, refusal, required_facts
 from convoy.elastic.entrance import Entrance
-from convoy.elastic.members import Members
+from convoy.elastic.members import JoinOptions, Members
 from convoy.elastic.regroup import home_at
 from convoy.errors import InputError
 from convoy.files import parse_toml
 from convoy.machine import roster
 from convoy.machine.accelerator import random_state_kept
-from convoy.measure.anew import Replanner
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
+from convoy.measure.replanner import Replanner
 from convoy.measure.speeds import measure_speeds
 from convoy.model.entry_points import lies_here, names_callable
 from convoy.model.nets.imported import is_packaged
@@ -48,7 +48,7 @@ class Invitation:
     """
 
     entrance: Entrance
-    offer: Words
+    offer: Fields
 
 
 def device_named(names: tuple[str, ...]) -> str | None:
@@ -56,7 +56,7 @@ def device_named(names: tuple[str, ...]) -> str | None:
     return names[0] if len(names) == 1 and names[0] != AUTO_DEVICE else None
 
 
-def run_of(offer: Words, own: Mapping[str, Any], accepted: Collection[str] = ()) -> RunSettings:
+def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()) -> RunSettings:
     """Return the settings of a running job for a device that joins it.
 
     Args:
@@ -87,7 +87,7 @@ def run_of(offer: Words, own: Mapping[str, Any], accepted: Collection[str] = ())
 
 
 def measured_alone(
-    offer: Words, settings: Settings, model: nn.Module, example: Tensor, group: Group, slowdown: float
+    offer: Fields, settings: Settings, model: nn.Module, example: Tensor, group: Group, slowdown: float
 ) -> FleetKnowledge:
     """Measure this device alone, in the way that the job measured its devices."""
     if not offer["timed"]:
@@ -102,9 +102,8 @@ def measured_alone(
             settings.net, budget_s=settings.budget_s, slowdown=slowdown, precision=settings.precision
         )
         measured = measure_job(group, traced, model, batch, options)
-        return FleetKnowledge(
-            ids=(0,), speeds=Speeds((1.0,)), measured=measured
-        )  # speeds follow from the layers' times
+        # Speeds follow from the layers' times.
+        return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,)), measured=measured)
 
 
 class TrainAdmission(ScriptAdmission):
@@ -115,12 +114,16 @@ class TrainAdmission(ScriptAdmission):
         self.data, self.reporter = data, reporter
 
     @property
-    def facts(self) -> Words:
+    def facts(self) -> Fields:
         """What this device, which joins, reports of itself; `known` is added by `build_members`."""
         row = self.reporter.devices[0]
-        return facts_of(self.model) | {"data": self.data, "title": f"host {row[1]}, {row[0]}", "device": list(row)}
+        return {"same": self.required(), "title": f"host {row[1]}, {row[0]}", "device": list(row)}
 
-    def offer(self) -> Words:
+    def required(self) -> dict[str, str]:
+        """Return what must be the same on all devices, by its name in messages."""
+        return {**required_facts(self.model), "data": self.data}
+
+    def offer(self) -> Fields:
         """Return how the job describes itself to joining devices."""
         known = self.replan.known
         return {
@@ -129,15 +132,9 @@ class TrainAdmission(ScriptAdmission):
             "timed": known.speeds is not None and known.speeds.measured, "job": roster.job(),
         }  # fmt: skip
 
-    def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:
-        if (theirs := facts.get("data")) != self.data:
-            return (
-                "refused",
-                f"its data is {theirs}, that of the job is {self.data}: it must be the same on every machine",
-            )
-        verdict = super().judge(facts, members, device)
-        if verdict[0] == "refused":
-            return verdict
+    def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:
+        if (refused := refusal(facts, self.required())) is not None:
+            return refused
         known = self._with(device, facts)
         plan, now = self.model.plan, tuple(members)
         found, gain = with_newcomer(replace(self.replan.request, fleet=known), plan, now, device)
@@ -150,25 +147,25 @@ class TrainAdmission(ScriptAdmission):
         self.replan.prepared = plan, now, tuple(sorted({*now, device})), known.speeds, found
         return "wanted", ""
 
-    def came(self, device: int, facts: Words) -> None:
+    def note_joined(self, device: int, facts: Fields) -> None:
         self.replan.known = self._with(device, facts)
         self._note({device: facts["device"]})
 
-    def told(self) -> Any:
+    def knowledge(self) -> Any:
         run, devices = self.reporter.run, self.reporter.devices
         return {
-            "replan": super().told(), "devices": [[device, *row] for device, row in devices.items()],
+            "replan": super().knowledge(), "devices": [[device, *row] for device, row in devices.items()],
             "settings": run.settings.model_dump(mode="json"), "sources": dict(run.sources),
         }  # fmt: skip
 
-    def hear(self, told: Any) -> None:
-        super().hear(told["replan"])
+    def learn(self, knowledge: Any) -> None:
+        super().learn(knowledge["replan"])
         # If this device has to continue the log, it logs the settings of the run, not its own.
-        self.reporter.run = RunSettings(Settings(**told["settings"]), told["sources"])
+        self.reporter.run = RunSettings(Settings(**knowledge["settings"]), knowledge["sources"])
         self.reporter.devices.clear()
-        self._note({device: row for device, *row in told["devices"]})
+        self._note({device: row for device, *row in knowledge["devices"]})
 
-    def _with(self, device: int, facts: Words) -> FleetKnowledge:
+    def _with(self, device: int, facts: Fields) -> FleetKnowledge:
         """Return what is known of all devices, this joining one included."""
         theirs, known = FleetKnowledge.from_json(facts["known"]), self.replan.known
         if known.speeds is not None and not known.speeds.measured:
@@ -186,10 +183,10 @@ class TrainAdmission(ScriptAdmission):
         self.reporter.speeds = dict(zip(known.ids, known.speeds.devices, strict=True))
 
 
-def join_addresses(doors: Sequence[tuple[str, int]]) -> str:
+def join_addresses(addresses: Sequence[tuple[str, int]]) -> str:
     """Return what to give to `convoy join`: addresses of different hosts, because one may leave."""
-    ports = dict(reversed(doors))
-    hosts = list(dict.fromkeys(host for host, _ in doors))[:MAX_SHOWN]
+    ports = dict(reversed(addresses))
+    hosts = list(dict.fromkeys(host for host, _ in addresses))[:MAX_SHOWN]
     return ",".join(f"[{host}]:{ports[host]}" if ":" in host else f"{host}:{ports[host]}" for host in hosts)
 
 
@@ -215,7 +212,7 @@ def build_members(
     elif settings.recovers and settings.listens_at:
         home = home_at(*settings.listens_at, model.group)
     if model.group.devices == 1 and entrance is None and home is None:
-        return Members(model, training.optimizer, admission=admission)
+        return Members(model, training.optimizer, joins=JoinOptions(admission))
     if not settings.recovers:
         return None
     shown: list[str] = []
@@ -225,7 +222,7 @@ def build_members(
         if members.membership is None or (settings.listen is None and invitation is None):
             return
         members.membership.offer = admission.offer()
-        addresses = join_addresses(members.membership.doors)
+        addresses = join_addresses(members.membership.addresses)
         if settings.listen is not None and screen.visible and shown[-1:] != [addresses]:
             screen.line(f"Others may join: convoy join {addresses} --job-key FILE")
             shown.append(addresses)
@@ -250,8 +247,8 @@ def build_members(
             )
     others = [each for each in (training.schedule, training.scaler) if each is not None]
     members = Members(
-        model, training.optimizer, others=others, every=every, replan=replan, tell=on_change, admission=admission, home=home,
-        entrance=entrance,
+        model, training.optimizer, others=others, every=every, replan=replan, tell=on_change,
+        joins=JoinOptions(admission, home, entrance),
     )  # fmt: skip
     update_offer()
     return members

@@ -31,7 +31,7 @@ from convoy.config.option_types import numbers
 from convoy.config.settings import Settings
 from convoy.errors import InputError, shortened, shown, unknown_name
 from convoy.files import unwritable, write_whole
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import device_class, device_classes
 from convoy.fleet.units import Dimension, quantity
 from convoy.layout.comm_dtype import parse_comm_dtype
@@ -144,15 +144,12 @@ def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None
     from convoy.comm.environment import imposed_slowdown
     from convoy.comm.processes import join
     from convoy.config.checks import check, check_output
-    from convoy.errors import ConvoyError
-    from convoy.measure.job import MeasureOptions, measure_job
-    from convoy.measure.partial import unfinished
+    from convoy.measure.measure_job import MeasureOptions, measure_job
     from convoy.model.tracing import trace
     from convoy.report.measured import show
     from convoy.report.screen import Wait
 
     check(settings)
-    partial = output.with_name(f"{output.name}.partial")
     with join(device_named(settings.device_names), timeout_s=settings.timeout_s) as group:
         if group.device == 0:
             check_output("--output", output)
@@ -161,15 +158,10 @@ def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None
         console = Console(quiet=group.device != 0, highlight=False)
         options = MeasureOptions(
             settings.net, _described(fleet), settings.budget_s,
-            slowdown=settings.slowdowns[group.device] * imposed_slowdown(), partial=partial, precision=settings.precision,
+            slowdown=settings.slowdowns[group.device] * imposed_slowdown(), precision=settings.precision,
         )  # fmt: skip
-        try:
-            with Wait(console, "measuring", settings.budget_s) as tell:
-                measured = measure_job(group, trace(model, example_of(splits)), model, settings.batch, options, tell)
-        except (KeyboardInterrupt, ConvoyError):
-            if remark := unfinished(partial):
-                console.print(remark, markup=False, soft_wrap=True)
-            raise
+        with Wait(console, "measuring", settings.budget_s) as progress:
+            measured = measure_job(group, trace(model, example_of(splits)), model, settings.batch, options, progress)
         if group.device == 0:
             write_whole(output, measured.to_toml())
             show(measured, console)
@@ -410,7 +402,7 @@ def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
             seen[known.name] += 1
             own = f"{known.name}-{seen[known.name]}" if count[known.name] > 1 else known.name
             devices.append(Device.of_class(known, own, hosts[-1].name))
-    return Fleet(tuple(hosts), tuple(devices), Card(link_bytes_per_s, link_bytes_per_s, latency_s))
+    return Fleet(tuple(hosts), tuple(devices), Nic(link_bytes_per_s, link_bytes_per_s, latency_s))
 
 
 @app.command()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from convoy.api import Plans
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import key_of
 from convoy.elastic.members import Members
@@ -18,7 +18,7 @@ from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO
-from convoy.plan.steps import passes_of
+from convoy.plan.steps import micro_batches
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.predict import predict_plan, working
 from convoy.planner.request import PlanRequest
@@ -62,7 +62,7 @@ class Reporter(ExitStack):
         self.log: RunLog | None = None
         self.loggers: list[Observer] = []
         self.bar = Observer()
-        roster.tell(run="" if directory is None else str(directory.run.absolute()))
+        roster.update(run="" if directory is None else str(directory.run.absolute()))
         part.clock.reset()
         self.timer, self.utilization = StepTimer(run.settings.batch), Utilization(part.group, part.clock)
         self.meters = Meters(part.group, self.on_system, done)
@@ -118,7 +118,7 @@ class Reporter(ExitStack):
         screen.plan(plan, layer_rows(plan, graph), self._work())
         count = settings.accumulate
         if settings.explain:
-            steps = lower(plan, graph, pass_=[*passes_of(count)][-1])
+            steps = lower(plan, graph, micro_batch=[*micro_batches(count)][-1])
             screen.lines(step_lines(steps))
             for program in compile_all(steps, graph):
                 screen.lines(program_lines(program))

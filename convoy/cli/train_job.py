@@ -15,16 +15,13 @@ from torch import Tensor, nn
 
 from convoy.api import Plans, distribute, loader, make_plans
 from convoy.checkpoint import Checkpointer, Progress
-from convoy.checkpoint.checkpointer import starting_point
-from convoy.checkpoint.folder import run_folder
-from convoy.checkpoint.load import check_settings, find_checkpoint
-from convoy.checkpoint.lock import holding
+from convoy.checkpoint.checkpoint import check_settings, find_checkpoint
+from convoy.checkpoint.run_folder import holding, run_folder, starting_point
 from convoy.cli.joining import Invitation, TrainAdmission, build_members, device_named, measured_alone, run_of
 from convoy.cli.reporter import Reporter
-from convoy.comm.agreement import difference, from_first, gather
-from convoy.comm.changing import ChangingGroup
+from convoy.comm.collectives import difference, from_first, gather
 from convoy.comm.environment import imposed_slowdown
-from convoy.comm.group import AloneGroup, Group
+from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.processes import join, own_device
 from convoy.config.checks import check, check_outputs
 from convoy.config.run_file import RunSettings, to_toml
@@ -38,11 +35,10 @@ from convoy.files import write_whole
 from convoy.machine import roster
 from convoy.machine.accelerator import limit_memory, set_modes
 from convoy.machine.process import watch_parent
-from convoy.machine.signals import hearing_signals
-from convoy.measure.anew import expect_measured
+from convoy.machine.signals import handle_signals
+from convoy.measure.replanner import expect_measured
 from convoy.model.nets import build_net
 from convoy.model.nets.builtin import PER_PIXEL
-from convoy.plan.explain import differences
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.report.measured import remarks
@@ -256,7 +252,7 @@ def _train(job: Job) -> FinishedTraining:
             replan.known = replace(replan.known, speeds=alone.speeds, measured=alone.measured)
         admission = TrainAdmission(part, splits.fingerprint, replan, reporter)
         members = build_members(admission, training, plans, job.invitation, known)
-        with nullcontext() if members is None else hearing_signals(members):
+        with nullcontext() if members is None else handle_signals(members):
             history = fit(
                 training,
                 train,
@@ -369,12 +365,9 @@ def build_training(settings: Settings, model: nn.Module, train: Loader) -> Train
 
 def _build_rebalancer(part: Distributed, training: Training, plans: Plans, reporter: Reporter) -> Rebalancer:
     if len(plans) > 1:
-        first, graph = plans[0], part.traced[True].graph
-        reporter.screen.lines([
-            f"{len(plans)} plans are predicted to take nearly as long: each is tried for some steps.",
-            "  plan 1: as above",
-            *(f"  plan {i}: {differences(first, plan, graph)}" for i, plan in enumerate(plans[1:], start=2)),
-        ])  # fmt: skip
+        reporter.screen.line(
+            f"{len(plans)} plans are predicted to take nearly as long: training tries each for some steps."
+        )
     return Rebalancer(part, training.optimizer, tell=reporter.on_decision, others=plans[1:])
 
 

@@ -26,7 +26,7 @@ from convoy.cli.options import (
 from convoy.comm.job_key import KEY_FILE, choose
 from convoy.errors import ConvoyError, InputError
 from convoy.machine import roster
-from convoy.machine.roster import Row
+from convoy.machine.roster import JobProcess
 from convoy.machine.signals import END, LEAVE
 
 
@@ -180,7 +180,7 @@ def stop(job: JobName = None, wait: Wait = 60.0) -> None:
     _wait_for(here, wait)
 
 
-def of_job(rows: Sequence[Row], job: str | None) -> list[Row]:
+def of_job(rows: Sequence[JobProcess], job: str | None) -> list[JobProcess]:
     """Return the rows of one job. InputError if there is none, or several and none was named."""
     if not rows:
         raise InputError(
@@ -196,7 +196,7 @@ def of_job(rows: Sequence[Row], job: str | None) -> list[Row]:
     raise InputError("\n  ".join([f"{found}: name one by its HOST:PORT or its folder:", *titles]))
 
 
-def leaving(here: Sequence[Row], devices: Sequence[int]) -> list[Row]:
+def leaving(here: Sequence[JobProcess], devices: Sequence[int]) -> list[JobProcess]:
     """Return the devices of a job that are to leave; none named: all that are here.
 
     Raises:
@@ -223,13 +223,13 @@ def leaving(here: Sequence[Row], devices: Sequence[int]) -> list[Row]:
     return rows
 
 
-def _signal(rows: Sequence[Row], signum: signal.Signals) -> None:
+def _signal(rows: Sequence[JobProcess], signum: signal.Signals) -> None:
     for row in rows:
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(row.pid, signum)
 
 
-def _wait_for(rows: Sequence[Row], wait_s: float) -> None:
+def _wait_for(rows: Sequence[JobProcess], wait_s: float) -> None:
     processes = []
     for row in rows:
         with suppress(psutil.Error):
@@ -244,11 +244,11 @@ def _wait_for(rows: Sequence[Row], wait_s: float) -> None:
         )
 
 
-def _names(rows: Sequence[Row]) -> str:
+def _names(rows: Sequence[JobProcess]) -> str:
     return " and ".join(f"device {row.device} ({row.kind})" for row in rows)
 
 
-def _title(rows: Sequence[Row]) -> str:
+def _title(rows: Sequence[JobProcess]) -> str:
     run = next((row.run for row in rows if row.run), "")
     return f"job {rows[0].job}" + (f" (run {run})" if run else "")
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from convoy.comm.channel import Channel, NotOfThisJob, Words
+from convoy.comm.connection import Connection, Fields, NotOfThisJob
 from convoy.comm.listener import Listener
 from convoy.comm.source_line import SAME_STEPS, current_line
 
@@ -174,11 +174,11 @@ class HealthServer:
         self.listener = listener
         self.waits_for: list[int | None] = []  # per lane
         self.done = False
-        self.answers: dict[str, Callable[[Words], Words]] = {"health": self._health, "report": self._take_report}
+        self.answers: dict[str, Callable[[Fields], Fields]] = {"health": self._health, "report": self._take_report}
         self._reports: dict[int, FailureReport] = {}
         self._reported = threading.Condition()
         self._asking: dict[tuple[str, int], threading.Lock] = {}
-        self._calls: dict[tuple[str, int], Channel] = {}
+        self._calls: dict[tuple[str, int], Connection] = {}
         self._closed = False
         listener.handlers["health"] = self._answer
 
@@ -198,7 +198,7 @@ class HealthServer:
         except (ValueError, LookupError, TypeError):
             return NoAnswer.DEAD
 
-    def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **words: Any) -> Words | NoAnswer:
+    def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **words: Any) -> Fields | NoAnswer:
         """Ask the process at an address, and return its answer. The connection stays open for the next question."""
         message = {"for": "health", "token": self.token, "ask": question, **words}
         deadline_s = time.monotonic() + limit_s
@@ -223,15 +223,15 @@ class HealthServer:
         finally:
             lock.release()
 
-    def _ask(self, address: tuple[str, int], words: Words, deadline_s: float) -> Words:
+    def _ask(self, address: tuple[str, int], words: Fields, deadline_s: float) -> Fields:
         channel = self._calls.pop(address, None)
         try:
             if channel is None:
-                channel = self.listener.credentials.call(address, words, deadline_s)
+                channel = self.listener.credentials.connect(address, words, deadline_s)
             else:
                 channel.deadline(deadline_s)
-                channel.say(words)
-            answer = channel.heard()
+                channel.send_message(words)
+            answer = channel.receive_message()
         except BaseException:
             if channel is not None:
                 channel.close()
@@ -271,14 +271,14 @@ class HealthServer:
         while self._calls:
             self._calls.popitem()[1].close()
 
-    def _health(self, _: Words) -> Words:
+    def _health(self, _: Fields) -> Fields:
         waits_for = next((each for each in self.waits_for if each is not None), None)
         return asdict(Health(None if self.done else waits_for, self.done, current_line()))
 
-    def _answer(self, words: Words, _: Channel) -> Words | None:
+    def _answer(self, words: Fields, _: Connection) -> Fields | None:
         return self.answers[words["ask"]](words) if words["token"] == self.token else None
 
-    def _take_report(self, words: Words) -> Words:
+    def _take_report(self, words: Fields) -> Fields:
         report = FailureReport(**words["report"])
         with self._reported:
             self._reports[report.device] = report

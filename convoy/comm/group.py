@@ -1,14 +1,15 @@
-"""The interface to the network: groups of devices that exchange tensors and texts, independent of the backend.
+"""Groups of devices that exchange tensors and texts, independent of the backend.
 
 All tensors between devices pass through :meth:`Group.start`. Convoy uses point-to-point messages, not torch's collectives:
 those need equal shares, and the cost model prices single messages.
 """
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, final
+from typing import Any, Protocol, Self, final
 
 import torch
 
@@ -41,7 +42,7 @@ class Pending(Protocol):
         """
 
 
-class Group(Protocol):
+class Group(ABC):
     """One device's connection to all devices of its job. One thread at a time may use a lane; `agree` belongs to lane 0.
 
     Attributes:
@@ -52,51 +53,39 @@ class Group(Protocol):
         torch_device: where this device computes and message tensors are.
         timeout_s: how long a wait may last before the peer counts as lost.
         sent_bytes: payload bytes sent to each device since the start or the last ``clear_counters``.
-        rejected: how many connections without the job's key this device has dropped.
         failure: why the group is broken or closed; None while it works. A copy of it is raised.
     """
 
-    timeout_s: float
+    def __init__(self, device: int, devices: int, torch_device: torch.device, timeout_s: float) -> None:
+        self.device = device
+        self.devices = devices
+        self.ids: Sequence[int] = range(devices)
+        self.lanes = 2
+        self.torch_device = torch_device
+        self.timeout_s = timeout_s
+        self.sent_bytes = [0] * devices
+        self.failure: ConvoyError | None = None
+        self._counting = threading.Lock()
 
     @property
-    def device(self) -> int: ...
+    def rejected(self) -> int:
+        """Number of connections without the job's key that this device has dropped."""
+        return 0
 
-    @property
-    def ids(self) -> Sequence[int]: ...
-
-    @property
-    def devices(self) -> int: ...
-
-    @property
-    def lanes(self) -> int: ...
-
-    @property
-    def torch_device(self) -> torch.device: ...
-
-    @property
-    def sent_bytes(self) -> list[int]: ...
-
-    @property
-    def failure(self) -> ConvoyError | None: ...
-
-    @property
-    def rejected(self) -> int: ...
-
+    @abstractmethod
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         """Start to send and to receive, and return immediately.
 
         Messages to the same peer arrive in the order of the list. Both devices of a pair must start their messages to each
         other in the same order on each lane; lanes are independent. Messages of zero elements are skipped on both sides.
-        Pendings may be waited for in any order, or never: their messages travel anyway.
+        Pendings may be waited for in any order, or never: their messages are sent anyway.
 
         Raises:
             InputError: no such lane or peer, a message to this device itself, or a tensor that is not contiguous.
             ConvoyError: a copy of `failure`.
         """
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """``start(sends, receives).wait()``."""
-
+    @abstractmethod
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
         """Return the texts of all devices on a topic, in device order (an all-gather). All devices call it in the same order.
 
@@ -107,49 +96,16 @@ class Group(Protocol):
             DeviceLostError: as in :meth:`Pending.wait`.
         """
 
-    def clear_counters(self) -> None:
-        """Set ``sent_bytes`` to zero."""
-
+    @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
         """Leave the group. With an error, report it to the other devices. A second call does nothing."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None: ...
-
-
-class CountedGroup(ABC):
-    """Base of all groups: checks and counts messages, remembers its failure, and closes itself."""
-
-    lanes = 2
-
-    def __init__(self, device: int, devices: int, torch_device: torch.device, timeout_s: float) -> None:
-        self.device = device
-        self.devices = devices
-        self.ids: Sequence[int] = range(devices)
-        self.torch_device = torch_device
-        self.timeout_s = timeout_s
-        self.sent_bytes = [0] * devices
-        self.failure: ConvoyError | None = None
-        self._counting = threading.Lock()
-
-    @property
-    def rejected(self) -> int:
-        return 0
-
-    @abstractmethod
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending: ...
-
-    @abstractmethod
-    def agree(self, topic: str, text: str) -> tuple[str, ...]: ...
-
-    @abstractmethod
-    def close(self, error: BaseException | None = None) -> None: ...
-
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """``start(sends, receives).wait()``."""
         self.start(sends, receives).wait()
 
     def clear_counters(self) -> None:
+        """Set ``sent_bytes`` to zero."""
         self.sent_bytes = [0] * self.devices
 
     def __enter__(self) -> Self:
@@ -166,7 +122,16 @@ class CountedGroup(ABC):
         if not 0 <= lane < self.lanes:
             raise InputError(f"lane {lane}: this group has {self.lanes}, numbered from 0; start the messages on lane 0")
         for message in (*sends, *receives):
-            self._check(message)
+            if message.peer == self.device or not 0 <= message.peer < self.devices:
+                raise InputError(
+                    f"device {self.device} of {self.devices} got a message for device {message.peer}: a message goes to "
+                    "another device of the group; copy locally what stays on this one"
+                )
+            if not message.tensor.is_contiguous():
+                raise InputError(
+                    f"a tensor of shape {tuple(message.tensor.shape)} and strides {message.tensor.stride()} is not "
+                    "contiguous, and a message is one block of memory: send tensor.contiguous()"
+                )
         sizes = [message.tensor.nbytes for message in sends]
         with self._counting:
             for message, size in zip(sends, sizes, strict=True):
@@ -174,18 +139,6 @@ class CountedGroup(ABC):
         if not all(sizes):
             sends = [message for message, size in zip(sends, sizes, strict=True) if size]
         return list(sends), [message for message in receives if message.tensor.numel()]
-
-    def _check(self, message: Message) -> None:
-        if message.peer == self.device or not 0 <= message.peer < self.devices:
-            raise InputError(
-                f"device {self.device} of {self.devices} got a message for device {message.peer}: a message goes to "
-                "another device of the group; copy locally what stays on this one"
-            )
-        if not message.tensor.is_contiguous():
-            raise InputError(
-                f"a tensor of shape {tuple(message.tensor.shape)} and strides {message.tensor.stride()} is not "
-                "contiguous, and messages travel as one block of memory: send tensor.contiguous()"
-            )
 
     def _check_topics(self, topic: str, topics: Sequence[str], places: Sequence[str | None] = ()) -> None:
         lines = [f" ({place})" if place is not None else "" for place in places] or [""] * len(topics)
@@ -212,7 +165,7 @@ class Arrived:
 
 
 @final
-class AloneGroup(CountedGroup):
+class AloneGroup(Group):
     """A group of one device, so that the same script also runs alone."""
 
     def __init__(self, torch_device: torch.device, timeout_s: float = 60.0) -> None:
@@ -233,3 +186,72 @@ class AloneGroup(CountedGroup):
 def closed_error() -> InputError:
     """Return the error of a group that is used after it was closed."""
     return InputError("this group is closed: make a new one with join(), or close it later")
+
+
+@final
+class ChangingGroup(Group):
+    """A group that passes everything on to the group of the current generation. A regroup replaces that group.
+
+    Attributes:
+        present: the group of the current generation.
+        changes: how often it was replaced.
+        entrance: of a process that joins a running job and is alone until then (`convoy.elastic.entrance.Entrance`).
+    """
+
+    def __init__(self, present: Group) -> None:  # without the base class's attributes: they are those of `present`
+        self.present = present
+        self.changes = 0
+        self.entrance: Any = None
+
+    def replace(self, group: Group) -> None:
+        """Switch to `group`. The previous group must already be closed."""
+        self.present = group
+        self.changes += 1
+
+    def is_of_this_process(self) -> None:
+        """Let `index_in_job` ask this group."""
+        global _of_this_process
+        _of_this_process = weakref.ref(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "present":  # not set yet
+            raise AttributeError(name)
+        return getattr(self.present, name)
+
+    @property
+    def timeout_s(self) -> float:
+        return self.present.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, limit_s: float) -> None:
+        self.present.timeout_s = limit_s
+
+    @property
+    def rejected(self) -> int:
+        return self.present.rejected
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
+        return self.present.start(sends, receives, lane)
+
+    def agree(self, topic: str, text: str) -> tuple[str, ...]:
+        return self.present.agree(topic, text)
+
+    def close(self, error: BaseException | None = None) -> None:
+        self.present.close(error)
+
+    def clear_counters(self) -> None:
+        self.present.clear_counters()
+
+
+def present(group: Group) -> Group:
+    """Return the group of the current generation, for a thread that may outlive it."""
+    return group.present if isinstance(group, ChangingGroup) else group
+
+
+_of_this_process: "weakref.ref[ChangingGroup] | None" = None
+
+
+def index_in_job() -> int | None:
+    """Return this process's index among the devices of its job's current generation. None before it has joined a job."""
+    group = None if _of_this_process is None else _of_this_process()
+    return None if group is None else group.device

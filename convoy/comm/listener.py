@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, final
 
-from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
+from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob
 from convoy.comm.environment import is_loopback
 
 HANDSHAKE_S = 5.0
@@ -35,7 +35,7 @@ ACCEPTS = MAX_PENDING // 2
 KEPT: Literal["kept"] = "kept"
 """Returned by a handler that keeps the channel of a message."""
 
-Handler = Callable[[Words, Channel], Words | Literal["kept"] | None]
+Handler = Callable[[Fields, Connection], Fields | Literal["kept"] | None]
 """Returns the answer to a message, KEPT, or None to close the connection."""
 
 
@@ -45,7 +45,7 @@ class _Pending:
 
     host: str
     deadline_s: float
-    channel: Channel | None = None
+    channel: Connection | None = None
 
 
 @final
@@ -63,9 +63,9 @@ class Listener:
         self.rejected: Counter[str] = Counter()
         self.address = (str(listening.getsockname()[0]), int(listening.getsockname()[1]))
         self._listening = listening
-        self._members: set[Channel] = set()
+        self._members: set[Connection] = set()
         self._pending: dict[socket.socket, _Pending] = {}  # oldest first
-        self._streams: dict[str, Channel] = {}
+        self._streams: dict[str, Connection] = {}
         self._stream_came = threading.Condition()
         self._woken, self._wakeup = socket.socketpair()
         self._closing = False
@@ -79,7 +79,7 @@ class Listener:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def stream(self, mark: str, limit_s: float) -> Channel:
+    def stream(self, mark: str, limit_s: float) -> Connection:
         """Return the connection that another process opened with this mark. TimeoutError if it does not come."""
         with self._stream_came:
             if not self._stream_came.wait_for(lambda: mark in self._streams, limit_s):
@@ -155,8 +155,8 @@ class Listener:
     def _shake_hand(self, connection: socket.socket) -> None:
         pending = self._pending[connection]
         try:
-            channel = pending.channel = pending.channel or self.credentials.answering(connection)
-            while not channel.greet():
+            channel = pending.channel = pending.channel or self.credentials.accept(connection)
+            while not channel.shake_hands():
                 pass
         except BlockingIOError:
             return
@@ -190,10 +190,10 @@ class Listener:
 
     # --------------------------------------------------------------------------------------- authenticated connections
 
-    def _receive(self, channel: Channel) -> None:
+    def _receive(self, channel: Connection) -> None:
         """Answer the messages that have arrived on a channel."""
         try:
-            while (words := channel.heard()) is not None:
+            while (words := channel.receive_message()) is not None:
                 answer = self.handlers[words["for"]](words, channel)
                 if answer == KEPT:
                     self._forget(channel)
@@ -201,7 +201,7 @@ class Listener:
                 if answer is None:
                     break
                 channel.connection.settimeout(ANSWER_S)
-                channel.say(answer)
+                channel.send_message(answer)
                 channel.connection.setblocking(False)
             else:
                 return
@@ -212,17 +212,17 @@ class Listener:
         self._forget(channel)
         channel.close()
 
-    def _forget(self, channel: Channel) -> None:
+    def _forget(self, channel: Connection) -> None:
         self._members.discard(channel)
         self._selector.unregister(channel.connection)
 
-    def _take_stream(self, words: Words, channel: Channel) -> Literal["kept"]:
+    def _take_stream(self, words: Fields, channel: Connection) -> Literal["kept"]:
         inside = all(is_loopback(str(end[0])) for end in (self.address, channel.connection.getpeername()))
         channel.connection.settimeout(ANSWER_S)
-        channel.say({"sealed": not inside})
+        channel.send_message({"sealed": not inside})
         channel.connection.settimeout(None)
         if inside:
-            channel.unseal()
+            channel.stop_encrypting()
         with self._stream_came:
             self._streams[str(words["mark"])] = channel
             self._stream_came.notify_all()

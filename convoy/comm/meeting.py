@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any, Protocol, final
 
-from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
+from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob
 from convoy.comm.environment import nobody_listens, resolve
 from convoy.comm.listener import Listener
 from convoy.errors import InputError
@@ -108,7 +108,7 @@ class KeptStore:
     def close(self) -> None:
         self._listener.close()
 
-    def _answer(self, words: Words, _: Channel) -> Words:
+    def _answer(self, words: Fields, _: Connection) -> Fields:
         key, value = str(words.get("key")), str(words.get("value"))
         match words["do"]:
             case "set":
@@ -131,7 +131,7 @@ class VisitedStore:
         """Connect. Raise OSError or NotOfThisJob if that fails."""
         self._address, self._credentials = address, credentials
         self._lock = threading.Lock()
-        self._channel: Channel | None = self._connected(time.monotonic() + ANSWER_S)
+        self._channel: Connection | None = self._connected(time.monotonic() + ANSWER_S)
 
     def set(self, key: str, value: str) -> None:
         self._ask({"do": "set", "key": key, "value": value})
@@ -154,16 +154,16 @@ class VisitedStore:
                 self._channel.close()
             self._channel = None
 
-    def _connected(self, deadline_s: float) -> Channel:
-        channel = self._credentials.call(self._address, {"for": "store", "do": "hello"}, deadline_s)
+    def _connected(self, deadline_s: float) -> Connection:
+        channel = self._credentials.connect(self._address, {"for": "store", "do": "hello"}, deadline_s)
         try:
-            channel.heard()
+            channel.receive_message()
         except BaseException:
             channel.close()
             raise
         return channel
 
-    def _ask(self, words: Words) -> dict[str, Any]:
+    def _ask(self, words: Fields) -> dict[str, Any]:
         end_s = time.monotonic() + RECONNECT_S
         with self._lock:
             while True:

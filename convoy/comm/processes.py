@@ -14,8 +14,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from convoy.comm.backends import Backend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
-from convoy.comm.changing import ChangingGroup
-from convoy.comm.channel import Credentials
+from convoy.comm.connection import Credentials
 from convoy.comm.environment import (
     LISTEN,
     ProcessEnv,
@@ -35,13 +34,13 @@ from convoy.comm.failure import (
     find_failed,
     shown_lines,
 )
-from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
+from convoy.comm.group import AloneGroup, ChangingGroup, Group, Message, Pending, closed_error
 from convoy.comm.listener import Listener
 from convoy.comm.rendezvous import (
     ProcessInfo,
     Rendezvous,
+    close_store,
     credentials_of,
-    forget_store,
     own_info,
     store_at,
     store_on,
@@ -165,7 +164,7 @@ def meet(
         except BaseException as error:
             group.close(error)
             raise
-        forget_store(env.host, env.port)
+        close_store(env.host, env.port)
     except RuntimeError as error:
         raise DeviceLostError(
             0,
@@ -177,7 +176,7 @@ def meet(
 
 
 @final
-class JoinedGroup(CountedGroup):
+class JoinedGroup(Group):
     """One process of a group of processes. Made by :func:`join`."""
 
     _first: StreamBackend
@@ -343,7 +342,7 @@ class JoinedGroup(CountedGroup):
                 self._cut(broken=True)
             return self.failure.again()
 
-    def break_off(self, error: ConvoyError) -> None:
+    def abort(self, error: ConvoyError) -> None:
         """End all waits of this process with this error, on every thread. Send no report to the others."""
         with self._failing:
             if self.failure is None:

@@ -17,7 +17,7 @@ from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 
 from convoy._version import __version__
-from convoy.comm.channel import Credentials
+from convoy.comm.connection import Credentials
 from convoy.comm.environment import (
     ProcessEnv,
     inherited_listener,
@@ -120,7 +120,7 @@ def credentials_of(env: ProcessEnv) -> Credentials:
     return Credentials(key_of_process(env, os.environ))
 
 
-def keep_store(address: str, credentials: Credentials) -> int:
+def host_store(address: str, credentials: Credentials) -> int:
     """Host a store for another rendezvous on a free port of `address`. Return the port."""
     listener = listen_at(address, 0)
     port = int(listener.getsockname()[1])
@@ -128,7 +128,7 @@ def keep_store(address: str, credentials: Credentials) -> int:
     return port
 
 
-def forget_store(host: str, port: int) -> None:
+def close_store(host: str, port: int) -> None:
     """Close this process's connection to a store, or the store itself if this process hosts it."""
     if store := _stores.pop((host, port), None):
         store.close()

@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 
 from convoy.comm.backends import PeerFailure, PendingWork, Staging
-from convoy.comm.channel import Channel, NotOfThisJob, Words
+from convoy.comm.connection import Connection, Fields, NotOfThisJob
 from convoy.comm.environment import is_loopback
 from convoy.comm.group import Message
 from convoy.comm.listener import Listener
@@ -94,7 +94,7 @@ class _Order:
 class Outflow:
     """Outgoing message queue of one peer and lane. The sender thread starts when a message cannot be sent immediately."""
 
-    def __init__(self, channel: Channel, name: str) -> None:
+    def __init__(self, channel: Connection, name: str) -> None:
         self._channel, self._name = channel, name
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._left = 0  # orders in progress on the thread
@@ -242,7 +242,7 @@ class Arrival:
 class Inflow:
     """Incoming message queue of one peer and lane. The receiver thread starts when more is expected than the kernel buffers."""
 
-    def __init__(self, channel: Channel, name: str) -> None:
+    def __init__(self, channel: Connection, name: str) -> None:
         self._channel, self._name = channel, name
         self._orders: deque[Arrival] = deque()
         self._unread_bytes = 0
@@ -381,14 +381,14 @@ def _closed(error: Exception) -> RuntimeError:
 
 
 def _connect(
-    listener: Listener, address: tuple[str, int], words: Words, deadline_s: float
-) -> tuple[Channel, Words | None]:
+    listener: Listener, address: tuple[str, int], words: Fields, deadline_s: float
+) -> tuple[Connection, Fields | None]:
     """Connect to another listener, and return its answer. Retry if it drops the connection: it may be overloaded."""
     while True:
-        channel: Channel | None = None
+        channel: Connection | None = None
         try:
-            channel = listener.credentials.call(address, words, deadline_s)
-            return channel, channel.heard()
+            channel = listener.credentials.connect(address, words, deadline_s)
+            return channel, channel.receive_message()
         except BaseException as error:
             if channel is not None:
                 channel.close()
@@ -435,7 +435,7 @@ class StreamBackend:
                 channel, reply = _connect(listener, addresses[peer], words, deadline_s)
                 self._out[lane, peer] = Outflow(channel, f"convoy-to-{peer}.{lane}")
                 if reply == {"sealed": False} and is_loopback(str(channel.connection.getpeername()[0])):
-                    channel.unseal()
+                    channel.stop_encrypting()
                 channel.connection.settimeout(None)
             for lane, peer in ways:
                 came = listener.stream(f"{name}/{lane}/{peer}", max(0.0, deadline_s - time.monotonic()))

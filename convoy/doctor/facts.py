@@ -24,8 +24,8 @@ from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.launch.survey import Answer, ask_one
 from convoy.machine.accelerator import finish, local_devices, memory_of, pick_device
-from convoy.measure.describe import Own, describe, fit, fleet_of
-from convoy.measure.load import quota_cores
+from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of
+from convoy.measure.other_load import quota_cores
 
 Severity = Literal["error", "warning", "note"]
 
@@ -64,7 +64,7 @@ class DeviceFacts:
 
     device: int
     info: ProcessInfo
-    own: Own
+    own: DeviceInfo
     inventory: Answer | None = None
     problems: tuple[tuple[str, str], ...] = ()
     cuda: str = ""
@@ -220,7 +220,7 @@ def collect_facts(env: ProcessEnv | None, on: str | None = None) -> DeviceFacts:
     return DeviceFacts(
         env.device if env else 0,
         own_info(device, env.devices if env else 1, address),
-        describe(device, slowdown=1.0),
+        describe_device(device, slowdown=1.0),
         inventory if isinstance(inventory, Answer) else None,
         tuple(problems),
         torch.version.cuda or "",

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 import torch
 
-from convoy.comm.agreement import agree_on_modes
+from convoy.comm.collectives import agree_on_modes
 from convoy.comm.environment import ProcessEnv, reachable_address
 from convoy.comm.processes import meet
 from convoy.doctor.exchange import Exchange
 from convoy.doctor.facts import WAYS, DeviceFacts, Examination, Finding, Reach, Way, from_text
 from convoy.errors import ConvoyError, InputError
 from convoy.fleet import Fleet
-from convoy.measure.describe import host_indices, with_wire
-from convoy.measure.links import measure_links
+from convoy.measure.device_info import host_indices
+from convoy.measure.link_probe import measure_links
 
 CONNECT_S = 3.0  # one attempt: a machine that is there answers in milliseconds
 CONNECTIONS, MOST_HOSTS = 32, 1024  # attempts of one host at a time, and attempts that may wait at one
@@ -88,7 +88,7 @@ def measure_fleet(env: ProcessEnv, examination: Examination) -> tuple[Fleet | No
             if len(examination.hosts) < 2:
                 return None, []
             wire = measure_links(group, host_indices(examination.fleet), 1.0, budget_s=LINKS_BUDGET_S)
-        return with_wire(examination.fleet, wire), []
+        return wire.into(examination.fleet), []
     except ConvoyError as error:
         cure = (
             "A job would fail in the same way. Where all ways are open, full-size packets may be lost: the MTU must be the "

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from convoy.emulate.machine import RunName, call
 from convoy.errors import InputError
-from convoy.fleet import Card, Segment
+from convoy.fleet import NetworkSegment, Nic
 
 NIC = "eth0"
 _BRIDGE = "br0"
@@ -64,7 +64,7 @@ class Uplink:
         inner, outer: its ends: what leaves the segment is sent by the inner one, what enters it by the outer one.
     """
 
-    segment: Segment
+    segment: NetworkSegment
     bridge: str
     inner: str
     outer: str
@@ -82,7 +82,7 @@ class Wiring:
         return next(port for port in self.ports if port.host == host)
 
 
-def wire(run: RunName, hosts: Sequence[str], segments: Sequence[Segment] = ()) -> Wiring:
+def wire(run: RunName, hosts: Sequence[str], segments: Sequence[NetworkSegment] = ()) -> Wiring:
     """Who gets which namespace and address. InputError for more hosts than a /24 has addresses."""
     if len(hosts) > _MOST_HOSTS:
         raise InputError(f"{len(hosts)} hosts: a rehearsal has addresses for {_MOST_HOSTS}; rehearse a smaller fleet")
@@ -190,7 +190,7 @@ def bucket(bytes_per_s: float) -> Bucket | None:
     return Bucket(max(8, round(bytes_per_s * 8)), max(whole_bytes, round(burst_bytes)), packet_bytes)
 
 
-def shape(wiring: Wiring, card_of: Callable[[str], Card]) -> None:
+def shape(wiring: Wiring, card_of: Callable[[str], Nic]) -> None:
     """Give all cables their rates, a token bucket at either end. InputError if the kernel refuses.
 
     Args:
@@ -213,7 +213,7 @@ def shape(wiring: Wiring, card_of: Callable[[str], Card]) -> None:
         _hold_back(wiring.switch, uplink.outer, entering)
 
 
-def _rates(card: Card) -> tuple[float, float]:
+def _rates(card: Nic) -> tuple[float, float]:
     return card.send_bytes_per_s, card.receive_bytes_per_s
 
 

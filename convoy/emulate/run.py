@@ -19,7 +19,7 @@ from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.launch.host_job import memory_environment, rank_variables
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, decoded, once_first, to_stdout
+from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, decoded, once_first, to_stdout
 
 TIMED_OUT = 124  # the status that timeout(1) gives
 
@@ -86,7 +86,7 @@ def rehearse(
                     for start in starts:
                         devices.start(replace(start, key=key))
                     return devices.watch(timeout_s)
-        except Interrupted as interrupted:
+        except Signalled as interrupted:
             return interrupted.status
 
 
@@ -115,7 +115,7 @@ def caveats(fleet: Fleet, machine_cores: int) -> list[str]:
         )
     if any(device.kind == "cpu" and device.cores is None for device in fleet.devices):
         lines.append("CPU devices without `cores` share this whole machine, without a limit")
-    late = max(fleet.card(host.name).latency_s for host in fleet.hosts) if len(fleet.hosts) > 1 else 0.0
+    late = max(fleet.nic(host.name).latency_s for host in fleet.hosts) if len(fleet.hosts) > 1 else 0.0
     if late > _REAL_LATENCY_S:
         lines.append(f"a latency of {late:g} s is not imposed: here a byte takes less than {_REAL_LATENCY_S:g} s")
     if fleet.links:
@@ -161,7 +161,7 @@ def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Ite
         controller = stack.enter_context(cgroups.cpu_controller(run))
         stack.enter_context(namespaces.network(wiring))
         if len(fleet.hosts) > 1:
-            namespaces.shape(wiring, fleet.card)
+            namespaces.shape(wiring, fleet.nic)
         groups = stack.enter_context(cgroups.groups(controller, run, [device.cores for device in fleet.devices]))
         starts: list[Start] = []
         for index, (device, group) in enumerate(zip(fleet.devices, groups, strict=True)):
@@ -220,9 +220,9 @@ class _Devices:
             if not processes.listen(self._over, timeout_s):
                 late = processes.running
             processes.end(_GRACE_S if self._failed() else 0.0)
-        except Interrupted as caught:
+        except Signalled as caught:
             interrupted = caught
-            with suppress(Interrupted):  # a second one: no more waiting
+            with suppress(Signalled):  # a second one: no more waiting
                 processes.end(0.0)
         endings = processes.endings
         failed = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]

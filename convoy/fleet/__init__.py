@@ -5,6 +5,6 @@ file, `catalogue.py` what classes of devices can do, `units.py` reads numbers wi
 `launch`, above the trainer; planner, costs and measurements read these values, so they are here, below them.
 """
 
-from convoy.fleet.file import MAX_SLOWDOWN, WITHIN_HOST, Card, Device, Fleet, Host, Link, Segment, read_fleet
+from convoy.fleet.file import MAX_SLOWDOWN, WITHIN_HOST, Device, Fleet, Host, Link, NetworkSegment, Nic, read_fleet
 
-__all__ = ["MAX_SLOWDOWN", "WITHIN_HOST", "Card", "Device", "Fleet", "Host", "Link", "Segment", "read_fleet"]
+__all__ = ["MAX_SLOWDOWN", "WITHIN_HOST", "Device", "Fleet", "Host", "Link", "NetworkSegment", "Nic", "read_fleet"]

@@ -76,7 +76,7 @@ def _in_range(owner: str, row: object, *names: str, least: float = LEAST, most: 
 
 
 @dataclass(frozen=True)
-class Card:
+class Nic:
     """The network interface of a host, shared by all its transfers in one direction.
 
     Attributes:
@@ -94,7 +94,7 @@ class Card:
 
 
 #: Between two devices of one host, where no link was measured: a round figure for memory and loopback.
-WITHIN_HOST = Card(send_bytes_per_s=2e9, receive_bytes_per_s=2e9, latency_s=2e-5)
+WITHIN_HOST = Nic(send_bytes_per_s=2e9, receive_bytes_per_s=2e9, latency_s=2e-5)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Host:
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     name: Text
     address: Text | None = None
-    card: Card | None = None
+    card: Nic | None = None
     user: Text | None = None
     ssh_port: _Whole | None = None
     python: Text | None = None
@@ -196,7 +196,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Segment:
+class NetworkSegment:
     """Hosts on one switch, and the cable from it to all other hosts.
 
     Attributes:
@@ -207,7 +207,7 @@ class Segment:
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     name: Text
     hosts: tuple[Text, ...]
-    uplink: Card
+    uplink: Nic
 
     def __post_init__(self) -> None:
         _plain_name(self.name, "a segment")
@@ -230,9 +230,9 @@ class Fleet:
 
     hosts: tuple[Host, ...]
     devices: tuple[Device, ...]
-    network: Card | None = None
+    network: Nic | None = None
     links: tuple[Link, ...] = ()
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[NetworkSegment, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -275,7 +275,7 @@ class Fleet:
         document = tomlkit.document()
         if self.network is not None:
             document.add("network", _table(self.network))
-        sections: Mapping[str, Sequence[Host | Segment | Device | Link]]
+        sections: Mapping[str, Sequence[Host | NetworkSegment | Device | Link]]
         sections = {"host": self.hosts, "segment": self.segments, "device": self.devices, "link": self.links}
         for section, values in sections.items():
             if values:
@@ -285,7 +285,7 @@ class Fleet:
                 document.add(section, tables)
         return tomlkit.dumps(document)
 
-    def card(self, host: str) -> Card:
+    def nic(self, host: str) -> Nic:
         """Return the card of a host: its own, or the fleet's. InputError if the host is unknown or has none."""
         card = self._host(host).card or self.network
         if card is None:
@@ -299,7 +299,7 @@ class Fleet:
         for link in self.links:
             if (link.source, link.target) == (source, target):
                 return link
-        sender, receiver = (WITHIN_HOST,) * 2 if source == target else (self.card(source), self.card(target))
+        sender, receiver = (WITHIN_HOST,) * 2 if source == target else (self.nic(source), self.nic(target))
         out, into = self.uplinks(source, target)
         rates = [
             sender.send_bytes_per_s,
@@ -310,14 +310,14 @@ class Fleet:
         late_s = max(sender.latency_s, receiver.latency_s) + sum(uplink.latency_s for uplink in (*out, *into))
         return Link(source, target, bandwidth_bytes_per_s=min(rates), latency_s=late_s)
 
-    def uplinks(self, source: str, target: str) -> tuple[tuple[Card, ...], tuple[Card, ...]]:
+    def uplinks(self, source: str, target: str) -> tuple[tuple[Nic, ...], tuple[Nic, ...]]:
         """Return the uplinks that messages between two hosts cross: out of one segment, and into the other."""
         sender, receiver = self.segment_of(source), self.segment_of(target)
         if sender == receiver:
             return (), ()
         return tuple(s.uplink for s in (sender,) if s), tuple(s.uplink for s in (receiver,) if s)
 
-    def segment_of(self, host: str) -> Segment | None:
+    def segment_of(self, host: str) -> NetworkSegment | None:
         return next((segment for segment in self.segments if host in segment.hosts), None)
 
     def with_only(self, devices: Collection[int]) -> "Fleet":
@@ -390,14 +390,14 @@ class _File:
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     host: tuple[Host, ...]
     device: tuple[Device, ...]
-    network: Card | None = None
+    network: Nic | None = None
     link: tuple[Link, ...] = ()
-    segment: tuple[Segment, ...] = ()
+    segment: tuple[NetworkSegment, ...] = ()
 
 
 _FILE = TypeAdapter(_File)
 _SECTIONS: Mapping[str, type[Any]] = {
-    "host": Host, "device": Device, "network": Card, "card": Card, "link": Link, "segment": Segment, "uplink": Card,
+    "host": Host, "device": Device, "network": Nic, "card": Nic, "link": Link, "segment": NetworkSegment, "uplink": Nic,
 }  # fmt: skip
 
 
@@ -432,11 +432,11 @@ def _key(field: str) -> str:
     return "class" if field == "class_name" else field
 
 
-def _table(value: Card | Host | Segment | Device | Link) -> tomlkit.items.Table:
+def _table(value: Nic | Host | NetworkSegment | Device | Link) -> tomlkit.items.Table:
     table = tomlkit.table()
     for field in fields(value):
         content = getattr(value, field.name)
-        if isinstance(content, Card):
+        if isinstance(content, Nic):
             inline = tomlkit.inline_table()
             inline.update({each.name: getattr(content, each.name) for each in fields(content)})
             table.add(field.name, inline)

@@ -27,9 +27,9 @@ from convoy.errors import ConvoyError, InputError
 from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
 from convoy.launch.supervisor import (
-    Interrupted,
     Interrupts,
     Output,
+    Signalled,
     Sink,
     Start,
     Supervisor,
@@ -90,9 +90,9 @@ class Agent:
             except ConvoyError as error:
                 self._send("refused", text=str(error))
                 return 2
-            except Interrupted as interrupted:
+            except Signalled as interrupted:
                 if interrupted.after_step:  # the machine shuts down, perhaps, and the connection is gone by now
-                    with suppress(Interrupted):
+                    with suppress(Signalled):
                         devices.end_after_step(len(devices.running), self._must_end_now)
                 return interrupted.status
         return 0

@@ -19,7 +19,7 @@ from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
 from convoy.launch.exit_status import Ending, conclude
 from convoy.launch.host_job import DEFAULTS, HostJob, JobOptions, host_jobs
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
-from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupted, Interrupts, Start, Supervisor, by_line
+from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupts, Signalled, Start, Supervisor, by_line
 
 ANSWER_S = 60.0  # a host that has not answered by then is not used. ssh itself gives up earlier, where it can
 _TRAVEL_S = 5.0  # seconds for the last messages of a host, beside the time that it takes to end its devices
@@ -78,8 +78,8 @@ def run_on_fleet(
                 goes_on=options.goes_on, silence_s=options.silence_s,
             )  # fmt: skip
             hosts.follow()
-        except Interrupted as interrupted:
-            with suppress(Interrupted):  # a second one: no more waiting
+        except Signalled as interrupted:
+            with suppress(Signalled):  # a second one: no more waiting
                 after_step = options.goes_on and interrupted.after_step
                 if after_step:
                     print(interrupted.text(len(hosts.running)), file=sys.stderr, flush=True)
@@ -182,7 +182,7 @@ class _Hosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._processes, suppress(Interrupted):
+        with self._processes, suppress(Signalled):
             for session in self._sessions:
                 session.hang_up()
             # After an error or a second Ctrl-C the agents end their devices without being watched.

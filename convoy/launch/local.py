@@ -13,7 +13,7 @@ from convoy.comm.job_key import key_to_start
 from convoy.errors import InputError
 from convoy.launch.exit_status import conclude
 from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_environments, log_of
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, once_first, to_stdout
+from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, once_first, to_stdout
 from convoy.machine.launch_env import hidden
 
 KILLED_GRACE_S = 0.5  # seconds that the others get to end by themselves once a device was killed
@@ -96,9 +96,9 @@ def launch_local(
             processes.end(min(KILLED_GRACE_S, options.grace_s) if killed else options.grace_s)
         except OSError as error:
             raise InputError(f"cannot start {command[0]!r}: {error.strerror}; give a program that exists") from None
-        except Interrupted as interrupted:
+        except Signalled as interrupted:
             print(interrupted.text(len(processes.running)), file=sys.stderr, flush=True)
-            with suppress(Interrupted):  # a second one: no more waiting
+            with suppress(Signalled):  # a second one: no more waiting
                 if interrupted.after_step:
                     processes.end_after_step(len(processes.running))
                 # Ctrl-C has reached the devices, too.

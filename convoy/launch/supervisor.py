@@ -40,7 +40,7 @@ Output = int | Sink | Literal["keep"] | None
 """Where output goes: a file or a constant of `subprocess`, a sink, the process's tail; None: where this process's goes."""
 
 
-class Interrupted(Exception):  # noqa: N818 - it is a request, not an error
+class Signalled(Exception):  # noqa: N818 - it is a request, not an error
     """A signal asked this process to end."""
 
     def __init__(self, signum: signal.Signals) -> None:
@@ -83,9 +83,9 @@ class Interrupts:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def check(self) -> None:
-        """Raise Interrupted for the first signal that was not raised yet."""
+        """Raise Signalled for the first signal that was not raised yet."""
         if self._noted:
-            raise Interrupted(self._noted.pop(0))
+            raise Signalled(self._noted.pop(0))
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         self._noted.append(signal.Signals(signum))
@@ -245,7 +245,7 @@ class Process:
 class Supervisor:
     """Running processes. Leaving the context kills what still runs; no process, pipe or file of it is left.
 
-    Methods that wait raise Interrupted when this process is asked to end.
+    Methods that wait raise Signalled when this process is asked to end.
 
     Args:
         on_end: called with each Ending.

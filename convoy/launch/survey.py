@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from convoy.errors import InputError, shown
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import DeviceClass, names, plain_name
 from convoy.launch.ssh import remedy, ssh_call, ssh_program
 
@@ -175,7 +175,7 @@ def fleet_of(hosts: Sequence[Host], answers: Sequence[Answer]) -> tuple[Fleet, l
     late = [answer.latency_s for answer in answers if answer.latency_s is not None]
     usual_s = statistics.median(late) if late else ASSUMED_LATENCY_S
     cards = [
-        Card(a.bytes_per_s or ASSUMED_BYTES_PER_S, a.bytes_per_s or ASSUMED_BYTES_PER_S, a.latency_s or usual_s)
+        Nic(a.bytes_per_s or ASSUMED_BYTES_PER_S, a.bytes_per_s or ASSUMED_BYTES_PER_S, a.latency_s or usual_s)
         for a in answers
     ]
     return Fleet(tuple(replace(h, card=c) for h, c in zip(hosts, cards, strict=True)), tuple(devices)), notes

@@ -27,7 +27,7 @@ FRESH_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class JobProcess:
     """One process of a job.
 
     Attributes:
@@ -63,12 +63,12 @@ def enter(job: str, device: int, kind: str) -> None:
     with suppress(OSError, InputError, psutil.Error):
         if _mine is None or _mine.pid != pid:
             atexit.register(_leave, pid)
-        _mine = Row(job, pid, _began(pid), _network(), device, kind)
+        _mine = JobProcess(job, pid, _began(pid), _network(), device, kind)
         _write(_mine)
         rows()  # removes the rows of killed processes
 
 
-def tell(**changes: Any) -> None:
+def update(**changes: Any) -> None:
     """Change fields of this process's row, if it has one."""
     global _mine
     if _mine is not None and _mine.pid == os.getpid():
@@ -80,7 +80,7 @@ def tell(**changes: Any) -> None:
 def refresh() -> None:
     """Rewrite the row if it is old. Called after each step."""
     if time.monotonic() > _written_s + FRESH_S:
-        tell()
+        update()
 
 
 def job() -> str:
@@ -88,7 +88,7 @@ def job() -> str:
     return "" if _mine is None else _mine.job
 
 
-def rows() -> list[Row]:
+def rows() -> list[JobProcess]:
     """Return the rows of this user's running processes on this machine, by job and device.
 
     Raises:
@@ -105,7 +105,7 @@ def rows() -> list[Row]:
     return sorted(found, key=lambda row: (row.job, row.device))
 
 
-def of_processes(pids: Sequence[int]) -> list[Row | None]:
+def of_processes(pids: Sequence[int]) -> list[JobProcess | None]:
     """Return the rows of these processes."""
     with suppress(InputError):
         return [_read(_folder() / f"{pid}.json") for pid in pids]
@@ -118,7 +118,7 @@ def speaks(pid: int) -> bool:
     return row is not None and row.device in row.members[:1]
 
 
-_mine: Row | None = None
+_mine: JobProcess | None = None
 _written_s = 0.0
 
 
@@ -128,7 +128,7 @@ def _leave(pid: int) -> None:
             (_folder() / f"{pid}.json").unlink()
 
 
-def _write(row: Row) -> None:
+def _write(row: JobProcess) -> None:
     global _written_s
     path = _folder() / f"{row.pid}.json"
     new = path.with_suffix(".new")
@@ -137,14 +137,14 @@ def _write(row: Row) -> None:
     _written_s = time.monotonic()
 
 
-def _read(path: Path) -> Row | None:
+def _read(path: Path) -> JobProcess | None:
     with suppress(OSError, ValueError, TypeError):
         row = json.loads(path.read_text())
-        return Row(**{**row, "members": tuple(row["members"])})
+        return JobProcess(**{**row, "members": tuple(row["members"])})
     return None
 
 
-def _runs(row: Row) -> bool:
+def _runs(row: JobProcess) -> bool:
     try:
         return psutil.Process(row.pid).status() != psutil.STATUS_ZOMBIE and _began(row.pid) == row.began
     except (psutil.Error, OSError):

@@ -27,7 +27,7 @@ class Asked(Protocol):
 
 
 @contextmanager
-def hearing_signals(members: Asked) -> Iterator[None]:
+def handle_signals(members: Asked) -> Iterator[None]:
     """Within the block, pass the signals on to `members`.
 
     The second SIGTERM or SIGUSR1 ends the process. So does the first if the device does not train yet. Signals that the

@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -72,7 +72,6 @@ class Operation:
         args, kwargs: as in the source, with `Ref` for tensors, `BatchExtent` for the batch size and `PartExtent` for the
             size of an axis that may be cut.
         attributes: numbers of the module that go with its part: the groups of a group norm.
-        no_autocast: types of devices on which autocast is off in it; "" is the one that computes.
     """
 
     call: Literal["module", "batch_norm", "function", "method", "attribute", "constant", "region", "input"]
@@ -80,7 +79,6 @@ class Operation:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     attributes: Mapping[str, PartExtent] = field(default_factory=dict)
-    no_autocast: tuple[str, ...] = ()
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -138,9 +136,6 @@ def _called(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch
         assert isinstance(operation.target, Region)
         return _run_region(model, operation.target, inputs, batch)
     here = _Surroundings(inputs, batch, model)
-    if {"", here.device.type} & set(operation.no_autocast):
-        with torch.autocast(here.device.type, enabled=False):
-            return _called(model, replace(operation, no_autocast=()), inputs, batch)
     args = filled(tuple(operation.args), here)
     kwargs = filled(dict(operation.kwargs), here)
     match operation.call, operation.target:

@@ -1,30 +1,28 @@
-"""The device program: everything one device does in one training step, as a list of operations.
+"""The device program: everything one device does in one micro-batch, as a list of operations.
 
 `compile.py` compiles it once from the step list, for each plan, batch size and mode. The executor runs it, the simulator plays
-it, the cost and memory models price it, and `--explain` prints it. So the predicted bytes are the bytes sent: both come from
-the same operations.
+it, the cost and memory models price it, and `--explain` prints it. So the predicted bytes are the bytes sent.
 
 Operations work on *buffers*, tensors with a name. A value of the forward pass has the key that it has in the step list,
 its gradient that key behind ``d:``. Names only tell buffers apart: everything else about a buffer is a field of an operation.
-Sizes are in entries. `narrow` marks numbers that are sent in fewer bits (see `layout/comm_dtype.py`).
+`step` is the id in the step list. Sizes are in entries. `narrow` marks numbers that are sent in fewer bits.
 
 A program has two lanes. The main lane computes, in the order of the step list. Gradient sums run on the second lane, one after
-the other, beside it: `BeginSum` hands the second lane the summands, `TakeSum` waits for them, `EndSum` marks the result, and
-`WaitSum` or `FinishSums` waits for that.
+the other: `BeginSum` gives the second lane the summands, `TakeSum` waits for them, `EndSum` marks the result, and `WaitSum` or
+`FinishSums` waits for that.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from convoy.layout.comm_dtype import narrow_itemsize
-from convoy.layout.layout import Box, Shape
+from convoy.layout.layout import Box, Layout, Shape, Split, holders, holds
+from convoy.layout.redistribute import chunks
 from convoy.layout.shares import Shares
-from convoy.plan.size import LocalSize
-from convoy.plan.steps import Pass, Phase
-
-NO_SIZE = LocalSize(0, 0, 0)
+from convoy.model.graph import Layer
+from convoy.plan.steps import ComputeStep, MicroBatch, Phase
 
 GRADIENT = "d:"
 """The name of a value's gradient is this and the value's key."""
@@ -35,9 +33,78 @@ def output_gradient(output: int) -> str:
     return f"{GRADIENT}output {output}"
 
 
+# --- how much of a layer one device computes -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSize:
+    """One device's part of a layer: the sizes that its time depends on.
+
+    Attributes:
+        outputs: filters or features that it computes; all, if the layer is not split by filter.
+        inputs: input channels or features that it sums over; all, if the layer is not split by channel.
+        shares_statistics: a batch norm over samples on several devices, which exchanges its sums (`runtime/batch_norm.py`).
+    """
+
+    samples: int
+    outputs: int
+    inputs: int
+    shares_statistics: bool = False
+
+
+def whole_size(layer: Layer, samples: int) -> LocalSize:
+    return LocalSize(samples, *layer.extents)
+
+
+def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None:
+    """Return what a device computes in a step; None: it has no part in it."""
+    gives = step.writes.layout
+    if not holds(gives, device):
+        return None
+    if not layer.batched:
+        return whole_size(layer, 1)
+    samples, inputs = step.writes.shape[0], layer.extents[1]
+    if isinstance(gives, Split) and gives.axis == 0:
+        samples = gives.shares[device]
+    if layer.sums_channels:
+        takes = step.reads[0].layout
+        if isinstance(takes, Split) and takes.axis == layer.feature_axis:
+            inputs = takes.shares[device] or inputs
+    return LocalSize(samples, part_of_outputs(layer, gives, device), inputs, shares_statistics(layer, gives))
+
+
+def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
+    """Return how many outputs of a layer a device computes, along whichever axis is split."""
+    outputs = layer.extents[0]
+    if not isinstance(layout, Split) or layout.axis == 0:
+        return outputs
+    return max(1, outputs * layout.shares[device] // max(1, sum(layout.shares)))
+
+
+def shares_statistics(layer: Layer, layout: Layout) -> bool:
+    """Whether a layer is a batch norm whose batch lies on several devices."""
+    return layer.statistics and isinstance(layout, Split) and layout.axis == 0 and len(holders(layout)) > 1
+
+
+def flop(layer: Layer, size: LocalSize) -> float:
+    """Return the forward FLOP of a part of a layer."""
+    if not layer.flop:  # it may have no outputs either
+        return 0.0
+    outputs, inputs = layer.extents
+    return layer.flop * size.samples * (size.outputs / outputs) * (size.inputs / inputs)
+
+
+def sizes_in_chunks(size: LocalSize, count: int) -> list[LocalSize]:
+    """Return what a device computes at a time, if its input arrives in chunks."""
+    return [replace(size, samples=stop - start) for start, stop in chunks(size.samples, count)] if count > 1 else [size]
+
+
+# --- computing -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a buffer, in the buffer's own coordinates; without a box, all of it."""
+    """A box of a buffer, in the buffer's own coordinates; None: all of it."""
 
     buffer: str
     box: Box | None = None
@@ -46,23 +113,18 @@ class Part:
         return self.buffer + ("" if self.box is None else f"[{','.join(f'{a}:{b}' for a, b in self.box)}]")
 
 
-# --- computing -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Compute:
     """A layer's arithmetic on this device.
 
     Attributes:
-        step: id in the step list, as of every operation.
         reads: in forward, the layer's inputs; in backward, the gradient of its output.
         writes: in forward, the output; in backward, the gradient of each input, "" where none is wanted.
         wants: which of the layer's inputs have a gradient.
         part: "all"; in backward "input" or "weight" for that gradient alone; "statistics" and "combine" before and after
             the exchange of a batch norm's sums.
         last: in backward, whether the layer's saved tensors are not needed after it.
-        size: how much of the layer; its time depends on it.
-        rows: in forward, the rows of the input that have arrived, where the input comes in chunks.
+        rows: in forward, the rows of the input that have arrived, if the input arrives in chunks.
     """
 
     step: int
@@ -73,16 +135,15 @@ class Compute:
     wants: tuple[bool, ...] = ()
     part: str = "all"
     last: bool = True
-    size: LocalSize = NO_SIZE
+    size: LocalSize = LocalSize(0, 0, 0)
     rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A segment: layers with no exchange between them, handed to autograd as one graph.
+    """A segment: layers with no exchange between them, given to autograd as one graph.
 
     Attributes:
-        step: of its first operation.
         number: the same in forward and backward.
         reads: in forward, values from outside; in backward, the gradient of each of the forward segment's `writes`, ""
             where none arrives.
@@ -107,12 +168,10 @@ class Make:
     """Memory for a buffer.
 
     Attributes:
-        zeros: filled with zeros.
         result: a value or a gradient, not an intermediate of an exchange.
-        like: a buffer whose number type it has; "": the type of the step's layer.
+        like: a buffer of the same dtype; "": the dtype of the step's layer.
         flat: an exchange sums in it.
-        slot: of the summands of a round: rounds with another slot may be under way beside it. Every step uses the same memory
-            again.
+        slot: of the summands of a round. Rounds with other slots may run at the same time; every step reuses the memory.
     """
 
     step: int
@@ -128,7 +187,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Another name for a part of a buffer, in a shape; nothing is copied."""
+    """Another name and shape for a part of a buffer, without a copy."""
 
     step: int
     buffer: str
@@ -138,7 +197,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy one part to another, converted where one of them is narrow."""
+    """Copy one part to another, converted if one of them is narrow."""
 
     step: int
     source: Part
@@ -148,7 +207,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Add one part to another, widened first where it is narrow."""
+    """Add one part to another, widened first if it is narrow."""
 
     step: int
     source: Part
@@ -159,7 +218,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Add up what several readers of a value give to its gradient, in new memory."""
+    """Add the parts of a gradient, one from each reader of its value, in new memory."""
 
     step: int
     buffer: str
@@ -184,10 +243,7 @@ class PlannedMessage:
 class ExchangeRound:
     """Start this device's messages of one round, in one call.
 
-    Until the round has been waited for, what is sent must not change, and what arrives must not be used.
-
-    Attributes:
-        number: of the round in its exchange.
+    Until the round has been waited for, sent parts must not change and received parts must not be used.
     """
 
     step: int
@@ -198,12 +254,7 @@ class ExchangeRound:
 
 @dataclass(frozen=True, slots=True)
 class WaitRound:
-    """Wait for the messages of a round.
-
-    Attributes:
-        step: that needs them.
-        begun: the step of the round; number: of the round.
-    """
+    """For step `step`, wait for the messages of round `number` of step `begun`."""
 
     step: int
     begun: int
@@ -215,14 +266,14 @@ class WaitRound:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Join gradients of parameters to one flat buffer, zeros for those that this device has no part in.
+    """Join gradients of parameters to one flat buffer, with zeros for those that this device has no part in.
 
     Attributes:
         keys, sizes: of the parameters, and their entries.
         flags: trailing entries that say which parameters were used on this device; 0: none.
-        alone: the one gradient itself is the buffer, nothing is copied.
-        mixed_over: INEXACT mixing: the weights are sent with the gradients, divided by this number of devices; 0: exact sum.
-        into: of sharded parameters, for each the entries of every device: the buffer holds those of device 0 of all of them,
+        alone: the one gradient itself is the buffer, without a copy.
+        mixed_over: INEXACT mixing: weights are sent with the gradients, divided by this number of devices; 0: exact sum.
+        into: for each sharded parameter the entries of every device: the buffer has the shards of device 0 of all of them,
             then those of device 1, and so on.
     """
 
@@ -242,7 +293,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class BeginSum:
-    """Main lane: hand the summands in `buffer` to the second lane."""
+    """Main lane: give the second lane the summands in `buffer`."""
 
     step: int
     buffer: str
@@ -250,7 +301,7 @@ class BeginSum:
 
 @dataclass(frozen=True, slots=True)
 class TakeSum:
-    """Second lane: wait for the summands in `buffer`. What follows sums them, in place."""
+    """Second lane: wait for the summands in `buffer`; the next operations sum them in place."""
 
     step: int
     buffer: str
@@ -305,14 +356,14 @@ class Unpack:
 
 @dataclass(frozen=True, slots=True)
 class PackWeights:
-    """Copy this device's shards of parameters to their place in a flat buffer, in which the others' arrive.
+    """Copy this device's shards of parameters to their place in a flat buffer, which receives the others' shards.
 
     Attributes:
         shares: of each parameter, the entries of every device.
         size: entries of this device's shards.
-        alone: of one parameter: the buffer is the whole parameter itself.
+        alone: there is one parameter, and the buffer is its memory.
         own_only: this device computes nothing with them: the buffer has its shards alone.
-        fresh: the memory of the whole parameters was freed after their last use, and is taken from the system anew.
+        fresh: the memory of the whole parameters was freed after their last use, and is allocated anew.
         stays: the buffer stays until the next micro-batch, which compares the shards with it.
     """
 
@@ -334,7 +385,7 @@ class PackWeights:
 
 @dataclass(frozen=True, slots=True)
 class UnpackWeights:
-    """Whole parameters have arrived; of several in one buffer, each is copied to its own memory. Fields as in `PackWeights`."""
+    """Use gathered parameters: each of several gets its own memory. Fields as in `PackWeights`."""
 
     step: int
     buffer: str
@@ -349,10 +400,7 @@ class UnpackWeights:
 
 @dataclass(frozen=True, slots=True)
 class HaveWeights:
-    """Check that whole parameters from the step's first micro-batch are still valid. Fields as in `PackWeights`.
-
-    If this device's shards have changed since, the step ends with an error.
-    """
+    """Reuse parameters that the first micro-batch gathered. It is an error if this device's shards have changed since."""
 
     step: int
     keys: tuple[str, ...]
@@ -377,16 +425,15 @@ Operation = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceProgram:
-    """What one device does in one training step.
+    """What one device does in one micro-batch.
 
     Attributes:
-        inputs: the parts of the batch that the loader provides, as buffers.
+        inputs: buffers of the local batch, which the loader provides.
         outputs: buffers that the caller gets.
         output_gradients: the outputs whose gradients the caller gives to backward, see `output_gradient`.
-        input_gradients: for each input, the buffer that the caller gets from backward; "" where this device has no part in it.
+        input_gradients: for each input, the buffer that the caller gets from backward; "" if this device has no part in it.
         forward, backward: the main lane.
-        sums: the second lane.
-        pass_: which micro-batch of a training step it is; the first and the middle ones have no sums.
+        sums: the second lane; empty in the first and middle micro-batches of a step.
     """
 
     device: int
@@ -399,26 +446,22 @@ class DeviceProgram:
     backward: tuple[Operation, ...]
     sums: tuple[Operation, ...]
     input_gradients: tuple[str, ...] = ()
-    pass_: Pass = "only"
+    micro_batch: MicroBatch = "only"
 
     def operations(self) -> Iterator[Operation]:
-        """All operations, those inside segments too."""
+        """Yield all operations, also those inside segments."""
         yield from self.main()
         yield from self.sums
 
     def main(self) -> Iterator[Operation]:
-        """The operations of the main lane, those inside segments too."""
+        """Yield the operations of the main lane, also those inside segments."""
         for operation in (*self.forward, *self.backward):
             yield operation
             if isinstance(operation, Fused):
                 yield from operation.operations
 
     def sent_bytes(self, itemsize: int = 4) -> Counter[int]:
-        """Bytes that this device sends to each other one in a training step.
-
-        Args:
-            itemsize: bytes of one number in memory, 4 for float32.
-        """
+        """Return the bytes that this device sends to each peer, for numbers of `itemsize` bytes in memory."""
         total: Counter[int] = Counter()
         for operation in self.operations():
             if isinstance(operation, ExchangeRound):
@@ -428,7 +471,7 @@ class DeviceProgram:
 
 
 def reads_of(operation: Operation) -> tuple[str, ...]:
-    """The buffers that an operation reads."""
+    """Return the buffers that an operation reads."""
     match operation:
         case Compute(reads=reads) | Fused(reads=reads) | Merge(parts=reads):
             return tuple(name for name in reads if name)
@@ -446,7 +489,7 @@ def reads_of(operation: Operation) -> tuple[str, ...]:
 
 
 def writes_of(operation: Operation) -> tuple[str, ...]:
-    """The buffers that an operation makes, fills or changes; what a round brings is there after the wait for it."""
+    """Return the buffers that an operation makes, fills or changes; those of a round are filled after the wait for it."""
     match operation:
         case Compute(writes=writes) | Fused(writes=writes):
             return tuple(name for name in writes if name)
@@ -465,8 +508,10 @@ def writes_of(operation: Operation) -> tuple[str, ...]:
 
 
 def program_lines(program: DeviceProgram) -> list[str]:
-    """The program as text, one line for each operation."""
-    lines = [f"device {program.device} of {program.devices}, a batch of {program.batch}, pass {program.pass_!r}"]
+    """Return a program as text, one line for each operation."""
+    lines = [
+        f"device {program.device} of {program.devices}, a batch of {program.batch}, micro-batch {program.micro_batch!r}"
+    ]
     for phase in ("forward", "backward", "sums"):
         lines.append(f"{phase}:")
         for operation in getattr(program, phase):
@@ -477,23 +522,22 @@ def program_lines(program: DeviceProgram) -> list[str]:
 
 
 def operation_line(operation: Operation) -> str:
-    """An operation as text, without the fields that have their default."""
+    """Return an operation as text, without the fields that have their default."""
     values = []
     for each in fields(operation):
-        value = getattr(operation, each.name)
-        if each.name != "operations" and value != each.default:
-            values.append(f"{each.name}={_text(each.name, value)}")
+        value: Any = getattr(operation, each.name)
+        if each.name == "operations" or value == each.default:
+            continue
+        if each.name in ("sends", "receives"):
+            text = f"[{', '.join(message_text('to' if each.name == 'sends' else 'from', m) for m in value)}]"
+        elif isinstance(value, LocalSize):
+            text = repr((value.samples, value.outputs, value.inputs, *((True,) if value.shares_statistics else ())))
+        else:
+            text = repr(str(value)) if isinstance(value, Part) else repr(value)
+        values.append(f"{each.name}={text}")
     return f"{type(operation).__name__}({', '.join(values)})"
 
 
 def message_text(direction: str, message: PlannedMessage) -> str:
-    """A message as text: its size, its part, and `direction` ("to" or "from") its peer."""
+    """Return a message as text; `direction` is "to" or "from" its peer."""
     return f"{message.size}{' narrow' * message.narrow} of {str(message.part)!r} {direction} {message.peer}"
-
-
-def _text(name: str, value: Any) -> str:
-    if name in ("sends", "receives"):
-        return f"[{', '.join(message_text('to' if name == 'sends' else 'from', m) for m in value)}]"
-    if isinstance(value, LocalSize):
-        return repr((value.samples, value.outputs, value.inputs, *((True,) if value.shares_statistics else ())))
-    return repr(str(value)) if isinstance(value, Part) else repr(value)

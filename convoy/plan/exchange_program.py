@@ -1,8 +1,8 @@
 """The operations of one exchange on one device: a move between two layouts, or the rounds of a sum.
 
 A part that is one block of memory is sent, and received into, without a copy; any other is copied into a block or out of one.
-Summands arrive in memory of their own, because a summand must not be overwritten while it is being sent. They are added in the
-order of the devices that sent them, so that every run gives the same bits.
+Summands are received into memory of their own, because a summand must not be overwritten while it is being sent. They are added
+in the order of the devices that sent them, so that every run gives the same bits.
 """
 
 import math
@@ -16,27 +16,18 @@ from convoy.layout.comm_dtype import CommDtype, rounds_own_copy
 from convoy.layout.layout import Box, Layout, Partial, Replicated, Shape, box, covers, entries, local_shape
 from convoy.layout.redistribute import Round, Schedule, Transfer, forget_schedules
 from convoy.layout.shares import ranges
-from convoy.plan.device_program import (
-    Add,
-    Copy,
-    ExchangeRound,
-    Make,
-    Operation,
-    Part,
-    PlannedMessage,
-    View,
-    WaitRound,
-)
-from convoy.plan.steps import ShareStatistics
+from convoy.plan import device_program as ops
+from convoy.plan.device_program import Operation, Part, PlannedMessage
+from convoy.plan.steps import GatherStatistics
 
 
-class Landing(NamedTuple):
-    """What finishes a round that has started.
+class StartedRound(NamedTuple):
+    """A round that has started.
 
     Attributes:
         step: id in the step list.
-        number: of the round to wait for; None where this device has no message in it.
-        after: what is done with what has arrived.
+        number: of the round to wait for; None: this device has no message in it.
+        after: operations on what has arrived.
     """
 
     step: int
@@ -44,34 +35,28 @@ class Landing(NamedTuple):
     after: Sequence[Operation]
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeOperations:
-    """One device's part of an exchange.
-
-    Attributes:
-        begin: up to the last round that can be started without waiting.
-        landings: what finishes each of these rounds.
-    """
+class ExchangeOperations(NamedTuple):
+    """One device's part of an exchange: what starts it, up to the first wait, and the rounds to finish afterwards."""
 
     begin: Sequence[Operation] = ()
-    landings: Sequence[Landing] = ()
+    started: Sequence[StartedRound] = ()
 
 
-def landing(landings: Iterable[Landing], at: int) -> Iterator[Operation]:
-    """The operations that finish rounds, for the step `at` that waits for them."""
-    for step, number, after in landings:
+def finish(started: Iterable[StartedRound], at: int) -> Iterator[Operation]:
+    """Yield the operations that finish rounds, for the step `at` that waits for them."""
+    for step, number, after in started:
         if number is not None:
-            yield WaitRound(at, step, number)
+            yield ops.WaitRound(at, step, number)
         yield from after
 
 
 @dataclass(frozen=True, slots=True)
-class MoveOf:
+class MoveSpec:
     """One device's part of a move of a tensor of `shape` from layout `src` to layout `dst`.
 
     Attributes:
         step: id in the step list.
-        source, result: the buffers with what the device holds before and afterwards.
+        source, result: the buffers with this device's shard before and after the move.
     """
 
     step: int
@@ -84,155 +69,132 @@ class MoveOf:
     source: str
     result: str
 
-    @property
-    def own(self) -> Box | None:
-        """What the device holds before."""
-        return box(self.src, self.device, self.shape)
-
-    @property
-    def wanted(self) -> Box | None:
-        """What the device holds afterwards."""
-        return box(self.dst, self.device, self.shape)
-
-    @property
-    def rounds(self) -> Sequence[Round]:
-        """What the device sends, receives or keeps."""
-        return self.schedule.involving(self.device)
-
     def operations(self) -> ExchangeOperations:
-        """The operations of the move."""
+        own, wanted = (box(layout, self.device, self.shape) for layout in (self.src, self.dst))
         if not self.schedule.rounds:
             here = local_shape(self.dst, self.device, self.shape)
-            view = View(self.step, self.result, Part(self.source), here)
-            return ExchangeOperations([view] if self.wanted is not None else [])
-        if not any(self.rounds) and self.wanted is None:
+            view = ops.View(self.step, self.result, Part(self.source), here)
+            return ExchangeOperations([view] if wanted is not None else [])
+        if not any(self.schedule.involving(self.device)) and wanted is None:
             return ExchangeOperations()
-        return ExchangeOperations(self._sum()) if self.schedule.in_place else self._direct()
-
-    def _sum(self) -> list[Operation]:
-        """A pending sum becomes copies. Every copy is computed once and then copied, so all are equal to the last bit."""
+        if not self.schedule.in_place:
+            return _DirectMove(self, own, wanted).operations()
+        # Every copy of a sum is computed once and then copied, so all are equal to the last bit.
         flat = f"message {self.step}.flat"
-        operations: list[Operation] = [Make(self.step, flat, self.schedule.shape, flat=True)]
-        if self.own is not None:
-            operations.append(Copy(self.step, Part(self.source), Part(flat), math.prod(self.shape)))
+        operations: list[Operation] = [ops.Make(self.step, flat, self.schedule.shape, flat=True)]
+        if own is not None:
+            operations.append(ops.Copy(self.step, Part(self.source), Part(flat), math.prod(self.shape)))
         operations += sum_operations(self.step, self.schedule, self.device, flat, self.wire, lane=0)
-        if self.wanted is not None:
-            operations.append(View(self.step, self.result, Part(flat), self.shape))
-        return operations
-
-    def _direct(self) -> ExchangeOperations:
-        own, wanted, step = self.own, self.wanted, self.step
-        transfers = [t for each in self.rounds for t in each]
-        kept = [t for t in transfers if t.sender == t.receiver]
-        arrives = any(t.receiver == self.device != t.sender for t in transfers)
-        rounds_own = rounds_own_copy(self.wire, self.schedule, self.dst)
-        begin: list[Operation] = []
-        landings: list[Landing] = []
-        piece = self.source
-        if rounds_own and own is not None and any(t.sender == self.device for t in transfers):
-            # What is kept is then made of the same numbers as what is sent.
-            piece = f"message {step}.own"
-            narrow = Make(step, piece, _extent(own), narrow=True)
-            begin += [narrow, Copy(step, Part(self.source), Part(piece), entries(own))]
-        if wanted is not None and not arrives and covers([t.box for t in kept], wanted):
-            here = Part(piece, local_box(wanted, own))
-            if rounds_own:
-                made = Make(step, self.result, _extent(wanted), result=True)
-                begin += [made, Copy(step, here, Part(self.result), entries(wanted))]
-            else:
-                begin.append(View(step, self.result, here, _extent(wanted)))
-            kept = []
-        elif wanted is not None:
-            # From zero where only a part of the box is written: a pending sum, or a box that nobody fills.
-            zeros = isinstance(self.dst, Partial) or any(t.adds for t in transfers if t.receiver == self.device)
-            begin.append(Make(step, self.result, _extent(wanted), zeros=zeros, result=True))
-        writer = _DirectRound(step, self.device, own, wanted, piece, self.result, self.wire != "exact", rounds_own)
-        for number, each in enumerate(self.rounds):
-            writer.write(number, each, bool(kept), begin, landings)
-        return ExchangeOperations(begin, landings)
+        if wanted is not None:
+            operations.append(ops.View(self.step, self.result, Part(flat), self.shape))
+        return ExchangeOperations(operations)
 
 
 @lru_cache(maxsize=8192)
-def operations_of(move: MoveOf) -> ExchangeOperations:
-    """The operations of a move, worked out once: the plans that a planner compares have most moves in common."""
+def operations_of(move: MoveSpec) -> ExchangeOperations:
+    """Return the operations of a move. Cached: the plans that a planner compares have most moves in common."""
     return move.operations()
 
 
-def forget_moves() -> None:
-    """Forget what was worked out for moves, after the devices have changed: nobody asks for those of before again."""
+def clear_move_cache() -> None:
+    """Forget moves and schedules, after the devices have changed: the old ones are never used again."""
     operations_of.cache_clear()
     forget_schedules()
 
 
-@dataclass(slots=True)
-class _DirectRound:
-    """Writes the rounds of a direct move."""
+class _DirectMove:
+    """A move whose boxes go straight to their readers."""
 
-    step: int
-    device: int
-    own: Box | None
-    wanted: Box | None
-    piece: str
-    result: str
-    narrow: bool
-    rounds_own: bool
+    def __init__(self, move: MoveSpec, own: Box | None, wanted: Box | None) -> None:
+        self.move, self.own, self.wanted = move, own, wanted
+        self.step, self.device, self.narrow = move.step, move.device, move.wire != "exact"
+        self.rounds_own = rounds_own_copy(move.wire, move.schedule, move.dst)
+        self.shard = move.source
+        self.begin: list[Operation] = []
+        self.started: list[StartedRound] = []
 
-    def write(
-        self, number: int, transfers: Round, keeps: bool, begin: list[Operation], landings: list[Landing]
-    ) -> None:
+    def operations(self) -> ExchangeOperations:
+        own, wanted, step, result = self.own, self.wanted, self.step, self.move.result
+        rounds = self.move.schedule.involving(self.device)
+        transfers = [t for each in rounds for t in each]
+        keeps = [t for t in transfers if t.sender == t.receiver]
+        arrives = any(t.receiver == self.device != t.sender for t in transfers)
+        if self.rounds_own and own is not None and any(t.sender == self.device for t in transfers):
+            # What is kept is then made of the same numbers as what is sent.
+            self.shard = f"message {step}.own"
+            self.begin.append(ops.Make(step, self.shard, _extent(own), narrow=True))
+            self.begin.append(ops.Copy(step, Part(self.move.source), Part(self.shard), entries(own)))
+        if wanted is not None and not arrives and covers([t.box for t in keeps], wanted):
+            here = Part(self.shard, _local_box(wanted, own))
+            if self.rounds_own:
+                self.begin.append(ops.Make(step, result, _extent(wanted), result=True))
+                self.begin.append(ops.Copy(step, here, Part(result), entries(wanted)))
+            else:
+                self.begin.append(ops.View(step, result, here, _extent(wanted)))
+            keeps = []
+        elif wanted is not None:
+            # From zero where only a part of the box is written: a pending sum, or a box that nobody fills.
+            zeros = isinstance(self.move.dst, Partial) or any(t.adds for t in transfers if t.receiver == self.device)
+            self.begin.append(ops.Make(step, result, _extent(wanted), zeros=zeros, result=True))
+        for number, each in enumerate(rounds):
+            self._round(number, each, bool(keeps))
+        return ExchangeOperations(self.begin, self.started)
+
+    def _round(self, number: int, transfers: Round, keeps: bool) -> None:
         leaving = [t for t in transfers if t.sender == self.device != t.receiver and entries(t.box)]
         arriving = [t for t in transfers if t.receiver == self.device != t.sender and entries(t.box)]
-        kept = [t for t in transfers if t.sender == t.receiver] if keeps else []
-        sent = {t.box: self._packed(number, place, t, begin) for place, t in enumerate(leaving)}
+        kept = {t: self._source(t) for t in transfers if keeps and t.sender == t.receiver}
+        sent = {t.box: self._packed(f"message {self.step}.{number}>{place}", t) for place, t in enumerate(leaving)}
         sends = tuple(PlannedMessage(t.receiver, sent[t.box], entries(t.box), self.narrow) for t in leaving)
         receives = []
-        landed: dict[Transfer, Part] = {}
+        parts: dict[Transfer, Part] = {}
         for place, t in enumerate(arriving):
-            target = Part(self.result, local_box(t.box, self.wanted))
+            target = Part(self.move.result, _local_box(t.box, self.wanted))
             if t.adds or self.narrow or not is_block(t.box, self.wanted):
-                landed[t] = Part(f"message {self.step}.{number}<{place}")
-                begin.append(Make(self.step, landed[t].buffer, _extent(t.box), narrow=self.narrow))
-                target = landed[t]
+                target = parts[t] = Part(f"message {self.step}.{number}<{place}")
+                self.begin.append(ops.Make(self.step, target.buffer, _extent(t.box), narrow=self.narrow))
             receives.append(PlannedMessage(t.sender, target, entries(t.box), self.narrow))
         if sends or receives:
-            begin.append(ExchangeRound(self.step, number, sends, tuple(receives)))
-        begin += [self._into(t, Part(self.piece, local_box(t.box, self.own))) for t in kept if not t.adds]
-        parts = landed | {t: Part(self.piece, local_box(t.box, self.own)) for t in kept if t.adds}
+            self.begin.append(ops.ExchangeRound(self.step, number, sends, tuple(receives)))
+        self.begin += [self._into(t, part) for t, part in kept.items() if not t.adds]
+        parts |= {t: part for t, part in kept.items() if t.adds}
         after = [self._into(t, parts[t]) for t in sorted(parts, key=lambda t: t.sender)]
         if sends or receives:
-            landings.append(Landing(self.step, number, after))
+            self.started.append(StartedRound(self.step, number, after))
         else:
-            begin += after
+            self.begin += after
 
-    def _packed(self, number: int, place: int, t: Transfer, begin: list[Operation]) -> Part:
-        """What is sent: the cut where it is one block of the numbers that travel, else a copy."""
-        cut = Part(self.piece, local_box(t.box, self.own))
+    def _source(self, t: Transfer) -> Part:
+        return Part(self.shard, _local_box(t.box, self.own))
+
+    def _packed(self, name: str, t: Transfer) -> Part:
+        """Return the part to send: the source if it is one block of the numbers to send, else a copy called `name`."""
         if is_block(t.box, self.own) and (self.rounds_own or not self.narrow):
-            return cut
-        ready = f"message {self.step}.{number}>{place}"
-        begin += [
-            Make(self.step, ready, _extent(t.box), narrow=self.narrow),
-            Copy(self.step, cut, Part(ready), entries(t.box)),
-        ]
-        return Part(ready)
+            return self._source(t)
+        self.begin.append(ops.Make(self.step, name, _extent(t.box), narrow=self.narrow))
+        self.begin.append(ops.Copy(self.step, self._source(t), Part(name), entries(t.box)))
+        return Part(name)
 
     def _into(self, t: Transfer, part: Part) -> Operation:
-        target = Part(self.result, local_box(t.box, self.wanted))
+        target = Part(self.move.result, _local_box(t.box, self.wanted))
         if t.adds:
-            return Add(self.step, part, target, entries(t.box), self.narrow and t.sender != self.device)
-        return Copy(self.step, part, target, entries(t.box))
+            return ops.Add(self.step, part, target, entries(t.box), self.narrow and t.sender != self.device)
+        return ops.Copy(self.step, part, target, entries(t.box))
 
 
 def sum_operations(
     step: int, schedule: Schedule, device: int, flat: str, wire: CommDtype, lane: int
 ) -> Iterator[Operation]:
     """Yield the rounds of a collective, in place on a flat buffer. Every step reuses the memory where summands arrive."""
-    under_way: deque[Landing] = deque()
+    under_way: deque[StartedRound] = deque()
     for number, transfers in enumerate(schedule.involving(device)):
         if len(under_way) == schedule.window:
-            yield from landing([under_way.popleft()], step)
-        yield from _begun(_FlatRound(step, number, device, flat, wire != "exact"), transfers, lane, schedule, under_way)
-    yield from landing(under_way, step)
+            yield from finish([under_way.popleft()], step)
+        slot = (lane, number % schedule.window)
+        begin, started = _flat_round((step, number), transfers, device, flat, wire != "exact", slot)
+        yield from begin
+        under_way.append(started)
+    yield from finish(under_way, step)
 
 
 def gather_operations(step: int, schedule: Schedule, device: int, flat: str, *, own_only: bool) -> ExchangeOperations:
@@ -242,58 +204,55 @@ def gather_operations(step: int, schedule: Schedule, device: int, flat: str, *, 
         own_only: the buffer has this device's shards alone, which it sends.
     """
     (transfers,) = schedule.involving(device)
-    landings: deque[Landing] = deque()
-    begin = list(_begun(_FlatRound(step, 0, device, flat, narrow=False), transfers, 0, schedule, landings))
+    begin, started = _flat_round((step, 0), transfers, device, flat, narrow=False, slot=(0, 0))
     if own_only:
-        rounds = [op for op in begin if isinstance(op, ExchangeRound)]
+        rounds = [op for op in begin if isinstance(op, ops.ExchangeRound)]
         begin = [replace(op, sends=tuple(replace(m, part=Part(flat)) for m in op.sends)) for op in rounds]
-    return ExchangeOperations(begin, landings)
+    return ExchangeOperations(begin, [started])
 
 
-@dataclass(frozen=True, slots=True)
-class _FlatRound:
-    step: int
-    number: int
-    device: int
-    flat: str
-    narrow: bool
+def _flat_round(
+    of: tuple[int, int], transfers: Round, device: int, flat: str, narrow: bool, slot: tuple[int, int]
+) -> tuple[list[Operation], StartedRound]:
+    """Return what starts a round on a flat buffer, and how it is finished.
 
-
-def _begun(
-    of: _FlatRound, transfers: Round, lane: int, schedule: Schedule, under_way: deque[Landing]
-) -> Iterator[Operation]:
-    """Yield what starts a round on a flat buffer, and note in `under_way` what finishes it."""
-    step, flat, narrow = of.step, of.flat, of.narrow
-    leaving = [t for t in transfers if t.sender == of.device and entries(t.box)]
-    arriving = sorted((t for t in transfers if t.receiver == of.device and entries(t.box)), key=lambda t: t.sender)
+    Args:
+        of: step and number of the round.
+        slot: lane, and place of the memory for summands.
+    """
+    (step, number), begin = of, list[Operation]()
+    leaving = [t for t in transfers if t.sender == device and entries(t.box)]
+    arriving = sorted((t for t in transfers if t.receiver == device and entries(t.box)), key=lambda t: t.sender)
     ready: dict[Box, Part] = {}
     for place, (span, adds) in enumerate({t.box: t.adds for t in leaving}.items()):
         ready[span] = Part(flat, span)
         if narrow:
-            ready[span] = Part(f"message {step}.{of.number}>{place}")
-            yield Make(step, ready[span].buffer, _extent(span), narrow=True, like=flat)
-            yield Copy(step, Part(flat, span), ready[span], entries(span))
+            ready[span] = Part(f"message {step}.{number}>{place}")
+            begin.append(ops.Make(step, ready[span].buffer, _extent(span), narrow=True, like=flat))
+            begin.append(ops.Copy(step, Part(flat, span), ready[span], entries(span)))
             if not adds:  # this device keeps the same rounded sum as the devices that receive it
-                yield Copy(step, ready[span], Part(flat, span), entries(span))
+                begin.append(ops.Copy(step, ready[span], Part(flat, span), entries(span)))
     after: list[Operation] = []
     receives = []
     for place, t in enumerate(arriving):
         target, size = Part(flat, t.box), entries(t.box)
         if t.adds or narrow:
-            slot = of.number % schedule.window
-            landed = Part(f"slot {lane}.{slot}.{place}")
-            yield Make(step, landed.buffer, _extent(t.box), narrow=narrow, like=flat, slot=slot)
-            after.append(Add(step, landed, target, size, narrow) if t.adds else Copy(step, landed, target, size))
+            landed = Part(f"slot {slot[0]}.{slot[1]}.{place}")
+            begin.append(ops.Make(step, landed.buffer, _extent(t.box), narrow=narrow, like=flat, slot=slot[1]))
+            after.append(
+                ops.Add(step, landed, target, size, narrow) if t.adds else ops.Copy(step, landed, target, size)
+            )
             target = landed
         receives.append(PlannedMessage(t.sender, target, size, narrow))
-    if leaving or receives:
-        sends = tuple(PlannedMessage(t.receiver, ready[t.box], entries(t.box), narrow) for t in leaving)
-        yield ExchangeRound(step, of.number, sends, tuple(receives))
-    under_way.append(Landing(step, of.number if leaving or receives else None, after))
+    if not leaving and not receives:
+        return begin, StartedRound(step, None, after)
+    sends = tuple(PlannedMessage(t.receiver, ready[t.box], entries(t.box), narrow) for t in leaving)
+    begin.append(ops.ExchangeRound(step, number, sends, tuple(receives)))
+    return begin, StartedRound(step, number, after)
 
 
-def shared_rows(step: ShareStatistics, device: int, of: Sequence[str]) -> Iterator[Operation]:
-    """This device's row of each norm's sums, and then those of all devices. Rows of several norms travel in one message.
+def shared_rows(step: GatherStatistics, device: int, of: Sequence[str]) -> Iterator[Operation]:
+    """Yield the exchange of each device's row of batch norm sums. Several norms share one message.
 
     Args:
         of: names of the buffers of each norm, in front of "row" and "rows".
@@ -301,22 +260,22 @@ def shared_rows(step: ShareStatistics, device: int, of: Sequence[str]) -> Iterat
     row, rows = (f"{of[0]} row", f"{of[0]} rows") if len(of) == 1 else (f"sums {step.id}", f"sums {step.id} of all")
     spans = list(ranges(step.sizes))
     if len(of) > 1:
-        yield Make(step.id, row, (1, step.entries))
+        yield ops.Make(step.id, row, (1, step.entries))
         for each, size, span in zip(of, step.sizes, spans, strict=True):
-            yield Copy(step.id, Part(f"{each} row"), Part(row, ((0, 1), span)), size)
+            yield ops.Copy(step.id, Part(f"{each} row"), Part(row, ((0, 1), span)), size)
     everyone = Replicated(step.members)
-    move = MoveOf(step.id, step.schedule, device, step.layout, everyone, step.shape, "exact", row, rows)
+    move = MoveSpec(step.id, step.schedule, device, step.layout, everyone, step.shape, "exact", row, rows)
     found = operations_of(move)
     yield from found.begin
-    yield from landing(found.landings, step.id)
+    yield from finish(found.started, step.id)
     if len(of) > 1:
         members = len(step.members)
         for each, size, span in zip(of, step.sizes, spans, strict=True):
-            yield View(step.id, f"{each} rows", Part(rows, ((0, members), span)), (members, size))
+            yield ops.View(step.id, f"{each} rows", Part(rows, ((0, members), span)), (members, size))
 
 
-def local_box(part: Box, of: Box | None) -> Box | None:
-    """A box in the coordinates of a piece; None where it is the whole piece."""
+def _local_box(part: Box, of: Box | None) -> Box | None:
+    """Return a box in the coordinates of the shard `of`; None: it is the whole shard."""
     assert of is not None
     if part == of:
         return None
@@ -328,7 +287,7 @@ def _extent(of: Box) -> Shape:
 
 
 def is_block(part: Box, of: Box | None) -> bool:
-    """Whether a part of a tensor is one block of memory, where the tensor itself is one."""
+    """Whether a part of a tensor is one block of memory, given that the tensor `of` is one."""
     if of is None:
         return True
     extents = [(stop - start, end - origin) for (start, stop), (origin, end) in zip(part, of, strict=True)]

@@ -9,26 +9,15 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from convoy.errors import PlanError
+from convoy.plan import device_program as ops
 from convoy.plan.device_program import (
-    Add,
-    BeginSum,
-    Compute,
-    Copy,
     DeviceProgram,
-    EndSum,
     ExchangeRound,
-    FinishSums,
-    Fused,
-    Make,
     Operation,
     Part,
     PlannedMessage,
-    TakeSum,
-    WaitRound,
-    WaitSum,
     message_text,
     operation_line,
-    output_gradient,
     reads_of,
     writes_of,
 )
@@ -44,11 +33,15 @@ def check_programs(programs: Sequence[DeviceProgram]) -> None:
 
     Raises:
         PlanError: a message that nobody sends or receives, or in another order or size than the other end expects; a circle of
-            waits; a buffer that is read before it is written, or written while it travels. The device and the operation are
+            waits; a buffer that is read before it is written, or written while it is sent. The device and the operation are
             named.
     """
     _check_messages(programs)
     _Walk(programs).run()
+
+
+def _lanes(program: DeviceProgram) -> list[list[Operation]]:
+    return [[*program.forward, *program.backward], list(program.sums)]
 
 
 def _check_messages(programs: Sequence[DeviceProgram]) -> None:
@@ -56,7 +49,7 @@ def _check_messages(programs: Sequence[DeviceProgram]) -> None:
     sent: dict[tuple[int, int, int], list[tuple[ExchangeRound, PlannedMessage]]] = {}
     received: dict[tuple[int, int, int], list[tuple[ExchangeRound, PlannedMessage]]] = {}
     for program in programs:
-        for lane, operations in _lanes(program):
+        for lane, operations in enumerate(_lanes(program)):
             for op in operations:
                 if isinstance(op, ExchangeRound):
                     for message in op.sends:
@@ -66,29 +59,22 @@ def _check_messages(programs: Sequence[DeviceProgram]) -> None:
     for pair in sorted({*sent, *received}):
         sender, receiver, lane = pair
         for out, into in zip_longest(sent.get(pair, ()), received.get(pair, ())):
-            leaves = "" if out is None else f"{message_text('to', out[1])} ({_round_of(out[0])})"
-            arrives = "" if into is None else f"{message_text('from', into[1])} ({_round_of(into[0])})"
+            texts = [
+                end and f"{message_text(way, end[1])} (round {end[0].number} of step {end[0].step})"
+                for way, end in (("to", out), ("from", into))
+            ]
             if out is None or into is None:
                 at, verb = (receiver, "sends") if out is None else (sender, "receives")
                 raise PlanError(
-                    f"device program {at}: nobody {verb} the other end of {leaves or arrives} (devices {sender} to "
+                    f"device program {at}: nobody {verb} the other end of {texts[0] or texts[1]} (devices {sender} to "
                     f"{receiver}, lane {lane})"
                 )
             ends = [(op.step, op.number, message.size, message.narrow) for op, message in (out, into)]
             if ends[0] != ends[1]:
                 raise PlanError(
-                    f"device program {sender}: {leaves} meets {arrives} of device {receiver}: the two ends of a message must "
-                    "be of one round, one size and one width, and come in one order"
+                    f"device program {sender}: {texts[0]} meets {texts[1]} of device {receiver}: the two ends of a message "
+                    "must be of one round, one size and one width, and come in one order"
                 )
-
-
-def _round_of(operation: ExchangeRound) -> str:
-    return f"round {operation.number} of step {operation.step}"
-
-
-def _lanes(program: DeviceProgram) -> Iterator[tuple[int, list[Operation]]]:
-    yield MAIN, [*program.forward, *program.backward]
-    yield SUMS, list(program.sums)
 
 
 @dataclass
@@ -96,141 +82,132 @@ class _Device:
     """The state of one device in the check.
 
     Attributes:
-        empty: buffers that were made, but hold nothing yet.
-        filled: buffers that hold numbers.
-        travelling: by round, the parts that are being sent and received (True).
+        at: the next operation of each lane.
+        empty: buffers that were made, but hold nothing yet; filled: buffers that hold numbers.
+        exchanged: by round, the parts that are being sent (False) and received (True).
         begun, ended: gradient sums, by step.
     """
 
-    program: DeviceProgram
+    number: int
     lanes: list[list[Operation]]
+    filled: set[str]
     at: list[int] = field(default_factory=lambda: [0, 0])
     empty: set[str] = field(default_factory=set)
-    filled: set[str] = field(default_factory=set)
-    travelling: dict[_Round, list[tuple[Part, bool]]] = field(default_factory=dict)
+    exchanged: dict[_Round, list[tuple[Part, bool]]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
 
 
 class _Walk:
     def __init__(self, programs: Sequence[DeviceProgram]) -> None:
-        self.devices = {p.device: _Device(p, [row for _, row in _lanes(p)]) for p in programs}
+        self.devices = [
+            _Device(p.device, _lanes(p), {*p.inputs, *map(ops.output_gradient, p.output_gradients)}) for p in programs
+        ]
         self.begun: set[tuple[_Round, int, int]] = set()  # round, device, peer: that end has started
-        self.rounds: dict[tuple[int, _Round], set[int]] = {}  # a device's round -> its peers
-        for device in self.devices.values():
-            device.filled |= {*device.program.inputs, *map(output_gradient, device.program.output_gradients)}
+        self.peers: dict[tuple[int, _Round], set[int]] = {}  # of a device's round
 
     def run(self) -> None:
-        moved = True
-        while moved:
-            moved = False
-            for device in self.devices.values():
-                moved |= self._go(device, MAIN) | self._go(device, SUMS)
-        waiting = [
-            f"device {number}: {operation_line(device.lanes[lane][device.at[lane]])}"
-            for number, device in self.devices.items()
-            for lane in (MAIN, SUMS)
-            if device.at[lane] < len(device.lanes[lane])
-        ]
-        if waiting:
+        while any(self._go(device, lane) for device in self.devices for lane in (MAIN, SUMS)):
+            pass
+        if waiting := list(self._waiting()):
             raise PlanError(f"device programs wait for each other for ever: {'; '.join(waiting[:4])}")
-        for number, device in self.devices.items():
-            if left := [each for each, parts in device.travelling.items() if any(arrives for _, arrives in parts)]:
-                raise PlanError(f"device program {number}: nobody waits for round {left[0][1]} of step {left[0][0]}")
+        for device in self.devices:
+            if left := [each for each, parts in device.exchanged.items() if any(arrives for _, arrives in parts)]:
+                raise PlanError(
+                    f"device program {device.number}: nobody waits for round {left[0][1]} of step {left[0][0]}"
+                )
+
+    def _waiting(self) -> Iterator[str]:
+        for device in self.devices:
+            for at, operations in zip(device.at, device.lanes, strict=True):
+                if at < len(operations):
+                    yield f"device {device.number}: {operation_line(operations[at])}"
 
     def _go(self, device: _Device, lane: int) -> bool:
-        """Walk a lane as far as it goes; whether it moved."""
-        start = device.at[lane]
-        operations = device.lanes[lane]
-        while device.at[lane] < len(operations):
-            operation = operations[device.at[lane]]
-            if not self._can_go_on(device, operation):
-                break
-            self._do(device, operation)
+        """Walk a lane until it has to wait. Return whether it moved."""
+        start, operations = device.at[lane], device.lanes[lane]
+        while device.at[lane] < len(operations) and self._is_ready(device, operations[device.at[lane]]):
+            self._do(device, operations[device.at[lane]])
             device.at[lane] += 1
         return device.at[lane] > start
 
-    def _can_go_on(self, device: _Device, operation: Operation) -> bool:
+    def _is_ready(self, device: _Device, operation: Operation) -> bool:
         match operation:
-            case TakeSum(step=step):
+            case ops.TakeSum(step=step):
                 return step in device.begun
-            case WaitSum(sum=step):
+            case ops.WaitSum(sum=step):
                 return step in device.ended
-            case FinishSums(sums=sums):
+            case ops.FinishSums(sums=sums):
                 return device.ended.issuperset(sums)
-            case WaitRound(begun=step, number=number):
-                me = device.program.device
-                peers = self.rounds.get((me, (step, number)))
+            case ops.WaitRound(begun=step, number=number):
+                peers = self.peers.get((device.number, (step, number)))
                 if peers is None:
                     raise PlanError(
-                        f"device program {me}: a wait for round {number} of step {step}, which this device has not begun"
+                        f"device program {device.number}: a wait for round {number} of step {step}, which this device has "
+                        "not begun"
                     )
-                return all(((step, number), peer, me) in self.begun for peer in peers)
+                return all(((step, number), peer, device.number) in self.begun for peer in peers)
         return True
 
     def _do(self, device: _Device, operation: Operation) -> None:
         for name in reads_of(operation):
             if name not in device.filled:
-                what = "before anything is written to it" if name in device.empty else "before it is made"
-                me = device.program.device
-                raise PlanError(f"device program {me}: {name!r} is read {what}: {operation_line(operation)}")
-            if not isinstance(operation, Copy | Add | ExchangeRound):  # these name the part that they read
-                rows = operation.rows if isinstance(operation, Compute) else None
-                self._still(device, operation, Part(name, (rows,) if rows else None), writing=False)
+                why = "before anything is written to it" if name in device.empty else "before it is made"
+                raise PlanError(f"device program {device.number}: {name!r} is read {why}: {operation_line(operation)}")
+            if not isinstance(operation, ops.Copy | ops.Add | ExchangeRound):  # these name the part that they read
+                rows = operation.rows if isinstance(operation, ops.Compute) else None
+                self._check_free(device, operation, Part(name, (rows,) if rows else None), writing=False)
         match operation:
             case ExchangeRound(sends=sends, receives=receives):
                 for message, arrives in [*((m, False) for m in sends), *((m, True) for m in receives)]:
                     self._begin(device, operation, message, arrives=arrives)
                 return
-            case WaitRound(begun=step, number=number):
-                for part, arrives in device.travelling.pop((step, number), ()):
-                    device.filled |= {part.buffer} if arrives else set()
-                return
-            case BeginSum(step=step):
+            case ops.WaitRound(begun=step, number=number):
+                parts = device.exchanged.pop((step, number), ())
+                device.filled.update(part.buffer for part, arrives in parts if arrives)
+            case ops.BeginSum(step=step):
                 device.begun.add(step)
-                return
-            case EndSum(step=step):
+            case ops.EndSum(step=step):
                 device.ended.add(step)
-                return
-            case Copy(source=source, target=target) | Add(source=source, target=target):
-                self._still(device, operation, source, writing=False)
-                self._still(device, operation, target, writing=True)
-            case Make(buffer=buffer):
-                self._still(device, operation, Part(buffer), writing=True)
-            case Fused():
+            case ops.Copy(source=source, target=target) | ops.Add(source=source, target=target):
+                self._check_free(device, operation, source, writing=False)
+                self._check_free(device, operation, target, writing=True)
+            case ops.Make(buffer=buffer):
+                self._check_free(device, operation, Part(buffer), writing=True)
+            case ops.Fused():
                 for inner in operation.operations:
-                    if not hasattr(inner, "layer"):
+                    if not isinstance(inner, ops.Compute):
                         self._do(device, inner)
-        hollow = isinstance(operation, Make) and not operation.zeros
-        (device.empty if hollow else device.filled).update(writes_of(operation))
-        if hollow:
-            device.filled -= set(writes_of(operation))
+        written = set(writes_of(operation))
+        if isinstance(operation, ops.Make) and not operation.zeros:
+            device.empty |= written
+            device.filled -= written
+        else:
+            device.filled |= written
 
     def _begin(self, device: _Device, operation: ExchangeRound, message: PlannedMessage, *, arrives: bool) -> None:
-        me, key, part = device.program.device, (operation.step, operation.number), message.part
+        key, part = (operation.step, operation.number), message.part
         if part.buffer not in device.filled | device.empty:
             raise PlanError(
-                f"device program {me}: {part.buffer!r} is not there to receive into: {operation_line(operation)}"
+                f"device program {device.number}: {part.buffer!r} is not there to receive into: {operation_line(operation)}"
             )
-        self._still(device, operation, part, writing=arrives)
-        device.travelling.setdefault(key, []).append((part, arrives))
-        self.begun.add((key, me, message.peer))
-        self.rounds.setdefault((me, key), set()).add(message.peer)
+        self._check_free(device, operation, part, writing=arrives)
+        device.exchanged.setdefault(key, []).append((part, arrives))
+        self.begun.add((key, device.number, message.peer))
+        self.peers.setdefault((device.number, key), set()).add(message.peer)
 
-    def _still(self, device: _Device, operation: Operation, part: Part, *, writing: bool) -> None:
+    def _check_free(self, device: _Device, operation: Operation, part: Part, *, writing: bool) -> None:
         """Refuse to write what is being sent, and to use what is still arriving."""
-        for (step, number), parts in device.travelling.items():
+        for (step, number), parts in device.exchanged.items():
             for other, arrives in parts:
-                if (writing or arrives) and _overlap(part, other):
+                if (writing or arrives) and part.buffer == other.buffer and _overlap(part, other):
                     raise PlanError(
-                        f"device program {device.program.device}: {operation_line(operation)} uses {part.buffer!r} while round "
-                        f"{number} of step {step} travels: wait for it first"
+                        f"device program {device.number}: {operation_line(operation)} uses {part.buffer!r} during round "
+                        f"{number} of step {step}: wait for it first"
                     )
 
 
 def _overlap(a: Part, b: Part) -> bool:
-    if a.buffer != b.buffer:
-        return False
     if a.box is None or b.box is None:
         return True
     return all(lo < hi2 and lo2 < hi for (lo, hi), (lo2, hi2) in zip(a.box, b.box, strict=False))

@@ -1,11 +1,10 @@
-"""The step list: what one training step does, in order. Executor, cost model, simulator and `explain` read the same list.
+"""The step list: all computations and exchanges of one training step, in an order that every device follows.
 
-Every device walks the list in order. A computation occupies the device until it is done. What travels does not: a move or
-a sum is begun where it stands in the list, and awaited by the first step that names it in `after`, or at the end of its
-phase. So the list alone says what overlaps.
+A computation occupies its device until it is done. An exchange starts where it stands in the list. The first step that names it
+in `after` waits for it, or else the end of its phase. So the list alone says what overlaps.
 
-A *value* is a layer's output in one layout; a move makes the same numbers available in another layout under another key.
-Backward steps name the values whose gradients they handle: a backward move reads the gradient of its target value.
+A *value* is a layer's output in one layout; a move gives the same numbers in another layout another key. Backward steps name
+the values whose gradients they handle: a backward move reads the gradient of its target value.
 """
 
 from collections import Counter
@@ -22,32 +21,31 @@ from convoy.layout.shares import Shares, holders
 Phase = Literal["forward", "backward"]
 
 InputGradient = Literal["none", "part", "whole"]
-"""Where the gradient of an input comes to: nowhere; to each device that has of its part; whole to every device."""
+"""Where the gradient of an input goes: nowhere; each device gets that of its local shard; every device gets all of it."""
 
-Pass = Literal["only", "first", "middle", "last"]
-"""Which pass of a training step a list is of. In the first and in the middle ones gradients of copied parameters stay where
-they are computed; the last one sums what all passes have left there, and the only pass of a step its own. Weights that are kept
-in shares, and stay whole between uses, are gathered by the first pass; those behind it use them again."""
-
-
-def passes_of(count: int) -> dict[Pass, int]:
-    """How many passes there are of each kind in a step of `count` passes, in order."""
-    kinds: dict[Pass, int] = {"only": 1} if count == 1 else {"first": 1, "middle": count - 2, "last": 1}
-    return {kind: number for kind, number in kinds.items() if number}
-
+MicroBatch = Literal["only", "first", "middle", "last"]
+"""Which micro-batch of a training step. The first gathers sharded weights that stay whole between uses. Gradients of replicated
+parameters stay on their devices until the last one, which sums them."""
 
 SEGMENT_ENTRIES = 1 << 19
-"""A sum whose messages would be longer goes in two segments: 2 MiB of float32 travel for many times a message's latency."""
+"""A sum with longer messages is cut in two: 2 MiB of float32 take many times a message's latency."""
 
 Part = Literal["all", "input", "weight"]
-"""Which gradients a backward step computes: both, those of the layer's inputs, or those of its weights."""
+"""Which gradients a backward step computes: both, those of the layer's inputs, or those of its parameters."""
+
+
+def micro_batches(count: int) -> dict[MicroBatch, int]:
+    """Return how many micro-batches of each kind a step of `count` has, in order."""
+    kinds: dict[MicroBatch, int] = {"only": 1} if count == 1 else {"first": 1, "middle": count - 2, "last": 1}
+    return {kind: number for kind, number in kinds.items() if number}
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of a step: `key` names it, `shape` is the shape of the whole (global) tensor.
+    """One tensor of a step.
 
     Attributes:
+        shape: of the whole (global) tensor.
         layer: that makes it; by default the key is the layer's name.
     """
 
@@ -62,19 +60,19 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """A layer's arithmetic on what each device holds.
+class ComputeStep:
+    """A layer's arithmetic on each device's shard.
 
     Attributes:
         id: position in the list.
-        reads, writes: values of the forward pass. Backward turns the gradient of `writes` into gradients of those
-            `reads` that `wants` marks, and of the layer's parameters.
+        reads, writes: values of the forward pass. Backward turns the gradient of `writes` into gradients of the `reads`
+            that `wants` marks, and of the layer's parameters.
         parameters: layout of each parameter of the layer.
         after: ids of the steps that must have finished.
-        part: in backward, which gradients: a layer may have two steps, so that what the first gives travels meanwhile.
+        part: a layer may have two backward steps, so that the gradient of the first is sent during the second.
         last: whether it is the last step of the layer's backward.
-        pieces: in forward, it begins with the first rows of its input while the others still arrive (see `Move.pieces`).
-        frees: parameters whose whole copies are freed after it; they were gathered from shares.
+        chunks: in forward, above 1: it begins with the first rows of its input while the others arrive.
+        frees: gathered parameters whose whole copies are freed after it, by key.
     """
 
     id: int
@@ -88,17 +86,16 @@ class Compute:
     after: tuple[int, ...] = ()
     part: Part = "all"
     last: bool = True
-    pieces: int = 1
+    chunks: int = 1
     frees: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A value comes into another layout. In backward `reads` is the later value: its gradient goes back.
+    """Redistribution of a value to another layout. In backward `reads` is the later value: its gradient goes back.
 
     Attributes:
-        pieces: more than 1: it goes in so many pieces of the batch, one after the other.
-        wire: in which numbers it travels.
+        chunks: the number of chunks of the batch, one after the other, in which it is sent.
     """
 
     id: int
@@ -107,14 +104,14 @@ class Move:
     writes: Value
     reduce: Reduce
     after: tuple[int, ...] = ()
-    pieces: int = 1
+    chunks: int = 1
     wire: CommDtype = "exact"
 
     @property
     def schedule(self) -> Schedule:
         if self.phase == "forward":
             whole = redistribute.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
-            return whole if self.pieces == 1 else redistribute.in_chunks(whole, self.pieces)
+            return whole if self.chunks == 1 else redistribute.in_chunks(whole, self.chunks)
         return redistribute.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
 
 
@@ -122,9 +119,9 @@ class Move:
 class ReturnGradient:
     """The gradient of an output enters backward.
 
-    The loss is computed on every device from copies of the output, so every device knows the whole gradient and takes
-    from it what it needs: nothing travels. (A move back from copies would sum the gradient, once per device too often.)
-    Of an output that stays with its samples, each device has the gradient of its own: `reads` and `writes` are the same.
+    Every device computes the loss from a copy of the output. So it knows the whole gradient, takes its shard, and nothing is
+    sent. (A move back from copies would sum the gradient, once per device too often.) If the output stays sharded, each device
+    has the gradient of its shard, and `reads` and `writes` are the same.
     """
 
     wire: ClassVar[CommDtype] = "exact"
@@ -141,15 +138,15 @@ class ReturnGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareStatistics:
-    """Batch norm over a batch split: each of `members` tells the others `entries` numbers: means and squared deviations of
-    its samples (forward), or the two sums over its samples that the gradient needs (backward).
+class GatherStatistics:
+    """All-gather of batch norm sums: means and squared deviations in forward, two sums for the gradient in backward.
 
-    They are few, and small differences of them matter: they never travel rounded.
+    They are few, and small differences of them matter, so they are never rounded.
 
     Attributes:
-        layers: norms whose numbers travel together, one after the other in one row of each device (see `together.py`).
-        reads: the input of each; sizes: how many numbers are of each.
+        layers: norms that exchange together: each device sends one row with the sums of all of them.
+        reads: the input of each.
+        sizes: entries of each.
     """
 
     wire: ClassVar[CommDtype] = "exact"
@@ -181,17 +178,16 @@ class ShareStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SumGradients:
-    """The gradients of copied parameters, as one flat tensor, are summed over the devices that hold copies.
+    """All-reduce of the gradients of replicated parameters, or reduce-scatter of sharded ones, as one flat tensor.
 
     Attributes:
-        keys: `state_dict` keys, in order; sizes: entries of each.
-        flags: how many trailing entries say whether a parameter was used at all (layers with Python of their own).
-        devices: the holders of the copies.
-        samples: samples per device, for mixing only.
-        reduce: the collective, or mixing in its place.
-        wire: in which numbers summands and sums travel.
-        alone: one gradient that its layer makes in memory of its own: it is summed where it lies, not joined to others.
-        into: of parameters that are kept in shares, for each the entries of every device: the sum comes to its shares only.
+        keys: of the parameters; sizes: entries of each.
+        flags: trailing entries that say which parameters were used (layers with Python of their own).
+        devices: that compute with the parameters.
+        samples: of each device, for mixing only.
+        reduce: the collective, or mixing instead.
+        alone: a single gradient in memory of its own, which is summed in place.
+        into: for each sharded parameter the entries of every device: each device gets the sum of its shard only.
     """
 
     id: int
@@ -209,7 +205,7 @@ class SumGradients:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The devices with a summand, and those that keep some of the sum."""
+        """The devices with a summand, and those that keep a shard of the sum."""
         return tuple(sorted({*self.devices, *holders(joined(self.into))}))
 
     @property
@@ -217,8 +213,12 @@ class SumGradients:
         return (sum(self.sizes) + self.flags,)
 
     @property
+    def mixes(self) -> bool:
+        return self.reduce == "inexact-butterfly-mixing"
+
+    @property
     def schedule(self) -> Schedule:
-        if self.reduce == "inexact-butterfly-mixing":
+        if self.mixes:
             return self.stage(0)
         if self.into:
             return redistribute.sum_into_shares(self.devices, joined(self.into))
@@ -227,23 +227,20 @@ class SumGradients:
         return redistribute.sum_in_segments(self.devices, n, self.reduce, segments)
 
     def stage(self, stage: int) -> Schedule:
-        """Mixing: one stage of the butterfly, for gradients and weights together."""
+        """Return one stage of the mixing butterfly, for gradients and weights together."""
         return redistribute.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
 
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights:
-    """Parameters that are kept in shares come whole to the devices that compute with them.
+    """All-gather of sharded parameters, to the devices that compute with them.
 
-    In one flat tensor: the shares of device 0 of all of them, then those of device 1, and so on.
+    They are one flat tensor: the shards of device 0 of all parameters, then those of device 1, and so on.
 
     Attributes:
-        keys: `state_dict` keys, in order.
-        shares: of each, the entries that every device keeps.
+        keys: of the parameters; shares: of each, the entries of every device.
         devices: that compute with them.
-        alone: one parameter: its shares arrive where it lies.
-        held: the first pass of the step has gathered them: nothing travels, and each device looks whether its shares are still
-            those that the others were given.
+        held: the first micro-batch has gathered them. Nothing is sent; each device checks that its shards are unchanged.
     """
 
     wire: ClassVar[CommDtype] = "exact"
@@ -261,7 +258,7 @@ class GatherWeights:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The devices that send or receive, or have."""
+        """The devices that compute with the parameters or keep a shard."""
         return tuple(sorted({*self.devices, *holders(joined(self.shares))}))
 
     @property
@@ -276,36 +273,29 @@ class GatherWeights:
 
 
 def joined(shares: Sequence[Shares]) -> Shares:
-    """The entries of each device, of several parameters together."""
+    """Return the entries of each device, of several parameters together."""
     return tuple(map(sum, zip(*shares, strict=True)))
 
 
-Exchange = Move | ReturnGradient | ShareStatistics | SumGradients | GatherWeights
-Step = Compute | Exchange
+Exchange = Move | ReturnGradient | GatherStatistics | SumGradients | GatherWeights
+Step = ComputeStep | Exchange
 
 
 def traffic(step: Exchange, itemsize: int) -> Counter[tuple[int, int]]:
-    """Bytes that each (sender, receiver) pair puts on the wire in one step of the list.
-
-    Args:
-        itemsize: bytes of one number in memory, 4 for float32.
-    """
+    """Return the bytes that each (sender, receiver) pair sends in one exchange, for numbers of `itemsize` bytes."""
     return redistribute.traffic(step.schedule, sent_itemsize(step.wire, itemsize))
 
 
 @dataclass(frozen=True, slots=True)
 class StepList:
-    """One training step of a plan for one batch size, or one of the passes that make a step.
+    """One micro-batch of a training step, for one batch size.
 
     Attributes:
-        batch: global batch of the pass.
+        batch: global batch of the micro-batch.
         inputs: the values that the loader provides.
-        outputs: the values that the model returns: copies on every device, or where their samples are.
-        steps: in an order that every device follows.
-        input_gradients: for each input, the value whose gradient is that of the input for the caller; None: it has none.
-            Empty where no input wants one.
-        pass_: which of the passes of a step this is.
-        later: the gradient sums that this pass leaves to the last one.
+        outputs: the values that the model returns: copies on every device, or sharded by samples.
+        input_gradients: for each input, the value whose gradient the caller gets; None: it has none. Empty: no input has one.
+        later: the gradient sums that are left to the last micro-batch.
     """
 
     batch: int
@@ -314,27 +304,22 @@ class StepList:
     outputs: tuple[Value, ...]
     steps: tuple[Step, ...]
     input_gradients: tuple[Value | None, ...] = ()
-    pass_: Pass = "only"
+    micro_batch: MicroBatch = "only"
     later: tuple["SumGradients", ...] = ()
 
     @property
     def sums(self) -> bool:
-        """Whether gradients of copied parameters are summed over the devices."""
-        return self.pass_ in ("only", "last")
-
-    @property
-    def gathers(self) -> bool:
-        """Whether weights that are kept in shares, and stay whole between uses, are gathered."""
-        return self.pass_ in ("only", "first")
+        """Whether gradients of replicated parameters are summed over the devices."""
+        return self.micro_batch in ("only", "last")
 
     @property
     def adds(self) -> bool:
-        """Whether gradients are added to those of passes before."""
-        return self.pass_ in ("middle", "last")
+        """Whether gradients are added to those of earlier micro-batches."""
+        return self.micro_batch in ("middle", "last")
 
     @property
     def joins_losses(self) -> bool:
-        """Whether the devices have the loss of a part each, and add up between forward and backward what it counts."""
+        """Whether each device has the loss of its samples only, and these are summed between forward and backward."""
         stays = any(
             isinstance(v.layout, OnOne) or (isinstance(v.layout, Split) and v.layout.axis == 0) for v in self.outputs
         )
@@ -344,18 +329,11 @@ class StepList:
         return tuple(step for step in self.steps if step.phase == phase)
 
     def first_readers(self) -> dict[str, str]:
-        """By its key, the layer that reads a value first."""
-        computes = [step for step in self.phase("forward") if isinstance(step, Compute)]
+        """Return the layer that reads each value first, by the value's key."""
+        computes = [step for step in self.phase("forward") if isinstance(step, ComputeStep)]
         return {value.key: step.layer for step in reversed(computes) for value in step.reads}
 
     def traffic(self, itemsize: int = 4) -> Counter[tuple[int, int]]:
-        """Bytes that each (sender, receiver) pair of devices puts on the wire in one training step.
-
-        Args:
-            itemsize: bytes of one number in memory, 4 for float32.
-        """
-        total: Counter[tuple[int, int]] = Counter()
-        for step in self.steps:
-            if not isinstance(step, Compute):
-                total += traffic(step, itemsize)
-        return total
+        """Return the bytes that each (sender, receiver) pair sends in the whole list."""
+        exchanges = (step for step in self.steps if not isinstance(step, ComputeStep))
+        return sum((traffic(step, itemsize) for step in exchanges), Counter())

@@ -16,11 +16,11 @@ from convoy.layout.layout import Layout, Partial, Replicated, Split, holders
 from convoy.layout.redistribute import Reduce
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer
+from convoy.plan.device_program import LocalSize, part_of_outputs, shares_statistics, whole_size
 from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
 from convoy.plan.plan import Plan
-from convoy.plan.size import LocalSize, part_of_outputs, shares_statistics, whole_size
-from convoy.plan.steps import Pass, StepList
-from convoy.plan.strategy import InShares, Placement, may_be_in_shares
+from convoy.plan.steps import MicroBatch, StepList
+from convoy.plan.strategy import Placement, Sharding, can_shard
 from convoy.planner.request import PlanRequest
 from convoy.simulate.compute import Roofline
 from convoy.simulate.memory import optimizer_named
@@ -62,12 +62,12 @@ def content(plan: Plan) -> tuple[object, ...]:
     """What of a plan its steps depend on, to look it up by."""
     return (
         plan.reduce,
-        plan.pieces,
+        plan.chunks,
         plan.wire,
         plan.outputs,
         plan.otherwise,
         frozenset(plan.layers.items()),
-        frozenset(plan.in_shares.items()),
+        frozenset(plan.sharded.items()),
     )
 
 
@@ -109,11 +109,11 @@ class CostModel:
         other.reduce, other.overlap, other.moves = reduce, overlap, {}
         return other
 
-    def steps(self, plan: Plan, pass_: Pass = "only") -> StepList:
+    def steps(self, plan: Plan, micro_batch: MicroBatch = "only") -> StepList:
         """A plan's steps; of the same plan they are made once, for its memory and for its simulation."""
-        key = (*content(plan), pass_)
+        key = (*content(plan), micro_batch)
         if key not in self.lowered:
-            self.lowered[key] = lower(plan, self.graph, pass_=pass_)
+            self.lowered[key] = lower(plan, self.graph, micro_batch=micro_batch)
         return self.lowered[key]
 
     def like(self, layer: Layer) -> Layer:
@@ -224,7 +224,7 @@ class CostModel:
     def _jitter_s(self) -> float:
         return max(self.costs.network.jitter_s, default=0.0) * (1 - self.overlap)
 
-    def sums_s(self, layer: Layer, placed: Placement, how: InShares | None = None) -> float:
+    def sums_s(self, layer: Layer, placed: Placement, how: Sharding | None = None) -> float:
         """Gradient sums of copied parameters, and the optimizer's work on what the busiest device keeps, by pass.
 
         Args:
@@ -257,7 +257,7 @@ class CostModel:
         seconds = self._exchange_s(load) - (load.rounds * self.round_s + self._jitter_s) * shared
         return (kept + seconds * (1 - self.overlap)) / self.request.micro_batches
 
-    def memory_s(self, layer: Layer, placed: Placement, penalty: MemoryPenalty, how: InShares | None = None) -> float:
+    def memory_s(self, layer: Layer, placed: Placement, penalty: MemoryPenalty, how: Sharding | None = None) -> float:
         """The price of what a layer keeps beyond each device's part of it: parameters with gradient and state, its output.
 
         Were the whole priced, whole tensors would only change places; so priced, they are split. Of what is kept in shares and
@@ -285,7 +285,7 @@ class CostModel:
 def uses_copies(layer: Layer, placed: Placement) -> bool:
     """Whether several devices use the layer's parameters whole, for samples of their own, and may keep shares of them."""
     gives = placed.gives
-    if not may_be_in_shares(layer) or not isinstance(gives, Split) or gives.axis != 0 or len(holders(gives)) < 2:
+    if not can_shard(layer) or not isinstance(gives, Split) or gives.axis != 0 or len(holders(gives)) < 2:
         return False
     return any(isinstance(placed.parameters[key], Replicated) for key, p in layer.parameters.items() if p.trainable)
 

@@ -8,11 +8,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from convoy.plan.coupling import plan_for
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
-from convoy.plan.steps import passes_of
-from convoy.plan.survivors import plan_for
+from convoy.plan.steps import micro_batches
 from convoy.planner.analytic import CostModel
 from convoy.planner.planner import quick_candidates
 from convoy.planner.predict import predict_plan
@@ -91,7 +91,7 @@ def _predicted(plan: Plan, request: PlanRequest) -> Anew:
     if len(graph.layers) * plan.devices**2 <= SIMULATED_WORK:
         found = predict_plan(plan, request)
         return Anew(plan, found.step_s, found.overfull)
-    lists = [lower(plan, graph, pass_=kind) for kind in passes_of(request.micro_batches) if kind != "middle"]
+    lists = [lower(plan, graph, micro_batch=kind) for kind in micro_batches(request.micro_batches) if kind != "middle"]
     needs = memory_of_passes(lists, graph, optimizer=room.optimizer, itemsize=request.costs.itemsize)
     overfull = tuple(room.overfull([each.total_bytes for each in needs]))
     return Anew(plan, model_s(CostModel(request), range(plan.devices), plan), overfull)
@@ -105,6 +105,6 @@ def _by_name(request: PlanRequest, plan: Plan, before: Sequence[int], speeds: Sp
 
     def named(of: Speeds) -> Plan:
         made = named_plan(plan.name, request.graph, plan.batch, of, plan.reduce)
-        return replace(made, wire=plan.wire, outputs=plan.outputs, pieces=plan.pieces)
+        return replace(made, wire=plan.wire, outputs=plan.outputs, chunks=plan.chunks)
 
     return named(speeds) if plan.name == request.name and named(had.speeds) == plan else None

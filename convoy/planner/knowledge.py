@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Fleet
+from convoy.fleet import Fleet, Nic
 from convoy.model.graph import Graph
 from convoy.plan.presets import Speeds
 from convoy.simulate.costs import Costs
@@ -75,7 +75,7 @@ class FleetKnowledge:
         """Return it with what rebalancing has found out since."""
         return replace(self, slower={**self.slower, **slower})
 
-    def with_device(self, device: int, joining: Self, card: Card = GIGABIT) -> Self:
+    def with_device(self, device: int, joining: Self, card: Nic = GIGABIT) -> Self:
         """Return it with a device that joins. If that device was in the job before, its old times are forgotten.
 
         Args:

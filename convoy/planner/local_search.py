@@ -15,12 +15,12 @@ from convoy.layout.layout import holders
 from convoy.layout.redistribute import Reduce
 from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph
-from convoy.plan.coupling import coupled_axes, reshared
+from convoy.plan.coupling import coupled_axes, with_units
 from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
-from convoy.plan.steps import Compute, passes_of
-from convoy.plan.strategy import STRATEGIES, InShares, Strategy
+from convoy.plan.steps import ComputeStep, micro_batches
+from convoy.plan.strategy import STRATEGIES, Sharding, Strategy
 from convoy.planner.analytic import CostModel, content, uses_copies
 from convoy.planner.search import Search
 from convoy.simulate.compute import RememberedTimes
@@ -131,7 +131,7 @@ class LocalSearch:
             steps = self.model.steps(plan)
             if limit_s < math.inf and max(computing_s(steps, graph, costs)) >= limit_s:
                 return None
-            kinds = passes_of(self.model.request.micro_batches).items()
+            kinds = micro_batches(self.model.request.micro_batches).items()
             rows = [(n, Replay.of(simulate(self.model.steps(plan, kind), graph, costs))) for kind, n in kinds]
             self.known[key] = Replay.mean(rows) if len(rows) > 1 else rows[0][1]
         return self.known[key]
@@ -168,12 +168,12 @@ class LocalSearch:
         yield plan
         found = self._simulated(plan, than_s * NEAR)
         if found is not None and found.step_s < than_s * NEAR and self._in_chunks(plan, SOME_CHUNKS):
-            yield replace(plan, pieces=min(SOME_CHUNKS, plan.batch))
+            yield replace(plan, chunks=min(SOME_CHUNKS, plan.batch))
 
     def _in_chunks(self, plan: Plan, chunks: int) -> bool:
         """Whether chunks would make a difference."""
-        steps = self.model.steps(replace(plan, pieces=min(chunks, plan.batch))).steps
-        return any(isinstance(step, Compute) and step.pieces > 1 for step in steps)
+        steps = self.model.steps(replace(plan, chunks=min(chunks, plan.batch))).steps
+        return any(isinstance(step, ComputeStep) and step.chunks > 1 for step in steps)
 
     def change_exchanges_and_shares(self, plan: Plan) -> Found:
         """Other sums, moves in chunks, and shares divided by how long each device is busy."""
@@ -181,7 +181,7 @@ class LocalSearch:
         changes: list[dict[str, Any]] = [{"reduce": reduce} for reduce in self.reduces if reduce != plan.reduce]
         pieces = [chunks for chunks in CHUNKS if chunks <= plan.batch]
         if self._in_chunks(plan, CHUNKS[0]):
-            changes += [{"pieces": chunks} for chunks in pieces]
+            changes += [{"chunks": chunks} for chunks in pieces]
         for change in changes:
             other = replace(plan, **change)
             if tried := self.shorter(other, replay.step_s):
@@ -212,10 +212,10 @@ class LocalSearch:
         shares = [[s if d in working else 0.0 for d, s in enumerate(speeds)], list(speeds), [1.0] * len(speeds)]
         units = dict.fromkeys(apportion(SHARE_UNITS, each) for each in shares)
         parts = (names, large) if len(graph.layers) <= DEEP else (names,)
-        tried: list[dict[str, InShares]] = [{}]
-        tried += [dict.fromkeys(some, InShares(each)) for each in units for some in parts]
+        tried: list[dict[str, Sharding]] = [{}]
+        tried += [dict.fromkeys(some, Sharding(each)) for each in units for some in parts]
         for how in tried:
-            other = replace(plan, in_shares=how)
+            other = replace(plan, sharded=how)
             if attempt := self.shorter(other, replay.step_s * (1 - GAIN)):
                 plan, replay = other, attempt
                 yield replay.step_s, plan
@@ -234,7 +234,7 @@ class LocalSearch:
                     beside = sum(speeds[d] for d in axes.active)
                     part = max(1.0, sum(axes.units) * speeds[device] / (beside + speeds[device]))
                     weights = [part if d == device else float(n) for d, n in enumerate(axes.units)]
-                    other = reshared(other, axes, apportion(sum(axes.units), weights))
+                    other = with_units(other, axes, apportion(sum(axes.units), weights))
                 if content(other) != content(plan) and (attempt := self.shorter(other, replay.step_s * (1 - GAIN))):
                     plan, replay = other, attempt
                     yield replay.step_s, plan
@@ -280,7 +280,7 @@ class LocalSearch:
                 if moved and not (both_stay and work_s * moved / units[giver] < GAIN * replay.step_s):
                     units[giver] -= moved
                     units[taker] += moved
-                    yield reshared(plan, axes, tuple(units))
+                    yield with_units(plan, axes, tuple(units))
 
     def balanced(self, plan: Plan, busy_s: Sequence[float]) -> Plan:
         """The same strategies, with less for devices that are busy longer than others, and more for the rest: every share is
@@ -291,5 +291,5 @@ class LocalSearch:
             return apportion(sum(units), weights)
 
         for axes in coupled_axes(plan, self.model.graph):
-            plan = reshared(plan, axes, divided(axes.units))
+            plan = with_units(plan, axes, divided(axes.units))
         return plan

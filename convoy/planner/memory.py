@@ -11,8 +11,8 @@ from convoy.errors import PlanError
 from convoy.layout.shares import apportion
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
-from convoy.plan.steps import passes_of
-from convoy.plan.strategy import Batch, InShares, One, may_be_in_shares
+from convoy.plan.steps import micro_batches
+from convoy.plan.strategy import Batch, One, Sharding, can_shard
 from convoy.planner.analytic import DIRECT_DEVICES, CostModel, MemoryPenalty
 from convoy.planner.load_balance import batch_shares
 from convoy.planner.search import Found, Search, in_order, model_s
@@ -34,7 +34,7 @@ def _memory(plan: Plan, model: CostModel) -> tuple[int, ...]:
     if not room.excess(most):
         return most
     # The first micro-batch keeps what it has gathered or sent. Those between need less than it or the last.
-    kinds = [kind for kind in passes_of(model.request.micro_batches if plan.in_shares else 1) if kind != "middle"]
+    kinds = [kind for kind in micro_batches(model.request.micro_batches if plan.sharded else 1) if kind != "middle"]
     lists = [model.steps(plan, kind) for kind in kinds]
     return tuple(row.total_bytes for row in memory_of_passes(lists, graph, optimizer=room.optimizer, itemsize=itemsize))
 
@@ -90,15 +90,15 @@ def freeing_weights(model: CostModel, order: Sequence[int]) -> list[tuple[Found,
     """
     graph, batch, room = model.graph, model.batch, model.request.room
     parts = [min(room.bytes_of(d), 1e18) if d in order else 0.0 for d in range(model.devices)]
-    how = InShares(apportion(SHARE_UNITS, parts), "free")
-    kept = {layer.name: how for layer in graph.layers.values() if may_be_in_shares(layer)}
+    how = Sharding(apportion(SHARE_UNITS, parts), "free")
+    kept = {layer.name: how for layer in graph.layers.values() if can_shard(layer)}
     samples = list(batch_shares(model, order))
     rows: list[tuple[Found, tuple[int, ...]]] = []
     # Of more devices each would send a share to each.
     for _ in range(MEMORY_ATTEMPTS if kept and 1 < len(order) <= DIRECT_DEVICES else 0):
         plan = Plan(
             "auto", graph.fingerprint, model.devices, batch, {}, Batch(tuple(samples)), model.reduce,
-            wire=model.request.wire, in_shares=kept, outputs=model.request.outputs,
+            wire=model.request.wire, sharded=kept, outputs=model.request.outputs,
         )  # fmt: skip
         memory = memory_of_steps(model.steps(plan), graph, optimizer=room.optimizer, itemsize=model.costs.itemsize)
         need = tuple(each.total_bytes for each in memory)

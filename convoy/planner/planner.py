@@ -197,7 +197,7 @@ def _searched(model: CostModel, order: Sequence[int]) -> list[Found]:
     for count in counts:
         if 1 < count <= DIRECT_DEVICES:  # each sends a shard to each
             shared = Search(model, order[:count], keepers=order[:count]).run()
-            rows[count] += [Found(cost, count, plan, model.overlap) for cost, plan in shared if plan.in_shares]
+            rows[count] += [Found(cost, count, plan, model.overlap) for cost, plan in shared if plan.sharded]
     return [each for count in sorted(rows) for each in rows[count]]
 
 
@@ -222,14 +222,14 @@ def _by_simulation(model: CostModel, found: Sequence[Found], order: Sequence[int
     """Simulate the best plans found, improve them by local search, and return all of them, the fastest first."""
     reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.sums is None else ()
     local = LocalSearch(model, lambda plan: fits(plan, model), reduces)
-    copies = [each for each in found if not each.plan.in_shares]
+    copies = [each for each in found if not each.plan.sharded]
     shortlist = in_order(copies) if len(copies) * len(model.graph.layers) <= 600 else _shortlist(copies, SIMULATED)
     # The model is inexact for small batches, where moves and sums are short, so named plans must not be crowded out.
     deep = len(model.graph.layers) > DEEP
     most_s = FAR * min(each.model_s for each in found if not each.overlap) if deep else math.inf
     shortlist += [e for e in copies if e.plan.name != "auto" and e not in shortlist and e.model_s <= most_s]
     # Plans with sharded weights come in addition, so that they crowd out none without.
-    sharded = _shortlist([each for each in found if each.plan.in_shares], 1 if deep else SIMULATED_SHARDED)
+    sharded = _shortlist([each for each in found if each.plan.sharded], 1 if deep else SIMULATED_SHARDED)
     rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in (*shortlist, *sharded)]
     if len(model.graph.weighted) <= SHALLOW and len(order) <= 8:
         best_of = {working: (step_s, plan) for step_s, working, plan in sorted(rows, key=lambda r: r[:2], reverse=True)}

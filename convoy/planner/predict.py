@@ -9,7 +9,7 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
-from convoy.plan.steps import Compute, StepList, passes_of
+from convoy.plan.steps import ComputeStep, StepList, micro_batches
 from convoy.planner.planner import Candidate, candidates, in_micro_batches, memory_slows
 from convoy.planner.request import PlanRequest
 from convoy.simulate.energy import Energy, energy_of, least_energy
@@ -113,8 +113,8 @@ def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequenc
 def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
     """Simulate one plan, each kind of micro-batch that a step has."""
     graph, costs, room = request.graph, request.costs, request.room
-    kinds = passes_of(request.micro_batches)
-    lists = [lower(plan, graph, pass_=kind) for kind in kinds]
+    kinds = micro_batches(request.micro_batches)
+    lists = [lower(plan, graph, micro_batch=kind) for kind in kinds]
     timelines = [simulate(each, graph, costs) for each in lists]
     steps, timeline = lists[-1], timelines[-1]
 
@@ -186,7 +186,7 @@ def rates_by_devices(request: PlanRequest) -> list[tuple[int, float]]:
 def working(plan: Plan, graph: Graph) -> frozenset[int]:
     """Return the devices that compute a part of some layer."""
     steps = lower(plan, graph)
-    return frozenset(d for s in steps.phase("forward") if isinstance(s, Compute) for d in holders(s.writes.layout))
+    return frozenset(d for s in steps.phase("forward") if isinstance(s, ComputeStep) for d in holders(s.writes.layout))
 
 
 def _bound(timeline: Timeline, steps: StepList, costs: Costs, names: Sequence[str]) -> str:
@@ -197,7 +197,7 @@ def _bound(timeline: Timeline, steps: StepList, costs: Costs, names: Sequence[st
         *_cards(steps, costs.network, costs.itemsize, names),
     ]
     seconds, words = max(rows, key=lambda row: row[0])
-    rounds = sum(len(step.schedule.rounds) for step in steps.steps if not isinstance(step, Compute))
+    rounds = sum(len(step.schedule.rounds) for step in steps.steps if not isinstance(step, ComputeStep))
     return words if seconds > timeline.step_s / 2 else f"waiting: {rounds} rounds of messages"
 
 
@@ -247,5 +247,5 @@ def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
 def _messages(plan: Plan, graph: Graph) -> int:
     """Count the messages of one step, from all devices."""
     steps = lower(plan, graph).steps
-    rounds = [each for step in steps if not isinstance(step, Compute) for each in step.schedule.rounds]
+    rounds = [each for step in steps if not isinstance(step, ComputeStep) for each in step.schedule.rounds]
     return sum(transfer.sender != transfer.receiver for each in rounds for transfer in each)

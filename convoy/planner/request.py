@@ -9,10 +9,10 @@ from convoy.errors import PlanError
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.redistribute import Reduce, Sum
 from convoy.model.graph import Graph
+from convoy.plan.device_program import whole_size
 from convoy.plan.lower import trains
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
-from convoy.plan.size import whole_size
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.simulate.costs import Costs
 from convoy.simulate.energy import Power, known_power_of

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from convoy.layout.layout import Layout, OnOne, Partial, Split, everywhere
 from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Layer
+from convoy.plan.device_program import whole_size
 from convoy.plan.lower import by_samples
 from convoy.plan.placing import placements, unnamed
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
-from convoy.plan.size import whole_size
-from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Placement, Strategy, follow, place
+from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Sharding, Strategy, follow, place
 from convoy.planner.analytic import CostModel, MemoryPenalty, Side, uses_copies
 from convoy.planner.load_balance import batch_shares, layer_shares
 
@@ -120,7 +120,7 @@ class Search:
         known = model.splits.setdefault(self.active, {}) if penalty is None else {}
         self.splits: dict[tuple[str, str], Shares] = known
         self.choices: dict[tuple[str, tuple[_Available, ...]], list[_Choice]] = {}
-        self.worked: dict[tuple[str, int, int, tuple[InShares | None, ...]], float] = {}
+        self.worked: dict[tuple[str, int, int, tuple[Sharding | None, ...]], float] = {}
         self.between: dict[tuple[int, int, str, bool], float] = {}
 
     def run(self) -> list[tuple[float, Plan]]:
@@ -170,7 +170,7 @@ class Search:
             return following
         return dict(sorted(following.items(), key=lambda item: item[1][0])[:BEAM])
 
-    def _forms(self, keepers: Sequence[int]) -> tuple[InShares | None, ...]:
+    def _forms(self, keepers: Sequence[int]) -> tuple[Sharding | None, ...]:
         """The ways in which weights that several devices use whole may be kept."""
         if len(keepers) < 2:
             return (None,)
@@ -179,7 +179,7 @@ class Search:
         if min(room) < 1:  # where memory is short, it decides
             speeds = [room[d] if d in keepers else 0.0 for d in range(self.devices)]
         shares = apportion(SHARE_UNITS, speeds)
-        kept = InShares(shares), InShares(shares, "free")
+        kept = Sharding(shares), Sharding(shares, "free")
         return (None, *kept) if self.penalty is not None else (None, *kept[:1])
 
     def _plan(self, chosen: _Chosen | None) -> Plan:
@@ -196,7 +196,7 @@ class Search:
             return plan
         placed = placements(plan, self.graph)
         found = {name: self._kept(self.graph[name], placed[name])[1] for name in self.graph.layers}
-        return replace(plan, in_shares={name: how for name, how in found.items() if how is not None})
+        return replace(plan, sharded={name: how for name, how in found.items() if how is not None})
 
     def step_s(self, plan: Plan) -> float:
         """Seconds by the analytic model of any plan of these devices, were its sums those of the model."""
@@ -205,7 +205,7 @@ class Search:
         for name, placed in placements(plan, self.graph).items():
             layer = self.graph[name]
             inputs = tuple(dict.fromkeys(layer.inputs))
-            how = plan.in_shares.get(name)
+            how = plan.sharded.get(name)
             choice = self._price(layer, None, placed, inputs, tuple(where[i] for i in inputs), (how,))
             where |= dict(zip(inputs, choice.inputs, strict=True))
             where[name] = (choice.gives,)
@@ -291,7 +291,7 @@ class Search:
         placed: Placement,
         inputs: tuple[str, ...],
         available: tuple[_Available, ...],
-        forms: tuple[InShares | None, ...] | None = None,
+        forms: tuple[Sharding | None, ...] | None = None,
     ) -> _Choice:
         cost = 0.0
         where = dict(zip(inputs, available, strict=True))
@@ -310,7 +310,7 @@ class Search:
             self.between[key] = self.model.move_s(self.layouts[src], self.layouts[dst], self.graph[name], back=back)
         return self.between[key]
 
-    def _work_s(self, layer: Layer, placed: Placement, forms: tuple[InShares | None, ...]) -> float:
+    def _work_s(self, layer: Layer, placed: Placement, forms: tuple[Sharding | None, ...]) -> float:
         """Arithmetic and gradient sums of a layer, and the price of its memory."""
         gives, leading = self._number(placed.gives), self._number(placed.takes[0]) if placed.takes else -1
         # Shares over a thousand devices are long; of a search's own forms there is one tuple.
@@ -326,12 +326,12 @@ class Search:
         return self.worked[key]
 
     def _kept(
-        self, layer: Layer, placed: Placement, forms: tuple[InShares | None, ...] | None = None
-    ) -> tuple[float, InShares | None]:
+        self, layer: Layer, placed: Placement, forms: tuple[Sharding | None, ...] | None = None
+    ) -> tuple[float, Sharding | None]:
         """The cheapest way to keep a layer's parameters: sums, updates and memory; None: copies."""
         model, penalty = self.model, self.penalty
 
-        def cost(how: InShares | None) -> float:
+        def cost(how: Sharding | None) -> float:
             memory_s = 0.0 if penalty is None else model.memory_s(layer, placed, penalty, how)
             return model.sums_s(layer, placed, how) + memory_s
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from convoy.layout.layout import held_entries, single
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
-from convoy.plan.steps import Compute, StepList
+from convoy.plan.steps import ComputeStep, StepList
 from convoy.planner.predict import PlanPrediction
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
@@ -68,7 +68,7 @@ def kept_bytes(steps: StepList, graph: Graph, optimizer: str, itemsize: int = 4)
     numbers = 1 + optimizer_named(optimizer).state
     found = {}
     for step in steps.phase("forward"):
-        if isinstance(step, Compute):
+        if isinstance(step, ComputeStep):
             for name, layout in step.parameters.items():
                 parameter = graph[step.layer].parameters[name]
                 found[parameter.key] = (layout, parameter.shape, itemsize * (numbers if parameter.trainable else 1))

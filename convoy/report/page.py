@@ -16,7 +16,7 @@ from markupsafe import Markup
 from convoy._version import __version__
 from convoy.errors import InputError
 from convoy.files import write_whole
-from convoy.measure.energy import ABSENT
+from convoy.measure.energy_meter import ABSENT
 from convoy.report import timeline
 from convoy.report.chart import Chart, Curve, Level, Point
 from convoy.report.numbers import in_bytes, percent, plain, seconds

@@ -40,7 +40,7 @@ def new_table(
 class Wait:
     """Shows a waiting user the current task: a spinner on a terminal; elsewhere a line at once, then one every ten seconds.
 
-    Call it with the current task, and the number of parts done, of how many.
+    Call it with the current task.
 
     Args:
         about_s: expected seconds; None: unknown.
@@ -63,12 +63,11 @@ class Wait:
         self.progress = Progress(*columns, console=console, transient=True, disable=not live)
         self.task, self.is_live, self.is_introduced = self.progress.add_task(self.text), live, False
 
-    def __call__(self, task: str, done: int = 0, total: int = 0) -> None:
-        line = task if not total else f"{task} ({done} of {total})"
-        self.progress.update(self.task, description=f"{self.text}: {line}")
+    def __call__(self, task: str) -> None:
+        self.progress.update(self.task, description=f"{self.text}: {task}")
         if not self.is_live and (waited_s := self.now() - self.start_s) >= self.next_s:
             self.next_s = waited_s + LINE_EVERY_S
-            self._line(f"  {seconds(waited_s)}: {line}" if self.is_introduced else f"{self.text}: {line} ...")
+            self._line(f"  {seconds(waited_s)}: {task}" if self.is_introduced else f"{self.text}: {task} ...")
 
     def __enter__(self) -> Self:
         self.start_s = self.now()

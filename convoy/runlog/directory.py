@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from convoy.checkpoint.folder import run_folder
+from convoy.checkpoint.run_folder import run_folder
 from convoy.config.settings import NO_LOG, Settings
 from convoy.errors import InputError
 from convoy.files import unwritable

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.machine.accelerator import allocated_bytes
-from convoy.measure.energy import EnergyMeter, meter_of, once_each
+from convoy.measure.energy_meter import EnergyMeter, meter_of, once_each
 from convoy.runlog.reader import MIN_STEPS
 from convoy.runlog.schema import SystemLine, UtilizationLine
 from convoy.runlog.writer import RunLog
@@ -149,7 +149,6 @@ class Meters(Observer):
 
     def on_step_end(self, step: int, samples: int) -> None:
         self.step, self.samples = step + 1, self.samples + samples
-        self.energy.sample()
         if self.step >= self.due:
             self._report()
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from convoy.errors import InputError, shown
 from convoy.files import open_regular, parse_json
-from convoy.measure.energy import ABSENT
+from convoy.measure.energy_meter import ABSENT
 from convoy.runlog import schema
 
 LOG_NAME = "log.jsonl"

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from convoy.comm.agreement import agree_on, gather
+from convoy.comm.collectives import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import MismatchError
 from convoy.layout.layout import Replicated, everywhere
 from convoy.machine.accelerator import in_float64
-from convoy.plan.steps import Pass, StepList, Value
+from convoy.plan.steps import MicroBatch, StepList, Value
 from convoy.runtime.inputs import Inputs
 
 _TOLERANCE, _TOLERANCE_OF_GRADIENTS = 1e-4, 1e-2
@@ -37,7 +37,7 @@ class Comparisons:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.calls = 0
-        self.done: set[tuple[bool, int, Pass]] = set()  # by mode, batch and kind of pass
+        self.done: set[tuple[bool, int, MicroBatch]] = set()  # by mode, batch and kind of pass
 
     def check_inputs(self, training: bool, steps: StepList, inputs: Inputs) -> bool:
         """Whether this step compares: every device begins the same pass, and has the inputs that each has whole alike.
@@ -45,16 +45,15 @@ class Comparisons:
         Raises:
             MismatchError: it does not, or has not.
         """
-        group, key = self._group, (training, steps.batch, steps.pass_)
+        group, key = self._group, (training, steps.batch, steps.micro_batch)
         if group.devices == 1:
             return False
         self.calls += 1
         if not _is_due(self.calls) and key in self.done:
             return False
         self.done.add(key)
-        agree_on(
-            group, "call of the model", steps.pass_, "is on another side of no_sync(), or at another pass of the step,"
-        )
+        differs = "is on another side of no_sync(), or at another micro-batch of the step,"
+        agree_on(group, "call of the model", steps.micro_batch, differs)
         everyone = everywhere(group.devices)
         rows = zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True)
         if alike := [x for x, value, whole in rows if whole or value.layout == everyone]:

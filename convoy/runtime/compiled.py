@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, shortened
 from convoy.machine.accelerator import finish
@@ -326,7 +326,7 @@ def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole
         or layer.blocked
         or operation.attributes
     )
-    if odd or not layer.differentiable or (layer.notes and layer.kind != "batch_norm") or operation.no_autocast:
+    if odd or not layer.differentiable or (layer.notes and layer.kind != "batch_norm"):
         return False
     if _sizes_in(operation.args) or _sizes_in(tuple(operation.kwargs.values())) or operation.kwargs.get("inplace"):
         return False

@@ -13,7 +13,7 @@ from convoy.layout.layout import Layout, Partial, Replicated, Shape, box, local_
 from convoy.layout.redistribute import Schedule
 from convoy.layout.redistribute import schedule as schedule_of
 from convoy.plan.device_program import Add, Copy, ExchangeRound, Make, Merge, Operation, Part, View, WaitRound
-from convoy.plan.exchange_program import Landing, MoveOf, landing
+from convoy.plan.exchange_program import MoveSpec, StartedRound, finish
 
 Buffers = dict[str, Any]
 """Tensors by name; for a layer with several outputs, tuples or (as its gradient) a dict index -> gradient."""
@@ -138,13 +138,13 @@ class Moving:
 
     result: Tensor
     _lane: Lane
-    _landings: Sequence[Landing] = ()
+    _started: Sequence[StartedRound] = ()
     _buffers: Buffers = field(default_factory=dict)
 
     def land(self) -> Tensor:
         """Wait for all messages and finish the result. A second call returns it immediately."""
-        landings, self._landings = self._landings, ()
-        self._lane.run(landing(landings, 0), self._buffers, self.result.dtype)
+        started, self._started = self._started, ()
+        self._lane.run(finish(started, 0), self._buffers, self.result.dtype)
         return self.result
 
 
@@ -163,14 +163,14 @@ def start_move(
     """
     me, lane = group.device, Lane(group, 0, Slots())
     kind = comm_dtype_of(str(piece.dtype).removeprefix("torch."), wire)
-    move = MoveOf(0, schedule, me, src, dst, shape, kind, "piece", "result")
+    move = MoveSpec(0, schedule, me, src, dst, shape, kind, "piece", "result")
     found = move.operations()
     buffers: Buffers = {"piece": piece}
     lane.run(found.begin, buffers, piece.dtype)
     result = buffers.get("result")
     if result is None or box(dst, me, shape) is None:
         result = piece.new_empty(local_shape(dst, me, shape))
-    return Moving(result, lane, found.landings, buffers)
+    return Moving(result, lane, found.started, buffers)
 
 
 def run_move(

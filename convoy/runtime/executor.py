@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.changing import present
-from convoy.comm.group import Group
+from convoy.comm.group import Group, present
 from convoy.errors import InputError
 from convoy.layout.layout import Split
 from convoy.model.graph import Layer
@@ -27,14 +26,16 @@ from convoy.plan.device_program import (
     FreeWeights,
     Fused,
     HaveWeights,
+    LocalSize,
     Pack,
     PackWeights,
     Unpack,
     UnpackWeights,
     WaitSum,
+    flop,
     output_gradient,
+    whole_size,
 )
-from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Phase, StepList, Value
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock

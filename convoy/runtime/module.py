@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy._version import __version__
-from convoy.comm.agreement import agree_on, agree_on_modes
+from convoy.comm.collectives import agree_on, agree_on_modes
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, Replicated, Shape, box, everywhere

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from convoy.errors import InputError
-from convoy.plan.steps import Pass
+from convoy.plan.steps import MicroBatch
 from convoy.runtime.gradients import Found
 from convoy.runtime.marks import is_unsummed, mark_unsummed
 
-_KINDS: Mapping[tuple[bool, bool], Pass] = {
+_KINDS: Mapping[tuple[bool, bool], MicroBatch] = {
     (True, True): "only",
     (False, True): "first",
     (False, False): "middle",
@@ -42,7 +42,7 @@ class Passes:
         self.stages = count()
         self._backward: tuple[int, bool] = (-1, True)  # the last, and whether it summed
 
-    def kind(self, *, gathers: bool) -> Pass:
+    def kind(self, *, gathers: bool) -> MicroBatch:
         """The kind of the next pass, which gathers weights that are kept in shares, or has them still."""
         return _KINDS[self.sums, gathers]
 

@@ -69,7 +69,7 @@ def plan_in_use(
         lent,
         next((key for key in lent if known[key].trainable), None),
         {k: _is_copied(how, devices) and not plan.mixes and k not in in_parts for k, how in layouts.items()},
-        any(how.form == "keep" for how in plan.in_shares.values()),
+        any(how.form == "keep" for how in plan.sharded.values()),
     )
 
 

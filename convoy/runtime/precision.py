@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.comm.agreement import difference, gather, share_number
+from convoy.comm.collectives import difference, gather, share_number
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.machine.accelerator import accelerator

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from convoy.model.graph import Graph
-from convoy.plan.compile import MIXING
 from convoy.plan.device_program import (
     Add,
     Compute,
@@ -26,8 +25,7 @@ from convoy.plan.device_program import (
     reads_of,
     writes_of,
 )
-from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import GatherWeights, ShareStatistics, StepList, SumGradients
+from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, StepList, SumGradients
 from convoy.runtime.gradients import SumLane
 from convoy.runtime.random_numbers import RandomNumbers
 
@@ -98,14 +96,14 @@ class Program:
         summed = [s for s in steps.steps if isinstance(s, SumGradients)]
         self.into_shares = frozenset(key for step in summed if step.into for key in step.keys)
         self.sums = SumLane.of(program.sums)
-        shared = [step for step in steps.phase("forward") if isinstance(step, ShareStatistics)]
+        shared = [step for step in steps.phase("forward") if isinstance(step, GatherStatistics)]
         self.statistics = {
             name: (step.members, value) for step in shared for name, value in zip(step.layers, step.reads, strict=True)
         }
         self.fused = {
             op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, Fused)
         }
-        mixing = [s for s in steps.steps if isinstance(s, SumGradients) and s.reduce == MIXING]
+        mixing = [s for s in steps.steps if isinstance(s, SumGradients) and s.mixes]
         # After this many stages of inexact mixing, the partners repeat.
         self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
@@ -133,7 +131,7 @@ def _layer_of(step: Any) -> str:
     """Return the layer whose number type a step uses; "" for a gradient sum, which uses the parameters'."""
     if isinstance(step, ComputeStep):
         return step.layer
-    if isinstance(step, ShareStatistics):
+    if isinstance(step, GatherStatistics):
         return step.layers[0]  # they are of one type
     reads = getattr(step, "reads", None)
     return reads.layer if reads is not None else ""

@@ -8,7 +8,7 @@ from convoy.model.graph import Graph
 from convoy.plan.compile import compile_all
 from convoy.plan.lower import lower
 from convoy.plan.program_check import check_programs
-from convoy.plan.steps import Compute, InputGradient, Pass, StepList
+from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, StepList
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.plan_in_use import PlanInUse
 from convoy.runtime.program import Program
@@ -33,17 +33,19 @@ class ProgramCache:
 
     def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], noting: Noting) -> None:
         self._in_use, self._executors, self._noting = in_use, executors, noting
-        self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], Pass], Program] = {}
+        self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
 
-    def get(self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), pass_: Pass = "only") -> Program:
+    def get(
+        self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), micro_batch: MicroBatch = "only"
+    ) -> Program:
         """Return the program for a global batch of this size.
 
         Raises:
             InputError: a layer with a state of its own would run on other devices than before.
         """
-        key = (training, batch, wanted, pass_)
+        key = (training, batch, wanted, micro_batch)
         if key not in self.programs:
-            self.programs[key] = self._make(training, batch, wanted, pass_)
+            self.programs[key] = self._make(*key)
         return self.programs[key]
 
     def expect(self, seconds: Expected) -> None:
@@ -53,20 +55,18 @@ class ProgramCache:
         for program in self.programs.values():
             program.expected_s.clear()
 
-    def _make(self, training: bool, batch: int, wanted: tuple[InputGradient, ...], pass_: Pass) -> Program:
-        in_use, executor = self._in_use, self._executors[training]
-        graph = executor.traced.graph
+    def _make(self, training: bool, batch: int, wanted: tuple[InputGradient, ...], micro_batch: MicroBatch) -> Program:
+        in_use, executor, graph = self._in_use, self._executors[training], self._executors[training].traced.graph
         kept = {key: layout for key, layout in in_use.layouts.items() if key not in in_use.borrowed}
-        steps = lower(in_use.plans[training], graph, batch, wanted, kept, pass_)
+        steps = lower(in_use.plans[training], graph, batch, wanted, kept, micro_batch)
         self._check_noting(steps, graph)
         if not self.programs and in_use.devices <= CHECKED_DEVICES:
             check_programs(compile_all(steps, graph))
         return executor.program(steps)
 
     def _check_noting(self, steps: StepList, graph: Graph) -> None:
-        """Refuse a layer with its own state that would run on other devices than before: their state is outdated."""
         for step in steps.phase("forward"):
-            if not isinstance(step, Compute) or not (graph[step.layer].notes or step.layer in self._noting):
+            if not isinstance(step, ComputeStep) or not (graph[step.layer].notes or step.layer in self._noting):
                 continue
             here = set(holders(step.writes.layout))
             before = self._noting.setdefault(step.layer, here)

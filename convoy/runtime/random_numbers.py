@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.layout.layout import Replicated, holders
 from convoy.model.graph import Graph
-from convoy.plan.steps import Compute, StepList
+from convoy.plan.steps import ComputeStep, StepList
 
 
 class RandomNumbers:
@@ -30,7 +30,7 @@ class RandomNumbers:
         drawing = [
             holders(step.writes.layout)
             for step in steps.phase("forward")
-            if isinstance(step, Compute)
+            if isinstance(step, ComputeStep)
             and (graph[step.layer].random or not graph[step.layer].per_sample)
             and not (isinstance(step.writes.layout, Replicated) and len(holders(step.writes.layout)) > 1)
         ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.agreement import agree_on, gather
+from convoy.comm.collectives import agree_on, gather
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, Replicated, box, dual, holders, local_shape
 from convoy.layout.redistribute import schedule

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.layout import OnOne, Shape, box, everywhere, local_shape

@@ -19,7 +19,7 @@ from convoy.files import read_text, write_whole
 from convoy.fleet import Fleet, Host
 from convoy.launch.fleet import startable
 from convoy.launch.ssh import remedy, ssh_call, ssh_program, ssh_words
-from convoy.launch.supervisor import Interrupted, Interrupts, Start, Supervisor, by_line
+from convoy.launch.supervisor import Interrupts, Signalled, Start, Supervisor, by_line
 from convoy.setup.parcel import pack, project_files
 
 LIMIT_S = 6 * 3600.0  # for all hosts: gigabytes of CUDA and of data over a slow line
@@ -100,7 +100,7 @@ def setup_fleet(
             return 0
         try:
             said = _run(scripts, interrupts, tell)
-        except Interrupted as interrupted:
+        except Signalled as interrupted:
             print("interrupted: what was begun is finished by the next `convoy fleet setup`", file=sys.stderr)
             return interrupted.status
     _name_places(path, {name: f"{root[name]}/project" for name, (status, _) in said.items() if status == 0}, tell)

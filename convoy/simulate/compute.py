@@ -12,7 +12,7 @@ from typing import Protocol
 
 from convoy.errors import InputError
 from convoy.model.graph import Layer
-from convoy.plan.size import LocalSize, flop, whole_size
+from convoy.plan.device_program import LocalSize, flop, whole_size
 from convoy.plan.steps import Part, Phase
 
 

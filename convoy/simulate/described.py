@@ -7,7 +7,7 @@ The parts and how far they err are read from measurements: a hundred trainings o
 from dataclasses import dataclass, replace
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet
+from convoy.fleet import Device, Fleet, Nic
 from convoy.fleet.catalogue import device_class
 from convoy.model.graph import Graph
 from convoy.simulate.compute import Rate, Roofline
@@ -173,7 +173,7 @@ def _overheads(device: Device, rate: Rate) -> Overheads:
 def _on_the_wire(fleet: Fleet) -> Fleet:
     """With cards and uplinks as fast as messages are over them; links that a file gives were measured."""
 
-    def carries(card: Card) -> Card:
+    def carries(card: Nic) -> Nic:
         sends, receives = card.send_bytes_per_s * WIRE, card.receive_bytes_per_s * WIRE
         return replace(card, send_bytes_per_s=sends, receive_bytes_per_s=receives)
 

@@ -31,8 +31,7 @@ from convoy.plan.device_program import (
 )
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import GatherWeights, Move, ReturnGradient, ShareStatistics, StepList
+from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, Move, ReturnGradient, StepList
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +327,7 @@ def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
     Flatten is a view of its input.
     """
     back = {step.layer for step in steps.phase("backward") if isinstance(step, ComputeStep)}
-    shared = (step for step in steps.phase("forward") if isinstance(step, ShareStatistics))
+    shared = (step for step in steps.phase("forward") if isinstance(step, GatherStatistics))
     spread = {name for step in shared for name in step.layers}
     device, source = program.device, _views(program, steps, graph)
     kept: dict[str, int] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from convoy.fleet import WITHIN_HOST, Card, Fleet
+from convoy.fleet import WITHIN_HOST, Fleet, Nic
 from convoy.simulate.noise import QuotaNoise
 
 SHARE = 0.5
@@ -28,7 +28,7 @@ class Network:
         segment: index of each host's segment of the network; -1 for a host that is in none. Empty where there is none.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: of each segment, shared by all messages that leave or enter it.
         jitter_s: by how much each device, when it has been computing, makes an exchange later than its mean speed says;
-            none where nothing was measured. See `convoy.measure.sync_overhead`.
+            none where nothing was measured. See `convoy.measure.sync_probe`.
         noise: the noise model of each device, None for one without a CPU quota. Empty where no device has one.
         largest_latency_s: of all pairs of different devices.
     """
@@ -72,7 +72,7 @@ def network_of(
     place = {name: index for index, name in enumerate(names)}
     host = tuple(place[device.host] for device in fleet.devices)
     many = len(names) > 1
-    cards = [fleet.card(n) if many else WITHIN_HOST for n in names]
+    cards = [fleet.nic(n) if many else WITHIN_HOST for n in names]
     latency_s, bandwidth = _between_hosts(fleet, place, cards)
     return Network(
         host=host,
@@ -95,7 +95,7 @@ def _segment_of_hosts(fleet: Fleet, names: Sequence[str]) -> Iterator[int]:
 
 
 def _between_hosts(
-    fleet: Fleet, place: Mapping[str, int], cards: Sequence[Card]
+    fleet: Fleet, place: Mapping[str, int], cards: Sequence[Nic]
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Latency and bandwidth from host to host, as `Fleet.path` has them: it looks one pair up, here are all of them."""
     latency_s = [[max(a.latency_s, b.latency_s) for b in cards] for a in cards]

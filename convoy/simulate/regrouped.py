@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from convoy.errors import MismatchError
-from convoy.fleet import Card
+from convoy.fleet import Nic
 from convoy.model.graph import Graph, Layer
-from convoy.plan.size import LocalSize, local_size
-from convoy.plan.steps import Compute, Part, Phase, StepList
+from convoy.plan.device_program import LocalSize, local_size
+from convoy.plan.steps import ComputeStep, Part, Phase, StepList
 from convoy.simulate.compute import ComputeTimes
 from convoy.simulate.table import Measurement
 
-GIGABIT = Card(send_bytes_per_s=118e6, receive_bytes_per_s=118e6, latency_s=1e-4)
+GIGABIT = Nic(send_bytes_per_s=118e6, receive_bytes_per_s=118e6, latency_s=1e-4)
 """Of hosts whose way to the others was never measured: what messages reach on the Ethernet that most have."""
 
 
@@ -25,11 +25,10 @@ def of_devices(measured: Measurement, indices: Sequence[int]) -> Measurement:
         device=tuple(measured.device[i] for i in indices),
         layer=tuple(point for point in measured.layer if point.device in names),
         link=tuple(link for link in measured.link if {link.source, link.target} <= hosts),
-        host=tuple(row for row in measured.host if row.host in hosts),
     )
 
 
-def with_device(measured: Measurement, newcomer: Measurement, card: Card = GIGABIT) -> Measurement:
+def with_device(measured: Measurement, newcomer: Measurement, card: Nic = GIGABIT) -> Measurement:
     """With one more device, the last one, that was measured by itself.
 
     Args:
@@ -91,7 +90,7 @@ def seconds_of_layers(steps: StepList, graph: Graph, times: ComputeTimes, device
     """What each device takes in a step for its part of each layer, by "forward conv1"."""
     rows: list[dict[str, float]] = [{} for _ in range(devices)]
     for step in steps.steps:
-        if isinstance(step, Compute):
+        if isinstance(step, ComputeStep):
             key = f"{step.phase} {step.layer}"
             for device, row in enumerate(rows):
                 size = local_size(step, graph[step.layer], device)

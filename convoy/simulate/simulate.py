@@ -20,15 +20,16 @@ from convoy.plan.device_program import (
     ExchangeRound,
     FinishSums,
     Fused,
+    LocalSize,
     Operation,
     TakeSum,
     Unpack,
     WaitRound,
     WaitSum,
+    local_size,
+    sizes_in_chunks,
 )
-from convoy.plan.size import LocalSize, local_size, sizes_in_chunks
-from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import StepList
+from convoy.plan.steps import ComputeStep, StepList
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import (
     HELD_BYTES,
@@ -105,7 +106,7 @@ def _arithmetic(steps: StepList, graph: Graph, costs: Costs) -> Iterator[tuple[s
                 rows = ((device, local_size(step, layer, device)) for device in range(steps.devices))
                 sizes[step.layer] = [(device, size) for device, size in rows if size is not None]
             for device, whole in sizes[step.layer]:
-                for size in sizes_in_chunks(whole, step.pieces):
+                for size in sizes_in_chunks(whole, step.chunks):
                     yield step.layer, device, costs.times.seconds(device, layer, step.phase, size, step.part)
 
 

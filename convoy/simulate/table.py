@@ -27,9 +27,9 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from convoy.errors import InputError, MismatchError, shown, unknown_name
 from convoy.files import parse_toml, read_text
 from convoy.fleet import Fleet
-from convoy.fleet.file import CLOSED, LEAST, MOST, Text, Truth, explain, first_of
+from convoy.fleet.file import CLOSED, MOST, Text, Truth, explain, first_of
 from convoy.model.graph import Graph
-from convoy.plan.size import LocalSize
+from convoy.plan.device_program import LocalSize
 from convoy.simulate.compute import ComputeTimes, Correction, Grid, LayerTimes, MeasuredTimes
 from convoy.simulate.costs import Costs
 from convoy.simulate.interval import Errors, of_repeats, together
@@ -52,7 +52,7 @@ class LayerPoint:
     """One layer on one device at one size.
 
     Attributes:
-        samples, outputs, inputs: the size, as in `convoy.plan.size.LocalSize`.
+        samples, outputs, inputs: the size, as in `convoy.plan.device_program.LocalSize`.
         forward_s, backward_s: seconds of one call; backward is 0 where no gradient passes.
         spread: of forward and backward together.
         shared: of a batch norm that shares its statistics with other devices.
@@ -138,23 +138,6 @@ class LinkSpread:
     bandwidth_spread: Spread
 
 
-@dataclass(frozen=True, slots=True)
-class HostRates:
-    """A host's card while all hosts send at once.
-
-    Attributes:
-        ring_bytes_per_s: what it sends while every host sends to the next one and receives from the one before. Less
-            than its card's rates: its directions share something (half duplex, the processor, the switch).
-        send_spread, receive_spread: of the card's rates.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
-    host: Text
-    ring_bytes_per_s: Annotated[float, Strict(), Field(ge=LEAST, le=MOST)]
-    send_spread: Spread
-    receive_spread: Spread
-
-
 @dataclass(frozen=True)
 class Measurement:
     """One measuring of a fleet with a model.
@@ -166,7 +149,7 @@ class Measurement:
         device: one per device of the fleet, in its order.
         layer: points of every layer on every device. Those with all inputs fill a rectangle of samples x outputs;
             those with fewer inputs fill a rectangle of samples x inputs, with all outputs.
-        link, host: spreads and common rates, where there was a network to measure.
+        link: spreads, where there was a network to measure.
         precision: what the layers computed in; see `convoy.runtime.precision`.
 
     Raises:
@@ -184,7 +167,6 @@ class Measurement:
     device: tuple[DeviceCosts, ...]
     layer: tuple[LayerPoint, ...]
     link: tuple[LinkSpread, ...] = ()
-    host: tuple[HostRates, ...] = ()
     precision: Text = "float32"
 
     def __post_init__(self) -> None:
@@ -193,7 +175,6 @@ class Measurement:
         _check_rows("device", self.device, {"device": devices})
         _check_rows("layer", self.layer, {"device": devices}, "layer", "samples", "outputs", "inputs", "shared")
         _check_rows("link", self.link, {"source": hosts, "target": hosts})
-        _check_rows("host", self.host, {"host": hosts})
         if [costs.device for costs in self.device] != devices:
             raise InputError(
                 f"measured.device has rows for {', '.join(c.device for c in self.device) or 'nobody'}: it has one for each "
@@ -293,7 +274,9 @@ class Measurement:
             raise InputError(f"{source}: measured = {shown(measured)}: it is a table; measure again")
         if (number := measured.get("format")) != FORMAT:
             raise InputError(f"{source}: measured.format = {shown(number)}: this version reads {FORMAT}; measure again")
-        rows = {name: value for name, value in measured.items() if name != "format"}
+        rows = {
+            name: value for name, value in measured.items() if name not in ("format", "host")
+        }  # "host": older files
         if isinstance(devices := rows.get("device"), list):
             rows["device"] = [_with_noise(row) for row in devices]
         try:
@@ -307,7 +290,7 @@ class Measurement:
         lines = [self.fleet.to_toml(), "[measured]", f"format = {FORMAT}"]
         for name in ("net", "fingerprint", "batch", "precision", "convoy", "torch", "date"):
             lines.append(f"{name} = {_literal(getattr(self, name))}")
-        for name in ("device", "host", "link", "layer"):
+        for name in ("device", "link", "layer"):
             rows = [f"  {{ {_row(value)} }}," for value in getattr(self, name)]
             if rows or name in ("device", "layer"):
                 lines += [f"{name} = [", *rows, "]"]
@@ -315,7 +298,7 @@ class Measurement:
 
 
 _SECTIONS: Mapping[str, type[Any]] = {
-    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "host": HostRates, "noise": QuotaNoise
+    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "noise": QuotaNoise
 }  # fmt: skip
 _OLD_NOISE = {"beside_s": "overlap_delay_s", "rested_s": "rested_s", "burst": "burst"}
 """Keys of a device in files from before the noise model was a table of its own, and their names there."""
@@ -342,7 +325,7 @@ def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
     return fleet, Measurement._from_sections(sections, fleet, source) if "measured" in sections else None
 
 
-def _row(value: DeviceCosts | HostRates | LinkSpread | LayerPoint | QuotaNoise) -> str:
+def _row(value: DeviceCosts | LinkSpread | LayerPoint | QuotaNoise) -> str:
     # Few points are shared, few devices have a quota: the key stands only there.
     named = [(field.name, getattr(value, field.name)) for field in fields(value)]
     return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False and each is not None)

@@ -9,8 +9,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
-from convoy.checkpoint.tensors import Parts
-from convoy.comm.agreement import agree_on, from_first
+from convoy.checkpoint.tensors import ModelShards
+from convoy.comm.collectives import agree_on, from_first
 from convoy.data.datasets import own_random_numbers
 from convoy.errors import InputError
 from convoy.runtime.module import Distributed
@@ -59,7 +59,7 @@ def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: Remembered
     Raises:
         MismatchError: the devices' optimizers have other settings, or other parameters beside the model's.
     """
-    parts, pieces = Parts.of(part), dict(part.named_parameters())
+    parts, pieces = ModelShards.of(part), dict(part.named_parameters())
     agree_on(part.group, "prepare: optimizer", _described(optimizer, names), "started with another optimizer")
     state = _moved_state(optimizer, names, before, parts)
     for group in optimizer.param_groups:
@@ -82,7 +82,7 @@ def _described(optimizer: Optimizer, names: Mapping[Tensor, str]) -> str:
 
 
 def _moved_state(
-    optimizer: Optimizer, names: Mapping[Tensor, str], before: Remembered, parts: Parts
+    optimizer: Optimizer, names: Mapping[Tensor, str], before: Remembered, parts: ModelShards
 ) -> dict[str, dict[str, Any]]:
     """What device 0's optimizer remembers of each parameter, as far as this device holds it, by the parameter's name."""
     own = {names[p]: state for p, state in optimizer.state.items() if p in names}
@@ -93,7 +93,7 @@ def _moved_state(
         for name, row in named.items():
             dtype = getattr(torch, str(row.get("dtype", "float32")))
             if row["kind"] == "tensor":
-                given = own[key][name] if parts.first else torch.empty(0, dtype=dtype)
+                given = own[key][name] if parts.is_first else torch.empty(0, dtype=dtype)
                 piece = parts.scatter(key, given)
                 state[name] = None if piece is None else piece.clone()
             elif row["kind"] == "number":
@@ -101,7 +101,7 @@ def _moved_state(
                 state[name] = torch.tensor(row["value"], dtype=dtype, device=near)
             else:
                 state[name] = row["value"]
-        if parts.holds(key):
+        if parts.has(key):
             result[key] = state
     return result
 

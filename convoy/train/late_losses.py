@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from convoy.comm.agreement import gather
+from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.machine.accelerator import in_host_memory, queued
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from convoy.comm.agreement import difference, gather
+from convoy.comm.collectives import difference, gather
 from convoy.data.augment import Augment
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from convoy.checkpoint import Checkpointer, Progress
-from convoy.comm.agreement import share_number
+from convoy.comm.collectives import share_number
 from convoy.comm.group import Group
 from convoy.elastic.members import Members, StoppedError
 from convoy.errors import DeviceLostError, DivergedError, unknown_name
@@ -252,16 +252,13 @@ class _Loop:
             self.rebalancer.restart()
 
     def run_state(self) -> dict[str, Any]:
-        """What has happened, as JSON: results, and losses of the present epoch; the run's own text, which its folder holds."""
-        run = None if self.keeper is None else self.keeper.run
-        return self.record.run_state(self.unread.known()) | {"late": self.unread.late, "run": run}
+        """Return, as JSON, the results, and the losses of the present epoch."""
+        return self.record.run_state(self.unread.known()) | {"late": self.unread.late}
 
     def take_over(self, run_state: dict[str, Any]) -> None:
         """What has happened before this device came."""
         self.record.take_over(run_state)
         self.unread.late = run_state["late"]
-        if self.keeper is not None:
-            self.keeper.run = run_state["run"]
 
     def epoch(self, epoch: int, train: Loader, *, is_last: bool, again: bool = False) -> None:
         """One epoch, from the batch on that the loader was set to.

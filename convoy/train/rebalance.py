@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from convoy.layout.shares import Shares
 from convoy.model.graph import Graph
-from convoy.plan.coupling import CoupledAxes, coupled_axes, reshared, shares_of
+from convoy.plan.coupling import CoupledAxes, coupled_axes, shares_of, with_units
 from convoy.plan.plan import Plan
 
 SHORT, LONG, LONGEST = 5, 20, 60
@@ -283,7 +283,7 @@ def _apply(state: Balancer, changes: Sequence[Change]) -> tuple[Balancer, Reshar
     plan, found, watches, words = state.plan, list(state.axes), list(state.watches), []
     for change in changes:
         i = found.index(change.axes)
-        after = reshared(plan, change.axes, change.units)
+        after = with_units(plan, change.axes, change.units)
         found[i] = replace(change.axes, units=change.units)
         words.append(_words(plan, after, change, found[i], state.ids))
         moved = tuple(b - a for a, b in zip(change.axes.units, change.units, strict=True))

@@ -24,7 +24,7 @@ from convoy.plan import strategy
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.steps import Compute
+from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.module import Distributed
 from lab.families.registry import Member, build, narrowed
@@ -238,14 +238,14 @@ def shares_of_flop(graph: Graph, plan: Plan) -> dict[str, float]:
     """Percent of the forward FLOP of a model that a plan splits by filters, by samples, and gives to one device."""
     flop: Counter[str] = Counter()
     for step in lower(plan, graph).phase("forward"):
-        if isinstance(step, Compute):
+        if isinstance(step, ComputeStep):
             flop[_how(step)] += graph[step.layer].flop
     total = max(flop.total(), 1)
     return {how: 100.0 * flop[how] / total for how in ("filters", "samples", "one")}
 
 
 def _how(step: Any) -> str:
-    if not isinstance(step, Compute):
+    if not isinstance(step, ComputeStep):
         return ""
     match step.writes.layout:
         case Split(axis, _):

@@ -264,7 +264,7 @@ def test_the_page_says_what_the_numbers_say() -> None:
     assert "differs by 1.0e-06 at most" in good
     assert "took during the runs: 4.0% of the machine at most" in good
     assert (
-        "2 cores of a processor, Linux 6, Python 3.11, torch 2.13, convoy 0.1 at abc; random images; 2026-01-01."
+        "emulated on 2 cores of a processor, Linux 6, Python 3.11, torch 2.13; random images; convoy at abc; 2026-01-01."
         in good
     )
     assert "f (0.5/all core)" in good
@@ -331,7 +331,6 @@ def test_measured_hours_are_not_written_over(tmp_path: Path) -> None:
 def test_nothing_is_started_where_all_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And before anything starts it is told how long it will take."""
     started: list[str] = []
 
     def rehearsed(job: WorkerJob, _limit_s: float) -> int:
@@ -348,11 +347,9 @@ def test_nothing_is_started_where_all_was_measured(
     assert run(both) == 0
     assert started == ["mixed4", "straggler2"]
     told = capsys.readouterr().out
-    assert "fleet mixed4: 1 of 1 cases, about 1.6 min at most (two-conv:4:8 batch 8)" in told
-    assert "min in all" in told
+    assert "fleet mixed4: 1 of 1 cases (two-conv:4:8 batch 8)" in told
     assert run(both) == 0
     assert started == ["mixed4", "straggler2"]
-    assert "about 0.0 min in all" in capsys.readouterr().out
     kept = read_result(tmp_path / "mixed4.two-conv-4-8.8.json")
     monkeypatch.setattr(driver, "_rehearsed", lambda *_: 1)
     assert run(replace(both, again=True)) == 1

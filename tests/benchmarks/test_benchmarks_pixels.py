@@ -1,7 +1,6 @@
 """A net with a label for every pixel in the benchmarks: outputs stay with their samples, and it trains as on one device."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from benchmarks import tasks, worker
 from benchmarks.configurations import AUTO, SETS, Series, fleet_named
 from benchmarks.ddp import DdpRunner, FsdpRunner, leave, meet
-from benchmarks.estimate import guessed
 from benchmarks.hardware import Ground
 from benchmarks.predictions import predict
 from benchmarks.results import read_result
@@ -65,7 +63,12 @@ def test_no_output_of_the_cell_crosses_the_wire() -> None:
     """By no plan of the cell, and no other that `auto` may try: no message holds logits or their gradient, 88 MB of each."""
     (series,) = [each for each in SETS["lab"] if (each.fleet, each.net) == ("mixed4", "unet:8")]
     (case,) = series.cases()
-    task, fleet = task_of(case.net), guessed(fleet_named(case.fleet))
+    task, described = task_of(case.net), fleet_named(case.fleet)
+    devices = [
+        replace(each, peak_flop_per_s=(each.cores or 1) * 80e9, memory_bytes_per_s=(each.cores or 1) * 10e9)
+        for each in described.devices
+    ]
+    fleet = replace(described, devices=tuple(devices))
     graph = graph_of(case.net, task.image, task.classes)
     found = predict(replace(case, plans=("data-by-speed", AUTO)), graph, roofline_costs(fleet), fleet)
     logits = (case.batch, task.classes, *task.image[1:])
@@ -149,7 +152,9 @@ def test_peers_train_a_net_of_pixels_as_one_device(name: str) -> None:
 def test_the_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured, predicted and trained with small images, on threads."""
     monkeypatch.setattr(tasks, "PIXELS", SMALL)
-    monkeypatch.setattr(worker, "measure_job", partial(worker.measure_job, stretch_s=1e-4))
+    measure = worker.measure_job
+    quick = lambda *given: measure(*given[:-1], replace(given[-1], slice_s=1e-4))  # noqa: E731
+    monkeypatch.setattr(worker, "measure_job", quick)
     series = Series("straggler2", "unet:2", (BATCH,), ("data-by-speed", AUTO))
     job = WorkerJob(
         set="", fleet="straggler2", series=(series,), output=tmp_path, measurements=None, data_dir=None, rounds=2, round_s=0.01,

@@ -2,11 +2,13 @@
 
 import errno
 import itertools
+import json
 import os
 import random
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ import torch._dynamo  # the first optimizer would import it: once here, not once
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, save_checkpoint
-from convoy.checkpoint.folder import checkpoints
-from convoy.checkpoint.lock import LOCK
+from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, run_folder, save_checkpoint
+from convoy.checkpoint.run_folder import LOCK, checkpoints
 from convoy.comm.group import Group
 from convoy.errors import DeviceLostError, InputError
 from convoy.plan.presets import Speeds
+from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
+from convoy.train import loop
 from convoy.train.loader import Loader
 from tests.support import nets
 from tests.support.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of
@@ -42,8 +45,9 @@ def small(fill: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save(folder: Path, step: int, score: float) -> None:
-    save_checkpoint(folder, *small(step), Progress(step), score=score, keep=1)
+def save_and_tidy(folder: Path, step: int, score: float) -> None:
+    run_folder.KEEP = 1  # so that this removes an earlier one
+    save_checkpoint(folder, *small(step), Progress(step), score=score)
 
 
 class Ambush:
@@ -83,20 +87,34 @@ def fail() -> None:
     raise OSError(errno.EIO, "Input/output error")
 
 
-def save_in_an_ambush(_device: int, folder: str, strike_at: int, kill: bool) -> Any:
-    """Runs in a process of its own: a hook for what the interpreter does cannot be taken off again."""
-    ambush = Ambush(folder, strike_at, die if kill else fail)
-    try:
-        save(Path(folder), 3, 0.9)
-    except InputError as error:
-        return str(error)
-    return ambush.seen
+def save_in_an_ambush(folder: Path, strike_at: int, kill: bool) -> Any:
+    """Save in a forked process, since its audit hook stays. Return the count of operations, the error, or None if it died."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        warnings.simplefilter("ignore")
+        ambush = Ambush(str(folder), strike_at, die if kill else fail)
+        told: Any = None
+        try:
+            save_and_tidy(folder, 3, 0.9)
+            told = ambush.seen
+        except InputError as error:
+            told = str(error)
+        finally:
+            ambush.armed = False
+            os.write(writes, json.dumps(told).encode())
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else None
 
 
-def three_saved(folder: Path) -> None:
-    """A best one, a last one, and another one that the next saving removes."""
-    save_checkpoint(folder, *small(1), Progress(1), score=0.5, keep=3)
-    save_checkpoint(folder, *small(2), Progress(2), score=0.1, keep=3)
+def save_two(folder: Path) -> None:
+    """Save a best and a last checkpoint."""
+    save_checkpoint(folder, *small(1), Progress(1), score=0.5)
+    save_checkpoint(folder, *small(2), Progress(2), score=0.1)
 
 
 def whole(folder: Path, among: tuple[int, ...]) -> int:
@@ -111,24 +129,26 @@ def whole(folder: Path, among: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "failing"])
-def test_before_every_operation_on_files(kill: bool, tmp_path: Path) -> None:
-    """Killed there, or refused that one by the system: the last checkpoint is whole, and the next saving clears up."""
-    target, found = "tests.checkpoint.test_checkpoint_killed:save_in_an_ambush", set()
-    three_saved(tmp_path / "calm")
-    (operations,) = on_processes(1, target, str(tmp_path / "calm"), 0, kill, joined=False)
+def test_the_last_checkpoint_survives_a_failure_at_any_file_operation(
+    kill: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "KEEP", run_folder.KEEP)
+    found = set()
+    save_two(tmp_path / "calm")
+    operations = save_in_an_ambush(tmp_path / "calm", 0, kill)
     assert operations > 20
     for strike_at in range(1, operations + 1):
         folder = tmp_path / str(strike_at)
-        three_saved(folder)
-        (told,) = on_processes(1, target, str(folder), strike_at, kill, joined=False)
+        save_two(folder)
+        told = save_in_an_ambush(folder, strike_at, kill)
         assert (told is None) == kill, f"operation {strike_at} of {operations}: {told}"
         found.add(whole(folder, (2, 3)))
         assert (folder / "best").resolve() in checkpoints(folder)
         assert all(load_checkpoint(path, *small(-1)).step for path in checkpoints(folder))
         assert load_checkpoint(folder / "best", small(-1)[0]) in (Progress(1), Progress(3))
-        save(folder, 4, 0.0)
+        save_and_tidy(folder, 4, 0.0)
         assert whole(folder, (4,)) == 4
-        names = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir() if path.name != LOCK)
         assert names[-1] == "best"
         assert names[0].endswith(("-step-1", "-step-3"))
         assert len(names) == 3
@@ -187,8 +207,7 @@ def train_until_killed(
     return losses
 
 
-def test_killed_again_and_again_and_resumed_on_another_fleet_each_time(tmp_path: Path) -> None:
-    """Device 0, which writes, or any other; with checkpoints after every step most deaths come while one is written."""
+def test_a_run_killed_repeatedly_and_resumed_on_other_fleets_follows_one_device(tmp_path: Path) -> None:
     expected: dict[int, float] = {}
     alone = nets.build(NET)
     go_on(alone, str(tmp_path / "alone"), resume=False, losses=expected)
@@ -219,3 +238,27 @@ def test_killed_again_and_again_and_resumed_on_another_fleet_each_time(tmp_path:
 
 def loadable(path: Path) -> bool:
     return load_checkpoint(path, nets.build(NET)).step > 0
+
+
+def test_a_step_is_logged_before_it_is_saved(tmp_path: Path) -> None:
+    class SavedAndKilled(Checkpointer):
+        def after_step(self) -> None:
+            super().after_step()
+            if self.progress.step == 3:
+                raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = TensorDataset(torch.randn(10, 4), torch.randint(0, 2, (10,)))
+    loaders = Loader(samples, 2), Loader(samples, 2, shuffle=False)
+
+    def run(keeper: Checkpointer, resume: bool) -> None:
+        with RunLog(tmp_path / "log.jsonl", keeper.begin(resume).step) as log:
+            loop.fit(loop.Training(model, optimizer), *loaders, 1, log, keeper=keeper)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(SavedAndKilled(tmp_path / "run", model, optimizer, every=1), resume=False)
+    run(Checkpointer(tmp_path / "run", model, optimizer), resume=True)
+    rows = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows if row["what"] == "step"] == list(range(5))

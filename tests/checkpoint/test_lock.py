@@ -1,56 +1,53 @@
-"""Two runs in one folder: the second is told who the first is, and a killed run is in nobody's way."""
+"""One run at a time writes into a folder: the second is refused, and a killed run blocks nobody."""
 
 import contextlib
-import fcntl
-import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from convoy.checkpoint import Checkpointer, Progress, latest, save_checkpoint
-from convoy.checkpoint.lock import LOCK, hold, holding, release
+from convoy.checkpoint.run_folder import LOCK, hold, holding
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.plan.presets import Speeds
 from convoy.runtime.module import Distributed
-from convoy.train import loop
-from convoy.train.late_losses import LateLosses
-from convoy.train.observer import Observers
 from tests.support import nets
 from tests.support.one_device import Training, by_name, one_trace
-from tests.support.processes import ROOT, on_processes
+from tests.support.processes import ROOT
 from tests.support.threads import run_on_threads
 
-# The lock by itself: the rest of its room imports torch, two seconds in each process.
-HOLDS = (
-    "import sys, time, types; from pathlib import Path; import convoy; room = types.ModuleType('convoy.checkpoint'); "
-    "room.__path__ = [convoy.__path__[0] + '/checkpoint']; sys.modules[room.__name__] = room; "
-    "from convoy.checkpoint.lock import hold; hold(Path(sys.argv[1])); "
-)
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from convoy.checkpoint.run_folder import hold
+hold(Path(sys.argv[1]))
+worker = os.fork()
+if worker:
+    print(worker, flush=True)
+time.sleep(60)
+"""
 
 
 @contextlib.contextmanager
 def another_run(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has taken the folder."""
+    """A process that holds the lock of the folder, and has forked a worker, which lives longer."""
     folder.mkdir(exist_ok=True)
-    script = HOLDS + "print(flush=True); time.sleep(60)"
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
     try:
-        assert process.stdout is not None
-        assert process.stdout.read(1) == b"\n"
         yield process
     finally:
         process.kill()
+        os.kill(worker, 9)
         process.communicate()
 
 
@@ -59,32 +56,27 @@ def keeper(folder: Path) -> Checkpointer:
     return Checkpointer(folder, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_the_second_run_is_told_who_writes_there_and_a_killed_one_is_in_nobodys_way(tmp_path: Path) -> None:
-    """Two `--resume` at once wrote into the same numbering, and `best` belonged to either."""
+def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = keeper(folder)
     first.begin(resume=False)
     first.at_evaluation(0.5)
     first.close()
-    assert sorted(path.name for path in folder.iterdir()) == ["000001-step-0", "best"], "no lock is left"
     with another_run(folder) as other:
-        told = rf"another run writes into .*run: process {other.pid} on {os.uname().nodename}, since 20..-.*; wait until it"
-        with pytest.raises(InputError, match=told):
+        message = f"another run writes there, process {other.pid} on {os.uname().nodename}"
+        with pytest.raises(InputError, match=message):
             keeper(folder).begin(resume=True)
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             save_checkpoint(folder, nn.Linear(2, 1), progress=Progress(7))
         assert latest(folder) == folder / "000001-step-0"
         other.kill()
         other.wait()
-        assert (folder / LOCK).exists(), "as a killed run leaves it"
         second = keeper(folder)
-        assert second.begin(resume=True).epoch == 1
-        assert json.loads((folder / LOCK).read_text())["process"] == os.getpid()
+        assert second.begin(resume=True).epoch == 1, "the worker of the killed run still lives"
         second.at_end()
-        assert not (folder / LOCK).exists()
 
 
-def test_only_device_0_takes_the_folder_and_all_are_told_that_it_is_taken(tmp_path: Path) -> None:
+def test_all_devices_report_that_the_folder_is_locked(tmp_path: Path) -> None:
     training, whole = Training("two-conv", (6,)), nets.build("two-conv")
     plan = by_name("data", "two-conv", speeds=Speeds((1.0, 1.0, 1.0)))
 
@@ -108,122 +100,27 @@ def test_only_device_0_takes_the_folder_and_all_are_told_that_it_is_taken(tmp_pa
         assert run_on_threads(3, device, timeout_s=20) == ["began"] * 3
 
 
-def test_a_process_that_prepares_batches_does_not_keep_the_lock_of_a_killed_run(tmp_path: Path) -> None:
-    script = HOLDS + "import os; os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
-    run = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert run.stdout is not None
-    worker = int(run.stdout.readline())
-    try:
-        with pytest.raises(InputError, match=f"process {run.pid} on"):
-            hold(tmp_path)
-        run.kill()
-        run.wait()
-        os.kill(worker, 0)
-        with holding(tmp_path):
-            pass
-    finally:
-        os.kill(worker, 9)
-        run.stdout.close()
+def test_a_process_may_lock_a_folder_again(tmp_path: Path) -> None:
+    assert hold(tmp_path)
+    with holding(tmp_path / "." / ""):
+        assert not hold(tmp_path)
 
 
-def take_turns(device: int, place: str) -> int:
-    """Take and give back the lock again and again; a folder that both made at once would be an error."""
-    folder, mine, got = Path(place), Path(place, "mine"), 0
-    (folder / f"ready{device}").touch()
-    while len(list(folder.glob("ready*"))) < 2:
-        time.sleep(0.001)
-    while got < 200:
-        try:
-            hold(folder)
-        except InputError:
-            continue
-        mine.mkdir()
-        mine.rmdir()
-        got += 1
-        release(folder)
-    return got
-
-
-def test_a_run_that_begins_while_another_ends_has_the_lock_or_is_told(tmp_path: Path) -> None:
-    """The file is removed at the end: a lock on a removed file would be none."""
-    both = on_processes(2, "tests.checkpoint.test_lock:take_turns", str(tmp_path), joined=False)
-    assert both == [200, 200], "both were in at once"
-
-
-def test_a_stopped_device_that_the_others_of_its_run_left_out_is_in_nobodys_way(tmp_path: Path) -> None:
-    """It holds the lock as long as it is stopped: the next checkpoint of those that went on ended their training."""
-    script = (
-        HOLDS.replace("1]))", "1]), 'mine')")
-        + "print(flush=True); sys.stdin.read(); from convoy.checkpoint.lock import release; "
-    )
-    script += "release(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
-    stopped = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert stopped.stdin is not None
-    assert stopped.stdout is not None
-    try:
-        assert stopped.stdout.readline() == b"\n"
-        with pytest.raises(InputError, match=f"process {stopped.pid} on"):
-            hold(tmp_path, "another", from_lost=True)
-        with pytest.raises(InputError, match=f"process {stopped.pid} on"):
-            hold(tmp_path, "mine")
-        hold(tmp_path, "mine", from_lost=True)
-        stopped.stdin.close()
-        assert stopped.stdout.readline() == b"\n"
-        assert (tmp_path / LOCK).exists(), "who wakes up takes the lock of nobody"
-        release(tmp_path)
-        assert not (tmp_path / LOCK).exists()
-    finally:
-        stopped.kill()
-        stopped.wait()
-        stopped.stdout.close()
-
-
-def test_what_a_process_holds_it_may_take_again(tmp_path: Path) -> None:
-    """A notebook whose cell is run twice."""
-    hold(tmp_path)
-    hold(tmp_path / "." / "")
-    with holding(tmp_path):
-        pass
-    release(tmp_path)
-    assert (tmp_path / LOCK).exists()
-    release(tmp_path)
-    assert not (tmp_path / LOCK).exists()
-
-
-def test_a_lock_that_is_no_file_is_an_error(tmp_path: Path) -> None:
+def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
-    with pytest.raises(InputError, match=r"cannot make the folder .* for checkpoints: Is a directory"):
+    with pytest.raises(InputError, match=r"cannot make or lock the folder .* for checkpoints: Is a directory"):
         keeper(tmp_path).begin(resume=True)
     with pytest.raises(InputError, match=r"cannot write the checkpoint of step 1 .*: Is a directory"):
         save_checkpoint(tmp_path, nn.Linear(2, 1), progress=Progress(1))
 
 
-def test_a_newcomer_takes_over_the_folder_of_a_device_that_is_stopped(tmp_path: Path) -> None:
-    """It did not know which run it had come into, and its first checkpoint ended the training: "another run"."""
-    parts = []
-    for _ in range(2):
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        keeper = Checkpointer(tmp_path, model, optimizer, every=1, tell=lambda _: None)
-        training: Any = loop.Training(model, optimizer)
-        parts.append(loop._Loop(training, None, Observers(), None, keeper, print, LateLosses(0)))  # type: ignore[arg-type]
-    first, newcomer = parts
-    assert first.keeper is not None
-    assert newcomer.keeper is not None
-    first.keeper.run = "this run"
-    newcomer.take_over(json.loads(json.dumps(first.run_state())))
-    with (tmp_path / LOCK).open("w") as stopped:
-        fcntl.flock(stopped, fcntl.LOCK_EX)
-        stopped.write(json.dumps({"run": "this run"}))
-        stopped.flush()
-        newcomer.keeper.go_back(Progress(3))
-        newcomer.keeper.after_step()
-    assert (tmp_path / "000001-step-4").exists()
-    newcomer.keeper.close()
+def test_a_locked_folder_of_a_lost_device_does_not_end_the_training(tmp_path: Path) -> None:
+    """Device 0 was stopped, and still holds the lock: the device that writes from now on reports it."""
+    model, said = nn.Linear(2, 1), list[str]()
+    here = Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, tell=said.append)
+    with another_run(tmp_path):
+        here.go_back(Progress(3))
+        here.after_step()
+    assert "another run writes there" in said[0]
+    here.after_step()
+    assert said[1] == f"saved {tmp_path / '000001-step-5'}"

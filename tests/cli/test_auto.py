@@ -17,7 +17,7 @@ from convoy.cli import planning
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.layout.layout import local_shape
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
@@ -61,7 +61,7 @@ def measured() -> Measurement:
 
 def measure(group: Group) -> str:
     model = net()
-    times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
+    times = {"budget_s": 0.5, "links_budget_s": 0.2, "slice_s": 0.002}
     return measure_job(group, trace(model, example()), model, BATCH, MeasureOptions("small", **times)).to_toml()
 
 
@@ -311,7 +311,7 @@ def measure_tiny(group: Group) -> str:
     """The net of `tests.support.commands.TINY` on digits."""
     model = build_net("two-conv:4:6", (1, 8, 8), 10)
     traced = trace(model, torch.zeros(1, 1, 8, 8))
-    times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
+    times = {"budget_s": 0.5, "links_budget_s": 0.2, "slice_s": 0.002}
     return measure_job(group, traced, model, 32, MeasureOptions("two-conv:4:6", **times)).to_toml()
 
 

@@ -64,7 +64,7 @@ BAD_PLANS: dict[str, tuple[Callable[[dict[str, Any]], str], list[str], list[str]
         ["'reduce' is missing"],
     ),
     "another format": (edited(format=2), [], ["has format 2", "this version reads 1"]),
-    "no JSON": (lambda plan: json.dumps(plan)[:-5], [], ["cannot be read as JSON"]),
+    "no JSON": (lambda plan: json.dumps(plan)[:-5], [], ["is not JSON"]),
     "no such reduce": (edited(reduce="tree"), [], ["reduce", "'tree'", "ring"]),
 }
 

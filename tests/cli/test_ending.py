@@ -11,12 +11,14 @@ import pytest
 from convoy.cli.training import leave, leaving, of_job, stop
 from convoy.errors import ConvoyError, InputError
 from convoy.machine import roster
-from convoy.machine.roster import Row
+from convoy.machine.roster import JobProcess
 from tests.support.ssh_hosts import eventually
 
 
-def row(device: int, members: tuple[int, ...] = (0, 1, 2), job: str = "10.0.0.5:7000", run: str = "/runs/one") -> Row:
-    return Row(job, 100 + device, 1.0, 0, device, "cpu", members, run)
+def row(
+    device: int, members: tuple[int, ...] = (0, 1, 2), job: str = "10.0.0.5:7000", run: str = "/runs/one"
+) -> JobProcess:
+    return JobProcess(job, 100 + device, 1.0, 0, device, "cpu", members, run)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_the_devices_of_this_machine_leave_or_those_that_are_named(
         ([row(0, ()), row(2, ())], (2,), "device 2 (cpu) of job 10.0.0.5:7000 (run /runs/one) cannot leave"),
     ],
 )
-def test_who_cannot_leave_is_told_why(here: list[Row], devices: tuple[int, ...], says: str) -> None:
+def test_who_cannot_leave_is_told_why(here: list[JobProcess], devices: tuple[int, ...], says: str) -> None:
     with pytest.raises(InputError, match=re.escape(says)):
         leaving(here, devices)
 
@@ -63,7 +65,7 @@ def test_a_job_is_named_where_there_are_several() -> None:
 DEVICE = """
 import sys, time
 from convoy.machine import roster
-from convoy.machine.signals import hearing_signals
+from convoy.machine.signals import handle_signals
 class Members:
     generation = None
     ends = False
@@ -71,10 +73,10 @@ class Members:
     def end(self): print("ends", flush=True); self.ends = True
 roster.enter(sys.argv[1], 1, "cpu")
 members = Members()
-with hearing_signals(members):
+with handle_signals(members):
     if sys.argv[2] != "starting":
         members.generation = 1
-        roster.tell(members=(0, 1), run="/runs/one")
+        roster.update(members=(0, 1), run="/runs/one")
     print("here", flush=True)
     while not members.ends or sys.argv[2] == "deaf":
         time.sleep(0.02)

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from convoy import cli
-from convoy.checkpoint.folder import Sink
+from convoy.checkpoint import checkpoint as checkpoint_module
 from tests.support.processes import PLACE, ROOT
 from tests.support.slow import most_slow
 
@@ -130,7 +130,7 @@ def test_a_folder_of_something_else_is_no_run_to_be_gone_on_with(tmp_path: Path,
             ["--resume", "--epochs", "2"],
             "has 0 bytes",
         ),
-        (lambda _: None, ["--resume", "--epochs", "2", "--seed", "4"], "seed was 0 and is 4"),
+        (lambda _: None, ["--resume", "--epochs", "2", "--seed", "4"], "seed is 0 there and 4 here"),
         (lambda _: None, ["--resume"], "is complete: 1 epochs are done"),
         (lambda _: None, [], "holds the checkpoints of another run"),
     ],
@@ -214,15 +214,15 @@ def test_a_checkpoint_that_finds_no_room_does_not_end_the_training(
     tmp_path: Path, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long run ended with the first checkpoint that could not be written; the next one found room."""
-    write, left = Sink.write, [2]
+    write, left = checkpoint_module.write_file, [2]
 
-    def full_for_a_while(sink: Sink, data: Any) -> None:
+    def full_for_a_while(path: Path, chunks: Any) -> Any:
         if left[0]:
             left[0] -= 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(sink, data)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, chunks)
 
-    monkeypatch.setattr(Sink, "write", full_for_a_while)
+    monkeypatch.setattr(checkpoint_module, "write_file", full_for_a_while)
     run = tmp_path / "run"
     status, out, err = convoy("train", *TINY, "--checkpoint", str(run), "--checkpoint-steps", "1")
     assert (status, err) == (0, "")

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
-from convoy.checkpoint.folder import Manifest
+from convoy.checkpoint.run_folder import Manifest
 from convoy.cli import fleet_commands, planning
 from convoy.config.checks import check
 from convoy.config.run_file import resolve_settings, to_toml

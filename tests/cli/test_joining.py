@@ -14,9 +14,9 @@ from convoy.comm.environment import LISTENER
 from convoy.comm.processes import JoinedGroup
 from convoy.config.option_types import read_address
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
-from convoy.elastic.regroup import door_address, home_at
+from convoy.elastic.regroup import home_at, member_address
 from convoy.errors import InputError
-from convoy.measure.anew import Replanner
+from convoy.measure.replanner import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.request import PlanRequest
@@ -41,7 +41,7 @@ def test_who_goes_on_with_the_log_later_logs_the_settings_of_the_run() -> None:
     own = run_of(offer, {"devices": "cpu"})
     assert own.settings != run.settings
     joining = admission(own, 1)
-    joining.hear(json.loads(json.dumps(admission(run, 2).told())))
+    joining.learn(json.loads(json.dumps(admission(run, 2).knowledge())))
     assert joining.reporter.run == run
     assert joining.reporter.devices == {0: ("cpu", "desk", 1.0), 1: ("cpu", "desk", 1.0)}
 
@@ -97,12 +97,12 @@ def test_devices_that_met_on_this_machine_answer_at_the_address_that_was_given(
 
 
 def test_devices_of_several_machines_answer_where_they_speak() -> None:
-    assert door_address("192.168.1.5", "192.168.1.5", first=True) == "192.168.1.5"
-    assert door_address("192.168.1.5", "192.168.1.6", first=False) == "192.168.1.6"
+    assert member_address("192.168.1.5", "192.168.1.5", first=True) == "192.168.1.5"
+    assert member_address("192.168.1.5", "192.168.1.6", first=False) == "192.168.1.6"
     with pytest.raises(
         InputError, match=r"--listen 10.0.0.5: the devices communicate at 192.168.1.5 .* --listen 192.168.1.5"
     ):
-        door_address("10.0.0.5", "192.168.1.5", first=True)
+        member_address("10.0.0.5", "192.168.1.5", first=True)
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0:7000", "0.0.0.0", "[::]:7000", "*:7000"])

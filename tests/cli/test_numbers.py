@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from convoy.cli.reporter import Reporter
-from convoy.plan.explain import differences
 from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
 from convoy.runlog.schema import DeviceLine
@@ -20,7 +19,7 @@ from convoy.train.observer import EpochResult, Evaluation, StepResult
 from convoy.train.rebalance import Balancer, Keep, Reshare, observe
 from convoy.train.record import History
 from tests.support.commands import convoy_in_process
-from tests.support.one_device import UNEVEN, by_name, graph_of
+from tests.support.one_device import by_name, graph_of
 
 
 def screen() -> tuple[Screen, io.StringIO]:
@@ -117,12 +116,3 @@ def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
         state, decision = observe(state, {"conv1": [0.9, 0.1, 0.1, 0.1]})
     begins = re.findall(r"\d+(?:/\d+){3}", decision.reason)[0]
     assert begins == "/".join(table["conv1"]).replace("-", "0")
-
-
-def test_plans_that_are_tried_are_told_apart() -> None:
-    graph = graph_of("two-conv")
-    told = differences(by_name("data", "two-conv"), by_name("model", "two-conv", speeds=UNEVEN), graph)
-    assert re.match(r"conv1 by filter, [\d/-]+; ", told)
-    assert (
-        differences(by_name("data", "two-conv"), by_name("data", "two-conv"), graph) == "the same shares, other moves"
-    )

@@ -307,7 +307,7 @@ def test_a_run_file_is_trained_explained_and_saved(
     assert ["epochs", "2", "command line"] in rows
     assert ["momentum", "0.9", "default"] in rows
     assert [row[0] for row in rows if len(row) == 3][: len(FIELDS)] == [key_of(name) for name in FIELDS]
-    assert "the last pass of 16 samples on 1 device" in text
+    assert "the last micro-batch of 16 samples on 1 device" in text
     assert "A step of 32 samples has 2 micro-batches of 16; gradients are all-reduced in the last." in text
     assert re.search(r"step 2: test accuracy [\d.]+%", text)
     assert re.search(r"Best test accuracy: [\d.]+% after step \d", text)
@@ -382,8 +382,8 @@ def test_a_run_that_was_cut_off_goes_on_as_if_nothing_had_been(
     ("options", "words"),
     [
         (["--resume", "--epochs", "2"], "is complete: 2 epochs are done; give --epochs above 2"),
-        (["--resume", "--epochs", "3", "--lr", "0.1"], "lr was 0.05 and is 0.1; give the same"),
-        (["--resume", "--epochs", "3", "--ema", "0.5"], "ema was 0.9 and is 0.5; give the same"),
+        (["--resume", "--epochs", "3", "--lr", "0.1"], "lr is 0.05 there and 0.1 here; give the same"),
+        (["--resume", "--epochs", "3", "--ema", "0.5"], "ema is 0.9 there and 0.5 here; give the same"),
         (["--epochs", "3"], "holds the checkpoints of another run"),
         (
             ["--resume", "--epochs", "3", "--compare"],

@@ -11,7 +11,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 
-from convoy.comm.channel import Credentials
+from convoy.comm.connection import Credentials
 from convoy.comm.environment import listen_at
 from convoy.comm.failure import FailureReport, Health, HealthServer, NoAnswer, find_failed
 from convoy.comm.group import Group, Message

@@ -9,7 +9,7 @@ from convoy.comm import processes
 from convoy.comm.environment import ProcessEnv
 from convoy.comm.failure import Health, HealthServer, NoAnswer
 from convoy.comm.processes import meet
-from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.comm.rendezvous import close_store, credentials_of, host_store
 from convoy.errors import DeviceLostError
 
 
@@ -24,7 +24,7 @@ def met(monkeypatch: pytest.MonkeyPatch, slow: int) -> list[int | str]:
     monkeypatch.setattr(HealthServer, "ping", ping)
     monkeypatch.setattr(processes, "GREETING_S", 0.2)
     credentials = credentials_of(ProcessEnv(0, 2, 0, 2, "127.0.0.1", 1, hosted=False, attempt=0))
-    port = keep_store("127.0.0.1", credentials)
+    port = host_store("127.0.0.1", credentials)
     found: list[int | str] = ["", ""]
 
     def live(device: int) -> None:
@@ -42,7 +42,7 @@ def met(monkeypatch: pytest.MonkeyPatch, slow: int) -> list[int | str]:
         thread.start()
     for thread in threads:
         thread.join(20.0)
-    forget_store("127.0.0.1", port)  # where it failed
+    close_store("127.0.0.1", port)  # where it failed
     return found
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from convoy.comm import environment, rendezvous
-from convoy.comm.changing import present
-from convoy.comm.group import Group, Message
+from convoy.comm.group import Group, Message, present
 from convoy.comm.processes import join
 from convoy.comm.rendezvous import ProcessInfo, check_infos, own_info
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from convoy.comm import listener as listeners
-from convoy.comm.changing import present
-from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
+from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob
 from convoy.comm.environment import listen_at
 from convoy.comm.failure import PING_S
-from convoy.comm.group import Group, Message
+from convoy.comm.group import Group, Message, present
 from convoy.comm.job_key import JobKey, make_key
 from convoy.comm.listener import Listener
 from convoy.comm.processes import JoinedGroup, join
@@ -35,11 +34,11 @@ def key() -> JobKey:
 
 
 @contextmanager
-def a_listener(key: JobKey) -> Iterator[tuple[Listener, list[Words]]]:
+def a_listener(key: JobKey) -> Iterator[tuple[Listener, list[Fields]]]:
     """A listener with one handler, and all that this has heard."""
-    heard: list[Words] = []
+    heard: list[Fields] = []
 
-    def answer(words: Words, _: Channel) -> Words:
+    def answer(words: Fields, _: Connection) -> Fields:
         heard.append(words)
         return {"heard": len(heard)}
 
@@ -51,10 +50,10 @@ def a_listener(key: JobKey) -> Iterator[tuple[Listener, list[Words]]]:
         listener.close()
 
 
-def ask(key: JobKey, address: Address, limit_s: float = 10.0) -> Words:
-    channel = Credentials(key).call(address, {"for": "test"}, time.monotonic() + limit_s)
+def ask(key: JobKey, address: Address, limit_s: float = 10.0) -> Fields:
+    channel = Credentials(key).connect(address, {"for": "test"}, time.monotonic() + limit_s)
     with channel.connection:
-        answer = channel.heard()
+        answer = channel.receive_message()
         assert answer is not None
         return answer
 
@@ -215,8 +214,8 @@ def test_a_host_with_many_half_open_connections_drops_its_own(key: JobKey) -> No
         for _ in range(3 * listeners.MAX_PENDING):
             stack.enter_context(half_open(listener.address))
         until(lambda: listener.rejected["too many at once"] > 2 * listeners.MAX_PENDING)
-        channel = Channel(slow, key.contexts()[1], key.certificate, answers=False)
-        while not channel.greet():
+        channel = Connection(slow, key.contexts()[1], key.certificate, answers=False)
+        while not channel.shake_hands():
             pass
         assert channel.ask({"for": "test"}) == {"heard": 1}
         assert len(heard) == 1
@@ -226,9 +225,9 @@ def test_members_are_answered_while_failed_handshakes_are_paused(key: JobKey, mo
     monkeypatch.setattr(listeners, "MAX_PAUSE_S", 600.0)
     monkeypatch.setattr(listeners, "PAUSE_FACTOR", 1e9)
     with a_listener(key) as (listener, _):
-        channel = Credentials(key).call(listener.address, {"for": "test"}, time.monotonic() + 10)
+        channel = Credentials(key).connect(listener.address, {"for": "test"}, time.monotonic() + 10)
         with channel.connection:
-            assert channel.heard() == {"heard": 1}
+            assert channel.receive_message() == {"heard": 1}
             babble(listener.address)
             until(lambda: sum(listener.rejected.values()) == 1)
             assert channel.ask({"for": "test"}) == {"heard": 2}

@@ -12,7 +12,7 @@ import torch
 from convoy.comm import listener as listener_module
 from convoy.comm import streams
 from convoy.comm.backends import PeerFailure, PendingWork
-from convoy.comm.channel import Credentials
+from convoy.comm.connection import Credentials
 from convoy.comm.environment import listen_at
 from convoy.comm.group import Message
 from convoy.comm.job_key import make_key

@@ -18,19 +18,19 @@ from convoy.doctor.facts import Context, Examination, Finding, collect_facts
 from convoy.doctor.findings import diagnose
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName, call
-from convoy.fleet import Card
+from convoy.fleet import Nic
 from tests.support.processes import on_processes
 from tests.support.programs import needs
 
 PORT = 29_511
-GIGABIT, FAST_ETHERNET = Card(125e6, 125e6, 5e-5), Card(12.5e6, 12.5e6, 5e-5)
+GIGABIT, FAST_ETHERNET = Nic(125e6, 125e6, 5e-5), Nic(12.5e6, 12.5e6, 5e-5)
 CLONE_NEWNET = 0x40000000
 
 pytestmark = [pytest.mark.root, needs("ip", "tc", root=True)]
 
 
 @contextmanager
-def hosts(*cards: Card) -> Iterator[namespaces.Wiring]:
+def hosts(*cards: Nic) -> Iterator[namespaces.Wiring]:
     """Emulated hosts a, b, c, ... on one switch."""
     wiring = namespaces.wire(RunName.mine(), "abcd"[: len(cards)])
     with namespaces.network(wiring):

@@ -47,7 +47,7 @@ def planned(name: str, graph: Graph, batch: int) -> Plan:
     plan = named_plan(name.removesuffix(", freed"), graph, batch, Speeds((1.0, 1.5, 2.0)))
     if not name.endswith(", freed"):
         return plan
-    return replace(plan, in_shares={layer: replace(how, form="free") for layer, how in plan.in_shares.items()})
+    return replace(plan, sharded={layer: replace(how, form="free") for layer, how in plan.sharded.items()})
 
 
 def train(here: Device | None, plan: str, extras: Extras) -> tuple[list[float], dict[str, Tensor], Any]:

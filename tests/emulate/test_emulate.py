@@ -24,14 +24,14 @@ import pytest
 from convoy.emulate import cgroups, namespaces, orphans, rehearse, run
 from convoy.emulate.machine import RunName
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host, Link, Segment
+from convoy.fleet import Device, Fleet, Host, Link, NetworkSegment, Nic
 from convoy.launch import supervisor
-from convoy.launch.supervisor import Interrupted, Interrupts
+from convoy.launch.supervisor import Interrupts, Signalled
 from tests.support.programs import needs
 
 ROOT = Path(__file__).parent.parent.parent
 HANG_S = 30.0
-FAST = Card(125e6, 125e6, 5e-5)
+FAST = Nic(125e6, 125e6, 5e-5)
 
 
 def needs_root(function: Callable[..., None]) -> Callable[..., None]:
@@ -39,7 +39,7 @@ def needs_root(function: Callable[..., None]) -> Callable[..., None]:
     return needs("ip", "tc", root=True)(marked)
 
 
-def fleet_of(cores: Sequence[float | None], network: Card = FAST) -> Fleet:
+def fleet_of(cores: Sequence[float | None], network: Nic = FAST) -> Fleet:
     hosts = tuple(Host("abcdefgh"[index]) for index in range(len(cores)))
     devices = (Device(f"{host.name}-cpu", host.name, "cpu", each) for host, each in zip(hosts, cores, strict=True))
     return Fleet(hosts, tuple(devices), network)
@@ -125,7 +125,7 @@ print("I am", os.environ["RANK"])
 @needs_root
 def test_every_device_meets_its_host_and_torchruns_environment(tmp_path: Path) -> None:
     fleet = Fleet(
-        hosts=(Host("a", card=Card(12.5e6, 25e6, 5e-5)), Host("b")),
+        hosts=(Host("a", card=Nic(12.5e6, 25e6, 5e-5)), Host("b")),
         devices=(
             Device("b-cpu", "b", "cpu", cores=1.2),
             Device("a-cpu", "a", "cpu", cores=0.3),
@@ -199,7 +199,7 @@ peer.close()
 """
 
 
-def transfer_s(folder: Path, network: Card, size_bytes: int, first: Card | None = None) -> list[float]:
+def transfer_s(folder: Path, network: Nic, size_bytes: int, first: Nic | None = None) -> list[float]:
     """Seconds that a transfer to device 0, and one to device 1, takes."""
     fleet = fleet_of([None, None], network)
     if first is not None:
@@ -212,16 +212,16 @@ def transfer_s(folder: Path, network: Card, size_bytes: int, first: Card | None 
 @needs_root
 def test_traffic_crosses_at_the_cards_rate(tmp_path: Path) -> None:
     # 4 MB at 12.5 MB/s are 0.32 s; a bucket can be late on a busy machine, it cannot be early.
-    for seconds in transfer_s(tmp_path, Card(12.5e6, 12.5e6, 0), 4_000_000):
+    for seconds in transfer_s(tmp_path, Nic(12.5e6, 12.5e6, 0), 4_000_000):
         assert 0.3 < seconds < 1.5
 
 
 @needs_root
 def test_sending_and_receiving_have_rates_of_their_own(tmp_path: Path) -> None:
-    slow_in = transfer_s(tmp_path, FAST, 2_000_000, first=Card(125e6, 5e6, 0))
+    slow_in = transfer_s(tmp_path, FAST, 2_000_000, first=Nic(125e6, 5e6, 0))
     assert slow_in[0] > 0.35
     assert slow_in[1] < slow_in[0] / 2
-    slow_out = transfer_s(tmp_path, FAST, 2_000_000, first=Card(5e6, 125e6, 0))
+    slow_out = transfer_s(tmp_path, FAST, 2_000_000, first=Nic(5e6, 125e6, 0))
     assert slow_out[1] > 0.35
     assert slow_out[0] < slow_out[1] / 2
 
@@ -230,7 +230,7 @@ def test_sending_and_receiving_have_rates_of_their_own(tmp_path: Path) -> None:
 def test_what_crosses_an_uplink_goes_at_its_rate(tmp_path: Path) -> None:
     """2 MB out of the segment at 5 MB/s are 0.4 s; in, they have the cards' 125 MB/s."""
     two = fleet_of([None, None])
-    segment = Segment("east", (two.hosts[0].name,), Card(5e6, 125e6, 0))
+    segment = NetworkSegment("east", (two.hosts[0].name,), Nic(5e6, 125e6, 0))
     command = [*python(TRAFFIC), "2000000", str(tmp_path)]
     assert rehearse(replace(two, segments=(segment,)), command, timeout_s=HANG_S, output=io.StringIO()) == 0
     into, out = (float((tmp_path / str(index)).read_text()) for index in (0, 1))
@@ -279,7 +279,7 @@ FALLS = """
 import os, sys
 from pathlib import Path
 from convoy.emulate.cgroups import run_like
-from convoy.measure.quota import processor_share
+from convoy.measure.sync_probe import processor_share
 before = processor_share(0.3)
 run_like(0.1)
 Path(sys.argv[1]).write_text(f"{before} {processor_share(0.5)}")
@@ -432,10 +432,10 @@ def test_nothing_stays_when_the_reader_of_the_output_goes_away() -> None:
 
 REHEARSE = """
 import sys
-from convoy.fleet import Device, Fleet, Host, Card
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.emulate import rehearse
 devices = Device("a-cpu", "a", "cpu", 0.4), Device("b-cpu", "b", "cpu", 0.4)
-fleet = Fleet((Host("a"), Host("b")), devices, Card(125e6, 125e6, 0))
+fleet = Fleet((Host("a"), Host("b")), devices, Nic(125e6, 125e6, 0))
 sys.exit(rehearse(fleet, ["sh", "-c", sys.argv[1]], timeout_s=60))
 """
 
@@ -597,7 +597,7 @@ def test_what_a_rehearsal_cannot_show_is_said() -> None:
         "the fleet asks for 1.2 cores, this machine has 1: devices will run too slowly"
     ]
     assert "without a limit" in run.caveats(fleet_of([0.8, None]), machine_cores=1)[0]
-    assert "0.002 s is not imposed" in run.caveats(fleet_of([0.8, 0.2], Card(1e6, 1e6, 2e-3)), 1)[0]
+    assert "0.002 s is not imposed" in run.caveats(fleet_of([0.8, 0.2], Nic(1e6, 1e6, 2e-3)), 1)[0]
     assert "1 measured links" in run.caveats(replace(fleet, links=(Link("a", "b", 1e6, 0),)), 1)[0]
     slow = replace(fleet, devices=(fleet.devices[0], replace(fleet.devices[1], slowdown=3.0)))
     assert "slowdown of b-cpu is passed on" in run.caveats(slow, 1)[0]
@@ -676,7 +676,7 @@ def test_signals_are_noted_and_the_old_handlers_come_back() -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         for signum in (signal.SIGTERM, signal.SIGINT):
-            with pytest.raises(Interrupted) as caught:
+            with pytest.raises(Signalled) as caught:
                 interrupts.check()
             assert (caught.value.signum, caught.value.status) == (signum, 128 + signum), "the first one first"
         interrupts.check()

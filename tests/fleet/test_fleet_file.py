@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.errors import InputError
-from convoy.fleet import MAX_SLOWDOWN, WITHIN_HOST, Card, Device, Fleet, Host, Link, Segment, read_fleet
+from convoy.fleet import MAX_SLOWDOWN, WITHIN_HOST, Device, Fleet, Host, Link, NetworkSegment, Nic, read_fleet
 from convoy.fleet.file import KINDS, LEAST, MOST
 from tests.support.good_files import HOSTS, LINK
 from tests.support.processes import ROOT
@@ -35,7 +35,7 @@ slowdown = 2
 positive = st.floats(min_value=LEAST, max_value=MOST)
 not_negative = st.floats(min_value=0, max_value=1e6)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
-cards = st.builds(Card, positive, positive, not_negative)
+cards = st.builds(Nic, positive, positive, not_negative)
 WATTS = st.tuples(not_negative, not_negative).map(sorted)
 
 
@@ -69,7 +69,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
     links = tuple(Link(source, target, draw(positive), draw(not_negative)) for source, target in pairs)
     cut = draw(st.integers(0, len(host_names)))
     groups = [group for group in (host_names[:cut], host_names[cut:]) if group]
-    segments = tuple(Segment(f"s{index}", tuple(group), draw(cards)) for index, group in enumerate(groups))
+    segments = tuple(NetworkSegment(f"s{index}", tuple(group), draw(cards)) for index, group in enumerate(groups))
     return Fleet(tuple(hosts), tuple(devices), draw(cards), links, draw(st.sampled_from([(), segments])))
 
 
@@ -79,7 +79,7 @@ def test_a_fleet_survives_its_file(fleet: Fleet) -> None:
 
 
 def test_the_file_is_read_as_it_stands() -> None:
-    fast, slow = Card(125e6, 125e6, 1e-4), Card(12.5e6, 25e6, 2e-4)
+    fast, slow = Nic(125e6, 125e6, 1e-4), Nic(12.5e6, 25e6, 2e-4)
     assert Fleet.from_toml(TEXT) == Fleet(
         hosts=(Host("attic", "192.168.1.20"), Host("cellar", card=slow)),
         devices=(
@@ -106,12 +106,12 @@ def test_one_host_needs_no_network() -> None:
     assert Fleet.from_toml(fleet.to_toml()) == fleet
     assert fleet.path("here", "here") == Link("here", "here", WITHIN_HOST.send_bytes_per_s, WITHIN_HOST.latency_s)
     with pytest.raises(InputError, match=r"'here' has no card: add"):
-        fleet.card("here")
+        fleet.nic("here")
 
 
 def test_paths_are_measured_or_follow_from_the_cards() -> None:
     fleet = Fleet.from_toml(TEXT)
-    assert fleet.card("attic") == Card(125e6, 125e6, 1e-4)
+    assert fleet.nic("attic") == Nic(125e6, 125e6, 1e-4)
     assert fleet.path("attic", "cellar") == Link("attic", "cellar", 11e6, 3e-4)
     assert fleet.path("cellar", "attic") == Link("cellar", "attic", 12.5e6, 2e-4)
     assert replace(fleet, links=()).path("attic", "cellar") == Link("attic", "cellar", 25e6, 2e-4)
@@ -129,12 +129,12 @@ uplink = { send_bytes_per_s = 5e6, receive_bytes_per_s = 30e6, latency_s = 1e-3 
 
 def test_messages_between_segments_cross_their_uplinks() -> None:
     fleet = replace(Fleet.from_toml(TEXT + TWO_FLOORS), links=())
-    assert fleet.segments == (Segment("upstairs", ("attic",), Card(5e6, 30e6, 1e-3)),)
+    assert fleet.segments == (NetworkSegment("upstairs", ("attic",), Nic(5e6, 30e6, 1e-3)),)
     assert fleet.path("attic", "cellar") == Link("attic", "cellar", 5e6, 2e-4 + 1e-3)
     assert fleet.path("cellar", "attic") == Link("cellar", "attic", 12.5e6, 2e-4 + 1e-3)
     assert fleet.path("attic", "attic").latency_s == WITHIN_HOST.latency_s
     assert fleet.with_only({1}).segments == ()
-    both = replace(fleet, segments=(Segment("all", ("attic", "cellar"), Card(1e6, 1e6, 1.0)),))
+    both = replace(fleet, segments=(NetworkSegment("all", ("attic", "cellar"), Nic(1e6, 1e6, 1.0)),))
     assert both.path("attic", "cellar") == Link("attic", "cellar", 25e6, 2e-4)
     assert both.with_only({1}).segments[0].hosts == ("cellar",)
 
@@ -215,7 +215,7 @@ def test_values_made_in_python_are_checked_too() -> None:
         Fleet(*two)
     link = Link("a", "b", 1e6, 0)
     with pytest.raises(InputError, match=r"link\[1\] 'a to b' is there twice"):
-        Fleet(*two, network=Card(1e6, 1e6, 0), links=(link, link))
+        Fleet(*two, network=Nic(1e6, 1e6, 0), links=(link, link))
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_the_fleets_of_the_benchmarks(name: str, cores: tuple[float, ...], bytes
     assert math.fsum(cores) <= 1.8, "two cores carry no more than this"
     assert [device.host for device in fleet.devices] == [host.name for host in fleet.hosts]
     for host in fleet.hosts:
-        card = fleet.card(host.name)
+        card = fleet.nic(host.name)
         assert (card.send_bytes_per_s, card.receive_bytes_per_s) == (bytes_per_s, bytes_per_s)
 
 

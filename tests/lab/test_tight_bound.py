@@ -75,7 +75,7 @@ def test_no_plan_has_a_sum_that_is_longer_than_its_step(case: int) -> None:
         plan = Plan(
             "by hand", graph.fingerprint, devices, batch, layers, by_samples, rng.choice(("direct", "ring", "star"))
         )
-        plan = replace(plan, pieces=rng.choice((1, 4)))
+        plan = replace(plan, chunks=rng.choice((1, 4)))
         step_s = simulate(lower(plan, graph), graph, costs).step_s
         placed = placements(plan, graph)
         for device, each in enumerate(sums):

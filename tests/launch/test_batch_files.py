@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.launch.batch_files import Command, jobset, line_to_paste, sbatch_file
 from convoy.launch.host_job import host_jobs
 from tests.support.json_schema import breaches
@@ -25,7 +25,7 @@ FLEET = Fleet(
         Device("a0", "attic", "cuda"), Device("c0", "cellar", "cpu", cores=2.5, slowdown=2.0), Device("a1", "attic", "cpu"),
         Device("a2", "attic", "cpu"),
     ),
-    Card(125e6, 125e6, 1e-4),
+    Nic(125e6, 125e6, 1e-4),
 )  # fmt: skip
 
 RUN = ["run", "--", "note.py", "it's $HOME"]

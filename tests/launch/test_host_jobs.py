@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from convoy import cli
 from convoy.config.run_file import resolve_settings
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host, read_fleet
+from convoy.fleet import Device, Fleet, Host, Nic, read_fleet
 from convoy.launch.agent import from_line, meeting_point, to_line
 from convoy.launch.command import train_on_fleet
 from convoy.launch.fleet import startable
@@ -31,7 +31,7 @@ FLEET = Fleet(
         Device("a-gpu2", "attic", "cuda"),
         Device("c-cpu2", "cellar", "cpu"),
     ),
-    network=Card(1e8, 1e8, 1e-4),
+    network=Nic(1e8, 1e8, 1e-4),
 )
 
 
@@ -71,7 +71,7 @@ def test_only_hosts_with_addresses_are_started(
     hosts = tuple(Host(name, address) for name, address in zip("ab", addresses, strict=True))
     devices = (Device("a0", "a", "cpu"), Device("b0", "b", "cpu"))
     path = tmp_path / "fleet.toml"
-    path.write_text(Fleet(hosts, devices, Card(1e8, 1e8, 1e-4)).to_toml())
+    path.write_text(Fleet(hosts, devices, Nic(1e8, 1e8, 1e-4)).to_toml())
     if expected == "none":
         assert startable(path) is None
     elif expected == "all":

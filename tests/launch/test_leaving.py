@@ -23,7 +23,7 @@ import os, sys, threading, time
 sys.path[:0] = PATHS
 from pathlib import Path
 from convoy.machine import roster
-from convoy.machine.signals import hearing_signals
+from convoy.machine.signals import handle_signals
 # As `watch_parent` does, which would load torch.
 threading.Thread(target=lambda: (os.read(int(os.environ["CONVOY_PARENT_PIPE"]), 1), os._exit(2)), daemon=True).start()
 rank, folder, how, members = os.environ["RANK"], Path(sys.argv[1]), sys.argv[2], tuple(range(int(sys.argv[3])))
@@ -33,8 +33,8 @@ class Members:
     def leave(self): heard.append("leaves")
     def end(self): heard.append("ends")
 roster.enter(f"a job in {folder}", int(rank), "cpu")
-with hearing_signals(Members()):
-    roster.tell(members=members if how != "starting" else ())
+with handle_signals(Members()):
+    roster.update(members=members if how != "starting" else ())
     path = folder / f"{rank}.new"
     path.write_text(str(os.getpid()))
     path.rename(folder / rank)

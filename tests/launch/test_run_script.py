@@ -13,7 +13,7 @@ import pytest
 
 from convoy import cli
 from convoy.comm.environment import read_process_env
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.machine.launch_env import hidden
 from tests.support.processes import PLACE, ROOT
 
@@ -38,7 +38,7 @@ FLEET = Fleet(
         Device("a0", "attic", "cuda"), Device("c0", "cellar", "cpu", cores=2.5, slowdown=2.0), Device("a1", "attic", "cpu"),
         Device("a2", "attic", "cpu"),
     ),
-    Card(125e6, 125e6, 1e-4),
+    Nic(125e6, 125e6, 1e-4),
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def assert_as_one_device(lines: Sequence[str]) -> None:
     assert [loss for _, loss in found] == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
-def training(folder: Path) -> list[roster.Row]:
+def training(folder: Path) -> list[roster.JobProcess]:
     """The devices of the script that train in this folder."""
     found = []
     for row in roster.rows():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Host, read_fleet
+from convoy.fleet import Host, Nic, read_fleet
 from convoy.launch.survey import QUESTIONS, Answer, ask, class_of, fleet_of, host_of, latency_to, read_answer
 from tests.support.commands import convoy_in_process
 from tests.support.ssh_hosts import lab, needs_ssh
@@ -45,7 +45,7 @@ def test_hosts_become_a_fleet_with_the_figures_of_the_catalogue() -> None:
     assert [(host.name, host.address, host.user, host.ssh_port) for host in fleet.hosts] == [
         ("box", "box.lab", "ann", 2222), ("mac", "mac", None, None),
     ]  # fmt: skip
-    assert fleet.hosts[0].card == Card(312.5e6, 312.5e6, 1e-4)
+    assert fleet.hosts[0].card == Nic(312.5e6, 312.5e6, 1e-4)
     rows = [(d.name, d.kind, d.class_name, d.cores) for d in fleet.devices]
     assert rows == [
         ("box-gpu0", "cuda", "rtx3060", None), ("box-gpu1", "cuda", None, None), ("box-cpu", "cpu", "ryzen-9-5950x", 16.0),

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from convoy.comm.group import Group
-from convoy.measure.job import MeasureOptions, measure_job
-from convoy.measure.layers import Bench
-from convoy.measure.sizes import sizes_to_profile
-from convoy.measure.timing import Times
+from convoy.measure.layer_timer import LayerTimer
+from convoy.measure.measure_job import MeasureOptions, measure_job
+from convoy.measure.timed_sizes import sizes_of_plans
+from convoy.measure.timing import LEAST_KNOWN, Timing
 from convoy.model.graph import Layer
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
+from convoy.plan.device_program import LocalSize, local_size
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, named_plan
-from convoy.plan.size import LocalSize, local_size
-from convoy.plan.steps import Compute
+from convoy.plan.steps import ComputeStep
 from convoy.planner.planner import candidates
 from convoy.simulate.compute import Correction, Grid, LayerTimes
 from convoy.simulate.overhead import Overheads
@@ -116,10 +116,11 @@ def takes_s(layer: Layer, size: LocalSize) -> float:
     return float(1e-6 * entries**0.9)
 
 
-class Synthetic(Bench):
-    def _time(self, layer: Layer, size: LocalSize) -> Times:
-        seconds = takes_s(layer, size)
-        return Times(seconds, 2 * seconds, 0.0)
+class Synthetic(LayerTimer):
+    def time(self, name: str, size: LocalSize) -> float:
+        seconds = takes_s(self.traced.graph[name], size)
+        self.timings[name, size] = Timing(([seconds] * LEAST_KNOWN, [2 * seconds] * LEAST_KNOWN))
+        return 3 * seconds
 
 
 NET, IMAGE, BATCH = "two-conv:16:32", (3, 16, 16), 16
@@ -131,12 +132,12 @@ def measured() -> list[Measurement]:
     traced = trace(model, torch.zeros(2, *IMAGE))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("convoy.measure.job.Bench", Synthetic)
+        patch.setattr("convoy.measure.measure_job.LayerTimer", Synthetic)
         # It trains on one device, and torch's hooks on gradients want a process each for that.
-        patch.setattr("convoy.measure.job.measure_overheads", lambda *_: Overheads())
+        patch.setattr("convoy.measure.measure_job.measure_overheads", lambda *_: Overheads())
 
         def work(group: Group) -> Measurement:
-            options = MeasureOptions(NET, budget_s=60.0, links_budget_s=0.5, stretch_s=1e-4)
+            options = MeasureOptions(NET, budget_s=60.0, links_budget_s=0.5, slice_s=1e-4)
             return measure_job(group, traced, model, BATCH, options)
 
         return run_on_threads(3, work, timeout_s=60.0)
@@ -163,7 +164,7 @@ def test_the_sizes_of_the_plans_are_exact(measured: list[Measurement]) -> None:
     seen = 0
     for plan in plans:
         for step in lower(plan, graph).phase("forward"):
-            if isinstance(step, Compute) and step.layer in ("3", "7") and step.pieces == 1:
+            if isinstance(step, ComputeStep) and step.layer in ("3", "7") and step.chunks == 1:
                 for device in range(3):
                     size = local_size(step, graph[step.layer], device)
                     if size is not None and size.samples:
@@ -177,7 +178,7 @@ def test_what_is_on_the_grid_or_small_is_not_profiled_again(measured: list[Measu
     graph = trace(build_net(NET, IMAGE, 10), torch.zeros(2, *IMAGE)).graph
     alone = by_grids(measured[0])
     alike = {name: name for name in graph.layers}
-    rows = sizes_to_profile(alone, graph, BATCH, alike)
+    rows = sizes_of_plans(alone, graph, BATCH, alike)
     assert len(rows) == 3
     on_grid = {(p.layer, p.samples, p.outputs, p.inputs) for p in alone.points_of(alone.fleet.devices[0].name)["3"]}
     for each in rows[0]:
@@ -189,6 +190,6 @@ def test_what_is_on_the_grid_or_small_is_not_profiled_again(measured: list[Measu
         LayerPoint(names[d], w.layer, w.size.samples, w.size.outputs, w.size.inputs, 1.0, 1.0, 0.0, beside=True)
         for d, each in enumerate(rows) for w in each
     ]  # fmt: skip
-    again = sizes_to_profile(replace(alone, layer=alone.layer + tuple(more)), graph, BATCH, alike)
+    again = sizes_of_plans(replace(alone, layer=alone.layer + tuple(more)), graph, BATCH, alike)
     for device, each in enumerate(again):
         assert not {(w.layer, w.size) for w in each} & {(w.layer, w.size) for w in rows[device]}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.model.tracing import disable_in_place, run_traced, trace
 from tests.support import nets
+from tests.support.odd_nets import Negative
 from tests.support.traced_models import Calls, last, layers_of
 
 # --- what depends on the batch ---------------------------------------------------------------------------------------
@@ -142,11 +143,29 @@ def test_hooks_make_a_layer_opaque() -> None:
     assert "parametrizations.weight.original0" in layers["conv2"].parameters
 
 
-def test_a_backward_of_ones_own_is_a_layer() -> None:
-    """torch.fx traced through the forward of an autograd.Function: its gradients were those of autograd."""
-    layers = layers_of(nets.OwnBackward())
-    assert list(layers) == ["x", "conv", "relu", "apply", "mean", "fc"]
-    assert (layers["apply"].kind, layers["apply"].per_sample) == ("opaque", False)
+class Reversed(torch.autograd.Function):
+    """Its forward is no operation, so a trace would lose its backward."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(_ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+reverse = Reversed.apply
+
+
+@pytest.mark.parametrize(
+    "function", [lambda _, x: Negative.apply(x), lambda _, x: Reversed.apply(x), lambda _, x: reverse(x)]
+)  # fmt: skip
+def test_a_forward_with_its_own_backward_is_called_live(function: Callable[..., Any]) -> None:
+    """torch.fx would trace through the forward of an autograd.Function: its gradients would be those of autograd."""
+    layers = layers_of(nn.Sequential(nn.Conv2d(3, 3, 1), Calls(function)))
+    assert [(layer.kind, layer.per_sample) for layer in layers.values()][1:] == [("conv", True), ("opaque", False)]
+    assert "has its own backward" in layers["1"].reason
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")

@@ -14,7 +14,7 @@ import convoy.plan.lower
 import convoy.plan.steps
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds
 from convoy.plan.steps import SumGradients
@@ -59,7 +59,7 @@ def test_twenty_steps_by_every_plan_and_every_sum(plan: str, reduce: str) -> Non
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile"])
 def test_twenty_steps_by_the_plan_that_the_planner_chooses(net: str) -> None:
     """For slow devices on a fast network, where each of them pays."""
-    host = Host("lab", card=Card(1e10, 1e10, 1e-7))
+    host = Host("lab", card=Nic(1e10, 1e10, 1e-7))
     rates = (4e8, 3e8, 2e8)
     fleet = Fleet((host,), tuple(
         Device(f"d{d}", "lab", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for d, rate in enumerate(rates)

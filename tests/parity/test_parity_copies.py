@@ -76,7 +76,7 @@ def test_copies_are_equal_to_the_last_bit_after_every_step(net: str, plan: str) 
             compared += len(copies_of_key) - 1
     assert (
         compared
-        or chosen.in_shares
+        or chosen.sharded
         or not any(isinstance(v, Batch) for v in (chosen.otherwise, *chosen.layers.values()))
         or plan == "model"
     )

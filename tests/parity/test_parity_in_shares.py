@@ -60,7 +60,7 @@ def test_every_net(net: str, form: Form) -> None:
 @pytest.mark.parametrize("net", ["resnet", "mobile"])
 def test_every_strategy_at_once(net: str) -> None:
     plan = in_shares(mixed(net), net, SHARES)
-    assert plan.in_shares
+    assert plan.sharded
     check(Training(net, SHORT), plan)
 
 
@@ -156,8 +156,8 @@ def test_optimizers_that_are_not_known_to_go_entry_by_entry_are_refused_by_name(
 
 def _linear_in_shares(model: nn.Module, x: torch.Tensor) -> Plan:
     from convoy.model.tracing import trace
-    from convoy.plan.strategy import Batch, InShares
+    from convoy.plan.strategy import Batch, Sharding
 
     graph = trace(model, x[:2]).graph
     plan = Plan("p", graph.fingerprint, 2, 10, {}, Batch((6, 4)))
-    return replace(plan, in_shares={"1": InShares((3, 2))})
+    return replace(plan, sharded={"1": Sharding((3, 2))})

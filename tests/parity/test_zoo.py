@@ -20,7 +20,7 @@ from convoy.plan.explain import layer_rows, step_lines
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.steps import Compute
+from convoy.plan.steps import ComputeStep
 from convoy.planner.planner import candidates, plan_auto
 from convoy.runtime.module import Distributed
 from studies.roofline import roofline_costs
@@ -85,7 +85,7 @@ def graph_of(name: str) -> Graph:
 
 def _computing(plan: Plan, graph: Graph) -> set[int]:
     """The devices that compute for samples. Bare parameters lie on all, with what is made of them."""
-    steps = [step for step in lower(plan, graph).phase("forward") if isinstance(step, Compute)]
+    steps = [step for step in lower(plan, graph).phase("forward") if isinstance(step, ComputeStep)]
     return {device for step in steps if graph[step.layer].batched for device in holders(step.writes.layout)}
 
 

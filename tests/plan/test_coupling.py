@@ -10,12 +10,12 @@ from torch import nn
 
 from convoy.layout.shares import Shares, rescale
 from convoy.model.tracing import trace
-from convoy.plan.coupling import OTHERS, coupled_axes, reshared, shares_of
+from convoy.plan.coupling import OTHERS, coupled_axes, shares_of, with_units
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
-from convoy.plan.steps import Compute
-from convoy.plan.strategy import Batch, Channel, Filter, InShares, One
+from convoy.plan.steps import ComputeStep
+from convoy.plan.strategy import Batch, Channel, Filter, One, Sharding
 from tests.support import nets
 from tests.support.one_device import by_name, graph_of, mixed
 
@@ -34,7 +34,7 @@ def test_samples_are_coupled_in_all_layers() -> None:
     (axes,) = coupled_axes(plan, graph_of("two-conv"))
     assert axes.layers == ("conv1", "relu", "pool", "conv2", "relu_1", "pool#2", "flatten", "fc")
     assert (axes.strategies, axes.units, axes.active) == ((OTHERS,), (7, 0, 2, 1), (0, 2, 3))
-    assert reshared(plan, axes, (4, 0, 3, 3)).otherwise == Batch((4, 0, 3, 3))
+    assert with_units(plan, axes, (4, 0, 3, 3)).otherwise == Batch((4, 0, 3, 3))
 
 
 def test_layers_that_split_filters_are_each_for_themselves() -> None:
@@ -51,7 +51,7 @@ def test_a_layer_that_sums_over_pieces_as_they_lie_is_tied_to_the_one_that_gives
     (axes,) = coupled_axes(plan, graph_of("two-conv"))
     assert axes.layers == ("conv2", "relu_1", "pool#2", "flatten", "fc")
     assert (axes.name, axes.units) == ("conv2 + fc", (4, 2, 1))
-    other = reshared(plan, axes, (1, 1, 5))
+    other = with_units(plan, axes, (1, 1, 5))
     assert other.layers == {"conv1": One(0), "conv2": Filter((1, 1, 5)), "fc": Channel((4, 4, 20))}
 
 
@@ -68,9 +68,9 @@ def test_layers_that_share_samples_alike_are_tied_wherever_they_stand() -> None:
     first, second, third = coupled_axes(plan, graph_of("two-conv"))
     assert (first.strategies, second.strategies, third.strategies) == (("conv1", OTHERS), ("conv2",), ("fc",))
     assert (first.layers, third.layers) == (("conv1", "relu", "pool"), ("fc",))
-    other = reshared(plan, third, (5, 3, 2))
+    other = with_units(plan, third, (5, 3, 2))
     assert other.layers["fc"] == Batch((5, 3, 2))
-    assert reshared(other, first, (1, 2, 7)).layers["fc"] == Batch((5, 3, 2)), "coupled axes know their own by name"
+    assert with_units(other, first, (1, 2, 7)).layers["fc"] == Batch((5, 3, 2)), "coupled axes know their own by name"
 
 
 def test_both_sides_of_a_sum_that_lie_alike_are_tied() -> None:
@@ -105,7 +105,7 @@ def test_other_shares_leave_every_tensor_where_its_reader_takes_it(net: str, pla
             units = [0] * made.devices
             for device, part in zip(axes.active, parts, strict=True):
                 units[device] = part
-            other = reshared(made, axes, tuple(units))
+            other = with_units(made, axes, tuple(units))
             other.check(graph)
             assert shares_of(other, axes) != (0,) * made.devices
             assert _kinds(other, net) == steps, f"{axes.name} {units}"
@@ -113,7 +113,7 @@ def test_other_shares_leave_every_tensor_where_its_reader_takes_it(net: str, pla
 
 def _kinds(plan: Plan, net: str) -> list[tuple[str, str]]:
     return [
-        (type(step).__name__, step.layer if isinstance(step, Compute) else "")
+        (type(step).__name__, step.layer if isinstance(step, ComputeStep) else "")
         for step in lower(plan, graph_of(net)).steps
     ]
 
@@ -146,21 +146,21 @@ def test_groups_of_a_norm_are_shared_out_whole() -> None:
 def test_shares_of_weights_follow_the_samples_that_devices_take_over() -> None:
     plan = replace(
         by_name("data-by-speed", "two-conv"),
-        in_shares={"fc": InShares((7, 1, 2, 0), "free"), "conv2": InShares((1, 1, 1, 1))},
+        sharded={"fc": Sharding((7, 1, 2, 0), "free"), "conv2": Sharding((1, 1, 1, 1))},
     )
     (axes,) = coupled_axes(plan, graph_of("two-conv"))
-    slowed = reshared(plan, axes, (2, 0, 6, 2))
+    slowed = with_units(plan, axes, (2, 0, 6, 2))
     # Device 0 has 2 samples of 7, and 2 of 7 parts; device 2 three times as many; device 1, without samples, keeps its one.
-    assert slowed.in_shares["fc"] == InShares(tuple(rescale((2, 1, 6, 0), 1000)), "free")
-    assert slowed.in_shares["conv2"].shares == rescale((2 * 1, 7 * 1, 7 * 3, 7 * 2), 1000)
-    again = reshared(slowed, replace(axes, units=(2, 0, 6, 2)), (7, 0, 2, 1))
-    for name, how in plan.in_shares.items():
+    assert slowed.sharded["fc"] == Sharding(tuple(rescale((2, 1, 6, 0), 1000)), "free")
+    assert slowed.sharded["conv2"].shares == rescale((2 * 1, 7 * 1, 7 * 3, 7 * 2), 1000)
+    again = with_units(slowed, replace(axes, units=(2, 0, 6, 2)), (7, 0, 2, 1))
+    for name, how in plan.sharded.items():
         before = rescale(how.shares, 1000)
-        assert all(abs(a - b) <= 3 for a, b in zip(again.in_shares[name].shares, before, strict=True))
-        assert again.in_shares[name].form == how.form
+        assert all(abs(a - b) <= 3 for a, b in zip(again.sharded[name].shares, before, strict=True))
+        assert again.sharded[name].form == how.form
 
 
 def test_shares_of_weights_stay_where_filters_move() -> None:
-    plan = replace(two_conv(conv1=One(0), conv2=Filter((4, 2, 1))), in_shares={"fc": InShares((5, 3, 2))})
+    plan = replace(two_conv(conv1=One(0), conv2=Filter((4, 2, 1))), sharded={"fc": Sharding((5, 3, 2))})
     (filters,) = (axes for axes in coupled_axes(plan, graph_of("two-conv")) if axes.counted == "filters")
-    assert reshared(plan, filters, (1, 1, 5)).in_shares == plan.in_shares
+    assert with_units(plan, filters, (1, 1, 5)).sharded == plan.sharded

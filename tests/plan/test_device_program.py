@@ -158,7 +158,7 @@ WAYS: list[tuple[CommDtype, int]] = [("exact", 1), ("exact", 3), ("inexact-bf16"
 def check_all(net: str, plan: str, ways: Sequence[tuple[CommDtype, int]]) -> None:
     graph = graph_of(net)
     for wire, pieces in ways:
-        steps = lower(replace(by_name(plan, net), wire=wire, pieces=pieces), graph)
+        steps = lower(replace(by_name(plan, net), wire=wire, chunks=pieces), graph)
         found = compile_all(steps, graph)
         check_programs(found)
         sent = Counter({(each.device, peer): n for each in found for peer, n in each.sent_bytes(4).items()})
@@ -241,9 +241,9 @@ def moved_to_front(kind: type) -> Callable[[list[Operation]], Sequence[Operation
         (with_message("receives", 0, lambda m: [replace(m, narrow=True)]), "forward", "one width"),
         (changed(ExchangeRound, step=999), "forward", "meets"),
         (without(Make), "forward", "is not there to receive into"),
-        (without(WaitRound), "forward", "travels: wait for it first"),
-        (without(WaitRound, -1), "forward", "(nobody waits for round|travels: wait for it first)"),
-        (without(TakeSum), "sums", "(wait for each other for ever|travels: wait for it first|read before)"),
+        (without(WaitRound), "forward", "wait for it first"),
+        (without(WaitRound, -1), "forward", "(nobody waits for round|wait for it first)"),
+        (without(TakeSum), "sums", "(wait for each other for ever|wait for it first|read before)"),
         (without(Fused), "forward", "is read before it is made"),
         (without(Compute), "forward", "is read before it is made"),
         (without(Pack), "backward", "is read before it is made|is not there"),

@@ -2,16 +2,16 @@
 
 from convoy.layout.layout import Replicated, Split
 from convoy.layout.redistribute import schedule
-from convoy.plan.exchange_program import MoveOf, forget_moves, operations_of
+from convoy.plan.exchange_program import MoveSpec, clear_move_cache, operations_of
 
 
 def test_moves_between_shares_of_before_are_forgotten() -> None:
     """Churn: a job whose devices changed 700 times had grown by 60 MB."""
-    forget_moves()
+    clear_move_cache()
     for first in range(1, 8):
         src, dst = Split(0, (first, 9 - first)), Replicated((0, 1))
         moved = schedule(src, dst, (9, 2))
-        operations_of(MoveOf(0, moved, 0, src, dst, (9, 2), "float32", "piece", "result"))
+        operations_of(MoveSpec(0, moved, 0, src, dst, (9, 2), "float32", "piece", "result"))
     assert schedule.cache_info().currsize == operations_of.cache_info().currsize == 7
-    forget_moves()
+    clear_move_cache()
     assert schedule.cache_info().currsize == operations_of.cache_info().currsize == 0

@@ -18,7 +18,7 @@ from convoy.plan.device_program import Compute as Computation
 from convoy.plan.device_program import Fused
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Compute, Step, StepList, Value
+from convoy.plan.steps import ComputeStep, Step, StepList, Value
 from convoy.plan.strategy import Batch, Filter, One
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import UnderAutocast, compute_in
@@ -111,7 +111,7 @@ def test_a_stretch_ends_where_a_gradient_is_computed_in_two_steps() -> None:
     whole = lower(alone("two-conv"), graph)
     steps: list[Step] = []
     for step in whole.steps:
-        back = isinstance(step, Compute) and step.phase == "backward" and step.layer == "conv2"
+        back = isinstance(step, ComputeStep) and step.phase == "backward" and step.layer == "conv2"
         steps += [replace(step, part="weight", last=False), replace(step, part="input")] if back else [step]  # type: ignore[call-arg]
     numbered = replace(whole, steps=tuple(replace(step, id=number) for number, step in enumerate(steps)))
     assert rows("two-conv", alone("two-conv"), steps=numbered) == [layers[:place], layers[place + 1 :]]
@@ -124,7 +124,7 @@ def test_neighbours_on_two_devices_are_no_stretch() -> None:
     values = [Value(name, shape, OnOne(d)) for name, d in (("a", 0), ("b", 0), ("c", 1), ("d", 1))]
     reads = [x, values[0], y, values[2]]
     forward = [
-        Compute(i, "forward", v.key, (r,), v, (True,)) for i, (v, r) in enumerate(zip(values, reads, strict=True))
+        ComputeStep(i, "forward", v.key, (r,), v, (True,)) for i, (v, r) in enumerate(zip(values, reads, strict=True))
     ]
     backward = [replace(step, id=7 - step.id, phase="backward") for step in reversed(forward)]
     sides = StepList(4, 2, (x, y), (values[1], values[3]), (*forward, *backward))

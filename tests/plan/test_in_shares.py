@@ -16,8 +16,8 @@ from convoy.plan.lower import lower
 from convoy.plan.placing import parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
-from convoy.plan.steps import Compute, GatherWeights, SumGradients
-from convoy.plan.strategy import Batch, Filter, Form, InShares
+from convoy.plan.steps import ComputeStep, GatherWeights, SumGradients
+from convoy.plan.strategy import Batch, Filter, Form, Sharding
 from convoy.simulate.memory import memory_of, memory_of_passes, memory_of_steps, parameter_entries
 from convoy.simulate.overhead import NOTHING, Overheads, handling_of
 from tests.support.in_shares import in_shares
@@ -53,9 +53,9 @@ def test_layers_wait_for_their_own_weights_and_no_sum_of_copies_is_left() -> Non
     steps = lower(plan_of("two-conv"), graph).steps
     gathers = {key: step.id for step in steps if isinstance(step, GatherWeights) for key in step.keys}
     assert set(gathers) == {p.key for layer in graph.layers.values() for p in layer.trainable}
-    assert max(gathers.values()) < min(step.id for step in steps if isinstance(step, Compute))
+    assert max(gathers.values()) < min(step.id for step in steps if isinstance(step, ComputeStep))
     for step in steps:
-        if isinstance(step, Compute) and step.phase == "forward":
+        if isinstance(step, ComputeStep) and step.phase == "forward":
             assert {gathers[p.key] for p in graph[step.layer].trainable} <= set(step.after)
     sums = [step for step in steps if isinstance(step, SumGradients)]
     assert all(step.into and step.devices == (0, 2, 3) for step in sums), "those that compute have summands"
@@ -117,10 +117,10 @@ def test_a_plan_file_names_them() -> None:
     for form in ("keep", "free"):
         chosen = plan_of("two-conv", form)
         assert Plan.from_json(chosen.to_json()) == chosen
-    assert "in_shares" not in replace(plan, in_shares={}).to_json(), "files without are as they were"
+    assert "in_shares" not in replace(plan, sharded={}).to_json(), "files without are as they were"
     sharded = by_name("sharded", "two-conv")
-    assert sharded.in_shares["fc"] == InShares((700, 0, 200, 100))
-    assert set(sharded.in_shares) == {"conv1", "conv2", "fc"}
+    assert sharded.sharded["fc"] == Sharding((700, 0, 200, 100))
+    assert set(sharded.sharded) == {"conv1", "conv2", "fc"}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_what_is_refused(net: str, layer: str, shares: tuple[int, ...], words: s
     graph = graph_of(net)
     if not layer:
         layer = next(each.name for each in graph.layers.values() if each.kind == "opaque" and each.trainable)
-    plan = replace(by_name("data-by-speed", net), in_shares={layer: InShares(shares)})
+    plan = replace(by_name("data-by-speed", net), sharded={layer: Sharding(shares)})
     with pytest.raises(PlanError, match=words):
         plan.check(graph)
 
@@ -162,22 +162,23 @@ def test_what_stays_from_pass_to_pass_is_counted() -> None:
     graph, plan = graph_of("two-conv"), plan_of("two-conv")
     own = parameter_entries(lower(plan, graph), graph, 1)[0]
     needs = {
-        kind: memory_of_steps(lower(plan, graph, pass_=kind), graph, itemsize=1)[1].weights_bytes
+        kind: memory_of_steps(lower(plan, graph, micro_batch=kind), graph, itemsize=1)[1].weights_bytes
         for kind in ("only", "first", "middle", "last")
     }
     assert needs == {"only": own, "first": 2 * own, "middle": 2 * own, "last": 2 * own}
-    passes = [lower(plan, graph, pass_=kind) for kind in ("first", "last")]
+    passes = [lower(plan, graph, micro_batch=kind) for kind in ("first", "last")]
     for device, most in enumerate(memory_of_passes(passes, graph)):
         assert most in [memory_of_steps(steps, graph)[device] for steps in passes]
-    whole = {kind: lower(plan_of("two-conv", "free"), graph, pass_=kind) for kind in ("only", "middle")}
+    whole = {kind: lower(plan_of("two-conv", "free"), graph, micro_batch=kind) for kind in ("only", "middle")}
     assert whole["only"].steps == whole["middle"].steps, "what is freed is gathered in every pass"
 
 
 def test_passes_behind_the_first_print_and_parse() -> None:
     graph, plan = graph_of("two-conv"), plan_of("two-conv")
-    steps = lower(plan, graph, pass_="middle")
+    steps = lower(plan, graph, micro_batch="middle")
     assert any(
-        "have     " in line and "whole since the first pass  (nothing travels)" in line for line in step_lines(steps)
+        "have     " in line and "whole since the first micro-batch  (nothing is sent)" in line
+        for line in step_lines(steps)
     )
     programs = compile_all(steps, graph)
     check_programs(programs)
@@ -190,8 +191,8 @@ def test_weights_that_are_freed_take_fresh_memory_at_each_gathering() -> None:
     graph = Stack((4, 50, 50)).flatten().linear(1000).graph()
     overhead = Overheads(fresh_s_per_byte=1e-9)
     for form, times in zip(FORMS, (0, 2), strict=True):
-        kept = {name: InShares((1, 1), form) for name in graph.layers if graph[name].trainable}
-        plan = Plan("p", graph.fingerprint, 2, 4, {}, Batch((2, 2)), in_shares=kept)
+        kept = {name: Sharding((1, 1), form) for name in graph.layers if graph[name].trainable}
+        plan = Plan("p", graph.fingerprint, 2, 4, {}, Batch((2, 2)), sharded=kept)
         (program, _) = compile_all(lower(plan, graph), graph)
         packs = [op for op in program.main() if isinstance(op, PackWeights) and 10_000_000 in map(sum, op.shares)]
         fresh_s = [overhead.handling_s(handling_of(op) or NOTHING, 4) for op in packs]

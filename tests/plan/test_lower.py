@@ -14,7 +14,7 @@ from convoy.layout.redistribute import traffic
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.placing import parameter_layouts, placements
-from convoy.plan.steps import Compute, Move, StepList, SumGradients
+from convoy.plan.steps import ComputeStep, Move, StepList, SumGradients
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from tests.support.one_device import by_name, graph_of
 from tests.support.step_text import ALL, TWO_CONV, moves, plan_of, spelled, two_conv
@@ -246,19 +246,19 @@ def test_no_image_crosses_the_network(net: str, plan: str) -> None:
 
 def test_a_convolution_begins_with_the_first_piece_of_what_is_gathered_for_it() -> None:
     plan, graph = by_name("model", "two-conv"), graph_of("two-conv")
-    steps = lower(replace(plan, pieces=4), graph)
-    pieces = {s.layer: s.pieces for s in steps.phase("forward") if isinstance(s, Compute)}
+    steps = lower(replace(plan, chunks=4), graph)
+    pieces = {s.layer: s.chunks for s in steps.phase("forward") if isinstance(s, ComputeStep)}
     assert {name for name, count in pieces.items() if count > 1} == {"conv2"}
-    moved = {s.reads.key: s.pieces for s in steps.phase("forward") if isinstance(s, Move)}
+    moved = {s.reads.key: s.chunks for s in steps.phase("forward") if isinstance(s, Move)}
     # A Linear would read its weights for every piece; the last move is for nobody's arithmetic.
     assert moved == {"pool": 4, "flatten": 1, "fc": 1}
-    (gather,) = [s for s in steps.phase("forward") if isinstance(s, Move) and s.pieces > 1]
+    (gather,) = [s for s in steps.phase("forward") if isinstance(s, Move) and s.chunks > 1]
     assert [transfers[0].box[0] for transfers in gather.schedule.rounds] == [(0, 2), (2, 5), (5, 7), (7, 10)]
     # Cut up or not, the same bytes go the same ways; and nothing of backward is cut.
     assert steps.traffic() == lower(plan, graph).traffic()
-    assert all(getattr(s, "pieces", 1) == 1 for s in steps.phase("backward"))
+    assert all(getattr(s, "chunks", 1) == 1 for s in steps.phase("backward"))
 
 
 def test_a_batch_that_lies_on_several_devices_does_not_come_in_pieces() -> None:
-    steps = lower(replace(by_name("hybrid", "two-conv"), pieces=4), graph_of("two-conv"))
-    assert all(getattr(s, "pieces", 1) == 1 for s in steps.steps)
+    steps = lower(replace(by_name("hybrid", "two-conv"), chunks=4), graph_of("two-conv"))
+    assert all(getattr(s, "chunks", 1) == 1 for s in steps.steps)

@@ -8,7 +8,7 @@ from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.steps import Compute, ShareStatistics, SumGradients
+from convoy.plan.steps import ComputeStep, GatherStatistics, SumGradients
 from convoy.plan.strategy import Batch
 from tests.support.one_device import by_name, graph_of
 from tests.support.step_text import ALL, plan_of, spelled
@@ -29,7 +29,7 @@ def test_batch_norm_shares_statistics_both_ways() -> None:
         "statistics of layer2.downsample.1 & layer2.bn1: 32 from 0,2,3", "statistics of layer2.bn2: 16 from 0,2,3"
     ]  # fmt: skip
     assert len(forward) == 5
-    assert not [s for s in lower(by_name("model", "resnet"), graph).steps if isinstance(s, ShareStatistics)]
+    assert not [s for s in lower(by_name("model", "resnet"), graph).steps if isinstance(s, GatherStatistics)]
 
 
 def test_frozen_batch_norm_shares_nothing() -> None:
@@ -44,7 +44,9 @@ def test_nothing_runs_backward_below_the_last_trainable_layer() -> None:
     assert "net.conv2 back" in lines
     assert lines[-2:] == ["net.conv2 back", "sum over 0,1,2,3: net.fc.weight net.conv2.weight net.conv2.bias"]
     conv2 = next(
-        s for s in lower(by_name("data", "frozen"), graph).steps if isinstance(s, Compute) and s.layer == "net.conv2"
+        s
+        for s in lower(by_name("data", "frozen"), graph).steps
+        if isinstance(s, ComputeStep) and s.layer == "net.conv2"
     )
     assert conv2.wants == (False,)
 
@@ -58,7 +60,9 @@ def test_a_shared_weight_is_summed_once_after_its_first_use() -> None:
     trainable = {p.key for layer in graph.layers.values() for p in layer.trainable}
     assert set(keys) == trainable
     (total,) = [s for s in steps.steps if isinstance(s, SumGradients)]
-    first_use = next(s for s in steps.steps if isinstance(s, Compute) and s.layer == "norm" and s.phase == "backward")
+    first_use = next(
+        s for s in steps.steps if isinstance(s, ComputeStep) and s.layer == "norm" and s.phase == "backward"
+    )
     assert first_use.id in total.after
 
 
@@ -70,7 +74,7 @@ def test_a_weight_that_is_also_used_without_gradient_is_still_summed() -> None:
     keys = [key for s in steps.steps if isinstance(s, SumGradients) for key in s.keys]
     assert {"conv2.weight", "fc.weight"} <= set(keys)
     assert "watched.weight" not in keys
-    assert not [s for s in steps.steps if isinstance(s, Compute) and s.phase == "backward" and s.layer == "conv2"]
+    assert not [s for s in steps.steps if isinstance(s, ComputeStep) and s.phase == "backward" and s.layer == "conv2"]
 
 
 def test_gradients_travel_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.placing import borrowed, parameter_layouts, pin, placements
-from convoy.plan.steps import Compute
+from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from tests.support import nets
 from tests.support.one_device import by_name, graph_of
@@ -147,7 +147,7 @@ def test_evaluation_computes_where_training_keeps_the_parameters(net: str, name:
     assert not borrowed(pinned, plan, training, evaluation)
     kept = parameter_layouts(plan, training)
     for step in lower(pinned, evaluation).steps:
-        if isinstance(step, Compute) and step.phase == "forward":
+        if isinstance(step, ComputeStep) and step.phase == "forward":
             for key, wanted in step.parameters.items():
                 have = kept[evaluation[step.layer].parameters[key].key]
                 copies = isinstance(have, Replicated | OnOne) and isinstance(wanted, Replicated | OnOne)

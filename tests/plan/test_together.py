@@ -16,7 +16,7 @@ from convoy.plan.device_program import ExchangeRound
 from convoy.plan.lower import lower, rows_of
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
-from convoy.plan.steps import Compute, ShareStatistics
+from convoy.plan.steps import ComputeStep, GatherStatistics
 from convoy.plan.strategy import Batch, One
 from convoy.runtime.module import Distributed
 from tests.support.one_device import part
@@ -104,24 +104,24 @@ class TwoHeads(nn.Module):
 def test_two_heads_exchange_once_each_way() -> None:
     graph = trace(TwoHeads(), torch.zeros(2, 3, 8, 8)).graph
     steps = lower(Plan("mine", graph.fingerprint, 3, 8, {}, Batch((4, 3, 1))), graph)
-    told = [(s.phase, s.layers, s.sizes) for s in steps.steps if isinstance(s, ShareStatistics)]
+    told = [(s.phase, s.layers, s.sizes) for s in steps.steps if isinstance(s, GatherStatistics)]
     beside, behind = (("left.1", "right.1"), (8, 12)), (("both",), (8,))
     assert told == [("forward", *beside), ("forward", *behind), ("backward", *behind), ("backward", *beside)]
     assert all(before < s.id for s in steps.steps for before in s.after)
     programs = compile_all(steps, graph)
     check_programs(programs)
-    step = next(s.id for s in steps.steps if isinstance(s, ShareStatistics))
+    step = next(s.id for s in steps.steps if isinstance(s, GatherStatistics))
     (started,) = [op for op in programs[0].forward if isinstance(op, ExchangeRound) and op.step == step]
     assert [message.size for message in started.sends] == [20, 20]
     alone = lower(Plan("mine", graph.fingerprint, 3, 8, {}, One(1)), graph)
-    assert [s.layer for s in alone.phase("forward") if isinstance(s, Compute)] == list(graph.layers)[1:]
+    assert [s.layer for s in alone.phase("forward") if isinstance(s, ComputeStep)] == list(graph.layers)[1:]
 
 
 def test_where_the_loss_depends_on_one_head_the_norm_of_the_other_tells_nothing_back() -> None:
     graph = trace(TwoHeads(), torch.zeros(2, 3, 8, 8)).graph
     steps = lower(Plan("mine", graph.fingerprint, 3, 8, {}, Batch((4, 3, 1))), graph)
     left = without_gradients(steps, graph, frozenset({0}))
-    assert [s.layers for s in left.phase("backward") if isinstance(s, ShareStatistics)] == [("right.1",)]
+    assert [s.layers for s in left.phase("backward") if isinstance(s, GatherStatistics)] == [("right.1",)]
 
 
 @pytest.mark.parametrize("heads", [(0,), (1,), (0, 1)])

@@ -8,11 +8,11 @@ import torch
 from convoy.errors import MismatchError
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
+from convoy.plan.coupling import plan_for
+from convoy.plan.device_program import whole_size
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
-from convoy.plan.size import whole_size
 from convoy.plan.strategy import Batch, One
-from convoy.plan.survivors import plan_for
 from convoy.planner.analytic import CostModel
 from convoy.planner.anew import BETTER, plan_anew, with_newcomer
 from convoy.planner.knowledge import FleetKnowledge

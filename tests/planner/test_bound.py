@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph, Layer
 from convoy.model.nets import graph_of, graph_without_weights
 from convoy.model.tracing import trace
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.size import LocalSize, whole_size
-from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
+from convoy.plan.strategy import Batch, Channel, Filter, One, Sharding, Strategy
 from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.planner import candidates
 from convoy.planner.predict import predict_plan
@@ -131,8 +131,8 @@ def some_plans(rng: random.Random, graph: Graph, batch: int, speeds: list[float]
                 "by hand", graph.fingerprint, devices, batch, layers, by_batch, rng.choice(("direct", "ring", "star"))
             )
             copied = [name for name, strategy in layers.items() if isinstance(strategy, Batch) and rng.random() < 0.5]
-            how = InShares(shares_of(rng, 100, speeds), rng.choice(("keep", "free")))
-            yield replace(plan, pieces=rng.choice((1, 1, 2)), in_shares=dict.fromkeys(copied, how))
+            how = Sharding(shares_of(rng, 100, speeds), rng.choice(("keep", "free")))
+            yield replace(plan, chunks=rng.choice((1, 1, 2)), sharded=dict.fromkeys(copied, how))
 
 
 def small(rng: random.Random) -> Graph:
@@ -214,10 +214,10 @@ def plans_of_each_layer(
                 "channel": Channel(shares_of(rng, layer.channels_in, speeds)),
             }[rng.choice(kinds)]
         copied = [name for name, strategy in layers.items() if isinstance(strategy, Batch) and rng.random() < 0.5]
-        how = InShares(shares_of(rng, 100, speeds), rng.choice(("keep", "free")))
+        how = Sharding(shares_of(rng, 100, speeds), rng.choice(("keep", "free")))
         sums = rng.choice(("direct", "ring", "star", "butterfly"))
         plan = Plan("by hand", graph.fingerprint, devices, batch, layers, Batch(shares), sums)
-        yield replace(plan, pieces=rng.choice((1, 1, 3)), in_shares=dict.fromkeys(copied, how))
+        yield replace(plan, chunks=rng.choice((1, 1, 3)), sharded=dict.fromkeys(copied, how))
 
 
 @pytest.mark.parametrize("case", most_slow(2, range(40)))
@@ -280,7 +280,7 @@ def test_no_plan_is_faster_where_layers_between_change_hands(case: int) -> None:
     bound = lower_bound(asked(graph, batch, costs))
     best = candidates(asked(graph, batch, costs))[0]
     plans = [with_others(rng, plan, graph, rates) for plan in plans_of_each_layer(rng, graph, batch, rates, 12)]
-    plans += [with_others(rng, replace(best.plan, in_shares={}), graph, rates) for _ in range(8)]
+    plans += [with_others(rng, replace(best.plan, sharded={}), graph, rates) for _ in range(8)]
     least_s = min(simulate(lower(plan, graph), graph, costs).step_s for plan in plans)
     assert bound.step_s <= min(least_s, best.step_s) * (1 + 1e-9)
 
@@ -337,7 +337,7 @@ def two_devices() -> tuple[Graph, PlanRequest]:
     graph = graph_of("two-conv:50:500")
     rates = enumerate((9e9, 3e9))
     devices = (Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for i, rate in rates)
-    fleet = Fleet((Host("h0"), Host("h1")), tuple(devices), Card(1e9, 1e9, 1e-4))
+    fleet = Fleet((Host("h0"), Host("h1")), tuple(devices), Nic(1e9, 1e9, 1e-4))
     return graph, asked(graph, 16, roofline_costs(fleet), fleet)
 
 

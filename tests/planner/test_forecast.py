@@ -6,7 +6,7 @@ import pytest
 
 from convoy.cli.planning import fleet_on
 from convoy.errors import InputError, PlanError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.plan import OutputPlace
@@ -158,7 +158,7 @@ def test_a_fleet_in_one_line():
         "core-i7-1165g7", "rtx3060-1", "rtx3060-2", "rtx3090-1", "rtx3090-2"
     ]  # fmt: skip
     assert [device.host for device in fleet.devices] == [f"machine-{n}" for n in (1, 2, 3, 4, 4)]
-    assert fleet.network == Card(125e6, 125e6, 1e-4)
+    assert fleet.network == Nic(125e6, 125e6, 1e-4)
 
 
 @pytest.mark.parametrize("text", ["", "rtx3060,", "0xrtx3060", "rtx3060+", ",", "999x rtx3060"])

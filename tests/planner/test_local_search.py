@@ -176,7 +176,7 @@ def test_no_step_is_shorter_than_what_a_device_computes(pieces: int) -> None:
     graph, costs = small_graph(), slow_receiver()
     layers = {"0": Filter((14, 10)), "2": Filter((20, 28)), "5": Channel((400, 368))}
     for strategies in (layers, {}):
-        steps = lower(replace(plan_of(strategies, Batch((5, 3)), 2), pieces=pieces), graph)
+        steps = lower(replace(plan_of(strategies, Batch((5, 3)), 2), chunks=pieces), graph)
         timeline = simulate(
             steps, graph, replace(costs, network=replace(costs.network, processor_s_per_byte=(0.0, 0.0)))
         )
@@ -186,9 +186,9 @@ def test_no_step_is_shorter_than_what_a_device_computes(pieces: int) -> None:
 def test_pieces_are_tried_where_something_is_gathered() -> None:
     graph, costs = small_graph(), slow_receiver()
     split = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
-    assert any(plan.pieces > 1 for _, plan in search(graph, costs).change_exchanges_and_shares(split))
+    assert any(plan.chunks > 1 for _, plan in search(graph, costs).change_exchanges_and_shares(split))
     by_batch = replace(split, layers={})
-    assert all(plan.pieces == 1 for _, plan in search(graph, costs).change_exchanges_and_shares(by_batch))
+    assert all(plan.chunks == 1 for _, plan in search(graph, costs).change_exchanges_and_shares(by_batch))
 
 
 def test_a_sample_and_a_filter_are_moved_from_whom_waits_least() -> None:
@@ -265,5 +265,5 @@ def test_a_device_that_computes_nothing_keeps_a_share_of_the_weights() -> None:
     plan = plan_of({}, Batch((4, 4, 0)), 3)
     graph, costs = small_graph(), fast_wire((3e9, 3e9, 3e6), update_s=1e-6)
     found = list(search(graph, costs).keep_otherwise(plan, (1.0, 1.0, 1.0)))
-    assert all(how.shares[2] > 0 for how in found[-1][1].in_shares.values())
+    assert all(how.shares[2] > 0 for how in found[-1][1].sharded.values())
     assert found[-1][0] < found[0][0] < simulate(lower(plan, graph), graph, costs).step_s

@@ -10,7 +10,7 @@ from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS
-from convoy.plan.steps import Compute, GatherWeights, SumGradients, passes_of, traffic
+from convoy.plan.steps import ComputeStep, GatherWeights, SumGradients, micro_batches, traffic
 from convoy.planner.planner import candidates
 from convoy.planner.predict import MUCH, predict_plan, proposal, working
 from convoy.planner.request import PlanRequest
@@ -32,9 +32,9 @@ def context_of(fleet: Fleet, graph: Graph, batch: int, passes: int) -> PlanReque
 
 
 def test_the_kinds_of_passes() -> None:
-    assert passes_of(1) == {"only": 1}
-    assert passes_of(2) == {"first": 1, "last": 1}
-    assert passes_of(5) == {"first": 1, "middle": 3, "last": 1}
+    assert micro_batches(1) == {"only": 1}
+    assert micro_batches(2) == {"first": 1, "last": 1}
+    assert micro_batches(5) == {"first": 1, "middle": 3, "last": 1}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -42,7 +42,7 @@ def test_the_kinds_of_passes() -> None:
 def test_gradients_and_weights_travel_once_a_step_and_the_rest_in_each_pass(name: str, passes: int) -> None:
     context = context_of(fleet((1e11, None), (5e10, None)), CONVOLUTIONS, 8, passes)
     plan = context.named(name)
-    steps = [step for step in lower(plan, CONVOLUTIONS).steps if not isinstance(step, Compute)]
+    steps = [step for step in lower(plan, CONVOLUTIONS).steps if not isinstance(step, ComputeStep)]
     once = [s for s in steps if isinstance(s, GatherWeights) or (isinstance(s, SumGradients) and not s.into)]
     sums = sum(sum(traffic(step, 4).values()) for step in once)
     rest = sum(sum(traffic(step, 4).values()) for step in steps) - sums
@@ -58,7 +58,7 @@ def test_a_pass_behind_the_first_is_shorter_by_the_gathering() -> None:
     plan, entries = context.named("sharded"), sum(p.entries for e in CONVOLUTIONS.layers.values() for p in e.trainable)
     costs = context.costs
     took = {
-        kind: simulate(lower(plan, CONVOLUTIONS, pass_=kind), CONVOLUTIONS, costs).step_s
+        kind: simulate(lower(plan, CONVOLUTIONS, micro_batch=kind), CONVOLUTIONS, costs).step_s
         for kind in ("only", "first", "middle", "last")
     }
     gathering_s = entries / 2 * 4 / 1.25e6

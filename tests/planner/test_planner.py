@@ -24,8 +24,8 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.plan.steps import Compute
-from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
+from convoy.plan.steps import ComputeStep
+from convoy.plan.strategy import Batch, Channel, Filter, One, Sharding, Strategy
 from convoy.planner.analytic import CostModel
 from convoy.planner.load_balance import balance
 from convoy.planner.planner import candidates, plan_auto
@@ -107,7 +107,7 @@ def every_way_to_keep(plan: Plan, graph: Graph) -> Iterator[Plan]:
     for shares in (samples, (1,) * plan.devices, (1,) + (0,) * (plan.devices - 1)):
         for count in range(len(copied) + 1):
             for some in itertools.combinations(copied, count):
-                yield replace(plan, in_shares=dict.fromkeys(some, InShares(shares)))
+                yield replace(plan, sharded=dict.fromkeys(some, Sharding(shares)))
 
 
 @pytest.mark.parametrize("case", most_slow(1, [1, 0, 2, 3]))
@@ -135,8 +135,8 @@ def test_weights_are_kept_in_shares_where_that_is_faster() -> None:
     graph = graph_of(net, 32)
     costs = replace(costs_of([1e11, 1e11], 1e8), update_s_per_entry=(1e-6, 1e-6))
     plan = plan_auto(asked(graph, 64, costs))
-    seconds = [simulate(lower(each, graph), graph, costs).step_s for each in (plan, replace(plan, in_shares={}))]
-    assert plan.in_shares
+    seconds = [simulate(lower(each, graph), graph, costs).step_s for each in (plan, replace(plan, sharded={}))]
+    assert plan.sharded
     assert seconds[0] < seconds[1]
 
 
@@ -165,7 +165,7 @@ def test_a_wire_that_is_too_slow_leaves_the_work_to_the_fastest_device() -> None
     plan = plan_auto(asked(graph, 8, costs_of([1e9, 1e10, 1e9], 1e3)))
     for step in lower(plan, graph).phase("forward"):
         # The last layer may be summed over devices: its outputs go to everybody anyway, and a ring carries them best.
-        if isinstance(step, Compute) and step.layer != graph.outputs[0]:
+        if isinstance(step, ComputeStep) and step.layer != graph.outputs[0]:
             assert holders(step.writes.layout) == (1,)
 
 
@@ -239,7 +239,7 @@ def test_plans_with_many_exchanges_are_left_where_exchanges_come_late() -> None:
     step_s = candidates(asked(graph, 16, calm))[0].step_s
     late = replace(calm, network=replace(calm.network, jitter_s=(step_s / 20,) * 3))
     plans = [candidates(asked(graph, 16, costs))[0].plan for costs in (calm, late)]
-    exchanges = [sum(not isinstance(step, Compute) for step in lower(plan, graph).steps) for plan in plans]
+    exchanges = [sum(not isinstance(step, ComputeStep) for step in lower(plan, graph).steps) for plan in plans]
     assert exchanges[1] < exchanges[0]
     # And it is the better one there.
     seconds = [simulate(lower(plan, graph), graph, late).step_s for plan in plans]
@@ -302,5 +302,5 @@ def test_where_cards_set_the_pace_filters_are_shared_out_evenly() -> None:
         last: Channel(tuple(n * 64 for n in filters)),
     }
     by_batch = Batch(apportion(16, rates))
-    by_hand = Plan("by hand", graph.fingerprint, 3, 16, strategies, by_batch, "direct", pieces=16)
+    by_hand = Plan("by hand", graph.fingerprint, 3, 16, strategies, by_batch, "direct", chunks=16)
     assert candidates(asked(graph, 16, costs))[0].step_s <= simulate(lower(by_hand, graph), graph, costs).step_s

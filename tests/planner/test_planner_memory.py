@@ -95,7 +95,7 @@ def test_where_direct_sums_do_not_fit_a_ring_does() -> None:
     plan with copies takes with a ring: it is found, or one that is as fast."""
     graph = Stack((64, 16, 16)).conv(64, 3).conv(64, 3).pool().conv(128, 3).pool().flatten().linear(4).graph()
     roomy = context_of(fleet(*[(1e11, 10**10)] * 4), graph, 64)
-    free = next(each.plan for each in candidates(asked(graph, 64, roomy.costs)) if not each.plan.in_shares)
+    free = next(each.plan for each in candidates(asked(graph, 64, roomy.costs)) if not each.plan.sharded)
     ring = replace(free, reduce="ring")
     assert free.reduce == "direct"
     assert max(needs(ring, graph)) < max(needs(free, graph))
@@ -124,10 +124,10 @@ def test_weights_are_freed_after_use_where_nothing_else_fits(limit_mb: int) -> N
     graph = heavy()
     tight = context_of(fleet(*[(rate, limit_mb * 10**6) for rate in (1e11, 8e10, 6e10, 6e10)]), graph, 64)
     plan = plan_auto(tight)
-    assert {how.form for how in plan.in_shares.values()} == {"free"}
+    assert {how.form for how in plan.sharded.values()} == {"free"}
     assert max(needs(plan, graph)) <= limit_mb * 10**6
-    keeping = {name: replace(how, form="keep") for name, how in plan.in_shares.items()}
-    others = [replace(plan, in_shares={}), replace(plan, in_shares=keeping)]
+    keeping = {name: replace(how, form="keep") for name, how in plan.sharded.items()}
+    others = [replace(plan, sharded={}), replace(plan, sharded=keeping)]
     others += [named_plan(name, graph, 64, tight.speeds) for name in PLANS]
     assert all(max(needs(other, graph)) > limit_mb * 10**6 for other in others)
 
@@ -136,7 +136,7 @@ def test_quick_plans_free_weights_too_where_nothing_else_fits() -> None:
     graph = heavy()
     tight = context_of(fleet(*[(1e11, 200 * 10**6)] * 4), graph, 64)
     (found,) = quick_candidates(tight)
-    assert {how.form for how in found.plan.in_shares.values()} == {"free"}
+    assert {how.form for how in found.plan.sharded.values()} == {"free"}
     assert max(needs(found.plan, graph)) <= 200 * 10**6
 
 

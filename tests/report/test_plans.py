@@ -9,11 +9,11 @@ import torch
 from rich.console import Console
 
 from convoy.cli import planning
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Layer
 from convoy.model.tracing import trace
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.plan import Plan
-from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.steps import Part, Phase
 from convoy.plan.strategy import Batch
 from convoy.planner.bound import LowerBound
@@ -58,7 +58,7 @@ def test_a_layer_that_is_not_split_is_listed_with_its_seconds_and_device(
     net: str, shares: tuple[int, ...], seconds: float, device: str
 ) -> None:
     devices = (Device("quick", "a", "cpu"), Device("slow", "b", "cpu"))
-    fleet = Fleet((Host("a"), Host("b")), devices, Card(1e9, 1e9, 1e-6))
+    fleet = Fleet((Host("a"), Host("b")), devices, Nic(1e9, 1e9, 1e-6))
     graph = trace(nets.build(net), torch.zeros(2, 3, 8, 8, dtype=torch.float64)).graph
     context = asked(graph, 8, Costs(Table(), network_of(fleet)), fleet)
     row = predict_plan(Plan("hand", graph.fingerprint, 2, 8, {}, Batch(shares)), context)

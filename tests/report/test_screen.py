@@ -103,7 +103,7 @@ def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds() -> None:
     with Wait(Console(file=file), "measuring", 60.0, now=lambda: now[0]) as tell:
         assert file.getvalue() == "measuring, about 1 min 0 s ...\n"
         for second in range(25):
-            tell("layer [conv1]", second, 25)
+            tell(f"layer [conv1] ({second} of 25)")
             now[0] += 1.0
     lines = file.getvalue().splitlines()[1:]
     assert lines == ["  10 s: layer [conv1] (10 of 25)", "  20 s: layer [conv1] (20 of 25)"]

@@ -25,7 +25,7 @@ from convoy.plan.explain import layer_rows, step_lines
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.plan.steps import GatherWeights, Move, ShareStatistics, StepList, SumGradients, Value, traffic
+from convoy.plan.steps import GatherStatistics, GatherWeights, Move, StepList, SumGradients, Value, traffic
 from convoy.planner.planner import candidates
 from convoy.runtime.exchange import Buffers, Lane, run_move
 from convoy.runtime.module import Distributed
@@ -212,7 +212,7 @@ def test_the_bytes_on_the_way_are_those_that_are_priced(plan: str, net: str) -> 
     exact, graph = by_name(plan, net), graph_of(net)
     assert traffic_of(net, narrow(exact), 10) == lower(narrow(exact), graph).traffic(8)
     before, after = lower(exact, graph), lower(narrow(exact), graph)
-    as_they_are = [s for s in after.steps if isinstance(s, ShareStatistics | GatherWeights)]
+    as_they_are = [s for s in after.steps if isinstance(s, GatherStatistics | GatherWeights)]
     exactly = sum(sum(traffic(s, 8).values()) for s in as_they_are)
     assert (exactly > 0) is (plan == "sharded" or (net == "resnet" and plan in ("data", "data-by-speed", "hybrid")))
     assert 4 * (after.traffic(8).total() - exactly) == before.traffic(8).total() - exactly
@@ -307,7 +307,7 @@ def test_explain_names_it() -> None:
     plan = narrow(named_plan("master", graph, 4, Speeds((3.0, 1.0))))
     lines = step_lines(lower(plan, graph))
     assert lines[3] == "     1  move     0: channel(3,1) -> on(0)  (32 bytes in 1 round, inexact-bf16)  after 0"
-    assert "(nothing travels)" in lines[9]
+    assert "(nothing is sent)" in lines[9]
     assert sum(row.bytes_ for row in layer_rows(plan, graph)) == lower(plan, graph).traffic().total() == 32 + 32 + 16
 
 
@@ -402,9 +402,9 @@ def test_five_steps_of_other_sums(reduce: str) -> None:
 
 
 def test_five_steps_with_inputs_in_pieces() -> None:
-    plan = replace(by_name("model", "two-conv"), pieces=3)
+    plan = replace(by_name("model", "two-conv"), chunks=3)
     assert any(
-        s.pieces == 3 and s.wire == BF16 for s in lower(narrow(plan), graph_of("two-conv")).steps if isinstance(s, Move)
+        s.chunks == 3 and s.wire == BF16 for s in lower(narrow(plan), graph_of("two-conv")).steps if isinstance(s, Move)
     )
     check_close(plan, "two-conv")
 

@@ -73,7 +73,7 @@ def test_every_strategy_in_one_plan_of_a_residual_net_with_batch_norms(made: lis
 @pytest.mark.parametrize("form", most_slow(1, ["free", "keep"]))
 def test_weights_that_are_kept_in_shares_and_gathered_for_use(form: Form, made: list[Compiler]) -> None:
     plan = in_shares(by_name("data-by-speed", "two-conv"), "two-conv", (4, 3, 2, 1), form)
-    assert plan.in_shares
+    assert plan.sharded
     check(Training("two-conv", sizes=(10,) * 6), plan, EXACT)
     assert_used(made)
 

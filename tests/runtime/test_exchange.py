@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.comm.group import CountedGroup, Group, Message, Pending
+from convoy.comm.group import Group, Message, Pending
 from convoy.layout import redistribute
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
@@ -399,7 +399,7 @@ def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
         assert all(torch.equal(flat, torch.arange(n, dtype=torch.float64) * 111) for flat in sums)
 
 
-class _Watched(CountedGroup):
+class _Watched(Group):
     """Sends nothing; remembers the memory that messages under way land in."""
 
     def __init__(self) -> None:

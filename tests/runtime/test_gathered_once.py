@@ -17,7 +17,7 @@ from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError, MismatchError
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import GatherWeights, Pass
+from convoy.plan.steps import GatherWeights, MicroBatch
 from convoy.plan.strategy import Form
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
@@ -32,15 +32,15 @@ SIZES = (10, 3, 10, 1, 10, 6)
 SHARES = (1, 3, 0, 2)
 """Of four devices that compute (7, 0, 2, 1) samples: device 1 computes nothing and keeps most, device 2 the other way round."""
 
-PASSES: tuple[Pass, ...] = ("first", "middle", "last")
+PASSES: tuple[MicroBatch, ...] = ("first", "middle", "last")
 
 
 def plan_of(net: str = "two-conv", form: Form = "keep", shares: tuple[int, ...] = SHARES) -> Plan:
     return in_shares(by_name("data-by-speed", net), net, shares, form)
 
 
-def gathered_bytes(plan: Plan, net: str, pass_: Pass, batch: int = 10) -> int:
-    steps = lower(plan, graph_of(net), batch, pass_=pass_).steps
+def gathered_bytes(plan: Plan, net: str, micro_batch: MicroBatch, batch: int = 10) -> int:
+    steps = lower(plan, graph_of(net), batch, micro_batch=micro_batch).steps
     return sum(sum(convoy.plan.steps.traffic(s, 8).values()) for s in steps if isinstance(s, GatherWeights))
 
 
@@ -230,7 +230,7 @@ def test_a_device_at_another_pass_is_named() -> None:
     with one_trace("two-conv", torch.float64), pytest.raises(ConvoyError) as caught:
         run_on_threads(4, work)
     assert isinstance(caught.value, MismatchError)
-    assert "device 2 is on another side of no_sync(), or at another pass of the step, than device 0" in str(
+    assert "device 2 is on another side of no_sync(), or at another micro-batch of the step, than device 0" in str(
         caught.value
     )
 

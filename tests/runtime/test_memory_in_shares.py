@@ -45,7 +45,7 @@ def net() -> nn.Module:
 def planned(form: Form) -> tuple[Plan, Graph]:
     graph = trace(net(), EXAMPLE).graph
     plan = named_plan("sharded", graph, BATCH, Speeds((2.0, 1.0)))
-    return replace(plan, in_shares={name: replace(kept, form=form) for name, kept in plan.in_shares.items()}), graph
+    return replace(plan, sharded={name: replace(kept, form=form) for name, kept in plan.sharded.items()}), graph
 
 
 class SlowSums(Sums):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from convoy.api import distribute
 from convoy.comm.processes import join
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.layout.layout import box
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
@@ -58,12 +58,12 @@ def planned(name: str) -> tuple[Plan, Graph]:
         )
         for i, rate in enumerate((4e10, 2e10, 2e10, 1e10))
     )
-    fleet = Fleet(tuple(Host(f"h{i}") for i in range(DEVICES)), devices, Card(125e6, 125e6, 1e-4))
+    fleet = Fleet(tuple(Host(f"h{i}") for i in range(DEVICES)), devices, Nic(125e6, 125e6, 1e-4))
     with torch.device("meta"):
         graph = trace(net(), torch.zeros(2, 1, 16, 16, dtype=torch.float64)).graph
     if name == "in shares":
         plan = named_plan("sharded", graph, BATCH, Speeds((1.0,) * DEVICES))
-        return replace(plan, in_shares={key: replace(kept, form="free") for key, kept in plan.in_shares.items()}), graph
+        return replace(plan, sharded={key: replace(kept, form="free") for key, kept in plan.sharded.items()}), graph
     costs = replace(roofline_costs(fleet), itemsize=8)
     return plan_auto(asked(graph, BATCH, costs, fleet, optimizer="adam")), graph
 

@@ -15,7 +15,7 @@ from convoy.errors import ConvoyError, InputError, MismatchError
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds
-from convoy.plan.steps import Pass, SumGradients
+from convoy.plan.steps import MicroBatch, SumGradients
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
 from convoy.train import GradScaler, clip_grad_norm_
@@ -103,8 +103,8 @@ def test_many_passes_in_float32() -> None:
 def test_what_travels_is_what_the_lists_of_the_passes_say(plan: str) -> None:
     """Gradients of copies travel in the last pass alone; activations, and what batch norm shares, in each."""
     chosen, graph = plan_of(plan, "resnet"), graph_of("resnet")
-    passes: tuple[Pass, ...] = ("first", "middle", "last")
-    lists = [lower(chosen, graph, n, pass_=which) for n, which in zip((10, 3, 10), passes, strict=True)]
+    passes: tuple[MicroBatch, ...] = ("first", "middle", "last")
+    lists = [lower(chosen, graph, n, micro_batch=which) for n, which in zip((10, 3, 10), passes, strict=True)]
     predicted = [sum(each.traffic(itemsize=8).values()) for each in lists]
     with one_step("resnet") as (model, batches):
 

@@ -154,7 +154,7 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed() -> N
 
 def test_a_convolution_begins_with_the_first_piece_of_its_input() -> None:
     """Two pieces: the second is awaited when the first has been computed."""
-    happened, _ = what_happens(plan_of(FILTERED | {"0": Filter((4, 2))}, pieces=2))
+    happened, _ = what_happens(plan_of(FILTERED | {"0": Filter((4, 2))}, chunks=2))
     first, second = (n for n, what in enumerate(happened) if what == ("forward", "2"))
     assert [what[0] for what in happened[first - 1 : second + 1]] == ["await", "forward", "await", "forward"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import convoy
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, PlanError
-from convoy.plan.coupling import coupled_axes, reshared
+from convoy.plan.coupling import coupled_axes, with_units
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.strategy import Batch, Filter
@@ -54,7 +54,7 @@ def shaken(plan: Plan, net: str, seed: int) -> Plan:
     for axes in coupled_axes(plan, graph_of(net)):
         cuts = sorted(draw.sample(range(1, sum(axes.units)), len(axes.active) - 1))
         parts = iter([b - a for a, b in zip([0, *cuts], [*cuts, sum(axes.units)], strict=True)])
-        plan = reshared(plan, axes, tuple(next(parts) if count else 0 for count in axes.units))
+        plan = with_units(plan, axes, tuple(next(parts) if count else 0 for count in axes.units))
     return plan
 
 

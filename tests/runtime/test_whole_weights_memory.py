@@ -115,7 +115,7 @@ def freed(group: Group) -> float:
     """The largest difference to one device of weights that are freed after use, after some steps."""
     lower.BUCKET_ENTRIES = 100  # of this process
     plan = sharded()
-    plan = replace(plan, in_shares={name: replace(kept, form="free") for name, kept in plan.in_shares.items()})
+    plan = replace(plan, sharded={name: replace(kept, form="free") for name, kept in plan.sharded.items()})
     torch.manual_seed(4)
     model = net()
     part = distribute(model, plan, group, X[:2])

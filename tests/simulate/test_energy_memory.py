@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from convoy.errors import InputError, PlanError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.layout.layout import local_shape
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all
@@ -23,7 +23,7 @@ from tests.support.threads import run_on_threads
 
 # 2x4x4 -> conv 3x3, 4 filters -> ReLU -> pool 2 -> flatten (16) -> Linear (3).
 GRAPH = Stack((2, 4, 4)).conv(4, 3).pool().flatten().linear(3).graph()
-CARD = Card(125e6, 125e6, 1e-4)
+CARD = Nic(125e6, 125e6, 1e-4)
 
 
 def memory(plan: str, devices: int = 2, optimizer: str = "sgd-momentum") -> tuple[DeviceMemory, ...]:
@@ -62,8 +62,8 @@ def test_the_pieces_of_a_move_land_together():
     whole = named_plan("model", graph, 4, Speeds((1.0, 1.0)))
     gathered = 4 * 2 * 16 * 4  # four samples of the other's two filters
     for pieces in (1, 2, 4):
-        rows = memory_of(replace(whole, pieces=pieces), graph)
-        steps = lower(replace(whole, pieces=pieces), graph)
+        rows = memory_of(replace(whole, chunks=pieces), graph)
+        steps = lower(replace(whole, chunks=pieces), graph)
         moves = [s for s in steps.phase("forward") if isinstance(s, Move)]
         assert len(moves[0].schedule.rounds) == pieces
         programs = compile_all(steps, graph)

@@ -7,10 +7,10 @@ import torch
 
 from convoy.comm.group import AloneGroup
 from convoy.errors import MismatchError
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.nets import build_net, graph_of
 from convoy.model.tracing import trace
-from convoy.plan.size import whole_size
+from convoy.plan.device_program import whole_size
 from convoy.report.measured import remarks
 from convoy.simulate.compute import bytes_moved
 from convoy.simulate.described import OTHER_NET, fleet_costs
@@ -31,7 +31,7 @@ def measured() -> Measurement:
     model = build_net("two-conv:4:6", IMAGE, 10)
     traced = trace(model, torch.zeros(2, *IMAGE))
     with AloneGroup(torch.device("cpu")) as group:
-        found = measure_job(group, traced, model, BATCH, MeasureOptions("two-conv:4:6", budget_s=0.5, stretch_s=1e-4))
+        found = measure_job(group, traced, model, BATCH, MeasureOptions("two-conv:4:6", budget_s=0.5, slice_s=1e-4))
     return reaching(found, other_load=0.0)
 
 

@@ -6,10 +6,9 @@ import pytest
 
 from convoy.layout.layout import Layout, OnOne, Replicated, Split
 from convoy.model.graph import Graph, Layer
-from convoy.plan.device_program import Unpack
+from convoy.plan.device_program import LocalSize, Unpack, local_size
 from convoy.plan.exchange_program import is_block
-from convoy.plan.size import LocalSize, local_size
-from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
+from convoy.plan.steps import ComputeStep, GatherStatistics, Move, ReturnGradient, StepList, SumGradients, Value
 from convoy.planner.analytic import CostModel
 from convoy.simulate.compute import Grid, LayerTimes, MeasuredTimes
 from convoy.simulate.overhead import FRESH_BYTES, Handling, Overheads
@@ -92,7 +91,7 @@ def test_a_gradient_alone_is_summed_where_it_lies() -> None:
 
 
 def test_statistics_are_a_small_gather() -> None:
-    step = ShareStatistics(0, "forward", ("bn",), (Value("x", SHAPE, Split(0, (3, 2))),), (6,), (0, 1))
+    step = GatherStatistics(0, "forward", ("bn",), (Value("x", SHAPE, Split(0, (3, 2))),), (6,), (0, 1))
     assert handled(step, 0) == [(Handling(), Handling(copied=6, made=(12,)))]
     assert handled(step, 2) == [(Handling(), Handling())]
     assert messages(step, 2) == [0]
@@ -168,7 +167,7 @@ def test_the_loss_takes_what_outputs_a_device_has_between_forward_and_backward()
     table = Table({(d, phase): 1.0 for d in (0, 1) for phase in ("forward", "backward")})
     costs = Costs(table, hosts(2), itemsize=1, overheads=(overhead,) * 2)
 
-    def replay(layout: Layout, *layers: Compute) -> list[list[tuple[float, float]]]:
+    def replay(layout: Layout, *layers: ComputeStep) -> list[list[tuple[float, float]]]:
         steps = StepList(5, 2, (), (Value("v", SHAPE, layout),), layers)
         return [spans(simulate(steps, GRAPH, costs), d, "compute") for d in (0, 1)]
 
@@ -191,9 +190,9 @@ def test_a_large_loss_takes_new_memory_three_times() -> None:
 def test_a_gradient_that_comes_from_two_readers_is_added_once() -> None:
     """Before the gradient is read, 8 entries are added at 0.02: 0.16 s."""
     value = Value("x", (2, 4), EVERYONE)
-    readers = [Compute(n, "backward", "work", (value,), Value(f"y{n}", (2, 4), EVERYONE), (True,)) for n in (0, 1)]
+    readers = [ComputeStep(n, "backward", "work", (value,), Value(f"y{n}", (2, 4), EVERYONE), (True,)) for n in (0, 1)]
     unwanted = replace(readers[1], id=2, wants=(False,))
-    made = Compute(3, "backward", "work", (), value, ())
+    made = ComputeStep(3, "backward", "work", (), value, ())
     found = timeline([*readers, unwanted, made], replace(HAND, step_s=0.0))
     assert spans(found, 0, "compute") == [(0, 1.25), (1.25, 2.5), (2.5, 3.75), (3.75, 3.91), (3.91, 5.16)]
 
@@ -205,7 +204,7 @@ NORM = Layer("bn", "batch_norm", ("x",), (3, 2, 2), statistics=True)
 
 def normed(layout: Layout, layer: Layer = NORM) -> LocalSize | None:
     value = Value("bn", SHAPE, layout)
-    return local_size(Compute(0, "forward", "bn", (value,), value, (True,)), layer, 0)
+    return local_size(ComputeStep(0, "forward", "bn", (value,), value, (True,)), layer, 0)
 
 
 def test_statistics_are_shared_where_the_batch_lies_on_several_devices() -> None:

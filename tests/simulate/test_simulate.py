@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import convoy.plan.steps
-from convoy.fleet import Card, Device, Fleet, Host, Segment
+from convoy.fleet import Device, Fleet, Host, NetworkSegment, Nic
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.model.graph import Graph, Layer
+from convoy.plan.device_program import LocalSize
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.size import LocalSize
-from convoy.plan.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
+from convoy.plan.steps import ComputeStep, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.simulate.events import Await, Begin, Work, play
 from convoy.simulate.network import Network, network_of, rates
 from convoy.simulate.noise import QuotaNoise
@@ -42,7 +42,7 @@ class Table:
 
 def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, processor_s_per_byte: float = 0.0) -> Network:
     """One device per host; equal cards."""
-    card = Card(bytes_per_s, bytes_per_s, latency_s)
+    card = Nic(bytes_per_s, bytes_per_s, latency_s)
     fleet = Fleet(
         tuple(Host(f"h{i}") for i in range(count)),
         tuple(Device(f"d{i}", f"h{i}", "cpu") for i in range(count)),
@@ -51,9 +51,9 @@ def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, proces
     return network_of(fleet, (processor_s_per_byte,) * count)
 
 
-def work(number: int, devices: tuple[int, ...], phase: Phase = "forward", after: tuple[int, ...] = ()) -> Compute:
+def work(number: int, devices: tuple[int, ...], phase: Phase = "forward", after: tuple[int, ...] = ()) -> ComputeStep:
     value = Value(f"v{number}", (1, 1), Replicated(devices))
-    return Compute(number, phase, "work", (value,), value, (True,), after=after)
+    return ComputeStep(number, phase, "work", (value,), value, (True,), after=after)
 
 
 def move(number: int, src: Layout, dst: Layout, entries: int) -> Move:
@@ -240,9 +240,12 @@ def test_a_slow_path_leaves_the_rest_of_the_card_to_others():
 def two_segments() -> Network:
     """Hosts 0 and 1 in a segment whose uplink carries 40 bytes/s out and 80 in after 1 s more; host 2 in another of 50 out and
     60 in; host 3 where both uplinks end. Cards of 100 bytes/s, 0.5 s."""
-    card = Card(100.0, 100.0, 0.5)
+    card = Nic(100.0, 100.0, 0.5)
     names = ("h0", "h1", "h2", "h3")
-    segments = (Segment("a", ("h0", "h1"), Card(40.0, 80.0, 1.0)), Segment("b", ("h2",), Card(50.0, 60.0, 0.0)))
+    segments = (
+        NetworkSegment("a", ("h0", "h1"), Nic(40.0, 80.0, 1.0)),
+        NetworkSegment("b", ("h2",), Nic(50.0, 60.0, 0.0)),
+    )
     devices = tuple(Device(f"d{name}", name, "cpu") for name in names)
     return network_of(Fleet(tuple(map(Host, names)), devices, card, segments=segments))
 
@@ -494,10 +497,10 @@ def test_traffic_takes_at_most_half_of_a_processor_that_computes():
 def test_a_layer_begins_with_the_first_piece_of_its_input():
     """4 samples of 100 bytes from 0 to both, in 2 pieces of 200: 0.5-2.5 and 2.5-4.5. A piece computes 3 s: 2.5-5.5-8.5."""
     moved = Move(
-        0, "forward", Value("a", (4, 100), OnOne(0)), Value("b", (4, 100), Replicated((0, 1))), "ring", pieces=2
+        0, "forward", Value("a", (4, 100), OnOne(0)), Value("b", (4, 100), Replicated((0, 1))), "ring", chunks=2
     )
     made = Value("y", (4, 1), Replicated((0, 1)))
-    layer = Compute(1, "forward", "work", (moved.writes,), made, (False,), after=(0,), pieces=2)
+    layer = ComputeStep(1, "forward", "work", (moved.writes,), made, (False,), after=(0,), chunks=2)
     timeline = replay([moved, layer], 2, hosts(2), {(0, "forward"): 3.0, (1, "forward"): 3.0})
     assert spans(timeline, 1, "receive") == [(0.5, 2.5), (2.5, 4.5)]
     assert spans(timeline, 1, "compute") == [(2.5, 5.5), (5.5, 8.5)]

@@ -9,17 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import InputError, MismatchError
-from convoy.fleet import Card, Device, Fleet, Host, Link, read_fleet
+from convoy.fleet import Device, Fleet, Host, Link, Nic, read_fleet
 from convoy.model.tracing import trace
+from convoy.plan.device_program import LocalSize
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.size import LocalSize
 from convoy.simulate.noise import QuotaNoise
 from convoy.simulate.overhead import Overheads
 from convoy.simulate.simulate import simulate
 from convoy.simulate.table import (
     DeviceCosts,
-    HostRates,
     LayerPoint,
     LinkSpread,
     Measurement,
@@ -41,7 +40,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
     """Of one to three hosts with a device or two each; layers with and without a grid over inputs."""
     hosts = [f"h{i}" for i in range(draw(st.integers(1, 3)))]
     devices = [f"{host}-{i}" for host in hosts for i in range(draw(st.integers(1, 2)))]
-    cards = st.builds(Card, above_zero, above_zero, seconds)
+    cards = st.builds(Nic, above_zero, above_zero, seconds)
     fleet = Fleet(
         tuple(Host(name, card=draw(cards)) for name in hosts),
         tuple(Device(name, name.split("-")[0], "cpu", cores=draw(st.none() | above_zero)) for name in devices),
@@ -66,7 +65,6 @@ def measurements(draw: st.DrawFn) -> Measurement:
         tuple(DeviceCosts(name, *(draw(seconds) for _ in range(13)), noise=draw(noises)) for name in devices),
         tuple(points),
         tuple(LinkSpread(link.source, link.target, draw(seconds), draw(seconds)) for link in fleet.links),
-        tuple(HostRates(host, draw(above_zero), draw(seconds), draw(seconds)) for host in hosts),
     )  # fmt: skip
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Fleet
+from convoy.fleet import Fleet, Nic
 from convoy.fleet.catalogue import device_class
 from convoy.simulate.energy import power_of
 from studies.catalogue import KINDS, fleet_of, power_of_class
 
-CARD = Card(125e6, 125e6, 1e-4)
+CARD = Nic(125e6, 125e6, 1e-4)
 
 
 def test_a_fleet_of_classes_has_their_figures():

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.layout.layout import Partial
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.nets import build_net, graph_of
 from convoy.model.tracing import trace
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS as NAMED
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.size import LocalSize, whole_size
 from convoy.report import timeline as pictures
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.energy import Power, energy_of
@@ -41,7 +41,7 @@ from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 
 FLOP_PER_S, MEMORY, LINK, LATENCY_S = 100e9, 20e9, 125e6, 1e-4
-GIGABIT = Card(LINK, LINK, LATENCY_S)
+GIGABIT = Nic(LINK, LINK, LATENCY_S)
 
 
 def residual() -> Graph:
@@ -97,7 +97,7 @@ NETS = {
 }
 
 
-def equal_fleet(devices: int, card: Card = GIGABIT) -> Fleet:
+def equal_fleet(devices: int, card: Nic = GIGABIT) -> Fleet:
     return Fleet(
         tuple(Host(f"h{i}") for i in range(devices)),
         tuple(

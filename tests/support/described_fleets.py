@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph
-from convoy.plan.size import LocalSize
+from convoy.plan.device_program import LocalSize
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
@@ -18,7 +18,7 @@ def fleet(*rows: tuple[float, int | None], bytes_per_s: float = 125e6) -> Fleet:
         )
         for i, (rate, memory) in enumerate(rows)
     )  # fmt: skip
-    return Fleet(tuple(Host(f"h{i}") for i in range(len(rows))), devices, Card(bytes_per_s, bytes_per_s, 1e-4))
+    return Fleet(tuple(Host(f"h{i}") for i in range(len(rows))), devices, Nic(bytes_per_s, bytes_per_s, 1e-4))
 
 
 def measured_fleet(
@@ -53,7 +53,7 @@ def measured_fleet(
     fleet = Fleet(
         tuple(Host(f"host-{name}") for name in names),
         tuple(Device(name, f"host-{name}", "cpu", memory_bytes=(memory_bytes or {}).get(name)) for name in names),
-        Card(link_bytes_per_s, link_bytes_per_s, 1e-6),
+        Nic(link_bytes_per_s, link_bytes_per_s, 1e-6),
     )
     costs = tuple(DeviceCosts(name, 0.0, 0.0, *(1e-9,) * 9) for name in names)
     return Measurement(fleet, "net", graph.fingerprint, batch, "0", "2", "2026-11-23", costs, tuple(points))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Form, InShares, may_be_in_shares
+from convoy.plan.strategy import Batch, Form, Sharding, can_shard
 from tests.support.one_device import graph_of
 
 
@@ -12,6 +12,6 @@ def in_shares(plan: Plan, net: str, shares: tuple[int, ...], form: Form = "keep"
     free = [
         layer.name
         for layer in graph_of(net).layers.values()
-        if may_be_in_shares(layer) and isinstance(plan.layers.get(layer.name, Batch(())), Batch)
+        if can_shard(layer) and isinstance(plan.layers.get(layer.name, Batch(())), Batch)
     ]
-    return replace(plan, in_shares=dict.fromkeys(free, InShares(shares, form)))
+    return replace(plan, sharded=dict.fromkeys(free, Sharding(shares, form)))

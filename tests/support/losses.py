@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from convoy.comm.changing import ChangingGroup
+from convoy.comm.group import ChangingGroup
 from convoy.elastic import members as members_module
 from convoy.elastic.agreement import Generation
 from convoy.elastic.members import Members
@@ -63,7 +63,6 @@ class _Island:
         self.group, self.me, self.is_out, self.parted = group, present.device, False, frozenset[tuple[int, int]]()
         self.place: _Place = present.place  # type: ignore[attr-defined]
         self.generation = self.place.generation
-        self.doors: list[tuple[str, int]] = []  # nobody comes
 
     def regroup(self, error: DeviceLostError) -> None:
         self.group.close(error)

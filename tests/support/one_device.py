@@ -267,13 +267,13 @@ class _Lowered:
         self.checked: list[StepList] = []
         self.lock = threading.Lock()
 
-    def lower(self, plan: Plan, graph: Graph, batch: int, wanted: Any, kept: Any, pass_: Any) -> StepList:
-        asked = (batch, pass_, wanted, kept, plan)
+    def lower(self, plan: Plan, graph: Graph, batch: int, wanted: Any, kept: Any, micro_batch: Any) -> StepList:
+        asked = (batch, micro_batch, wanted, kept, plan)
         with self.lock:
             for before, its_graph, steps in self.known:
                 if its_graph is graph and before == asked:
                     return steps
-            steps = self.original(plan, graph, batch, wanted, kept, pass_)
+            steps = self.original(plan, graph, batch, wanted, kept, micro_batch)
             self.known.append((asked, graph, steps))
             return steps
 

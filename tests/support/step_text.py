@@ -5,7 +5,7 @@ from convoy.layout.shares import even
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients
+from convoy.plan.steps import ComputeStep, GatherStatistics, Move, ReturnGradient, StepList, SumGradients
 from convoy.plan.strategy import Batch, One, Strategy
 from tests.support.one_device import by_name, graph_of
 
@@ -20,9 +20,9 @@ def spelled(steps: StepList, phase: str) -> list[str]:
 
 def _line(step: object) -> str:
     match step:
-        case Compute(layer=layer, phase="forward"):
+        case ComputeStep(layer=layer, phase="forward"):
             return f"{layer}: {' & '.join(str(v.layout) for v in step.reads)} -> {step.writes.layout}"
-        case Compute(layer=layer):
+        case ComputeStep(layer=layer):
             return f"{layer} back" if step.part == "all" else f"{layer} back ({step.part})"
         case Move(phase="forward"):
             return f"move {step.reads.key}: {step.reads.layout} -> {step.writes.layout}"
@@ -30,7 +30,7 @@ def _line(step: object) -> str:
             return f"move back to {step.writes.key}"
         case ReturnGradient():
             return f"gradient of {step.writes.key}"
-        case ShareStatistics():
+        case GatherStatistics():
             return f"statistics of {' & '.join(step.layers)}: {step.entries} from {','.join(map(str, step.members))}"
         case SumGradients():
             return f"sum over {','.join(map(str, step.devices))}: {' '.join(step.keys)}"

@@ -11,7 +11,7 @@ from typing import TypeVar, final
 
 import torch
 
-from convoy.comm.group import CountedGroup, Group, Message, Pending, closed_error
+from convoy.comm.group import Group, Message, Pending, closed_error
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
 from convoy.machine.accelerator import check_device, enter
 
@@ -143,7 +143,7 @@ class _Mailboxes:
 
 
 @final
-class _ThreadGroup(CountedGroup):
+class _ThreadGroup(Group):
     def __init__(self, mail: _Mailboxes, device: int, torch_device: torch.device) -> None:
         super().__init__(device, mail.devices, torch_device, mail.timeout_s)
         self.mail = mail

@@ -16,7 +16,7 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.steps import Compute
+from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.planner.planner import Candidate, candidates
 from convoy.planner.predict import FEWER, REACH, REACH_ALONE, TRIED, worth_trying
@@ -152,7 +152,7 @@ def test_only_plans_with_fewer_messages_and_nearly_the_same_time_are_tried() -> 
     assert 1 < len(rows) <= TRIED, "a slow wire and a small net: several plans are near each other"
 
     def messages(plan: Plan) -> int:
-        moves = [step for step in lower(plan, graph).steps if not isinstance(step, Compute)]
+        moves = [step for step in lower(plan, graph).steps if not isinstance(step, ComputeStep)]
         return sum(t.sender != t.receiver for move in moves for each in move.schedule.rounds for t in each)
 
     counts = [messages(row.plan) for row in rows]

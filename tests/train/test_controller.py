@@ -22,7 +22,7 @@ from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.layout import Partial, box, entries
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Compute
+from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
@@ -130,7 +130,7 @@ class Teller(Observer):
 
     def on_step_end(self, step: int, samples: int) -> None:  # noqa: ARG002
         for each in self.here.steps(samples).phase("forward"):
-            if isinstance(each, Compute):
+            if isinstance(each, ComputeStep):
                 part = each.parameters.get("weight") and _part(self.here, each)
                 self.here.clock.layers_s[each.layer, "forward"] += 0.25 * (part or 0.0) / self.speed
                 self.here.clock.layers_s[each.layer, "backward"] += 0.75 * (part or 0.0) / self.speed
@@ -143,7 +143,7 @@ class Teller(Observer):
         self.here.clock.layers_s["conv1", "forward"] += 1000.0 * (1 + self.here.group.device)
 
 
-def _part(here: Distributed, step: Compute) -> float:
+def _part(here: Distributed, step: ComputeStep) -> float:
     """The part of a layer's output, or of what it sums over, that a device has: its share of samples or filters."""
     value = step.reads[0] if isinstance(step.writes.layout, Partial) else step.writes
     mine = box(value.layout, here.group.device, value.shape)

@@ -17,10 +17,10 @@ from convoy.layout.shares import Shares, apportion, even
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.coupling import shares_of
+from convoy.plan.device_program import flop, local_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.size import flop, local_size
-from convoy.plan.steps import Compute, StepList
+from convoy.plan.steps import ComputeStep, StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.train.rebalance import FIRST, LEAST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
 from tests.support.plain_nets import TwoConv
@@ -79,11 +79,11 @@ class World:
         """Of one step: what each device needs for its part of each layer."""
         result: dict[str, list[float]] = {}
         for step in _steps(plan).phase("forward"):
-            if isinstance(step, Compute):
+            if isinstance(step, ComputeStep):
                 result[step.layer] = [self._one(step, device) for device in range(plan.devices)]
         return result
 
-    def _one(self, step: Compute, device: int) -> float:
+    def _one(self, step: ComputeStep, device: int) -> float:
         layer = graph()[step.layer]
         size = local_size(step, layer, device)
         if size is None:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.model.entry_points import call, find_callable, import_package, names_callable
 from convoy.model.nets.builtin import ImageShape
-from convoy.model.tracing.opaque import first_line, run_on_random, tensors_of
 from convoy.model.tracing.shared_copy import shared_copy
+from convoy.model.tracing.trials import first_line, run_on_random, tensors_of
 
 
 def is_imported(text: str) -> bool:

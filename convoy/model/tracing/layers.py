@@ -14,16 +14,33 @@ from torch.utils.flop_counter import FlopCounterMode
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.layer_rules import Call, Known
-from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, call_operation
-from convoy.model.tracing.check_cuts import check_cuts
-from convoy.model.tracing.effects import batch_norm_of, draws_random
-from convoy.model.tracing.kinds import IN_PLACE, has_hooks, known, replaced_by_hand
-from convoy.model.tracing.nodes import Nodes, Untraceable
-from convoy.model.tracing.opaque import Inputs, Seen, has_dropout, is_floating, observe, per_sample, tensors_of
+from convoy.model.operation import Form, Operation, Ref, Region, TracedModel
+from convoy.model.tracing.effects import IN_PLACE, batch_norm_of, called, draws_random
+from convoy.model.tracing.kinds import has_hooks, known, replaced_by_hand
+from convoy.model.tracing.node_values import (
+    BATCHES,
+    NodeValues,
+    Spec,
+    Untraceable,
+    across,
+    is_batched,
+    is_form,
+    mentions_batch,
+    without_batch,
+)
 from convoy.model.tracing.python_state import subtree
 from convoy.model.tracing.shared_copy import shared_copy
-from convoy.model.tracing.sizes import BATCHES, Spec, called
-from convoy.model.tracing.values import NodeValues, across, is_batched, is_form, mentions_batch, without_batch
+from convoy.model.tracing.tracer import Nodes
+from convoy.model.tracing.trials import (
+    Observation,
+    TrialInputs,
+    check_cuts,
+    has_dropout,
+    is_floating,
+    observe,
+    per_sample,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +167,14 @@ class LayerBuilder:
         layer = Layer(name, "opaque", tuple(refs), (), self._parameters(node, name), flop=self.values.flop[node])
         layer = self._shaped(node, layer)
         found = self._known(node, operation, layer)
-        operation = replace(found.operation or operation, no_autocast=node.meta["no_autocast"])
+        operation = found.operation or operation
         layer = replace(
             layer, kind=found.kind, groups=found.groups, axis=found.axis, statistics=found.statistics, cuts=found.cuts
         )
         layer = self._with_samples(node, operation, layer, found)
         self._keep(node, layer, operation)
         if not found.trusted:
-            inputs = [(self.shown[i], self.layers[i].batched) for i in layer.inputs]
+            inputs = TrialInputs([self.shown[i] for i in layer.inputs], [self.layers[i].batched for i in layer.inputs])
             check_cuts(self.model, layer, operation, inputs, found.like)
         if layer.several:
             self.outputs[node] = _Outputs(name, tuple(range(len(self.values[node][0]))))
@@ -211,10 +228,7 @@ class LayerBuilder:
                     self._lowered(read, functools.partial(_ref, refs))
             calls.append(node)
         at = {node: Ref(len(refs) + i) for i, node in enumerate(calls)}
-        operations = [
-            replace(self._operation(node, *self._arguments(node, refs, at)), no_autocast=node.meta["no_autocast"])
-            for node in calls
-        ]
+        operations = [self._operation(node, *self._arguments(node, refs, at)) for node in calls]
         of_batch = self.values.of_batch
         leaving = [n for n in group if n not in self.values.odd or n in of_batch]
         gives = [n for n in leaving if tensors_of(self.values[n][0]) and self._leaves(n, inside)]
@@ -421,14 +435,11 @@ class LayerBuilder:
         if not layer.batched:
             return replace(layer, reason="it has no batch axis, so every device makes it")
         batched = [self.layers[name].batched for name in layer.inputs]
-        inputs = Inputs([self.shown[name] for name in layer.inputs], batched, self.samples, registered)
-
-        def call(model: nn.Module, samples: int, given: Sequence[Tensor]) -> Any:
-            return call_operation(model, operation, given, samples)
+        inputs = TrialInputs([self.shown[name] for name in layer.inputs], batched, self.samples, registered)
 
         if is_of_user(operation, self.model):
             inside = {path: m for each in modules for path, m in subtree(self.model, each).items()}
-            seen = observe(call, self.model, inside, inputs)
+            seen = observe(self.model, operation, inside, inputs)
             if not registered:
                 self.changed[layer.name] = seen.changes
                 return whole(layer, seen, why, self.elsewhere)
@@ -439,8 +450,7 @@ class LayerBuilder:
         if layer.random and not modules:
             # No two calls agree, so none can show whether samples are independent. These functions draw for each entry.
             return replace(layer, reason=why)
-        own = [self.model.get_submodule(path) for path in modules]
-        found = per_sample(call, self.model, lambda: self._precise, inputs, own)
+        found = per_sample(self.model, operation, lambda: self._precise, inputs, modules)
         if found.overwrites:
             where = max(modules, key=len).rpartition(".")[0] if modules else ""
             raise Untraceable(f"{layer.name} overwrites its input", where)
@@ -494,7 +504,7 @@ def _is_of_torch(thing: Any) -> bool:
 _LIBRARIES = ("torch", "torchvision", "_operator", "operator", "math", "builtins")
 
 
-def whole(layer: Layer, seen: Seen, why: str, elsewhere: Mapping[str, bool]) -> Layer:
+def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, bool]) -> Layer:
     """The layer, given the whole batch: its Python is not known.
 
     Where it changes Python state, every device calls it, so that all have the same state. With random numbers inside, copies

@@ -19,15 +19,31 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, call_operation
+from convoy.model.operation import Form, Operation, Ref, Region, TracedModel
 from convoy.model.tracing.hooks import copied, mute, with_hooks
 from convoy.model.tracing.layers import LayerBuilder, canonical_keys, dtype_name, noted_by_each, whole
-from convoy.model.tracing.nodes import TRACE_LOCK, Followed, Nodes, Untraceable, nodes_of
-from convoy.model.tracing.opaque import Inputs, first_line, has_dropout, is_floating, observe, run_on_random, tensors_of
+from convoy.model.tracing.node_values import (
+    BATCHES,
+    Spec,
+    Untraceable,
+    across,
+    is_batched,
+    meta_inputs,
+    on_meta,
+    without_batch,
+)
 from convoy.model.tracing.python_state import State, modes_of, subtree
 from convoy.model.tracing.shared_copy import release, shared_tensors
-from convoy.model.tracing.sizes import BATCHES, Spec, meta_inputs
-from convoy.model.tracing.values import across, is_batched, on_meta, without_batch
+from convoy.model.tracing.tracer import TRACE_LOCK, Nodes, nodes_of
+from convoy.model.tracing.trials import (
+    TrialInputs,
+    first_line,
+    has_dropout,
+    is_floating,
+    observe,
+    run_on_random,
+    tensors_of,
+)
 
 
 def trace(
@@ -130,7 +146,6 @@ class _Capture:
         self.samples = min(max(shapes[0][0], BATCHES[0]), _OBSERVED)
         self.meta = on_meta(model)
         self.why: dict[str, str] = {}
-        self.followed: Followed = {}
         self.overwrites = False
         self.together: list[set[str]] = []
         self.elsewhere = noted_by_each(like.graph) if like is not None else {}
@@ -163,7 +178,7 @@ class _Capture:
 
     def _traced(self, leaves: frozenset[str]) -> tuple[TracedModel, dict[str, str]]:
         """The trace with these leaves, and which modules must stay whole, too, and why."""
-        nodes = nodes_of(self.model, self.meta, self.specs, leaves, self.followed)
+        nodes = nodes_of(self.model, self.meta, self.specs, leaves)
         named = replace(nodes, whole={**nodes.whole, **{path: why for path, why in self.why.items() if why}})
         builder = LayerBuilder(self.model, self.meta, named, self.specs, self.together, self.elsewhere, self.samples)
         traced = builder.run()
@@ -209,8 +224,8 @@ class _Capture:
             dtype=dtype_name(outputs[0].dtype), random=has_dropout(model),
             differentiable=any(is_floating(t) for t in outputs), flop=counter.get_total_flops() // sum(BATCHES),
         )  # fmt: skip
-        given = Inputs(meta_inputs(self.specs, BATCHES[0]), [True] * len(self.specs), self.samples)
-        seen = observe(lambda m, n, x: call_operation(m, operation, x, n), model, subtree(model), given)
+        given = TrialInputs(meta_inputs(self.specs, BATCHES[0]), [True] * len(self.specs), self.samples)
+        seen = observe(model, operation, subtree(model), given)
         layers["model"] = whole(layer, seen, why, self.elsewhere)
         operations["model"] = operation
         if not several:

@@ -1,0 +1,394 @@
+"""A checkpoint of a distributed model: gathered and written by device 0 tensor by tensor, read by it and scattered likewise."""
+
+import itertools
+import json
+import os
+import shlex
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from convoy.checkpoint.run_folder import (
+    AVERAGE,
+    BEST,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    Progress,
+    SavedGroup,
+    SavedOptimizer,
+    SavedState,
+    checkpoints,
+    decode,
+    encode,
+    holding,
+    is_checkpoint,
+    latest,
+    publish,
+    read_checked,
+    tidy,
+    torch_dtype,
+)
+from convoy.checkpoint.tensors import (
+    ModelShards,
+    Spec,
+    TensorStream,
+    file_chunks,
+    file_order,
+    read_specs,
+    reading,
+    write_file,
+)
+from convoy.comm.collectives import agree_on, from_first
+from convoy.errors import InputError
+from convoy.runtime.average import WeightAverage
+from convoy.runtime.marks import mark_changed
+
+OF_THE_MACHINE = ("foreach", "fused", "capturable", "param_names")
+"""Optimizer settings that say how it computes, not what: those of the present machine apply."""
+
+_SHOWN = 3
+
+
+class Stateful(Protocol):
+    """An object with a state of its own, such as a schedule of torch.optim.lr_scheduler, or torch.amp.GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds; see `save_checkpoint`. `others` has the "schedule" and the "scaler", if there are such."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    others: Mapping[str, Stateful | None]
+    settings: Mapping[str, Any] | None
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    progress: Progress | None = None,
+    *,
+    schedule: Stateful | None = None,
+    scaler: Stateful | None = None,
+    settings: Mapping[str, Any] | None = None,
+    score: float | None = None,
+) -> Path:
+    """Save a run between two steps. Every device calls it; device 0 writes, into a folder of its own machine.
+
+    The checkpoint appears under its name when all of it is on the disk. The last three, the best, and the last one with finite
+    weights are kept. Gradients and random numbers are not saved. No device needs room for more than one whole tensor.
+
+    Args:
+        folder: of the run; made if missing.
+        optimizer: None: only the weights are saved.
+        schedule, scaler: of learning rates, as in torch.optim.lr_scheduler; of the loss, for fp16.
+        settings: JSON values that must be the same on resume: the loader's seed, the batch size, the data.
+        score: of an evaluation at this point; the greater the better. `best` in the folder links to the highest.
+
+    Raises:
+        InputError: it cannot be written, another run writes into the folder, or it holds something that a file cannot; on
+            every device.
+        MismatchError: the devices are at different steps.
+    """
+    contents = Contents(model, optimizer, {"schedule": schedule, "scaler": scaler}, settings)
+    path, why = try_to_save(Path(folder), contents, progress or Progress(), score, warnings.warn)
+    if path is None:
+        raise InputError(why)
+    return path
+
+
+@torch.no_grad()
+def try_to_save(
+    folder: Path, contents: Contents, progress: Progress, score: float | None, tell: Callable[[str], object]
+) -> tuple[Path | None, str]:
+    """Save as `save_checkpoint`. If the disk refuses, return (None, reason) on every device instead of raising an error.
+
+    Args:
+        tell: called on device 0 with a line of text if old checkpoints could not be removed.
+    """
+    shards, optimizer = ModelShards.of(contents.model), contents.optimizer
+    agree_on(shards.group, "checkpoint", json.dumps([asdict(progress), score]), "saves another checkpoint")
+    saved = None
+    if optimizer is not None:
+        name, groups = type(optimizer).__name__, []
+        for names, group in zip(shards.group_names(optimizer), optimizer.param_groups, strict=True):
+            kept = {key: value for key, value in group.items() if key not in ("params", *OF_THE_MACHINE)}
+            groups.append(SavedGroup(parameters=names, settings=encode(kept, f"a parameter group of {name}")))
+        state = encode(shards.state_rows(optimizer), f"the state of {name}")
+        saved = SavedOptimizer(name=name, groups=groups, state=state)
+    others = {}
+    for what, each in contents.others.items():
+        if each is not None:
+            name = type(each).__name__
+            others[what] = SavedState(name=name, state=encode(each.state_dict(), f"the state of {name}"))
+    settings = encode(dict(contents.settings or {}), "settings")
+    manifest = Manifest(progress=progress, score=score, settings=settings, optimizer=saved, others=others, files={})
+    streams = _streams(shards, optimizer, saved)
+    if not shards.is_first:
+        _drain(streams)
+
+    def write() -> tuple[str | None, str]:
+        try:
+            if is_checkpoint(folder):
+                raise InputError(f"{folder} is a checkpoint itself: name the folder of the run, {folder.parent}")
+            folder.mkdir(parents=True, exist_ok=True)
+            with holding(folder):
+                path = publish(folder, progress.step, lambda draft: _write(draft, streams, manifest, shards))
+                try:
+                    tidy(folder)
+                except OSError as error:
+                    tell(
+                        f"{path} is saved, but {error.filename or folder} could not be tidied ({error.strerror}): {BEST} may "
+                        "link to an earlier one, and old checkpoints may stay; remove what is in the way"
+                    )
+            return str(path), ""
+        except InputError:
+            _drain(streams)
+            raise
+        except OSError as error:
+            _drain(streams)
+            size_bytes = sum(spec.size_bytes for stream in streams.values() for spec in stream.specs.values())
+            return None, _unwritten(folder, progress, size_bytes, error)
+
+    path, why = from_first(shards.group, "checkpoint: written", write)
+    return None if path is None else Path(path), why
+
+
+def _streams(shards: ModelShards, optimizer: Optimizer | None, saved: SavedOptimizer | None) -> dict[str, TensorStream]:
+    """Return the tensors of each file: the model's, the optimizer's ("parameter/name"), and the model with averaged weights."""
+    files = {MODEL: _stream(shards, {key: (key, shard) for key, shard in shards.shards.items()})}
+    if optimizer is not None and saved is not None:
+        state = {key: optimizer.state.get(parameter, {}) for parameter, key in shards.names.items()}
+        rows = {
+            (key, name): state[key][name] if shards.has(key) else torch.empty(0, dtype=dtype)
+            for key, name, dtype in saved.tensors()
+        }
+        files[OPTIMIZER] = _stream(shards, {f"{key}/{name}": (key, shard) for (key, name), shard in rows.items()})
+        averages = {key: shard for (key, name), shard in rows.items() if name == WeightAverage.STATE}
+        if averages:
+            whole = {key: (key, averages.get(shards.first_names[key], s)) for key, s in shards.shards.items()}
+            files[AVERAGE] = _stream(shards, whole)
+    return files
+
+
+def _stream(shards: ModelShards, rows: Mapping[str, tuple[str, Tensor]]) -> TensorStream:
+    """Stream tensors, given by name in the file as (key with the same layout, local shard)."""
+    specs = file_order({name: Spec(shards.shapes[key], shard.dtype) for name, (key, shard) in rows.items()})
+    return TensorStream(specs, (shards.gather(*rows[name]) for name in specs))
+
+
+def _drain(streams: Mapping[str, TensorStream]) -> None:
+    """Take part in the remaining gathers, which the other devices wait in."""
+    for stream in streams.values():
+        for _ in stream.tensors:
+            pass
+
+
+def _write(draft: Path, streams: Mapping[str, TensorStream], manifest: Manifest, shards: ModelShards) -> None:
+    parameters, finite = set(shards.names.values()), True
+
+    def watched(stream: TensorStream) -> Iterator[Tensor]:
+        nonlocal finite
+        for name, tensor in zip(stream.specs, stream.tensors, strict=True):
+            # Infinity in a buffer may be meant, as in the mask of an attention.
+            is_parameter = shards.first_names[name] in parameters
+            bad = tensor.isnan().any() or (is_parameter and tensor.isinf().any())
+            finite = finite and not bool(bad)
+            yield tensor
+
+    streams = {**streams, MODEL: replace(streams[MODEL], tensors=watched(streams[MODEL]))}
+    files = {name: write_file(draft / name, file_chunks(stream)) for name, stream in streams.items()}
+    text = manifest.model_copy(update={"files": files, "finite": finite}).to_json()
+    write_file(draft / MANIFEST, [text.encode()])
+
+
+def _unwritten(folder: Path, progress: Progress, size_bytes: int, error: OSError) -> str:
+    before, room = None, ""
+    with suppress(OSError):
+        room = f", {shutil.disk_usage(folder).free:,} are free there"
+        before = latest(folder)
+    what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror or error}"
+    remedy = f"it has {size_bytes:,} bytes{room}: make room there, or name another folder"
+    left = "no earlier checkpoint is there" if before is None else f"{before} is as it was"
+    return f"{what} ({error.filename or folder}); {remedy}; {left}"
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_checkpoint(
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    schedule: Stateful | None = None,
+    scaler: Stateful | None = None,
+    settings: Mapping[str, Any] | None = None,
+    missing_ok: bool = False,
+) -> Progress:
+    """Continue a saved run on any fleet, with any plan. Every device calls it; only device 0 reads files.
+
+    The checkpoint is checked before anything changes. The optimizer gets the saved settings (learning rate, momentum), not
+    those it was made with.
+
+    Args:
+        folder: of the run, for its latest checkpoint; or a checkpoint.
+        optimizer: of the class that was saved, with the same parameter groups; None: only the weights are loaded.
+        schedule, scaler: of the classes that were saved; used with an optimizer only.
+        settings: compared with the saved settings of the same names.
+        missing_ok: return `Progress()` and change nothing if the run has no checkpoint yet.
+
+    Raises:
+        InputError: there is no checkpoint, or it is damaged (the message names an intact earlier one), of a newer Convoy, of
+            another net, optimizer or setting, or its weights are NaN or infinite; on every device.
+    """
+    shards = ModelShards.of(model)
+    groups = None if optimizer is None else shards.group_names(optimizer)
+    others = {"schedule": schedule, "scaler": scaler}
+
+    def find() -> list[str] | None:
+        if missing_ok and not is_checkpoint(Path(folder)) and latest(folder) is None:
+            return None
+        path, manifest = find_checkpoint(Path(folder))
+        remedy = "build the net as it was when it was saved, with the same dtype"
+        _check_same(path, read_specs(path / MODEL), shards.specs, remedy)
+        check_settings(path, manifest, encode(dict(settings or {}), "settings"))
+        if optimizer is not None and groups is not None:
+            saved, remedy = (
+                manifest.optimizer,
+                "give what the run began with, or load the weights alone, without optimizer",
+            )
+            there = {"the optimizer": "missing" if saved is None else saved.name}
+            here = {"the optimizer": type(optimizer).__name__}
+            there |= _group_of([] if saved is None else [group.parameters for group in saved.groups])
+            here |= _group_of(groups)
+            there |= {f"the {name}": state.name for name, state in manifest.others.items()}
+            here |= {f"the {name}": type(each).__name__ for name, each in others.items() if each is not None}
+            _check_same(path, there, here, remedy)
+            if saved is not None:
+                wanted = {
+                    f"{key}/{name}": Spec(shards.shapes.get(key, ()), dtype) for key, name, dtype in saved.tensors()
+                }
+                _check_same(path / OPTIMIZER, read_specs(path / OPTIMIZER), wanted, _instead(path))
+        return [str(path), manifest.model_dump_json()]
+
+    if (found := from_first(shards.group, "checkpoint: found", find)) is None:
+        return Progress()
+    path, manifest = Path(found[0]), Manifest.model_validate_json(found[1])
+    types = {key: spec.dtype for key, spec in shards.specs.items()}
+    with reading(path / MODEL, types, here=shards.is_first) as read:
+        for key, own in shards.shards.items():
+            shard = shards.scatter(key, read(key))
+            if shard is not None:
+                own.copy_(shard)
+    mark_changed(model.parameters())
+    if optimizer is not None and manifest.optimizer is not None:
+        _restore(shards, optimizer, manifest.optimizer, path / OPTIMIZER)
+        for what, each in others.items():
+            if each is not None:
+                each.load_state_dict(decode(manifest.others[what].state))
+    return manifest.progress
+
+
+def _restore(shards: ModelShards, optimizer: Optimizer, saved: SavedOptimizer, path: Path) -> None:
+    for group, settings in zip(optimizer.param_groups, saved.groups, strict=True):
+        group.update(decode(settings.settings))
+    optimizer.state.clear()
+    types = {f"{key}/{name}": dtype for key, name, dtype in saved.tensors()}
+    with reading(path, types, here=shards.is_first) as read:
+        for group in optimizer.param_groups:
+            on_cpu = not (group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                key, state = shards.names[parameter], dict[str, Any]()
+                for name, row in decode(saved.state.get(key, {})).items():
+                    value = row["value"] if row["kind"] == "plain" else None
+                    if row["kind"] == "tensor":
+                        value = shards.scatter(key, read(f"{key}/{name}"))
+                        # A copy: the shard may share memory with the whole tensor, or with the file.
+                        value = None if value is None else value.clone()
+                    elif row["kind"] == "number":
+                        value = torch.tensor(row["value"], dtype=torch_dtype(row["dtype"]))
+                        # torch counts steps on the CPU, unless the optimizer runs as one kernel.
+                        value = value.to("cpu" if name == "step" and on_cpu else parameter.device)
+                    state[name] = value
+                if state and shards.has(key):
+                    optimizer.state[parameter] = state
+
+
+def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
+    """Return the checkpoint that a folder is, or the latest of a run, with its checksums verified.
+
+    Raises:
+        InputError: there is none, it is damaged, or its weights are not finite; names an intact earlier one.
+    """
+    if not os.path.isdir(folder):
+        raise InputError(
+            f"the folder {folder} does not exist: give that of a run which saved checkpoints, or one of these"
+        )
+    path = folder if is_checkpoint(folder) else latest(folder)
+    if path is None:
+        raise InputError(
+            f"{folder} holds no checkpoint, a folder such as 000001-step-100: give the folder of a run that saved one"
+        )
+    try:
+        manifest = read_checked(path)
+    except InputError as error:
+        raise InputError(f"{error}; {_instead(path)}") from None
+    if not manifest.finite:
+        raise InputError(
+            f"the weights of the checkpoint {path} are useless: some are NaN or infinite, so the training had diverged; "
+            f"{_instead(path)}. To read its tensors: safetensors.torch.load_file"
+        )
+    return path, manifest
+
+
+def _instead(path: Path) -> str:
+    """Return what the user can do without this checkpoint."""
+    damaged = Path(os.path.realpath(path))
+    before = itertools.takewhile(lambda other: other.name != damaged.name, checkpoints(damaged.parent))
+    for other in reversed(list(before)):
+        with suppress(InputError):
+            if read_checked(other).finite:
+                give = f"give that folder (--checkpoint {shlex.quote(str(other))} --resume)"
+                return f"the checkpoint before it, {other}, is whole: to go on from there {give}; this one stays"
+    return "no checkpoint before it is whole: bring the file back from a copy, or start a new run in another folder"
+
+
+def check_settings(path: Path, manifest: Manifest, here: Mapping[str, Any]) -> None:
+    """Compare settings, as `encode` writes them, with the saved ones of the same names. InputError if they differ."""
+    there = {name: manifest.settings.get(name) for name in here}
+    _check_same(path, there, here, "give the same settings, or start a new run in another folder")
+
+
+def _check_same(path: Path, there: Mapping[str, object], here: Mapping[str, object], remedy: str) -> None:
+    different = [
+        f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    ]
+    if different:
+        more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        raise InputError(f"the checkpoint {path} is of another run: {', '.join(different[:_SHOWN])}{more}; {remedy}")
+
+
+def _group_of(groups: Sequence[Sequence[str]]) -> dict[str, str]:
+    return {name: f"in group {number}" for number, names in enumerate(groups) for name in names}

@@ -1,0 +1,279 @@
+"""One connection between two processes of a job: TLS 1.3 if the job has a key, else plain TCP.
+
+Sent tensors are encrypted from their own memory in chunks of 64 KB. Received bytes are read in chunks of 128 KB and decrypted
+into the tensor's memory. One thread at a time may use a channel.
+"""
+
+import json
+import select
+import socket
+import ssl
+import struct
+import time
+from contextlib import suppress
+from typing import Any, final
+
+from convoy.comm.job_key import JobKey
+
+Fields = dict[str, Any]
+
+CHUNK_BYTES = 65_536
+"""Encrypted at once. Larger chunks leave the processor's cache, smaller ones cost more system calls."""
+
+RECEIVED_BYTES = 131_072
+"""Encrypted bytes read at once. 64 KB costs a quarter more processor time; 256 KB is no faster."""
+
+FRAME_BYTES = 1 << 20
+"""The longest control message that is accepted."""
+
+_LENGTH = struct.Struct(">I")
+
+
+class NotOfThisJob(Exception):  # noqa: N818 - a fact about the other side
+    """The other side does not have this job's key."""
+
+
+@final
+class Credentials:
+    """The TLS contexts of a job. Without a key, connections are not authenticated."""
+
+    def __init__(self, key: JobKey | None) -> None:
+        self.key = key
+        self._answering: ssl.SSLContext | None = None
+        self._calling: ssl.SSLContext | None = None
+        if key is not None:
+            self._answering, self._calling = key.contexts()
+        self._certificate = b"" if key is None else key.certificate
+
+    def accept(self, connection: socket.socket) -> "Connection":
+        """Return the channel of an accepted connection."""
+        return Connection(connection, self._answering, self._certificate, answers=True)
+
+    def connect(self, address: tuple[str, int], words: Fields, deadline_s: float) -> "Connection":
+        """Connect, authenticate, and send a first message. The caller reads the answer.
+
+        Raises:
+            NotOfThisJob: the listener has another key or none.
+            OSError: the connection failed. TimeoutError after the deadline.
+        """
+        channel: Connection | None = None
+        connection = socket.create_connection(address, timeout=_left_s(deadline_s))
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            channel = Connection(connection, self._calling, self._certificate, answers=False)
+            channel.deadline(deadline_s)
+            while not channel.shake_hands():
+                channel.deadline(deadline_s)
+            channel.send_message(words)
+            return channel
+        except BaseException:
+            connection.close()
+            raise
+
+
+@final
+class Connection:
+    """A connection with its TLS state.
+
+    Attributes:
+        connection: the socket. It carries encrypted bytes, and may be shut down at any time.
+    """
+
+    def __init__(
+        self, connection: socket.socket, context: ssl.SSLContext | None, certificate: bytes, *, answers: bool
+    ) -> None:
+        self.connection = connection
+        self._arriving, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = None if context is None else context.wrap_bio(self._arriving, self._leaving, server_side=answers)
+        self._certificate = certificate
+        self._chunk = memoryview(bytearray(RECEIVED_BYTES))
+        self._ahead = memoryview(b"")  # unencrypted bytes read beyond what was asked for
+        self._behind = b""  # not sent yet
+        self._poll: select.poll | None = None
+        self._partial = b""
+
+    def stop_encrypting(self) -> None:
+        """Stop encrypting. Both sides call it, each after it has read all that the other has sent.
+
+        Only for connections inside one machine, which the kernel protects from other processes.
+        """
+        self._tls = None
+
+    def deadline(self, deadline_s: float) -> None:
+        """Let all further waits fail with TimeoutError at that time (of `time.monotonic`)."""
+        self.connection.settimeout(_left_s(deadline_s))
+
+    def shake_hands(self) -> bool:
+        """Continue the handshake. Return whether it is complete and the peer has the job's key.
+
+        Raises:
+            NotOfThisJob: the peer has another key or none, or sent no handshake.
+        """
+        if self._tls is None:
+            return True
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self.flush()
+            self._arriving.write(self._received())
+            return False
+        except ssl.SSLError as error:
+            raise NotOfThisJob((error.reason or "no handshake").lower().replace("_", " ")) from None
+        self.flush()
+        if self._tls.getpeercert(binary_form=True) != self._certificate:
+            raise NotOfThisJob("another certificate")
+        return True
+
+    def send(self, content: memoryview | bytes) -> None:
+        """Send all bytes directly from their memory."""
+        self.flush()
+        if self._tls is None:
+            self.connection.sendall(content)
+            return
+        whole = memoryview(content)
+        for start in range(0, len(whole), CHUNK_BYTES):
+            self._encrypt(whole[start : start + CHUNK_BYTES])
+            self.flush()
+
+    def send_at_once(self, content: bytes) -> bool:
+        """Send without waiting. Return whether all was sent; the rest is sent by `flush`, or before the next bytes."""
+        if self._tls is not None:
+            self._encrypt(memoryview(content))
+            content = self._leaving.read()
+        content = self._behind + content if self._behind else content
+        try:
+            self._behind = content[self.connection.send(content, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            self._behind = content
+        return not self._behind
+
+    def send_some(self, head: bytes, content: memoryview) -> int | None:
+        """Send as much as the kernel accepts without waiting. Only without encryption.
+
+        Returns:
+            the sent bytes of the content; the rest of the head is sent before the next bytes. None: nothing was sent.
+        """
+        if self._tls is not None or self._behind:
+            return None
+        try:
+            count = self.connection.sendmsg([head, content], [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        self._behind = head[count:]
+        return max(0, count - len(head))
+
+    def flush(self) -> None:
+        """Send what could not be sent before."""
+        if self._behind:
+            behind, self._behind = self._behind, b""
+            self.connection.sendall(behind)
+        if self._leaving.pending:
+            self.connection.sendall(self._leaving.read())
+
+    def receive_some(self, place: memoryview, until_s: float | None = None) -> int:
+        """Receive into the beginning of a buffer, and return the number of bytes. Bytes read beyond it are kept.
+
+        Args:
+            until_s: of `time.monotonic`. None: the timeout of the connection applies.
+
+        Raises:
+            ConnectionError: the peer has closed.
+            NotOfThisJob: the bytes were not sent with the job's key.
+            TimeoutError: nothing came in time.
+        """
+        if self._tls is None:
+            return self._unsealed(place, until_s)
+        while True:
+            try:
+                count: Any = self._tls.read(len(place), place)
+                if count:
+                    return int(count)
+                raise ConnectionResetError("the connection was closed")
+            except ssl.SSLWantReadError:
+                self._arriving.write(self._received(until_s))
+            except ssl.SSLError as error:
+                raise NotOfThisJob((error.reason or "a broken record").lower().replace("_", " ")) from None
+
+    def _unsealed(self, place: memoryview, until_s: float | None) -> int:
+        if not self._ahead:
+            if len(place) >= CHUNK_BYTES:
+                self._wait(until_s)
+                if got := self.connection.recv_into(place):
+                    return got
+                raise ConnectionResetError("the connection was closed")
+            self._ahead = self._received(until_s)
+        count = min(len(place), len(self._ahead))
+        place[:count] = self._ahead[:count]
+        self._ahead = self._ahead[count:]
+        return count
+
+    def send_message(self, words: Fields) -> None:
+        """Send a control message: its length, then JSON."""
+        text = json.dumps(words).encode()
+        self.send(_LENGTH.pack(len(text)) + text)
+
+    def receive_message(self) -> Fields | None:
+        """Return the next control message. None: it is incomplete and the connection does not block.
+
+        Raises:
+            ValueError: not a control message.
+            ConnectionError, NotOfThisJob, TimeoutError: as in `receive_some`.
+        """
+        place = memoryview(bytearray(4096))
+        while (missing := self._missing()) > 0:
+            try:
+                self._partial += place[: self.receive_some(place[: min(missing, len(place))])]
+            except BlockingIOError:
+                return None
+        words, self._partial = json.loads(self._partial[_LENGTH.size :]), b""
+        if not isinstance(words, dict):
+            raise ValueError("a control message is a JSON object")
+        return words
+
+    def ask(self, words: Fields) -> Fields:
+        """Send a control message, and return the answer. Errors as in `heard`."""
+        self.send_message(words)
+        answer = self.receive_message()
+        assert answer is not None  # this connection blocks
+        return answer
+
+    def cut(self) -> None:
+        """Shut the connection down, even while another thread uses it. `close` must follow."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _missing(self) -> int:
+        if len(self._partial) < _LENGTH.size:
+            return _LENGTH.size - len(self._partial)
+        (length,) = _LENGTH.unpack(self._partial[: _LENGTH.size])
+        if length > FRAME_BYTES:
+            raise ValueError(f"a control message of {length} bytes")
+        return int(_LENGTH.size + length - len(self._partial))
+
+    def _received(self, until_s: float | None = None) -> memoryview:
+        self._wait(until_s)
+        if count := self.connection.recv_into(self._chunk):
+            return self._chunk[:count]
+        raise ConnectionResetError("the connection was closed")
+
+    def _wait(self, until_s: float | None) -> None:
+        """Wait until something has come. Without a time, reading itself waits."""
+        if until_s is None:
+            return
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self.connection, select.POLLIN)
+        if not self._poll.poll(max(0.0, until_s - time.monotonic()) * 1e3):
+            raise TimeoutError("nothing came in time")
+
+    def _encrypt(self, content: memoryview) -> None:
+        assert self._tls is not None
+        while content:
+            content = content[self._tls.write(content) :]
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(0.001, deadline_s - time.monotonic())
