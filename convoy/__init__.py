@@ -40,7 +40,7 @@ _ALIASES = {
     "make_plans": "convoy.api",
     "clip_grad_norm_": "convoy.train",
     "full_optimizer_state": "convoy.train",
-    "reshare": "convoy.train",
+    "reshard": "convoy.train",
     "ELEMENTWISE": "convoy.train",
     "Progress": "convoy.checkpoint",
     "PlanError": "convoy.errors",
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
         WeightAverage,
         clip_grad_norm_,
         full_optimizer_state,
-        reshare,
+        reshard,
     )
     from convoy.train.loss import loss
 

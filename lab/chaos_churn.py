@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from convoy.api import distribute, make_plan
+from convoy.comm.connection import credentials_of
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.job_key import write_key_file
 from convoy.comm.processes import join
-from convoy.comm.rendezvous import credentials_of
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import JoinOptions, Members
 from convoy.launch.host_job import device_environments

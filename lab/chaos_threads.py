@@ -124,7 +124,7 @@ class Fleet:
         case, entrance = self.case, None
         if device < case.devices:
             env = ProcessEnv(device, case.devices, 0, None, "127.0.0.1", self.port, hosted=False, attempt=0)
-            group: Any = ChangingGroup(meet(env, torch.device("cpu"), TIMEOUT_S, False, self.number))
+            group: Any = ChangingGroup(meet(env, torch.device("cpu"), TIMEOUT_S, self.number))
             part = distribute(copy.deepcopy(self.net), self.plan, group, example())
         else:
             join, part = case.joins[device - case.devices], self.come[device - case.devices]

@@ -63,7 +63,7 @@ def doctor(
 
     Example: convoy emulate fleet.toml -- convoy doctor
     """
-    from convoy.doctor.command import run_doctor
+    from convoy.doctor.doctor import run_doctor
 
     in_job()
     raise typer.Exit(run_doctor(fleet, json_file, wait, case))
@@ -190,7 +190,7 @@ def setup(
 
     Example: convoy fleet setup --fleet lab.toml --data data/cifar10
     """
-    from convoy.setup.command import setup_fleet
+    from convoy.setup.setup import setup_fleet
 
     raise typer.Exit(setup_fleet(fleet, into.rstrip("/"), data or (), requirements, wheels, index, print_lines, doctor))
 

@@ -88,7 +88,7 @@ def measure(
     settings = resolve_settings(None, given).settings
     choose(settings.job_key, settings.trust_network, os.environ)
     if not one_of_job and (fleet is not None or print_lines):
-        from convoy.launch.command import fleet_to_start, measure_on_fleet
+        from convoy.launch.fleet_command import fleet_to_start, measure_on_fleet
 
         if (hosts := fleet_to_start(fleet, print_lines)) is not None:
             named = given["devices"] is not None

@@ -31,7 +31,7 @@ from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.train.autotune import is_end
 from convoy.train.observer import Observer, Observers
-from convoy.train.rebalance import Decision, Reshare
+from convoy.train.rebalance import Decision, Reshard
 
 
 class Reporter(ExitStack):
@@ -156,8 +156,8 @@ class Reporter(ExitStack):
         plan, graph = self.part.plan, self.part.traced[True].graph
         if is_end(decision) and plan != self.plans[0]:  # another of several plans has been chosen
             self.screen.plan(plan, layer_rows(plan, graph), work_shares(lower(plan, graph), graph), self.part.group.ids)
-        if self.log is not None and isinstance(decision, Reshare):
-            self.log.reshare(step, decision)
+        if self.log is not None and isinstance(decision, Reshard):
+            self.log.reshard(step, decision)
             self._predict(decision.plan, bool(decision.changes))
         self.timer.restart()
 

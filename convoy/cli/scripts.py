@@ -98,8 +98,8 @@ def run(
 
     options = JobOptions(port=settings.port, logs=logs, goes_on=goes_on or listen is not None)
     if fleet is not None or print_for is not None or image is not None:
-        from convoy.launch.command import fleet_to_start, script_on_fleet
-        from convoy.setup.command import sent_modules
+        from convoy.launch.fleet_command import fleet_to_start, script_on_fleet
+        from convoy.setup.setup import sent_modules
 
         started = fleet_to_start(fleet, print_for is not None or image is not None)
         if started is None:
@@ -132,7 +132,7 @@ def run(
 def _examine(wanted: bool, fleet: Path | None) -> None:
     """Run the doctor. If it finds errors, the job does not start."""
     if wanted:
-        from convoy.doctor.command import run_doctor
+        from convoy.doctor.doctor import run_doctor
 
         if status := run_doctor(fleet, None, 60.0):
             raise typer.Exit(status)

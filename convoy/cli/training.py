@@ -55,7 +55,7 @@ def train(
     settings = resolved.settings
     choose(settings.job_key, settings.trust_network, os.environ)
     if not one_of_job and (settings.fleet is not None or print_lines):
-        from convoy.launch.command import fleet_to_start, train_on_fleet
+        from convoy.launch.fleet_command import fleet_to_start, train_on_fleet
 
         if (fleet := fleet_to_start(settings.fleet, print_lines)) is not None:
             raise typer.Exit(train_on_fleet(resolved, fleet, print_lines))

@@ -200,9 +200,9 @@ class Listener:
                     return
                 if answer is None:
                     break
-                channel.connection.settimeout(ANSWER_S)
+                channel.socket.settimeout(ANSWER_S)
                 channel.send_message(answer)
-                channel.connection.setblocking(False)
+                channel.socket.setblocking(False)
             else:
                 return
         except BlockingIOError:
@@ -214,13 +214,13 @@ class Listener:
 
     def _forget(self, channel: Connection) -> None:
         self._members.discard(channel)
-        self._selector.unregister(channel.connection)
+        self._selector.unregister(channel.socket)
 
     def _take_stream(self, words: Fields, channel: Connection) -> Literal["kept"]:
-        inside = all(is_loopback(str(end[0])) for end in (self.address, channel.connection.getpeername()))
-        channel.connection.settimeout(ANSWER_S)
+        inside = all(is_loopback(str(end[0])) for end in (self.address, channel.socket.getpeername()))
+        channel.socket.settimeout(ANSWER_S)
         channel.send_message({"sealed": not inside})
-        channel.connection.settimeout(None)
+        channel.socket.settimeout(None)
         if inside:
             channel.stop_encrypting()
         with self._stream_came:

@@ -11,10 +11,9 @@ import torch
 
 from convoy._version import __version__
 from convoy.comm import processes
-from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob
+from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob, credentials_of
 from convoy.comm.environment import JOIN, ProcessEnv, own_address
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
-from convoy.comm.rendezvous import credentials_of
 from convoy.elastic.admission import POLL_S, SPARE_POLL_S
 from convoy.elastic.regroup import Home, Membership
 from convoy.errors import DeviceLostError, InputError, MismatchError
@@ -41,7 +40,7 @@ MOST_ADDRESSES = 64
 """Addresses that a joining device remembers."""
 
 
-def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, staged: bool = False) -> Group:
+def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> Group:
     """Join the job that this process belongs to, and meet the others; a group of one where there is no job.
 
     The job is what torchrun's environment says: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Under `convoy run
@@ -52,7 +51,6 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         device: where to compute, such as "cpu" or "cuda:1". By default CONVOY_DEVICE, else the accelerator of this
             process's number on its machine, else the CPU.
         timeout_s: how long to wait for the others here, and in every later wait, before they count as lost.
-        staged: send tensors through buffers in host memory even where that is not needed.
 
     Raises:
         InputError: an incomplete environment, no such device, a port that is taken, a rank or an accelerator claimed twice;
@@ -62,7 +60,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
     """
     text = os.environ.pop(JOIN, "")
     if not text:
-        return processes.join(device, timeout_s, staged=staged)
+        return processes.join(device, timeout_s)
     processes.check_timeout(timeout_s)
     watch_parent()
     torch_device = processes.own_device(device, 0)

@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
-from convoy.comm.connection import Connection, Credentials, Fields
+from convoy.comm.connection import Connection, Credentials, Fields, credentials_of
 from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, listen_at, read_process_env, resolve
 from convoy.comm.failure import HealthServer, NoAnswer
 from convoy.comm.group import AloneGroup, ChangingGroup, Group, present
 from convoy.comm.listener import Listener
 from convoy.comm.processes import JoinedGroup, meet
-from convoy.comm.rendezvous import close_store, credentials_of, host_store
+from convoy.comm.store import close_store, host_store
 from convoy.elastic import agreement
 from convoy.elastic.admission import Applicant, Applicants
 from convoy.elastic.agreement import Event, Generation, Lost, Member, Pairs, observe
@@ -59,7 +59,6 @@ class Home:
         address, port: where it listens; port 0: a free one.
         credentials: of the job.
         token: of the job's members.
-        staged: as for :func:`convoy.comm.processes.join`.
         preferred_port: the port to take if it is free, else any.
     """
 
@@ -67,15 +66,12 @@ class Home:
     port: int
     credentials: Credentials
     token: str
-    staged: bool = False
     preferred_port: int = 0
 
     @classmethod
     def of(cls, group: JoinedGroup, port: int = 0, preferred_port: int = 0, address: str | None = None) -> "Home":
         """Return that of a device of this group, at the group's address or another one."""
-        return cls(
-            address or group.address, port, group.credentials, f"members of {group.token}", group.staged, preferred_port
-        )
+        return cls(address or group.address, port, group.credentials, f"members of {group.token}", preferred_port)
 
     def listener(self) -> socket.socket:
         """Listen. InputError: the port is taken, or the address is none of this machine."""
@@ -149,7 +145,7 @@ class Membership:
         if home is None:
             assert isinstance(joined, JoinedGroup)
             home = Home.of(joined)
-        self.group, self.timeout_s, self.staged = group, group.timeout_s, home.staged
+        self.group, self.timeout_s = group, group.timeout_s
         self.silence_s = max(LEAST_SILENCE_S, group.timeout_s * SILENT_PART)
         if isinstance(joined, JoinedGroup):
             joined.report_s = REPORT_S
@@ -385,7 +381,7 @@ class Membership:
                         self.group.replace(group)
                         self._observe(agreement.Met())
                         self.applicants.after_regroup()
-                        self._server.keep_calls(self.addresses)
+                        self._server.keep_open(self.addresses)
                         return
                     self._observe(agreement.NotReached(self._not_reached(generation)))
                     waits_until_s = time.monotonic() + self.timeout_s
@@ -442,7 +438,7 @@ class Membership:
                 grows = set(generation.members) - set(self.generation.members)
                 # A joining device that does not come must not hold up the others for long.
                 limit_s = self.silence_s if grows else max(5.0, 2 * self.silence_s)
-                met = meet(env, self.group.torch_device, limit_s, self.staged, generation.number, self._credentials)
+                met = meet(env, self.group.torch_device, limit_s, generation.number, self._credentials)
                 met.timeout_s, met.report_s, met.ids = self.timeout_s, REPORT_S, generation.members
                 group = met
         except ConvoyError:

@@ -74,9 +74,9 @@ def launch_local(
                 )  # fmt: skip
                 processes.start(start)
             if hosted:  # while they start
-                from convoy.comm.rendezvous import store_on
+                from convoy.comm.store import host_torch_store
 
-                store = store_on(listener)
+                store = host_torch_store(listener)
             else:
                 listener.close()
             processes.listen(lambda: processes.over(options.goes_on, options.silence_s))

@@ -21,7 +21,7 @@ from convoy.report import timeline
 from convoy.report.chart import Chart, Curve, Level, Point
 from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.runlog.reader import LOG_NAME, InForce, RunRecord, log_of, read_log
-from convoy.runlog.schema import LayerEntry, PlanLine, PredictionLine, ReshareLine
+from convoy.runlog.schema import LayerEntry, PlanLine, PredictionLine, ReshardLine
 from convoy.simulate.interval import around
 from convoy.train.observer import EpochResult, Observer
 
@@ -242,7 +242,7 @@ def _rate(record: RunRecord) -> Chart:
     limit, predicted = record.limit_samples_per_s, record.prediction
     levels = [Level("predicted", predicted.samples_per_s, "prediction")] if predicted is not None else []
     levels += [Level("limit", limit, "limit")] if limit is not None else []
-    marks = [line.step + 1 for line in record.reshares]
+    marks = [line.step + 1 for line in record.reshards]
     measured = Curve("measured", record.rates())
     return Chart("rate", "Samples/s", "step", [measured], _span(record), levels, marks, from_zero=True)
 
@@ -272,7 +272,7 @@ def _shares(record: RunRecord) -> Chart:
         for device, part in enumerate(each.line.work):
             points.setdefault(device, []).extend([(min(each.step, end), part), (end if until is None else until, part)])
     curves = [Curve(f"device {record.id_of(device)}", found, colour(device)) for device, found in points.items()]
-    marks = [line.step + 1 for line in record.reshares]
+    marks = [line.step + 1 for line in record.reshards]
     title = "Share of the arithmetic"
     return Chart("share", title, "step", curves, _span(record), (), marks, from_zero=True, shown="percent")
 
@@ -372,7 +372,7 @@ class ShownPlan:
 
     when: str
     why: str
-    line: PlanLine | ReshareLine
+    line: PlanLine | ReshardLine
     prediction: PredictionLine | None
     ids: Sequence[int]
 
@@ -395,7 +395,7 @@ def shown_plans(record: RunRecord) -> list[ShownPlan]:
     known = [
         ShownPlan(
             f"from step {each.step:,} on" if until is None else f"steps {each.step:,} to {until - 1:,}",
-            each.line.reason if isinstance(each.line, ReshareLine) else "as the run began", each.line, each.prediction,
+            each.line.reason if isinstance(each.line, ReshardLine) else "as the run began", each.line, each.prediction,
             [record.id_of(place) for place in range(len(each.line.layers[0].parts))],
         )
         for each, until in _spans(record) if each.line.layers
@@ -453,7 +453,7 @@ def _measures(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
         (f"time to {percent(aim)} test accuracy", lambda run: seconds(time_to_aim(run))),
         ("time so far", lambda run: seconds(run.times_s[-1] if run.times_s else None)),
         ("steps so far", lambda run: f"{run.steps_done:,}"),
-        ("changes of shares", lambda run: f"{len(run.reshares):,}"),
+        ("changes of shares", lambda run: f"{len(run.reshards):,}"),
     ]
     return [(name, *(shown(record) for record in records)) for name, shown in columns]
 

@@ -32,7 +32,7 @@ class InForce:
     """The plan or shares from `step` on, and what was predicted for them."""
 
     step: int
-    line: schema.PlanLine | schema.ReshareLine
+    line: schema.PlanLine | schema.ReshardLine
     prediction: schema.PredictionLine | None = None
 
 
@@ -72,8 +72,8 @@ class RunRecord:
         return self.ids[place] if place < len(self.ids) else place
 
     @property
-    def reshares(self) -> tuple[schema.ReshareLine, ...]:
-        return tuple(each.line for each in self.plans if isinstance(each.line, schema.ReshareLine))
+    def reshards(self) -> tuple[schema.ReshardLine, ...]:
+        return tuple(each.line for each in self.plans if isinstance(each.line, schema.ReshardLine))
 
     @property
     def steps_done(self) -> int:
@@ -280,7 +280,7 @@ def _record(path: Path, lines: list[schema.Line], is_cut: bool) -> RunRecord:
                 system[line.step] = line
             case schema.PlanLine():
                 plans.append(InForce(start, line))
-            case schema.ReshareLine():
+            case schema.ReshardLine():
                 plans.append(InForce(line.step + 1, line))
     done = [steps[number] for number in sorted(steps)]
     return RunRecord(

@@ -21,7 +21,7 @@ from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
-from convoy.train.rebalance import Decision, Reshare
+from convoy.train.rebalance import Decision, Reshard
 
 
 class Recorder:
@@ -135,8 +135,8 @@ class Recorder:
 
     def tell(self, step: int, decision: Decision) -> None:
         """For `convoy.Rebalancer(..., tell=run.tell)`: log new shares, or another plan, after a step."""
-        if self._log is not None and isinstance(decision, Reshare):
-            self._log.reshare(step, decision)
+        if self._log is not None and isinstance(decision, Reshard):
+            self._log.reshard(step, decision)
         self._timer.restart()
 
     @property

@@ -224,7 +224,7 @@ class SystemLine(_Model):
         }
 
 
-class ReshareLine(_Model):
+class ReshardLine(_Model):
     """New shares or another plan, from the step after `step`."""
 
     what: Literal["reshare"] = "reshare"
@@ -268,7 +268,7 @@ class EndLine(_Model):
 
 Line = (
     RunLine | FleetLine | PlanLine | PredictionLine | StepLine | EvaluationLine | EpochLine | UtilizationLine | SystemLine
-    | ReshareLine | MembersLine | DeviceLine | EndLine
+    | ReshardLine | MembersLine | DeviceLine | EndLine
 )  # fmt: skip
 KINDS = {line.model_fields["what"].default for line in Line.__args__}
 LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="what")])

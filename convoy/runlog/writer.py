@@ -31,7 +31,7 @@ from convoy.planner.predict import PlanPrediction
 from convoy.planner.request import PlanRequest
 from convoy.runlog import schema
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
-from convoy.train.rebalance import Reshare
+from convoy.train.rebalance import Reshard
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -144,13 +144,13 @@ class RunLog(Observer):
             )
         )  # fmt: skip
 
-    def reshare(self, step: int, decision: Reshare) -> None:
+    def reshard(self, step: int, decision: Reshard) -> None:
         """Write new shares, or another plan, after a step, and why; :meth:`plan` comes first."""
         assert self.graph is not None
         now = plan_line(decision.plan, self.graph)
         plan = json.loads(decision.plan.to_json())
         self.write(
-            schema.ReshareLine(
+            schema.ReshardLine(
                 step=step, reason=decision.reason, plan=plan, layers=now.layers, outputs=now.outputs, work=now.work
             )
         )

@@ -70,7 +70,7 @@ class Distributed(ModuleOfPieces):
 
     Attributes:
         plan: the present one.
-        reshares: how often the shares have changed.
+        reshards: how often the shares have changed.
         layouts: of each parameter and buffer, by its key in `state_dict`.
         weights: this device's pieces of them.
         takes_whole: inputs are whole batches, without `whole=True`.
@@ -111,7 +111,7 @@ class Distributed(ModuleOfPieces):
         plan.check(trained.graph, group.devices)
         self.group, self.clock = group, Clock(group.torch_device, slowdown)
         self.parameters_by_key = parameters_of(model, self.traced)
-        self.reshares = -1
+        self.reshards = -1
         self._noting: Noting = {}
         self._set_plan(plan)
         own = model if takes_over else copied(model, placeholders(model, group.torch_device))
@@ -184,7 +184,7 @@ class Distributed(ModuleOfPieces):
         with torch.autocast(kind, enabled=False), borrowing, program.random.alike(self.group):
             outputs: Sequence[Tensor]
             if torch.is_grad_enabled() and (self._watch.trained or any(x.requires_grad for x in given.tensors)):
-                begin = partial(self._begin_backward, self.reshares, self.training, compares, program.steps.outputs)
+                begin = partial(self._begin_backward, self.reshards, self.training, compares, program.steps.outputs)
                 call = StepCall(executor, program, precision, parts, self._watch.trained, self._passes, begin)
                 outputs = call.outputs(given.tensors)
             else:
@@ -198,16 +198,16 @@ class Distributed(ModuleOfPieces):
 
     def _begin_backward(
         self,
-        reshares: int,
+        reshards: int,
         training: bool,
         compares: bool,
         outputs: Sequence[Value],
         output_gradients: Sequence[Tensor | None],
     ) -> int:
-        """The stage of inexact mixing for a backward whose forward ran after so many reshares."""
-        if reshares != self.reshares:
+        """The stage of inexact mixing for a backward whose forward ran after so many reshards."""
+        if reshards != self.reshards:
             raise InputError(
-                "the shares changed between a forward pass and its backward: call reshare() after backward()"
+                "the shares changed between a forward pass and its backward: call reshard() after backward()"
             )
         if not training and self._in_use.half_trained is not None:
             raise InputError(
@@ -238,7 +238,7 @@ class Distributed(ModuleOfPieces):
     # --- the plan, and what is made for it ---------------------------------------------------------------------------
 
     def follow(self, plan: Plan) -> None:
-        """From now on, steps and layouts are those of this plan. It moves nothing: see `reshare`, which does."""
+        """From now on, steps and layouts are those of this plan. It moves nothing: see `reshard`, which does."""
         self._set_plan(plan)
         self.weights.in_use = self._in_use
         self._whole_weights.clear()
@@ -270,7 +270,7 @@ class Distributed(ModuleOfPieces):
         trained, evaluated = self.traced[True].graph, self.traced[False].graph
         self._in_use = plan_in_use(plan, trained, evaluated, self.parameters_by_key, self.group.devices)
         self.plan, self.layouts = plan, self._in_use.layouts
-        self.reshares += 1
+        self.reshards += 1
 
     def _bind(self, original: nn.Module) -> None:
         """Make ready to run on the modules and parameters that there are."""

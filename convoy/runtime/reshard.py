@@ -20,7 +20,7 @@ from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.optimizer import described, number_of
 
 
-def reshare(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
+def reshard(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
     """Continue the training of a model by another plan, between two steps. Every device calls it with the same plan.
 
     Parameters, buffers, gradients and the optimizers' state move; parameter objects stay the same, so optimizers and
@@ -37,8 +37,8 @@ def reshare(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
         DeviceLostError: a device that had to send or receive did not.
     """
     if not isinstance(model, Distributed):
-        raise not_distributed("reshare", model)
-    agree_on(model.group, "reshare", plan.to_json(), "was given another plan to continue with")
+        raise not_distributed("reshard", model)
+    agree_on(model.group, "reshard", plan.to_json(), "was given another plan to continue with")
     plan.check(model.traced[True].graph, model.group.devices)
     before = model.layouts
     kept, held = model.plan, dict(model.named_parameters())
@@ -60,7 +60,7 @@ def _check(optimizer: Optimizer, held: Mapping[str, nn.Parameter], moved: Mappin
     strange = [p for p in worked_on if p not in keys]
     if strange:
         raise InputError(
-            f"{name} works on {len(strange)} parameters that this model does not have: give reshare() the optimizers that "
+            f"{name} works on {len(strange)} parameters that this model does not have: give reshard() the optimizers that "
             "were made from its parameters()"
         )
     if type(optimizer) not in ELEMENTWISE and any(keys[p] in moved for p in worked_on):
@@ -129,7 +129,7 @@ class _Reshare:
                 if parameter in optimizer.state:
                     rows = {name: described(name, v, parameter) for name, v in optimizer.state[parameter].items()}
                     own["state"][f"{i}/{route.key}"] = rows
-        tables = gather(self.model.group, "reshare: gradients and state", own)
+        tables = gather(self.model.group, "reshard: gradients and state", own)
         state: dict[str, Any] = {}
         for table in reversed(tables):
             state |= table["state"]

@@ -18,7 +18,7 @@ from convoy.runtime.average import WeightAverage
 from convoy.runtime.elementwise import ELEMENTWISE
 from convoy.runtime.optimizer import clip_grad_norm_, full_optimizer_state
 from convoy.runtime.precision import GradScaler
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
@@ -38,5 +38,5 @@ __all__ = [
     "WeightAverage",
     "clip_grad_norm_",
     "full_optimizer_state",
-    "reshare",
+    "reshard",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from convoy.plan.plan import Plan
-from convoy.train.rebalance import SETTLING, STARTING, Decision, Keep, Reshare
+from convoy.train.rebalance import SETTLING, STARTING, Decision, Keep, Reshard
 
 ROUND_STEPS, ROUND_S = 3, 0.5
 """A round has at least so many steps that count, and so many seconds of them."""
@@ -98,7 +98,7 @@ def observe(state: Autotune, step_s: float) -> tuple[Autotune, Decision]:
     after = replace(state, entries=tuple(entries), running=rounds[0], rounds=rounds[1:], round_s=(), skips=0)
     if after.running == state.running:
         return after, Keep(f"plan {state.running + 1} of {len(entries)} has its second round at once")
-    return replace(after, skips=SETTLING), Reshare(
+    return replace(after, skips=SETTLING), Reshard(
         after.plan, (), f"autotune: {_words(entries)}; now plan {rounds[0] + 1}"
     )
 
@@ -127,7 +127,7 @@ def _ended(state: Autotune) -> tuple[Autotune, Decision]:
     ended = replace(state, running=winner, is_over=True)
     if winner == state.running:
         return ended, Keep(words)
-    return ended, Reshare(ended.plan, (), words)
+    return ended, Reshard(ended.plan, (), words)
 
 
 def _words(entries: Sequence[Entry]) -> str:

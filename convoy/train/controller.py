@@ -12,10 +12,10 @@ from convoy.comm.group import Pending
 from convoy.errors import InputError, PlanError
 from convoy.plan.plan import Plan
 from convoy.runtime.module import Distributed, not_distributed
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from convoy.train import autotune, rebalance
 from convoy.train.autotune import Autotune
-from convoy.train.rebalance import Balancer, Decision, Keep, Reshare
+from convoy.train.rebalance import Balancer, Decision, Keep, Reshard
 
 
 class Rebalancer:
@@ -135,13 +135,13 @@ class Rebalancer:
             else:
                 self.state, self.decision = rebalance.observe(self.state, dict(zip(self._layers, step, strict=True)))
             decided = self.state is None and self.autotune.is_over
-            if isinstance(self.decision, Reshare):
-                reshare(self.model, self.decision.plan, *self.optimizers)
-            if self.tell is not None and (decided or isinstance(self.decision, Reshare)):
+            if isinstance(self.decision, Reshard):
+                reshard(self.model, self.decision.plan, *self.optimizers)
+            if self.tell is not None and (decided or isinstance(self.decision, Reshard)):
                 self.tell(self.steps, self.decision)
             if decided:
                 self._balance()
-            if decided or isinstance(self.decision, Reshare):
+            if decided or isinstance(self.decision, Reshard):
                 # The steps after it ran with the old shares, in the table and since: the next are seen afresh.
                 self._rows = []
                 self.begin()

@@ -114,7 +114,7 @@ class Loader:
         device = self.model.group.torch_device if self.model is not None else torch.device("cpu")
         done = finished = 0  # batches handed out, and those of them that belong to steps that are finished
         while done < len(batches):
-            reshares, steps, repeats = self._changes
+            reshards, steps, repeats = self._changes
             prepared = iter(self._prepared(batches[done:], epoch, sum(map(len, rows[: first + done]))))
             try:
                 for batch, loaded in zip(batches[done:], prepared, strict=True):
@@ -133,7 +133,7 @@ class Loader:
                         break
                     if now[1] != steps:
                         finished, steps = done, now[1]
-                    if now[0] != reshares:
+                    if now[0] != reshards:
                         break  # what is prepared already are parts of the old plan: the rest is prepared anew
             finally:
                 _end_workers(prepared)
@@ -188,7 +188,7 @@ class Loader:
     def _changes(self) -> tuple[int, int, int]:
         """How often the shares have changed, how many steps were finished, how often one was begun again."""
         m = self.model
-        return (m.reshares, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
+        return (m.reshards, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
 
     def _prepared(self, batches: list[list[int]], epoch: int, position: int) -> DataLoader[Any]:
         """Load these batches ahead; `position` counts the samples of the epoch before them."""

@@ -155,7 +155,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Reshare:
+class Reshard:
     """Another plan: the same strategies, other shares."""
 
     plan: Plan
@@ -163,7 +163,7 @@ class Reshare:
     reason: str
 
 
-Decision = Keep | Reshare
+Decision = Keep | Reshard
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ def _change(axes: CoupledAxes, watch: Watch) -> Change | None:
     return None
 
 
-def _apply(state: Balancer, changes: Sequence[Change]) -> tuple[Balancer, Reshare]:
+def _apply(state: Balancer, changes: Sequence[Change]) -> tuple[Balancer, Reshard]:
     plan, found, watches, words = state.plan, list(state.axes), list(state.watches), []
     for change in changes:
         i = found.index(change.axes)
@@ -291,7 +291,7 @@ def _apply(state: Balancer, changes: Sequence[Change]) -> tuple[Balancer, Reshar
         plan = after
     before_s, after_s = (sum(times) for times in zip(*((c.before_s, c.after_s) for c in changes), strict=True))
     reason = f"{'; '.join(words)}; predicted compute {before_s:.3g} s -> {after_s:.3g} s"
-    return replace(state, plan=plan, axes=tuple(found), watches=tuple(watches), skips=SETTLING), Reshare(
+    return replace(state, plan=plan, axes=tuple(found), watches=tuple(watches), skips=SETTLING), Reshard(
         plan, tuple(changes), reason
     )
 

@@ -81,7 +81,7 @@ def test_an_address_of_each_host_is_shown() -> None:
 def group(device: int, address: str) -> JoinedGroup:
     made = object.__new__(JoinedGroup)
     made.device, made.devices, made.torch_device, made.address = device, 2, torch.device("cpu"), address
-    made.credentials, made.token, made.staged, made._process = None, "a token", False, -1  # type: ignore[assignment]
+    made.credentials, made.token, made._process = None, "a token", -1  # type: ignore[assignment]
     return made
 
 

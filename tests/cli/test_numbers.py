@@ -16,7 +16,7 @@ from convoy.runlog.observers import StepTimer
 from convoy.runlog.schema import DeviceLine
 from convoy.train.autotune import is_end
 from convoy.train.observer import EpochResult, Evaluation, StepResult
-from convoy.train.rebalance import Balancer, Keep, Reshare, observe
+from convoy.train.rebalance import Balancer, Keep, Reshard, observe
 from convoy.train.record import History
 from tests.support.commands import convoy_in_process
 from tests.support.one_device import by_name, graph_of
@@ -105,14 +105,14 @@ def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
     part: Any = SimpleNamespace(plan=second, group=group, traced={True: SimpleNamespace(graph=graph)})
     shown, file = screen()
     reporter: Any = SimpleNamespace(screen=shown, part=part, plans=[first], log=None, timer=StepTimer(8))
-    Reporter.on_decision(reporter, 7, Reshare(second, (), "autotune: plan 1 0.2 s; now plan 2"))
+    Reporter.on_decision(reporter, 7, Reshard(second, (), "autotune: plan 1 0.2 s; now plan 2"))
     assert "Plan" not in file.getvalue()
     chosen = Keep("autotune: plan 1 0.2 s, plan 2 0.1 s a step; plan 2 goes on")
     assert is_end(chosen)
     Reporter.on_decision(reporter, 9, chosen)
     table = {row[0]: row[3:7] for row in cells(file.getvalue())}
     state, decision = Balancer.start(second, graph), Keep("nothing yet")  # type: tuple[Balancer, Decision]
-    while not isinstance(decision, Reshare):
+    while not isinstance(decision, Reshard):
         state, decision = observe(state, {"conv1": [0.9, 0.1, 0.1, 0.1]})
     begins = re.findall(r"\d+(?:/\d+){3}", decision.reason)[0]
     assert begins == "/".join(table["conv1"]).replace("-", "0")

@@ -52,7 +52,7 @@ def a_listener(key: JobKey) -> Iterator[tuple[Listener, list[Fields]]]:
 
 def ask(key: JobKey, address: Address, limit_s: float = 10.0) -> Fields:
     channel = Credentials(key).connect(address, {"for": "test"}, time.monotonic() + limit_s)
-    with channel.connection:
+    with channel.socket:
         answer = channel.receive_message()
         assert answer is not None
         return answer
@@ -226,7 +226,7 @@ def test_members_are_answered_while_failed_handshakes_are_paused(key: JobKey, mo
     monkeypatch.setattr(listeners, "PAUSE_FACTOR", 1e9)
     with a_listener(key) as (listener, _):
         channel = Credentials(key).connect(listener.address, {"for": "test"}, time.monotonic() + 10)
-        with channel.connection:
+        with channel.socket:
             assert channel.receive_message() == {"heard": 1}
             babble(listener.address)
             until(lambda: sum(listener.rejected.values()) == 1)

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from convoy.comm.rendezvous import ProcessInfo
+from convoy.doctor.doctor import show
 from convoy.doctor.examine import absent
 from convoy.doctor.facts import (
     CONTEXT,
@@ -24,7 +25,6 @@ from convoy.doctor.facts import (
     from_text,
 )
 from convoy.doctor.findings import diagnose, usual_rate
-from convoy.doctor.report import show
 from convoy.errors import MismatchError
 from convoy.fleet import Device, Fleet, Host, Link, Nic
 from convoy.launch.survey import Answer

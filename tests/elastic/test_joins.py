@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from convoy.api import distribute, loader, make_plan
-from convoy.comm.connection import Credentials, Fields
+from convoy.comm.connection import Credentials, Fields, credentials_of
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
-from convoy.comm.rendezvous import close_store, credentials_of, host_store
+from convoy.comm.store import close_store, host_store
 from convoy.elastic.admission import AdmissionThread, ScriptAdmission, Verdict, facts_of
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import JoinOptions, LeftError, Members, StoppedError
@@ -174,7 +174,7 @@ def started(job: Job, devices: int) -> Iterator[list[threading.Thread]]:
     env = [ProcessEnv(d, devices, d, devices, "127.0.0.1", port, hosted=False, attempt=0) for d in range(devices)]
 
     def begin(device: int) -> None:
-        group = meet(env[device], CPU, TIMEOUT_S, False, number=0) if devices > 1 else AloneGroup(CPU, TIMEOUT_S)
+        group = meet(env[device], CPU, TIMEOUT_S, number=0) if devices > 1 else AloneGroup(CPU, TIMEOUT_S)
         home = Home("127.0.0.1", 0, credentials_of(env[0]), "members of a test") if devices == 1 else None
         job.device(str(device), ChangingGroup(group), home=home)
 

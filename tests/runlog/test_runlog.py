@@ -22,10 +22,10 @@ from convoy.report.numbers import seconds
 from convoy.report.page import write_report
 from convoy.runlog.directory import make_directory
 from convoy.runlog.reader import read_log
-from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshareLine
+from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshardLine
 from convoy.runlog.writer import RunLog, plan_line
 from convoy.train.observer import EpochResult, Evaluation, StepResult
-from convoy.train.rebalance import Balancer, Decision, Keep, Reshare, observe
+from convoy.train.rebalance import Balancer, Decision, Keep, Reshard, observe
 from tests.support.one_device import by_name, graph_of
 from tests.support.processes import PLACE, on_processes
 
@@ -194,12 +194,12 @@ def test_a_change_of_shares_is_logged_with_the_new_plan(tmp_path: Path) -> None:
     graph, plan = graph_of("two-conv"), by_name("data", "two-conv")
     state = Balancer.start(plan, graph)
     decision: Decision = Keep("nothing yet")
-    while not isinstance(decision, Reshare):
+    while not isinstance(decision, Reshard):
         state, decision = observe(state, {"conv1": [0.9, 0.1, 0.1, 0.1]})
     with RunLog(tmp_path / "log") as log:
         log.run({})
         log.plan(plan, graph)
-        log.reshare(37, decision)
+        log.reshard(37, decision)
     first, second = read_log(tmp_path / "log").plans
     assert (first.step, second.step) == (0, 38)
     before, after = first.line, second.line
@@ -218,8 +218,8 @@ def test_a_log_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert [row.step for row in record.steps] == list(range(40))
     assert [epoch.epoch for epoch in record.epochs] == [line.epoch for line in record.utilization] == [0, 1, 2, 3]
     assert [row.step for row in record.evaluations] == [10, 20, 30, 40]
-    assert [(each.step, type(each.line)) for each in record.plans] == [(0, PlanLine), (11, ReshareLine), (30, PlanLine)]
-    assert [layer.parts for layer in record.reshares[0].layers] == [("90", "38")] * 8
+    assert [(each.step, type(each.line)) for each in record.plans] == [(0, PlanLine), (11, ReshardLine), (30, PlanLine)]
+    assert [layer.parts for layer in record.reshards[0].layers] == [("90", "38")] * 8
     assert record.plan is not None
     assert record.plan.plan.name == "auto"
     assert record.prediction is record.plans[-1].prediction is not None

@@ -21,7 +21,7 @@ from convoy.plan.strategy import Form
 from convoy.runtime import compiled
 from convoy.runtime.compiled import MOST_PROGRAMS, WARM_UP, Compiler
 from convoy.runtime.module import Distributed
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
 from tests.support import nets, one_device
 from tests.support.compiler import compiler_imported  # noqa: F401 - a fixture
@@ -143,7 +143,7 @@ def test_shares_that_change_while_compiled(made: list[Compiler]) -> None:
     def work(group: Group, *, compile: bool) -> list[float]:
         here = Distributed(model, plans[0], group, torch.zeros(2, *nets.shape_of(model)).double(), compile=compile)
         losses = train(here, [10] * 5)
-        reshare(here, plans[1])
+        reshard(here, plans[1])
         return losses + train(here, [10] * 5)
 
     one, other = (run_on_threads(2, functools.partial(work, compile=c), timeout_s=60) for c in (False, True))

@@ -21,7 +21,7 @@ from convoy.plan.steps import GatherWeights, MicroBatch
 from convoy.plan.strategy import Form
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from tests.support import nets
 from tests.support.in_shares import in_shares
 from tests.support.one_device import EXACT, Training, by_name, check, graph_of, loss_of, one_trace, part
@@ -163,7 +163,7 @@ def test_other_shares_a_test_and_a_failed_call_between_passes() -> None:
             model(x[:, :, :3], whole=True)
         with model.no_sync(), torch.no_grad():
             model(x, whole=True)
-        reshare(model, plan_of(shares=(2, 0, 1, 3)), optimizer)
+        reshard(model, plan_of(shares=(2, 0, 1, 3)), optimizer)
         with model.no_sync(), torch.no_grad():
             model(x, whole=True)
         model.eval()

@@ -17,7 +17,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds
 from convoy.plan.steps import MicroBatch, SumGradients
 from convoy.runtime.module import Distributed
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from convoy.train import GradScaler, clip_grad_norm_
 from tests.support import nets
 from tests.support.one_device import (
@@ -316,7 +316,7 @@ def test_shares_change_between_passes_that_wait() -> None:
             here = Distributed(model, by_name("data", "two-conv"), group, batches[0][0][:2])
             order = ["data", "mixed", "sharded", "data-by-speed", "model", "hybrid"]
             for number, ((x, y), plan) in enumerate(zip([*batches, *batches], order, strict=True)):
-                reshare(here, plan_of(plan, "two-conv"))
+                reshard(here, plan_of(plan, "two-conv"))
                 backward(here, x, y, waits=number not in (0, 5))
             assert_gradients(here, expected)
 

@@ -22,7 +22,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.module import Distributed
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from tests.support import nets
 from tests.support.in_shares import in_shares
 from tests.support.one_device import (
@@ -67,7 +67,7 @@ def train(
     for k, (x, y) in enumerate(batches):
         if k in plans:
             held = list(here.parameters())
-            reshare(here, plans[k], optimizer)
+            reshard(here, plans[k], optimizer)
             assert all(a is b for a, b in zip(held, here.parameters(), strict=True))
             assert all(p.grad is None or p.grad.shape == p.shape for p in held)
         if k % training.accumulate == 0:
@@ -224,7 +224,7 @@ def test_what_other_optimizers_count_goes_along(make: Any) -> None:
         own = make(here.parameters())
         for k, (x, y) in enumerate(batches):
             if k in plans:
-                reshare(here, plans[k], own)
+                reshard(here, plans[k], own)
             own.zero_grad()
             loss_of(here(part(here, x), batch=len(x)), y).backward()
             own.step()
@@ -254,7 +254,7 @@ def test_only_what_changes_its_place_travels() -> None:
         sent = []
         for plan in plans[1], plans[1]:
             group.clear_counters()
-            reshare(here, plan, optimizer)
+            reshard(here, plan, optimizer)
             sent.append(sum(group.sent_bytes))
         return sent, list(here.module.get_parameter("conv1.weight").shape)
 
@@ -294,7 +294,7 @@ def test_devices_that_are_given_different_plans() -> None:
         with pytest.raises(
             MismatchError, match="device 1 was given another plan to continue with than device 0"
         ) as caught:
-            reshare(here, other)
+            reshard(here, other)
         assert here.plan == plan
         assert all(torch.equal(v, before[k]) for k, v in here.full_state_dict().items())
         return str(caught.value)
@@ -305,10 +305,10 @@ def test_devices_that_are_given_different_plans() -> None:
 def test_a_plan_for_another_model_or_another_number_of_devices() -> None:
     def work(here: Distributed, _group: Group) -> bool:
         with pytest.raises(PlanError, match="another model"):
-            reshare(here, by_name("data", "resnet"))
+            reshard(here, by_name("data", "resnet"))
         with pytest.raises(PlanError, match="is for 4 devices, this job has 3"):
-            reshare(here, by_name("data", "two-conv"))
-        return here.reshares == 0
+            reshard(here, by_name("data", "two-conv"))
+        return here.reshards == 0
 
     assert on_three(work) == [True] * 3
 
@@ -318,7 +318,7 @@ def test_an_optimizer_of_another_model() -> None:
         plan = here.plan
         stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         with pytest.raises(InputError, match="SGD works on 2 parameters that this model does not have"):
-            reshare(here, split(), stranger)
+            reshard(here, split(), stranger)
         return here.plan == plan
 
     assert on_three(work) == [True] * 3
@@ -327,9 +327,9 @@ def test_an_optimizer_of_another_model() -> None:
 def test_an_optimizer_that_is_not_exact_on_pieces_is_refused_before_anything_moves() -> None:
     def work(here: Distributed, _group: Group) -> bool:
         optimizer = torch.optim.Adafactor(here.parameters(), lr=0.1)
-        reshare(here, replace(here.plan, otherwise=Batch((2, 2, 6))), optimizer)
+        reshard(here, replace(here.plan, otherwise=Batch((2, 2, 6))), optimizer)
         with pytest.raises(InputError, match=r"Adafactor is not known .* convoy\.train\.ELEMENTWISE\.add\(Adafactor\)"):
-            reshare(here, split(), optimizer)
+            reshard(here, split(), optimizer)
         return here.plan.otherwise == Batch((2, 2, 6)) and here.module.get_parameter("conv2.weight").shape[0] == 7
 
     assert on_three(work) == [True] * 3
@@ -338,7 +338,7 @@ def test_an_optimizer_that_is_not_exact_on_pieces_is_refused_before_anything_mov
 def test_the_guard_of_optimizers_knows_the_new_pieces() -> None:
     def work(here: Distributed, _group: Group) -> None:
         optimizer = torch.optim.Adafactor(here.parameters(), lr=0.1)
-        reshare(here, split())
+        reshard(here, split())
         with pytest.raises(InputError, match="Adafactor is not known"):
             optimizer.step()
 
@@ -349,8 +349,8 @@ def test_between_a_forward_pass_and_its_backward() -> None:
     def work(here: Distributed, _group: Group) -> None:
         x = torch.zeros(10, 3, 8, 8, dtype=torch.float64)
         out = here(part(here, x), batch=10)
-        reshare(here, split())
-        with pytest.raises(InputError, match="call reshare\\(\\) after backward"):
+        reshard(here, split())
+        with pytest.raises(InputError, match="call reshard\\(\\) after backward"):
             out.sum().backward()
 
     on_three(work)
@@ -360,7 +360,7 @@ def test_a_part_of_the_old_plan_is_refused_afterwards() -> None:
     def work(here: Distributed, _group: Group) -> None:
         x = torch.zeros(10, 3, 8, 8, dtype=torch.float64)
         old = part(here, x)
-        reshare(here, replace(here.plan, otherwise=Batch((1, 1, 8))))
+        reshard(here, replace(here.plan, otherwise=Batch((1, 1, 8))))
         with pytest.raises(InputError, match="its part of a batch of 10 is"):
             here(old, batch=10)
 

@@ -25,12 +25,12 @@ from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.module import Distributed
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
 from convoy.train.observer import Evaluation, Observer
-from convoy.train.rebalance import Keep, Reshare
+from convoy.train.rebalance import Keep, Reshard
 from convoy.train.record import History
 from tests.support import nets
 from tests.support.one_device import EXACT, by_name, graph_of, mixed, one_trace
@@ -80,7 +80,7 @@ def test_the_parts_follow_the_plan_from_the_next_batch_on(workers: int) -> None:
             assert len(y) == len(whole[k])
             parts.append(x[:, 0, 0, 0].tolist())
             if k in plans:
-                reshare(here, plans[k])
+                reshard(here, plans[k])
         return parts
 
     with one_trace("two-conv", torch.float64):
@@ -103,7 +103,7 @@ def test_the_next_epoch_begins_with_the_new_parts() -> None:
             for k, (x, _) in enumerate(loader):
                 sizes.append(len(x))
                 if k == 2:
-                    reshare(here, by_samples((5, 15)))
+                    reshard(here, by_samples((5, 15)))
         return sizes
 
     with one_trace("two-conv", torch.float64):
@@ -275,7 +275,7 @@ def test_where_there_is_nothing_to_share_nothing_is_exchanged(plan: str) -> None
         group.clear_counters()
         for _ in range(3):
             rebalancer.step(4)
-        return sum(group.sent_bytes) == 0 and not isinstance(rebalancer.decision, Reshare)
+        return sum(group.sent_bytes) == 0 and not isinstance(rebalancer.decision, Reshard)
 
     with one_trace("two-conv", torch.float64):
         assert run_on_threads(devices, work) == [True] * devices

@@ -16,7 +16,7 @@ import convoy
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
 from convoy.runtime.module import Distributed
-from convoy.train import ELEMENTWISE, Rebalancer, full_optimizer_state, reshare
+from convoy.train import ELEMENTWISE, Rebalancer, full_optimizer_state, reshard
 from tests.support.one_device import one_trace
 from tests.support.processes import on_processes
 from tests.support.small_script import ALONE, SPEEDS, images, net, shuffled
@@ -257,7 +257,7 @@ def test_a_model_that_was_not_distributed() -> None:
         lambda: convoy.loader(images(), 5, model),
         lambda: Rebalancer(model, sgd(model)),
         lambda: full_optimizer_state(model, sgd(model)),
-        lambda: reshare(model, by_plan(ALONE).plan),
+        lambda: reshard(model, by_plan(ALONE).plan),
     ):
         with pytest.raises(InputError, match=r"was given a Sequential, which is not distributed: give the model that"):
             use()

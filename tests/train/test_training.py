@@ -24,7 +24,7 @@ from convoy.plan.strategy import Batch
 from convoy.runlog.observers import StepTimer
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
-from convoy.runtime.reshard import reshare
+from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import (
@@ -288,7 +288,7 @@ class Changing:
         self.steps += 1
         if self.steps % 3 == 0:
             self.plans.reverse()
-            reshare(self.here, self.plans[0], self.optimizer)
+            reshard(self.here, self.plans[0], self.optimizer)
 
 
 def assert_same(found: Found, expected: Found) -> None:
