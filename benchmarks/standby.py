@@ -46,10 +46,10 @@ from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.plan.plan import Plan
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.planner.spare import SparePrice, spare_price
-from convoy.simulate.described import ENCRYPTION_S_PER_BYTE
+from convoy.simulate.costs import ENCRYPTION_S_PER_BYTE
 from convoy.simulate.table import Measurement
 
 GIGABIT = Nic(125e6, 125e6, 5e-5)

@@ -32,11 +32,10 @@ from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
-from convoy.planner.predict import PlanPrediction, predict_plan
+from convoy.planner.prediction import PlanPrediction, predict_plan
 from convoy.planner.request import PlanRequest
-from convoy.simulate.costs import Costs
-from convoy.simulate.described import described_costs
-from convoy.simulate.simulate import Timeline
+from convoy.simulate.costs import Costs, described_costs
+from convoy.simulate.events import Timeline
 from convoy.simulate.table import read_fleet_file
 
 COMMAND = "python -m benchmarks.three"

@@ -32,17 +32,16 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel, trace, unwrapped
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
-from convoy.planner.choose import check_alone, choose
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.predict import working
+from convoy.planner.prediction import check_alone, choose, working
 from convoy.planner.request import PlanRequest
-from convoy.planner.spare import SparePrice
+from convoy.planner.spare import SparePrice, spare_price
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import compute_in, dtype_named
 from convoy.runtime.shard_guards import check_not_distributed
-from convoy.simulate.interval import Interval, around
-from convoy.simulate.memory import room_of
+from convoy.simulate.interval import Within, around
+from convoy.simulate.memory import MemoryLimits
 from convoy.simulate.table import Measurement, read_fleet_file
 from convoy.train.adopt import AdoptedLoader, batch_size_of, check_loader, first_samples, rebind, remembered
 from convoy.train.controller import Rebalancer
@@ -108,7 +107,7 @@ class Plans(Sequence[Plan]):
         """Return the predicted seconds of a micro-batch by one of the plans; None for any other plan."""
         return next((step_s for each, step_s in zip(self.plans, self.step_s, strict=False) if each == plan), None)
 
-    def within(self, plan: Plan) -> Interval | None:
+    def within(self, plan: Plan) -> Within | None:
         """Return the interval of nine of ten measurements of it; None for any other plan."""
         rows = zip(self.plans, self.step_s, self.spread, strict=False)
         return next((around(step_s, spread) for each, step_s, spread in rows if each == plan), None)
@@ -415,9 +414,10 @@ def _plan_together(
         asked = replace(request, fleet=replace(request.fleet, measured=by))
 
         def answer() -> dict[str, Any]:
-            choice = choose(asked)
-            plans = [plan.to_json() for plan in choice.plans]
-            return asdict(replace(choice, plans=())) | {"plans": plans, "speeds": asked.speeds.devices}
+            rows = choose(asked)
+            found = {"plans": [row.plan.to_json() for row in rows], "step_s": [row.step_s for row in rows]}
+            found |= {"spread": [row.spread for row in rows], "speeds": asked.speeds.devices}
+            return found | {"spare": asdict(spare_price(rows[0], asked))}
 
         # One device plans, so that the other devices' processors do not disturb it.
         return from_first(group, "automatic plan", answer)
@@ -430,13 +430,12 @@ def _plan_together(
         if (other := planned(again))["spread"][0] < row["spread"][0]:
             row, measured = other, again
     known = replace(request.fleet, measured=measured, speeds=Speeds(tuple(row["speeds"])))
-    price = row["spare"]
     return Plans(
         tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"]),
         replace(request, fleet=known),
         tuple(row["step_s"]),
         tuple(row["spread"]),
-        SparePrice(**price | {name: tuple(price[name]) for name in ("memory_bytes", "overfull")}),
+        SparePrice(**row["spare"] | {name: tuple(row["spare"][name]) for name in ("memory_bytes", "overfull")}),
     )
 
 
@@ -451,7 +450,7 @@ def _plan_alone(group: Group, request: PlanRequest, described: Fleet | None, slo
     plan = replace(plan, name=AUTO, wire=request.wire, outputs=request.outputs)
     own = describe_device(group.torch_device, slowdown)
     process_bytes = max(0, own.process_bytes - 4 * sum(layer.entries for layer in request.graph.layers.values()))
-    check_alone(request, plan, room_of(described or fleet_of([own]), request.optimizer, [process_bytes]))
+    check_alone(request, plan, MemoryLimits.of(described or fleet_of([own]), [process_bytes]))
     return Plans((plan,), replace(request, fleet=replace(request.fleet, speeds=speeds)))
 
 

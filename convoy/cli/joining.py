@@ -29,8 +29,8 @@ from convoy.model.entry_points import lies_here, names_callable
 from convoy.model.nets.imported import is_packaged
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS, Speeds
-from convoy.planner.anew import with_newcomer
 from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.replan import with_joining_device
 from convoy.runlog.directory import paths_of
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
@@ -137,7 +137,7 @@ class TrainAdmission(ScriptAdmission):
             return refused
         known = self._with(device, facts)
         plan, now = self.model.plan, tuple(members)
-        found, gain = with_newcomer(replace(self.replan.request, fleet=known), plan, now, device)
+        found, gain = with_joining_device(replace(self.replan.request, fleet=known), plan, now, device)
         if gain is not None and gain <= 1:
             return "spare", (
                 f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it; this is "

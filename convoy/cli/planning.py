@@ -277,7 +277,7 @@ def plan(
     question.check()
     from convoy.config.checks import check_output
     from convoy.planner.knowledge import FleetKnowledge
-    from convoy.planner.predict import predict_all, proposal, rates_by_devices
+    from convoy.planner.prediction import predict_all, proposal, rates_by_devices
     from convoy.report.plans import show_all
     from convoy.report.screen import Screen
     from convoy.simulate.table import read_fleet_file
@@ -352,8 +352,8 @@ def predict(
         raise InputError(
             "say on what: --on laptop-cpu,rtx3060 (`convoy predict --list` has the names), or --fleet FILE"
         )
-    from convoy.planner.forecast import forecast
     from convoy.planner.knowledge import FleetKnowledge
+    from convoy.planner.payoff import forecast
     from convoy.report.forecasts import show_forecast
     from convoy.report.screen import Screen
 
@@ -435,7 +435,7 @@ def simulate(
     if why := unwritable(output):
         raise InputError(f"cannot make the folder {shown(output)}: {why}; give one that can be made")
     from convoy.planner.knowledge import FleetKnowledge
-    from convoy.planner.predict import predict_plan
+    from convoy.planner.prediction import predict_plan
     from convoy.report.numbers import in_bytes
     from convoy.report.plans import BASIS, between
     from convoy.report.timeline import draw, write_chrome_trace

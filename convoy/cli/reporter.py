@@ -20,7 +20,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO
 from convoy.plan.steps import micro_batches
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.predict import predict_plan, working
+from convoy.planner.prediction import predict_plan, working
 from convoy.planner.request import PlanRequest
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory

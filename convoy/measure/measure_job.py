@@ -30,7 +30,7 @@ from convoy.model.tracing import TracedModel
 from convoy.plan.device_program import LocalSize
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
-from convoy.simulate.overhead import Overheads
+from convoy.simulate.costs import Overheads
 from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
 BUDGET_S = 60.0

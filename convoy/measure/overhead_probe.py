@@ -37,7 +37,7 @@ from convoy.plan.steps import Move, Value
 from convoy.runtime.clock import Clock, Computing
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
-from convoy.simulate.overhead import FRESH_BYTES, Overheads
+from convoy.simulate.costs import FRESH_BYTES, Overheads
 
 LAYERS, TENSORS, PEERS = (1, 9), (1, 33), (1, 5)
 """Linear layers, parameters and peers of the two cases whose difference is the cost of one more."""

@@ -8,11 +8,11 @@ from convoy.comm.collectives import from_first
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
-from convoy.planner.anew import Anew, plan_anew
 from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.replan import NewPlan, plan_anew
 from convoy.planner.request import PlanRequest
 from convoy.runtime.module import Distributed
-from convoy.simulate.regrouped import seconds_of_layers
+from convoy.simulate.simulator import seconds_by_phase
 from convoy.simulate.table import Measurement
 from convoy.train import rebalance
 from convoy.train.controller import Rebalancer
@@ -34,8 +34,8 @@ class Replanner:
     def __init__(self, request: PlanRequest, rebalancer: Rebalancer | None = None) -> None:
         self._request, self.rebalancer = request, rebalancer
         self.known = request.fleet
-        self.found: Anew | None = None
-        self.prepared: tuple[Plan, tuple[int, ...], tuple[int, ...], Speeds, Anew] | None = None
+        self.found: NewPlan | None = None
+        self.prepared: tuple[Plan, tuple[int, ...], tuple[int, ...], Speeds, NewPlan] | None = None
 
     @property
     def request(self) -> PlanRequest:
@@ -49,7 +49,7 @@ class Replanner:
         fleet = replace(self.known, slower={}).of(before)
         if state is not None and state.plan == model.plan and fleet is not None and fleet.measured is not None:
             times = fleet.measured.costs(graph).times
-            predicted = seconds_of_layers(lower(model.plan, graph), graph, times, len(before))
+            predicted = seconds_by_phase(lower(model.plan, graph), graph, times)
             found = rebalance.slower(state, predicted)
             self.known = self.known.corrected({before[device]: factor for device, factor in found.items()})
 
@@ -97,7 +97,7 @@ def expect_measured(part: Distributed, measured: Measurement | None) -> None:
     def table() -> list[dict[str, float]]:
         if measured is None:
             return [{} for _ in range(part.group.devices)]
-        return seconds_of_layers(steps, graph, measured.costs(graph).times, part.group.devices)
+        return seconds_by_phase(steps, graph, measured.costs(graph).times)
 
     mine = from_first(part.group, "layer times", table)[part.group.device]
     if mine:

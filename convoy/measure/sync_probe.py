@@ -23,9 +23,9 @@ from convoy.measure.other_load import quota_cores
 from convoy.measure.timing import SLICE_S, Now, device_now, plain_torch, typical
 from convoy.runtime.clock import Clock
 from convoy.runtime.gradients import SUM_LANE
+from convoy.simulate.costs import Overheads
 from convoy.simulate.network import SHARE
 from convoy.simulate.noise import QuotaNoise
-from convoy.simulate.overhead import Overheads
 
 TASK_SLICES = 2
 """Length of a task: 40 ms with the usual slice, about as long as a layer of the benchmark nets."""

@@ -8,10 +8,9 @@ from convoy.errors import InputError
 from convoy.fleet import Fleet, Nic
 from convoy.model.graph import Graph
 from convoy.plan.presets import Speeds
-from convoy.simulate.costs import Costs
-from convoy.simulate.described import fleet_costs
-from convoy.simulate.regrouped import GIGABIT, CorrectedTimes, of_devices, with_device
-from convoy.simulate.table import Measurement
+from convoy.simulate.compute import CachedTimes
+from convoy.simulate.costs import Costs, described_costs
+from convoy.simulate.table import GIGABIT, Measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,12 @@ class FleetKnowledge:
     def fleet(self) -> Fleet | None:
         return self.described if self.measured is None else self.measured.fleet
 
-    def costs(self, graph: Graph, optimizer: str) -> Costs:
-        """Return the best costs known for a model, with the slowdowns that were seen since.
+    def costs(self, graph: Graph, optimizer: str = "sgd-momentum") -> Costs:
+        """Return the best costs known for a model: measured with it, measured with another one, or described.
 
         Raises:
             InputError: a device of which nothing is known.
-            MismatchError: see `convoy.simulate.described.fleet_costs`.
+            MismatchError: see `Measurement.best_costs`.
         """
         if self.given is not None:
             return self.given
@@ -53,35 +52,33 @@ class FleetKnowledge:
             raise InputError(
                 "only speeds are known of these devices: measure them (convoy measure), or describe the fleet"
             )
-        costs = fleet_costs(self.fleet, self.measured, graph, optimizer)
+        if self.measured is None:
+            return described_costs(self.fleet, optimizer=optimizer)
+        costs = self.measured.best_costs(graph)
         if not self.slower:
             return costs
-        return replace(costs, times=CorrectedTimes(costs.times, [self.slower.get(d, 1.0) for d in self.ids]))
+        return replace(costs, times=CachedTimes(costs.times, [self.slower.get(d, 1.0) for d in self.ids]))
 
     def of(self, ids: Sequence[int]) -> Self | None:
         """Return what is known of some devices, in this order; None if one of them is unknown."""
         if any(device not in self.ids for device in ids):
             return None
         rows = [self.ids.index(device) for device in ids]
-        return replace(
-            self,
-            given=None,
-            ids=tuple(ids),
-            measured=None if self.measured is None else of_devices(self.measured, rows),
-            speeds=None if self.speeds is None else _rows(self.speeds, rows),
-        )
+        measured = None if self.measured is None else self.measured.of_devices(rows)
+        speeds = None if self.speeds is None else _rows(self.speeds, rows)
+        return replace(self, given=None, ids=tuple(ids), measured=measured, speeds=speeds)
 
     def corrected(self, slower: Mapping[int, float]) -> Self:
-        """Return it with what rebalancing has found out since."""
+        """Return it with the slowdowns that rebalancing has measured since."""
         return replace(self, slower={**self.slower, **slower})
 
-    def with_device(self, device: int, joining: Self, card: Nic = GIGABIT) -> Self:
+    def with_device(self, device: int, joining: Self, nic: Nic = GIGABIT) -> Self:
         """Return it with a device that joins. If that device was in the job before, its old times are forgotten.
 
         Args:
             device: its id.
             joining: of this device alone. Without a measurement the result has none either.
-            card: see `convoy.simulate.regrouped.with_device`.
+            nic: see `Measurement.with_device`.
 
         Raises:
             MismatchError: it was measured with another model.
@@ -93,7 +90,7 @@ class FleetKnowledge:
         layers = {name: (*own.layers[name], *theirs.layers[name]) for name in sorted({*own.layers} & {*theirs.layers})}
         both = None
         if self.measured is not None and joining.measured is not None:
-            both = with_device(of_devices(self.measured, kept), joining.measured, card) if kept else joining.measured
+            both = self.measured.of_devices(kept).with_device(joining.measured, nic) if kept else joining.measured
         return replace(
             self,
             ids=(*(self.ids[i] for i in kept), device),

@@ -10,12 +10,12 @@ from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.planner.bound import lower_bound
-from convoy.planner.forecast import LINKS, Forecast
-from convoy.planner.predict import PlanPrediction
+from convoy.planner.payoff import LINKS, Forecast
+from convoy.planner.prediction import PlanPrediction
 from convoy.report.numbers import in_bytes, plain, seconds
 from convoy.report.plans import BASIS, between, least_words, show_step_parts
 from convoy.report.screen import new_table
-from convoy.simulate.interval import Interval
+from convoy.simulate.interval import Within
 
 
 def show_forecast(
@@ -133,7 +133,7 @@ def _rate(value: float) -> str:
     return plain(value, 3)
 
 
-def _rates(within: Interval) -> str:
+def _rates(within: Within) -> str:
     return f"{_rate(within.low)} - {_rate(within.high)}"
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.planner.bound import LowerBound, lower_bound
-from convoy.planner.predict import PlanPrediction
+from convoy.planner.prediction import PlanPrediction
 from convoy.planner.request import PlanRequest
 from convoy.planner.spare import spare_price
 from convoy.report.measured import remarks
@@ -17,10 +17,10 @@ from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.report.screen import Screen, new_table
 from convoy.report.timeline import kind_of
 from convoy.simulate.events import Timeline
-from convoy.simulate.interval import Basis, Interval
-from convoy.simulate.memory import passes_words
+from convoy.simulate.interval import Basis, Within
+from convoy.simulate.memory import micro_batch_words
 from convoy.simulate.network import Network
-from convoy.simulate.simulate import LOSS, layers_s
+from convoy.simulate.simulator import LOSS, layers_s
 
 BASIS: Mapping[Basis | None, str] = {
     None: "given costs",
@@ -53,12 +53,12 @@ def show_all(
     if request.micro_batches > 1:
         say(
             f"A step of {request.batch * request.micro_batches} samples is "
-            f"{passes_words(request.graph, request.micro_batches)}. The tables are per micro-batch of {request.batch} samples, "
-            f"on average; a step of plan {row.plan.name} takes {seconds(request.micro_batches * row.step_s)}."
+            f"{micro_batch_words(request.graph, request.micro_batches)}. The tables are per micro-batch of "
+            f"{request.batch} samples, on average; a step of plan {row.plan.name} takes {seconds(request.micro_batches * row.step_s)}."
         )
     if other is not None:
         count = request.batch // other.plan.batch
-        parts = passes_words(request.graph, count, count * other.step_s)
+        parts = micro_batch_words(request.graph, count, count * other.step_s)
         say(f"Memory makes this slow. A step could be made in {parts}.")
     basis = BASIS[request.costs.errors.basis]
     say(f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. Based on {basis}.")
@@ -116,7 +116,7 @@ def _over_bound(row: PlanPrediction, least: LowerBound) -> str:
     return "-" if row.plan.mixes else f"{row.step_s / least.step_s:.2f}x"  # the bound holds for exact plans only
 
 
-def between(within: Interval) -> str:
+def between(within: Within) -> str:
     return f"{seconds(within.low)} - {seconds(within.high)}"
 
 
@@ -127,7 +127,7 @@ def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -
     table = new_table(f"Plan {row.plan.name}, per device and step", ("device",), columns)
     work = work_shares(lower(row.plan, request.graph), request.graph)
     for device, name in enumerate(request.names):
-        limit, own = request.room.limits_bytes[device], request.room.own_bytes(device)
+        limit, own = request.limits.limits_bytes[device], request.limits.own_bytes(device)
         power = None if request.power is None else request.power[device]
         table.add_row(
             name, percent(work[device]) if work[device] else "none", percent(row.timeline.compute_s[device] / row.step_s),

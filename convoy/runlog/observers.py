@@ -15,7 +15,7 @@ from convoy.runlog.reader import MIN_STEPS
 from convoy.runlog.schema import SystemLine, UtilizationLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
-from convoy.simulate.interval import Interval
+from convoy.simulate.interval import Within
 from convoy.train.observer import EpochResult, Evaluation, Observer
 
 SYSTEM_EVERY_S = 5.0
@@ -63,7 +63,7 @@ class StepTimer(Observer):
     def on_epoch(self, result: EpochResult) -> None:  # noqa: ARG002
         self.last_s = None
 
-    def compared_with(self, micro_batch_s: float, within: Interval, micro_batches: int = 1) -> str:
+    def compared_with(self, micro_batch_s: float, within: Within, micro_batches: int = 1) -> str:
         """Return a line that compares the measured step with the prediction for a micro-batch."""
         low_s, step_s, high_s = (micro_batches * s for s in (within.low, micro_batch_s, within.high))
         predicted = f"Predicted: {step_s:.3g} s a step (nine of ten: {low_s:.3g} - {high_s:.3g} s)"

@@ -27,7 +27,7 @@ from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Move, StepList, traffic
-from convoy.planner.predict import PlanPrediction
+from convoy.planner.prediction import PlanPrediction
 from convoy.planner.request import PlanRequest
 from convoy.runlog import schema
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult

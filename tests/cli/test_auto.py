@@ -21,7 +21,7 @@ from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
-from convoy.planner.predict import working
+from convoy.planner.prediction import working
 from convoy.runlog.observers import StepTimer
 from convoy.simulate.interval import around
 from convoy.simulate.memory import memory_of
@@ -285,7 +285,7 @@ def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "convoy.planner.predict.REACH", 1e3
+        "convoy.planner.prediction.REACH", 1e3
     )  # any plan with fewer messages: here the fastest device alone at least
     file = tmp_path / "fleet.toml"
     file.write_text(timed(measured, 1.0, 1.5).to_toml())

@@ -28,7 +28,7 @@ from convoy.fleet import Fleet, read_fleet
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.report.page import write_report
 from convoy.simulate.table import Measurement
 from tests.support.good_files import (

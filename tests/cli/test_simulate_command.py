@@ -13,8 +13,8 @@ from convoy.errors import InputError
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.simulate.described import described_costs
-from convoy.simulate.simulate import simulate
+from convoy.simulate.costs import described_costs
+from convoy.simulate.simulator import simulate
 from studies.fleets import make_plan
 from tests.planner.test_planner_memory import fleet
 
@@ -40,7 +40,7 @@ def test_outputs_that_stay_join_their_losses(tmp_path: Path, fleet_file: Path, p
     for outputs, expected in (("everywhere", False), ("where-computed", True)):
         planning.simulate(tmp_path, NET, fleet_file, plan, batch=6000, outputs=outputs, figures=False)
         names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
-        assert any("loss of the whole batch" in name for name in names) == expected
+        assert any("loss of the global batch" in name for name in names) == expected
     with pytest.raises(InputError, match="unknown place of outputs 'here'"):
         planning.simulate(tmp_path, NET, fleet_file, plan, outputs="here")
 

@@ -25,8 +25,8 @@ from convoy.model.tracing import trace
 from convoy.plan.device_program import LocalSize
 from convoy.plan.presets import AUTO, PLANS
 from convoy.runtime.clock import Clock
+from convoy.simulate.costs import Overheads
 from convoy.simulate.noise import QuotaNoise
-from convoy.simulate.overhead import Overheads
 from convoy.simulate.table import Measurement
 
 CPU = torch.device("cpu")

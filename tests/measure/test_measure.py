@@ -33,7 +33,7 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.report.measured import energy_lines, show
 from convoy.runtime.clock import Clock
-from convoy.simulate.simulate import simulate
+from convoy.simulate.simulator import simulate
 from convoy.simulate.table import Measurement, read_fleet_file
 from tests.support import nets
 from tests.support.odd_nets import UNet

@@ -16,7 +16,7 @@ from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.planner.planner import candidates
-from convoy.simulate.memory import memory_of, room_of
+from convoy.simulate.memory import MemoryLimits, memory_of
 from convoy.simulate.table import Measurement
 from studies.roofline import roofline_costs
 from tests.support.plan_requests import asked
@@ -88,12 +88,12 @@ def test_devices_of_a_host_share_what_is_free_and_each_has_its_own() -> None:
 
 def test_plans_may_fill_what_the_process_leaves() -> None:
     fleet = Fleet((Host("a"),), (Device("a-0", "a", "cpu", memory_bytes=100 * MB), Device("a-1", "a", "cpu")))
-    room = room_of(fleet, process_bytes=(70 * MB, 70 * MB))
+    room = MemoryLimits.of(fleet, process_bytes=(70 * MB, 70 * MB))
     assert (room.bytes_of(0), room.bytes_of(1)) == (30 * MB, float("inf"))
     assert room.excess([31 * MB, 31 * MB]) == {0: MB}
     (words,) = room.overfull([31 * MB, 31 * MB])
     assert words == "a-0 needs 101 MB (70 MB of them its process before it trains) of 100 MB"
-    assert room_of(fleet, process_bytes=(200 * MB, 0)).excess([MB, 0]) == {0: MB - 1}  # no division by nothing
+    assert MemoryLimits.of(fleet, process_bytes=(200 * MB, 0)).excess([MB, 0]) == {0: MB - 1}  # no division by nothing
 
 
 def test_a_limit_that_holds_the_tensors_alone_is_too_small() -> None:

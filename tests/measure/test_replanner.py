@@ -12,10 +12,10 @@ from convoy.measure.replanner import Replanner
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import AUTO, Speeds, named_plan
-from convoy.planner.anew import Anew
 from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.replan import NewPlan
 from convoy.planner.request import PlanRequest
-from convoy.simulate.regrouped import seconds_of_layers
+from convoy.simulate.simulator import seconds_by_phase
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import Training, fit
 from convoy.train.rebalance import Balancer, observe, slower
@@ -33,7 +33,7 @@ def test_a_device_slower_than_measured_is_found() -> None:
     graph = trace(make_net(), EXAMPLE).graph
     plan = named_plan("data-by-speed", graph, 8, Speeds((1.0, 1.0, 0.0)))
     times = measured_fleet(graph, [1e9, 2e9, 1e9], 8).costs(graph).times
-    predicted = seconds_of_layers(lower(plan, graph), graph, times, 3)
+    predicted = seconds_by_phase(lower(plan, graph), graph, times)
     state = Balancer.start(plan, graph)
     assert slower(state, predicted) == {}
     layers = {name: [0.0] * 3 for axes in state.axes for name in axes.layers}
@@ -55,7 +55,7 @@ def test_a_prepared_plan_is_used_once_and_only_for_what_it_was_made_for() -> Non
     runs = named_plan("data", graph, CASE.batch, Speeds((1.0, 2.0))).named(AUTO)
     model: Any = SimpleNamespace(traced={True: SimpleNamespace(graph=graph)}, plan=runs)
     replan = Replanner(PlanRequest(graph, CASE.batch, known))
-    other = Anew(named_plan("master", graph, CASE.batch, speeds).named(AUTO), 1.0)
+    other = NewPlan(named_plan("master", graph, CASE.batch, speeds).named(AUTO), 1.0)
     usual = replan(model, (0, 1), (0, 1, 2))
     assert usual != other.plan
     replan.prepared = runs, (0, 1), (0, 1, 2), speeds, other

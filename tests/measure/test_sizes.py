@@ -20,7 +20,7 @@ from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import ComputeStep
 from convoy.planner.planner import candidates
 from convoy.simulate.compute import Correction, Grid, LayerTimes
-from convoy.simulate.overhead import Overheads
+from convoy.simulate.costs import Overheads
 from convoy.simulate.table import LayerPoint, Measurement, layer_times
 from tests.support.plan_requests import asked
 from tests.support.threads import run_on_threads
@@ -57,7 +57,7 @@ def test_beyond_the_grid_by_hand() -> None:
     """The grid ends at 8 samples with 32 s. This layer does more than ten FLOP for a byte, so in proportion: 16 take 64 s.
 
     Timed: 32 samples in twice the 128 s that follow. At 16, half way between the grid's edge (1 times) and there (2 times),
-    sqrt(2); at 64, three doublings from the edge and one from there, the logarithm is (1 * log 2 + 1/9 * 0) / (1 + 1/9).
+    sqrt(2); at 64, three doublings from the edge and one from there, the exponent is 3/4.
     """
     alone = LayerTimes(grid(1.0), grid(1.0))
     assert alone.seconds(LAYER, "forward", LocalSize(16, 4, 3)) == pytest.approx(64)
@@ -66,7 +66,7 @@ def test_beyond_the_grid_by_hand() -> None:
     assert at(8) == pytest.approx(32)
     assert at(16) == pytest.approx(64 * math.sqrt(2))
     assert at(32) == pytest.approx(256)
-    assert at(64) == pytest.approx(256 * 2 ** (1 / (1 + 1 / 9)))
+    assert at(64) == pytest.approx(256 * 2**0.75)
 
 
 def test_what_lies_beyond_the_grid_joins_it_without_a_step() -> None:

@@ -13,8 +13,8 @@ from convoy.measure import sync_probe
 from convoy.measure.link_probe import Traffic, WireTimes
 from convoy.measure.sync_probe import Blocks, Quota, SyncOverhead, find_quota, measure_sync, sync_overhead
 from convoy.runtime.clock import Clock
+from convoy.simulate.costs import Overheads
 from convoy.simulate.noise import QuotaNoise
-from convoy.simulate.overhead import Overheads
 from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")

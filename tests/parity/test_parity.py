@@ -20,7 +20,7 @@ from convoy.plan.presets import PLANS, Speeds
 from convoy.plan.steps import SumGradients
 from convoy.plan.strategy import Batch
 from convoy.planner.planner import plan_auto
-from convoy.planner.predict import working
+from convoy.planner.prediction import working
 from convoy.runtime.module import Distributed
 from studies.roofline import roofline_costs
 from tests.support import nets

@@ -13,11 +13,11 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import One
-from convoy.planner.predict import PlanPrediction, predict_plan
+from convoy.planner.prediction import PlanPrediction, predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.planner.spare import MOST_PART, kept_bytes, spare_price
 from convoy.report.plans import show_all
-from convoy.simulate.overhead import Overheads
+from convoy.simulate.costs import Overheads
 from tests.support.described_fleets import measured_fleet
 from tests.support.plain_nets import TwoConv
 from tests.support.plan_requests import asked

@@ -17,7 +17,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.steps import Part, Phase
 from convoy.plan.strategy import Batch
 from convoy.planner.bound import LowerBound
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.report.plans import show_all, show_step_parts, step_parts
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Event, Timeline
@@ -42,7 +42,7 @@ class Table:
     def alike(self, device: int) -> int:
         return device
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
         return self.seconds(device, layer, phase, whole_size(layer, batch))
 
 

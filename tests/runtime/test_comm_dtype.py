@@ -29,9 +29,9 @@ from convoy.plan.steps import GatherStatistics, GatherWeights, Move, StepList, S
 from convoy.planner.planner import candidates
 from convoy.runtime.exchange import Buffers, Lane, run_move
 from convoy.runtime.module import Distributed
+from convoy.simulate.costs import Costs, Handling
 from convoy.simulate.memory import memory_of
-from convoy.simulate.overhead import Handling
-from convoy.simulate.simulate import Costs, simulate
+from convoy.simulate.simulator import simulate
 from tests.planner.test_planner import costs_of
 from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_piece
 from tests.simulate.test_energy_memory import GRAPH as SMALL

@@ -19,7 +19,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.planner.planner import Candidate, candidates
-from convoy.planner.predict import FEWER, REACH, REACH_ALONE, TRIED, worth_trying
+from convoy.planner.prediction import FEWER, REACH, REACH_ALONE, TRIED, worth_trying
 from convoy.train.autotune import FAR_BEHIND, Autotune, observe
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader

@@ -12,10 +12,10 @@ from convoy.fleet import Fleet
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import One
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.planner import SHALLOW, Candidate, candidates, quick_candidates
-from convoy.planner.predict import PlanPrediction, predict_plan, working
+from convoy.planner.planner import candidates, quick_candidates
+from convoy.planner.prediction import PlanPrediction, predict_plan, working
 from convoy.planner.request import PlanRequest
-from convoy.simulate.interval import Basis, Interval, around
+from convoy.simulate.interval import Basis, Within, around
 from convoy.simulate.memory import memory_of
 
 _T = TypeVar("_T")
@@ -26,25 +26,28 @@ WORTH = 1.02
 BATCHES = tuple(1 << power for power in range(2, 15))
 
 LINKS = tuple(rate / 8 for rate in (1e7, 1e8, 1e9, 2.5e9, 1e10, 2.5e10, 4e10, 1e11))
-"""Bytes/s of the links that are compared: 10 Mbit/s to 100 Gbit/s."""
+"""Bytes/s of the compared links: 10 Mbit/s to 100 Gbit/s."""
 
-REPLAYED = 3
-"""This number of a deep net's plans are simulated."""
+SHALLOW = 4
+"""Nets with more weighted layers are planned by the quick search."""
 
-MOST_ASKED = 100
+SIMULATED = 3
+"""The number of simulated plans of a deep net."""
+
+MOST_PLANS = 100
 """More plans than the quick search finds for a few devices."""
 
-ASKED_DEVICES = 8
+COMPARED_DEVICES = 8
 """In larger fleets, single devices are not compared."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FleetChange:
     """The effect of one device less or more.
 
     Attributes:
-        words: "without b", "another rtx3090".
-        gain: speedup of the changed fleet over the fastest device alone of today's fleet.
+        words: "without b", "with another rtx3090".
+        gain: speedup of the changed fleet over the fastest device alone of today's fleet; None if no plan fits.
     """
 
     words: str
@@ -61,11 +64,9 @@ class Forecast:
         shared: the best plan that gives work to several devices; None if there is none.
         fastest: index of the fastest device alone.
         gain: speedup of the shared plan over that device; 1 if there is none.
-        gain_within: the interval of nine of ten measurements.
         alone_within: samples/s of each device alone.
         from_batch: the smallest of `BATCHES` at which the fleet pays; None if there is none that fits.
         from_link: bytes/s of the slowest of `LINKS` at which it pays; None if there is none, or hosts have links of their own.
-        changes: one device less or more.
     """
 
     request: PlanRequest
@@ -74,12 +75,12 @@ class Forecast:
     shared: PlanPrediction | None
     fastest: int
     gain: float
-    gain_within: Interval
-    alone_within: tuple[Interval, ...]
+    gain_within: Within
+    alone_within: tuple[Within, ...]
     from_batch: int | None
     from_link: float | None
     asked_links: bool
-    changes: tuple[Change, ...]
+    changes: tuple[FleetChange, ...]
 
     @property
     def verdict(self) -> Literal["yes", "perhaps", "probably not", "no"]:
@@ -93,7 +94,7 @@ def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None
     """Return the answer for a fleet that is described or measured.
 
     Args:
-        say: given a description of the work in progress.
+        say: called with a description of the work in progress.
 
     Raises:
         PlanError: no plan fits the devices' memory.
@@ -101,22 +102,25 @@ def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None
     """
     fleet = request.fleet.fleet
     assert fleet is not None
-    request = _fitting_alone(request)
+    if (more := _more_samples(request)) < 1:
+        # Divide the batch until the fastest device alone can hold a part, to have something to compare with.
+        counts = (n for n in range(1, request.batch + 1) if request.batch % n == 0 and 1 / n <= more)
+        request = request.split(next(counts, 1))
     errors = request.costs.errors
     say(f"planning for {len(fleet.devices)} devices")
     best, shared = _best(request)
     speeds, fastest = request.speeds.devices, request.speeds.fastest
     gain = 1.0 if shared is None else shared.samples_per_s / speeds[fastest]
-    asks = errors.basis == "described" and len(fleet.devices) > 1
-    asked_links = asks and len(fleet.hosts) > 1 and not fleet.links
+    compares = errors.basis == "described" and len(fleet.devices) > 1
+    asked_links = compares and len(fleet.hosts) > 1 and not fleet.links
     from_link, from_batch = None, None
-    if asks:
+    if compares:
         say("comparing batches, links and devices")
         sizes = [size for size in BATCHES if size <= request.batch * _more_samples(request)]
-        from_batch = _first(sizes, lambda size: _pays(_rates(replace(request, batch=size), fleet)))
+        from_batch = _first(sizes, lambda size: _pays(replace(request, batch=size), fleet))
     if asked_links:
-        from_link = _first(LINKS, lambda rate: _pays(_rates(request, _with_link(fleet, rate))))
-    if best.workers > 1 and gain >= WORTH:
+        from_link = _first(LINKS, lambda rate: _pays(request, _with_link(fleet, rate)))
+    if best.workers > 1 and gain >= WORTH:  # the simulation knows better than the analytic model
         if fleet.network is not None and from_link is not None:
             from_link = min(from_link, fleet.network.send_bytes_per_s)
         if errors.basis == "described":
@@ -126,49 +130,33 @@ def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None
         gain_within=around(gain, 1.0 if shared is None else shared.gain_spread),
         alone_within=tuple(around(speed, errors.alone(d)) for d, speed in enumerate(speeds)),
         from_batch=from_batch, from_link=from_link, asked_links=asked_links,
-        changes=_changes(request, fleet, speeds[fastest]) if errors.basis == "described" else (),
+        changes=_changes(request, fleet) if compares and len(fleet.devices) <= COMPARED_DEVICES else (),
     )  # fmt: skip
 
 
 def _best(request: PlanRequest) -> tuple[PlanPrediction, PlanPrediction | None]:
     """Return the planner's plan, and its best with several devices; for a deep net, the best of a few of its quick search."""
-
-    def several(each: Candidate) -> bool:
-        return len(working(each.plan, request.graph)) > 1
-
     if len(request.graph.weighted) <= SHALLOW:
-        found = candidates(request)
-        found = [*found[:1], *islice((each for each in found[1:] if several(each)), 0 if several(found[0]) else 1)]
+        found, most = candidates(request), 1
     else:
-        few = len(request.names) <= ASKED_DEVICES
-        fitting = quick_candidates(request, MOST_ASKED if few else REPLAYED)
-        # If one device is faster than several, the best of several may be a plan for only some of the devices.
-        found = fitting[:REPLAYED]
-        found += islice((each for each in fitting if each not in found and several(each)), REPLAYED)
+        few = len(request.names) <= COMPARED_DEVICES
+        found, most = quick_candidates(request, MOST_PLANS if few else SIMULATED), SIMULATED
         found = found or candidates(request)[:1]  # this search saves memory where it must
-    rows = [predict_plan(each.plan.named("auto"), request) for each in found]
+    # If one device is faster than several, the best plan of several devices may be one of only some of them.
+    several = islice((each for each in found if len(working(each.plan, request.graph)) > 1), most)
+    tried = found[:most] + [each for each in several if each not in found[:most]]
+    rows = [predict_plan(each.plan.named("auto"), request) for each in tried]
     if len(request.names) > 1 and not any(row.workers > 1 for row in rows):
         rows.append(predict_plan(request.named("data-by-speed"), request))
     rows = [row for row in rows if not row.overfull] or rows
-    shared = [row for row in rows if row.workers > 1]
-    return _fastest(rows), _fastest(shared) if shared else None
-
-
-def _fastest(rows: Sequence[PlanPrediction]) -> PlanPrediction:
-    return min(rows, key=lambda row: row.step_s)
-
-
-def _fitting_alone(request: PlanRequest) -> PlanRequest:
-    """Divide the batch until the fastest device alone can hold a part; otherwise there would be nothing to compare with."""
-    more = _more_samples(request)
-    counts = (n for n in range(1, request.batch + 1) if request.batch % n == 0 and 1 / n <= more)
-    return request if more >= 1 else request.split(next(counts, 1))
+    rows.sort(key=lambda row: row.step_s)
+    return rows[0], next((row for row in rows if row.workers > 1), None)
 
 
 def _more_samples(request: PlanRequest) -> float:
     """Return the multiple of the batch that fits on the fastest device alone."""
     fastest = request.speeds.fastest
-    limit = request.room.bytes_of(fastest)
+    limit = request.limits.bytes_of(fastest)
     if limit == float("inf"):
         return limit
     plan = Plan("alone", request.graph.fingerprint, len(request.names), request.batch, {}, One(fastest))
@@ -187,7 +175,8 @@ def _rates(request: PlanRequest, fleet: Fleet) -> tuple[float, float] | None:
     return (here.batch / found[0].step_s, max(here.speeds.devices)) if found else None
 
 
-def _pays(rates: tuple[float, float] | None) -> bool:
+def _pays(request: PlanRequest, fleet: Fleet) -> bool:
+    rates = _rates(request, fleet)
     return rates is not None and rates[0] >= WORTH * rates[1]
 
 
@@ -205,36 +194,28 @@ def _first(values: Sequence[_T], holds: Callable[[_T], bool]) -> _T | None:
 
 def _with_link(fleet: Fleet, bytes_per_s: float) -> Fleet:
     """Return the fleet with all hosts on NICs of another rate."""
-    cards = [host.card for host in fleet.hosts if host.card is not None]
-    card = fleet.network or cards[0]
+    card = fleet.network or next(host.card for host in fleet.hosts if host.card is not None)
     hosts = tuple(replace(host, card=None) for host in fleet.hosts)
     network = replace(card, send_bytes_per_s=bytes_per_s, receive_bytes_per_s=bytes_per_s)
     return replace(fleet, hosts=hosts, network=network)
 
 
-def _changes(request: PlanRequest, fleet: Fleet, alone: float) -> tuple[Change, ...]:
+def _changes(request: PlanRequest, fleet: Fleet) -> tuple[FleetChange, ...]:
     """Leave out each device, and add another of each class."""
-    if not 2 <= len(fleet.devices) <= ASKED_DEVICES:
-        return ()
     all_ = set(range(len(fleet.devices)))
     changed = [(f"without {fleet.devices[index].name}", fleet.with_only(all_ - {index})) for index in sorted(all_)]
     seen: set[object] = set()
-    for index, device in enumerate(fleet.devices):
+    for device in fleet.devices:
         kind = (device.class_name, device.peak_flop_per_s, device.memory_bytes_per_s)
         if kind not in seen and len(fleet.hosts) > 1:
             seen.add(kind)
-            changed.append((f"with another {device.class_name or device.name}", _with_another(fleet, index)))
+            # Like this one, on a host of its own.
+            host = next(host for host in fleet.hosts if host.name == device.host)
+            name = f"{device.name[:56]}-more"
+            hosts = (*fleet.hosts, replace(host, name=name))
+            devices = (*fleet.devices, replace(device, name=name, host=name))
+            words = f"with another {device.class_name or device.name}"
+            changed.append((words, replace(fleet, hosts=hosts, devices=devices)))
+    alone = max(request.speeds.devices)
     rates = [(words, _rates(request, each)) for words, each in changed]
-    return tuple(Change(words, None if rate is None else max(rate) / alone) for words, rate in rates)
-
-
-def _with_another(fleet: Fleet, index: int) -> Fleet:
-    """Add a device like this one, on a host of its own."""
-    like = fleet.devices[index]
-    host = next(host for host in fleet.hosts if host.name == like.host)
-    name = f"{like.name[:56]}-more"
-    return replace(
-        fleet,
-        hosts=(*fleet.hosts, replace(host, name=name)),
-        devices=(*fleet.devices, replace(like, name=name, host=name)),
-    )
+    return tuple(FleetChange(words, None if rate is None else max(rate) / alone) for words, rate in rates)

@@ -1,10 +1,11 @@
-"""Simulates a step on devices and links that are only described: when each computes, sends and receives.
+"""Simulates a step: when each device computes, sends and receives.
 
 This file prices the operations of the device programs in seconds and bytes; `events.py` plays all programs together.
 Computations take the seconds of their sizes. Operations around messages take the seconds of their copies, additions and calls
-(`overhead.py`); those with no message between them are one piece of work.
+(`costs.py`); those with no message between them become one item.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -29,13 +30,13 @@ from convoy.plan.device_program import (
     local_size,
     sizes_in_chunks,
 )
-from convoy.plan.steps import ComputeStep, StepList
-from convoy.simulate.costs import Costs
+from convoy.plan.steps import ComputeStep, Phase, StepList
+from convoy.simulate.compute import ComputeTimes
+from convoy.simulate.costs import NOTHING, Costs, Handling, handling_of
 from convoy.simulate.events import (
     HELD_BYTES,
     Await,
     Begin,
-    Event,
     Item,
     Key,
     Mark,
@@ -45,13 +46,10 @@ from convoy.simulate.events import (
     Work,
     play,
 )
-from convoy.simulate.overhead import NOTHING, Handling, handling_of
-
-__all__ = ["Costs", "Event", "Timeline", "simulate"]
 
 _WAITS = (WaitRound, TakeSum, WaitSum, FinishSums)
 _UNHANDLED = (Compute, Fused, ExchangeRound, BeginSum, EndSum, *_WAITS)
-"""Operations that copy and add nothing. A tuple: `A | B` would be made anew in each of a planner's 100,000 questions."""
+"""Operations that copy and add nothing. A tuple: `A | B` would be built again in each of a planner's 100,000 calls."""
 
 LOSS = "loss"
 """The label of computing the loss."""
@@ -64,8 +62,8 @@ def simulate(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
     """Simulate one training step.
 
     Args:
-        overlap: False: every device waits for each move and sum where it stands in the list, its senders too, and nothing is
-            sent before its receiver is ready; to see what overlap gains.
+        overlap: False: every device waits for each move and sum where it stands in the list, senders too, and nothing is sent
+            before its receiver is ready. Shows what overlap gains.
     """
     return play(programs(steps, graph, costs, overlap=overlap), costs.network, HELD_BYTES if overlap else 0)
 
@@ -80,25 +78,30 @@ def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
 def computing_s(steps: StepList, graph: Graph, costs: Costs) -> list[float]:
     """Return the seconds of each device's layers. No step is shorter."""
     total = [0.0] * steps.devices
-    for _, device, seconds in _arithmetic(steps, graph, costs):
+    for _, _, device, seconds in _arithmetic(steps, graph, costs.times):
         total[device] += seconds
     return total
 
 
 def layers_s(steps: StepList, graph: Graph, costs: Costs) -> dict[str, tuple[float, int]]:
     """For each layer, return the slowest device's forward + backward seconds, and that device."""
-    total: dict[tuple[str, int], float] = {}
-    for name, device, seconds in _arithmetic(steps, graph, costs):
-        total[name, device] = total.get((name, device), 0.0) + seconds
-    longest: dict[str, tuple[float, int]] = {}
-    for (name, device), seconds in total.items():
-        longest[name] = max(longest.get(name, (0.0, device)), (seconds, device))
-    return longest
+    total: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for name, _, device, seconds in _arithmetic(steps, graph, costs.times):
+        total[name][device] += seconds
+    return {name: max((seconds, device) for device, seconds in row.items()) for name, row in total.items()}
 
 
-def _arithmetic(steps: StepList, graph: Graph, costs: Costs) -> Iterator[tuple[str, int, float]]:
-    """Yield (layer, device, seconds) of all computations."""
-    sizes: dict[str, list[tuple[int, LocalSize]]] = {}  # in backward they are what they were in forward
+def seconds_by_phase(steps: StepList, graph: Graph, times: ComputeTimes) -> list[dict[str, float]]:
+    """For each device, return the seconds of its part of each layer and phase, such as "forward conv1"."""
+    rows: list[dict[str, float]] = [defaultdict(float) for _ in range(steps.devices)]
+    for name, phase, device, seconds in _arithmetic(steps, graph, times):
+        rows[device][f"{phase} {name}"] += seconds
+    return [dict(row) for row in rows]
+
+
+def _arithmetic(steps: StepList, graph: Graph, times: ComputeTimes) -> Iterator[tuple[str, Phase, int, float]]:
+    """Yield (layer, phase, device, seconds) of all computations."""
+    sizes: dict[str, list[tuple[int, LocalSize]]] = {}  # the same in forward and backward
     for step in steps.steps:
         if isinstance(step, ComputeStep):
             layer = graph[step.layer]
@@ -107,7 +110,7 @@ def _arithmetic(steps: StepList, graph: Graph, costs: Costs) -> Iterator[tuple[s
                 sizes[step.layer] = [(device, size) for device, size in rows if size is not None]
             for device, whole in sizes[step.layer]:
                 for size in sizes_in_chunks(whole, step.chunks):
-                    yield step.layer, device, costs.times.seconds(device, layer, step.phase, size, step.part)
+                    yield step.layer, step.phase, device, times.seconds(device, layer, step.phase, size, step.part)
 
 
 class _Pricer:
@@ -119,7 +122,7 @@ class _Pricer:
         self.source, self.steps, self.graph, self.costs, self.labels = program, steps, graph, costs, labels
         self.device = program.device
         self.overhead = costs.overhead(self.device)
-        # The calls that begin a gradient sum count where its gradients are joined.
+        # The first calls of a gradient sum count where its gradients are packed.
         self.first_calls_s: dict[int, float] = {}
         for operation in program.sums:
             if isinstance(operation, ExchangeRound) and operation.step not in self.first_calls_s:
@@ -132,24 +135,22 @@ class _Pricer:
             main += self._lane(operations)
             if phase == "forward":
                 main += self._loss()
-            if phase == "forward" and self.steps.joins_losses:
-                main += self._join_losses()
         return [*main, *self._finish(kept)], list(self._lane(self.source.sums))
 
     def _loss(self) -> Iterable[Item]:
-        """Yield the loss of this device's outputs, the global batch's or its own, and its gradient."""
+        """Yield the loss of this device's outputs and its gradient; if outputs are local, the sum of losses over devices."""
+        step = len(self.steps.steps) + 1
         held = [held_entries(v.layout, self.device, v.shape) for v in self.steps.outputs]
         seconds = self.overhead.loss_s(held, self.costs.itemsize)
         if seconds and self.steps.phase("backward"):
-            yield Work(len(self.steps.steps) + 1, LOSS, seconds)
-
-    def _join_losses(self) -> Iterable[Item]:
-        """Yield the exchange of loss sums and counts: the gradient needs those of all. See `convoy.train.loss`."""
-        step, others = len(self.steps.steps) + 1, [d for d in range(self.steps.devices) if d != self.device]
-        self.labels[step] = "loss of the whole batch"
+            yield Work(step, LOSS, seconds)
+        if not self.steps.joins_losses:
+            return
+        others = [d for d in range(self.steps.devices) if d != self.device]
+        self.labels[step] = "loss of the global batch"
         yield from self._work(step, NOTHING, self.overhead.calls_s(2 * len(others)))
         ways = [way for d in others for way in ((self.device, d), (d, self.device))]
-        yield Begin(step, 0, self._label(step), {(step, 0, *way): LOSS_BYTES for way in ways})
+        yield Begin(step, 0, self.labels[step], {(step, 0, *way): LOSS_BYTES for way in ways})
         yield self._await(step, ("round", step, 0))
 
     def _calls_s(self, operation: ExchangeRound) -> float:
@@ -205,13 +206,10 @@ class _Pricer:
                 yield self._await(step, *(("summed", awaited, 0) for awaited in sums))
 
     def _await(self, step: int, *keys: Key) -> Await:
-        return Await(step, self._label(step), frozenset(keys))
+        return Await(step, self.labels[step], frozenset(keys))
 
     def _segment(self, fused: Fused) -> Iterable[Item]:
-        """Yield the layers of a segment; the Python around them counts once.
-
-        An accelerator that is faster than its host queues layers waits for the host: counted with the first layer.
-        """
+        """Yield the layers of a segment. Python, and waiting for a host that queues slowly, count with the first layer."""
         called = True
         rest: list[Operation] = []
         waits_s = 0.0
@@ -231,7 +229,7 @@ class _Pricer:
         yield from self._lane(rest)
 
     def _computation(self, operation: Compute, *, called: bool) -> Work:
-        """Return a layer's seconds, and those of the Python around it or around the segment that begins with it."""
+        """Return a layer's seconds, with those of Python (`called`) for it or for the segment that begins with it."""
         label = f"{operation.layer} {operation.phase}" + ("" if operation.part == "all" else f" {operation.part}")
         layer = self.graph[operation.layer]
         part = operation.part if operation.part in ("input", "weight") else "all"
@@ -248,22 +246,19 @@ class _Pricer:
         for sender, receiver, m in ways:
             size = m.size * (narrow_itemsize(itemsize) if m.narrow else itemsize)
             sizes[step, number, sender, receiver] = sizes.get((step, number, sender, receiver), 0) + size
-        return Begin(step, number, self._label(step), sizes)
+        return Begin(step, number, self.labels[step], sizes)
 
     def _work(self, step: int, around: Handling, calls_s: float = 0.0) -> Iterable[Item]:
         seconds = calls_s + (0.0 if around is NOTHING else self.overhead.handling_s(around, self.costs.itemsize))
         if seconds:
-            yield Work(step, f"{self._label(step)} copies", seconds)
-
-    def _label(self, step: int) -> str:
-        return self.labels[step]
+            yield Work(step, f"{self.labels[step]} copies", seconds)
 
     def _finish(self, kept: Sequence[tuple[Layout, Parameter]]) -> Iterable[Item]:
         held = [held_entries(how, self.device, p.shape) for how, p in kept if holds(how, self.device)]
-        # Gradients that were summed together lie in one tensor; at the end of a step each gets memory of its own.
+        # Gradients that were summed together are in one tensor; at the end of a step each gets its own memory.
         copied = [o for o in self.source.backward if isinstance(o, Unpack) and o.copied]
         own = sum((Handling(copied=sum(o.sizes), made=o.sizes) for o in copied), NOTHING)
-        # Bytes become floats, which are shifted and scaled where they lie: about as much memory traffic as two copies.
+        # Bytes become floats, which are shifted and scaled in place: about the memory traffic of two copies.
         loaded = Handling(copied=2 * sum(held_entries(v.layout, self.device, v.shape) for v in self.steps.inputs))
         rest_s = self.overhead.step_s + self.overhead.handling_s(own + loaded, self.costs.itemsize)
         update_s = sum(held) * self.costs.update_s(self.device) + len(held) * self.overhead.update_s_per_tensor

@@ -5,8 +5,8 @@ import pytest
 
 from convoy.layout.layout import Layout, Partial, Replicated, Shape, entries
 from convoy.layout.redistribute import Reduce, Schedule, gather_shares, schedule, sum_in_segments, sum_into_shares
+from convoy.planner.analytic import Loads, loads, move_s, share_loads, sum_loads
 from convoy.simulate.network import Network
-from convoy.simulate.traffic import Loads, loads, move_s, share_loads, sum_loads
 from tests.support.local_pieces import DEVICES, every_layout
 
 REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")

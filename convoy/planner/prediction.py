@@ -1,4 +1,4 @@
-"""Predictions of plans on a fleet, before anything runs."""
+"""Predictions of plans on a fleet, and the choice of a plan by them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +12,18 @@ from convoy.plan.presets import PLANS
 from convoy.plan.steps import ComputeStep, StepList, micro_batches
 from convoy.planner.planner import Candidate, candidates, in_micro_batches, memory_slows
 from convoy.planner.request import PlanRequest
-from convoy.simulate.energy import Energy, energy_of, least_energy
-from convoy.simulate.interval import Interval, around
-from convoy.simulate.memory import DeviceMemory, memory_of_passes
-from convoy.simulate.network import Network
-from convoy.simulate.simulate import Costs, Timeline, simulate
+from convoy.simulate.events import Timeline
+from convoy.simulate.interval import Within, around
+from convoy.simulate.memory import (
+    DeviceMemory,
+    MemoryLimits,
+    fewest_micro_batches,
+    memory_of,
+    memory_of_steps,
+    micro_batch_words,
+)
+from convoy.simulate.power import Energy, energy_of
+from convoy.simulate.simulator import simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class PlanPrediction:
     bound: str
 
     @property
-    def within(self) -> Interval:
+    def within(self) -> Within:
         """The seconds between which nine of ten measurements lie."""
         return around(self.step_s, self.spread)
 
@@ -65,65 +72,19 @@ class PlanPrediction:
         return sum(memory.weights_bytes + memory.activations_bytes > 0 for memory in self.memory)
 
 
-def predict_all(request: PlanRequest, least_energy_s: float | None = None) -> list[PlanPrediction]:
-    """Predict every named plan, and last `auto`: the shortest step, or the least energy within a limit.
-
-    Args:
-        least_energy_s: choose by joules per image, among plans whose step takes at most this long.
-
-    Raises:
-        PlanError: no plan fits the devices' memory, or none is fast enough.
-        InputError: least energy on a fleet without watts.
-    """
-    rows = [predict_plan(request.named(name), request) for name in PLANS]
-    found = candidates(request)
-    if least_energy_s is None:
-        best = predict_plan(found[0].plan, request)
-    else:
-        best = _least_energy([predict_plan(each.plan, request) for each in found], least_energy_s, request.names)
-    return [*rows, replace(best, plan=best.plan.named("auto"))]
-
-
-def choices(request: PlanRequest) -> list[Candidate]:
-    """Return the planner's choice, and the plans worth autotuning beside it; see `worth_trying`.
-
-    Raises:
-        PlanError: no plan fits the devices' memory.
-    """
-    tried = worth_trying(candidates(request), request.graph)
-    return [replace(each, plan=each.plan.named("auto")) for each in tried]
-
-
-def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequence[str]) -> PlanPrediction:
-    energies = [(index, row.energy) for index, row in enumerate(rows) if row.energy is not None]
-    if not energies:
-        raise InputError(
-            f"least energy of {', '.join(names)}: a device has no watts; give every [[device]] of the fleet file idle_w "
-            "and busy_w"
-        )
-    try:
-        return rows[least_energy(energies, limit_s)[0]]
-    except PlanError:
-        fastest = min(row.step_s for row in rows)
-        raise PlanError(
-            f"no plan takes at most {limit_s:.4g} s a step: the fastest takes {fastest:.4g} s; raise the limit or add devices"
-        ) from None
-
-
 def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
     """Simulate one plan, each kind of micro-batch that a step has."""
-    graph, costs, room = request.graph, request.costs, request.room
+    graph, costs, limits = request.graph, request.costs, request.limits
     kinds = micro_batches(request.micro_batches)
     lists = [lower(plan, graph, micro_batch=kind) for kind in kinds]
     timelines = [simulate(each, graph, costs) for each in lists]
-    steps, timeline = lists[-1], timelines[-1]
 
     def mean(values: Iterable[float]) -> float:
         return sum(n * value for n, value in zip(kinds.values(), values, strict=True)) / request.micro_batches
 
     step_s = mean(each.step_s for each in timelines)
     rate = plan.batch / step_s
-    memory = memory_of_passes(lists, graph, optimizer=room.optimizer, itemsize=costs.itemsize)
+    memory = memory_of_steps(lists, graph, optimizer=request.optimizer, itemsize=costs.itemsize)
     traffic = [each.traffic(costs.itemsize) for each in lists]
     devices = range(plan.devices)
     computes = [mean(each.compute_s[d] for each in timelines) / step_s for d in devices]
@@ -147,11 +108,63 @@ def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
         sent_bytes=sent(0),
         received_bytes=sent(1),
         memory=memory,
-        overfull=tuple(room.overfull([each.total_bytes for each in memory])),
+        overfull=tuple(limits.overfull([each.total_bytes for each in memory])),
         energy=energy,
-        timeline=timeline,
-        bound=_bound(timeline, steps, costs, request.names),
+        timeline=timelines[-1],
+        bound=_busiest(timelines[-1], lists[-1], request),
     )
+
+
+def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
+    """Return the resource that is busy longest; "waiting" if none is busy for half of the step."""
+    network, names = request.costs.network, request.names
+    first = {host: names[device] for device, host in reversed(list(enumerate(network.host)))}
+    busy_s = {f"computing on {names[timeline.busiest]}": timeline.compute_s[timeline.busiest]}
+    for (sender, receiver), size in steps.traffic(request.costs.itemsize).items():
+        a, b = network.host[sender], network.host[receiver]
+        if a != b:
+            sends, receives = f"sending from the host of {first[a]}", f"receiving at the host of {first[b]}"
+            busy_s[sends] = busy_s.get(sends, 0.0) + size / network.send_bytes_per_s[a]
+            busy_s[receives] = busy_s.get(receives, 0.0) + size / network.receive_bytes_per_s[b]
+    words = max(busy_s, key=lambda each: busy_s[each])
+    rounds = sum(len(step.schedule.rounds) for step in steps.steps if not isinstance(step, ComputeStep))
+    return words if busy_s[words] > timeline.step_s / 2 else f"waiting: {rounds} rounds of messages"
+
+
+def predict_all(request: PlanRequest, least_energy_s: float | None = None) -> list[PlanPrediction]:
+    """Predict every named plan, and last `auto`: the shortest step, or the least energy within a limit.
+
+    Args:
+        least_energy_s: choose by joules per image, among plans whose step takes at most this long.
+
+    Raises:
+        PlanError: no plan fits the devices' memory, or none is fast enough.
+        InputError: least energy on a fleet without watts.
+    """
+    rows = [predict_plan(request.named(name), request) for name in PLANS]
+    found = candidates(request)
+    if least_energy_s is None:
+        best = predict_plan(found[0].plan, request)
+    else:
+        best = _least_energy([predict_plan(each.plan, request) for each in found], least_energy_s, request.names)
+    return [*rows, replace(best, plan=best.plan.named("auto"))]
+
+
+def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequence[str]) -> PlanPrediction:
+    joules = [(row.energy.image_j, row.step_s, index) for index, row in enumerate(rows) if row.energy is not None]
+    if not joules:
+        raise InputError(
+            f"least energy of {', '.join(names)}: a device has no watts; give every [[device]] of the fleet file idle_w "
+            "and busy_w"
+        )
+    within = [row for row in joules if row[1] <= limit_s]
+    if not within:
+        fastest_s = min(row.step_s for row in rows)
+        raise PlanError(
+            f"no plan takes at most {limit_s:.4g} s a step: the fastest takes {fastest_s:.4g} s; raise the limit or add "
+            "devices"
+        )
+    return rows[min(within)[2]]
 
 
 MUCH = 1.2
@@ -189,30 +202,7 @@ def working(plan: Plan, graph: Graph) -> frozenset[int]:
     return frozenset(d for s in steps.phase("forward") if isinstance(s, ComputeStep) for d in holders(s.writes.layout))
 
 
-def _bound(timeline: Timeline, steps: StepList, costs: Costs, names: Sequence[str]) -> str:
-    """Return the resource that is busy longest; "waiting" if none is busy for half of the step."""
-    busiest = timeline.busiest
-    rows = [
-        (timeline.compute_s[busiest], f"computing on {names[busiest]}"),
-        *_cards(steps, costs.network, costs.itemsize, names),
-    ]
-    seconds, words = max(rows, key=lambda row: row[0])
-    rounds = sum(len(step.schedule.rounds) for step in steps.steps if not isinstance(step, ComputeStep))
-    return words if seconds > timeline.step_s / 2 else f"waiting: {rounds} rounds of messages"
-
-
-def _cards(steps: StepList, network: Network, itemsize: int, names: Sequence[str]) -> list[tuple[float, str]]:
-    out = [0.0] * len(network.send_bytes_per_s)
-    into = [0.0] * len(network.send_bytes_per_s)
-    for (sender, receiver), size in steps.traffic(itemsize).items():
-        a, b = network.host[sender], network.host[receiver]
-        if a != b:
-            out[a] += size / network.send_bytes_per_s[a]
-            into[b] += size / network.receive_bytes_per_s[b]
-    first = {host: names[device] for device, host in reversed(list(enumerate(network.host)))}
-    rows = [(seconds, f"sending from the host of {first[host]}") for host, seconds in enumerate(out)]
-    return rows + [(seconds, f"receiving at the host of {first[host]}") for host, seconds in enumerate(into)]
-
+# --- plans worth a trial ---------------------------------------------------------------------------------------------
 
 REACH, TRIED, FEWER = 0.25, 3, 0.75
 """Plans worth autotuning take at most this fraction longer than the best; their number, with the best; and the fraction of the
@@ -223,6 +213,26 @@ REACH_ALONE = 0.6
 shorter (a ResNet-8 on three devices)."""
 
 
+def choose(request: PlanRequest) -> list[PlanPrediction]:
+    """Return the planner's choice, and the plans worth autotuning with it; see `worth_trying`.
+
+    Raises:
+        PlanError: no plan fits the devices' memory.
+    """
+    rows = [predict_plan(each.plan.named("auto"), request) for each in worth_trying(candidates(request), request.graph)]
+    if request.reduce != "inexact-butterfly-mixing":
+        return rows
+    # Mixing sends weights with the gradients, so it may not fit where a sum did. Copies that differ cannot change plans, so
+    # there are no others.
+    mixing = predict_plan(replace(rows[0].plan, reduce=request.reduce), request)
+    if mixing.overfull:
+        raise PlanError(
+            f"plan auto with reduce {request.reduce} overfills {'; '.join(mixing.overfull)}: use a smaller batch or "
+            "another reduce"
+        )
+    return [mixing]
+
+
 def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
     """Return the best candidate, and those that are better if messages cost more than predicted.
 
@@ -231,21 +241,33 @@ def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
     Args:
         found: the shortest predicted step first.
     """
-    tried: list[tuple[Candidate, int]] = []
+    tried: list[Candidate] = []
+    fewest = 0
     for each in found:
         if each.step_s > found[0].step_s * (1 + REACH) or len(tried) == TRIED:
             break
-        count = _messages(each.plan, graph)
-        if not tried or count <= FEWER * tried[-1][1]:
-            tried.append((each, count))
+        steps = (step for step in lower(each.plan, graph).steps if not isinstance(step, ComputeStep))
+        rounds = (transfers for step in steps for transfers in step.schedule.rounds)
+        messages = sum(transfer.sender != transfer.receiver for transfers in rounds for transfer in transfers)
+        if not tried or messages <= FEWER * fewest:
+            tried.append(each)
+            fewest = messages
     near = (each for each in found if each.step_s <= found[0].step_s * (1 + REACH_ALONE))
     alone = next((each for each in near if len(working(each.plan, graph)) == 1), None)
-    plans = [each for each, _ in tried]
-    return plans if alone is None or alone in plans else [*plans, alone]
+    return tried if alone is None or alone in tried else [*tried, alone]
 
 
-def _messages(plan: Plan, graph: Graph) -> int:
-    """Count the messages of one step, from all devices."""
-    steps = lower(plan, graph).steps
-    rounds = [each for step in steps if not isinstance(step, ComputeStep) for each in step.schedule.rounds]
-    return sum(transfer.sender != transfer.receiver for each in rounds for transfer in each)
+def check_alone(request: PlanRequest, plan: Plan, limits: MemoryLimits) -> None:
+    """Refuse a plan of one device that does not fit into its memory.
+
+    Raises:
+        PlanError: names the number of micro-batches that would fit, if any.
+    """
+
+    def needs(samples: int) -> list[int]:
+        return [each.total_bytes for each in memory_of(plan, request.graph, samples, optimizer=request.optimizer)]
+
+    if limits.excess(needs(request.batch)):
+        more = fewest_micro_batches(request.batch, lambda samples: not limits.excess(needs(samples)))
+        remedy = "" if more is None else micro_batch_words(request.graph, request.micro_batches * more)
+        raise PlanError(limits.refusal(request.graph.model, request.batch, [needs(request.batch)], remedy))
