@@ -19,7 +19,7 @@ from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.launch.host_job import memory_environment, rank_variables
-from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, decoded, once_first, to_stdout
+from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, decoded, to_stdout
 
 TIMED_OUT = 124  # the status that timeout(1) gives
 
@@ -54,7 +54,7 @@ def rehearse(
         output: takes what the first device prints, and notes. None: the first device writes to this process's own
             stdout and stderr, notes go to stderr. What other devices print is shown if they fail.
         fleet_path: the fleet's file, for the command.
-        goes_on: the others go on without the devices that are lost. What the first prints that is left is shown then.
+        goes_on: the devices continue without those that are lost. The output of all is shown.
 
     Returns:
         0 if every process ended with 0, or one of them where the others go on; else the status of the first that did not
@@ -172,7 +172,6 @@ def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Ite
                     name=device.name,
                     command=[*join, str(cgroups.entrance(group)), *enter, *command],
                     environment=os.environ | environment(fleet, index, wiring, fleet_path),
-                    members=partial(cgroups.members, group),
                     lifeline=True,
                     own_session=True,
                 )
@@ -197,10 +196,10 @@ class _Devices:
         self._processes.__exit__()
 
     def start(self, start: Start) -> None:
-        """Start a device. Only the first of those that are left prints."""
+        """Start a device. The output of device 0 is shown, with `goes_on` that of all."""
         stdout: Output = "keep" if start.device else self._first
         if start.device and self._goes_on:
-            stdout = once_first(self._processes, start.device, self._first or to_stdout)
+            stdout = self._first or to_stdout
         self._processes.start(replace(start, stdout=stdout, stderr=None if stdout is None else subprocess.STDOUT))
 
     def _over(self) -> bool:
