@@ -54,7 +54,8 @@ def show_all(
         say(
             f"A step of {request.batch * request.micro_batches} samples is "
             f"{micro_batch_words(request.graph, request.micro_batches)}. The tables are per micro-batch of "
-            f"{request.batch} samples, on average; a step of plan {row.plan.name} takes {seconds(request.micro_batches * row.step_s)}."
+            f"{request.batch} samples, on average; a step of plan {row.plan.name} takes "
+            f"{seconds(request.micro_batches * row.step_s)}."
         )
     if other is not None:
         count = request.batch // other.plan.batch
