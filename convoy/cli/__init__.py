@@ -4,13 +4,16 @@
 
     options.py         the command itself, options of several verbs, and those made from the list of settings
     scripts.py         run
-    training.py        train, join, leave, stop, demo, report
-    planning.py        measure, plan, predict, simulate
+    training.py        train, join, leave, stop, demo
+    measuring.py       measure
+    planning.py        plan, predict
+    simulating.py      simulate, report
     fleet_commands.py  emulate, doctor; fleet init, show, setup, key
 
-    train_job.py   `convoy train` on one device: of the first ones, or joining
-    joining.py     what a joining device does, and what the running job decides about it
-    reporter.py    screen, log and loggers of a training
+    train_job.py       starts `convoy train` on one device: of the first ones, or joining (joining.py); then
+    train_session.py   the training, made of the parts in train_parts.py
+    reporter.py        its screen, log and loggers
+    admitting.py       admits joining devices
 
 The verbs import torch and the work only when they run, so that --help is quick.
 """
@@ -22,7 +25,7 @@ import sys
 
 # isort: off
 # Each adds its verbs; --help lists them in this order.
-from convoy.cli import scripts, training, planning, fleet_commands  # noqa: F401
+from convoy.cli import scripts, training, measuring, planning, simulating, fleet_commands  # noqa: F401
 
 # isort: on
 from convoy.cli.options import app

@@ -1,43 +1,32 @@
-"""The verbs measure, plan, predict, simulate and report."""
+"""The verbs plan and predict."""
 
 import math
-import os
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from convoy.cli.options import (
     PATH,
     SECONDS,
-    HelpAll,
-    Print,
-    SettingsCommand,
     app,
     help_of,
-    in_job,
-    path_of,
-    with_settings,
 )
-from convoy.comm.job_key import choose
 from convoy.config.option_types import numbers
-from convoy.config.settings import Settings
-from convoy.errors import InputError, shortened, shown, unknown_name
-from convoy.files import unwritable, write_whole
+from convoy.errors import InputError, shortened, shown
+from convoy.files import write_whole
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import device_class, device_classes
 from convoy.fleet.units import Dimension, quantity
 from convoy.layout.comm_dtype import parse_comm_dtype
 
 if TYPE_CHECKING:  # these import torch
-    from convoy.plan.plan import Plan
     from convoy.planner.knowledge import FleetKnowledge
     from convoy.planner.request import PlanRequest
     from convoy.report.screen import Wait
@@ -55,120 +44,6 @@ Outputs = Annotated[
 
 MAX_PIXELS = 8192  # of a side of an image
 MAX_NAMED = 64  # devices of `--on`
-
-
-# --- measure ----------------------------------------------------------------------------------------------------------------
-
-
-@app.command(cls=SettingsCommand)
-@with_settings(
-    "data", "data_dir", "image_size", "net", "devices", "batch", "slowdown", "precision", "budget_s", "timeout_s", "job_key",
-    "trust_network", "port", budget_s=60.0,
-)  # fmt: skip
-def measure(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Fleet file to write: devices, links, times of layers.", **PATH)
-    ],
-    fleet: Annotated[
-        Path | None,
-        typer.Option(help="Fleet file with what is known; hosts with addresses are started over ssh.", **PATH),
-    ] = None,
-    print_lines: Print = False,
-    _help_all: HelpAll = False,
-    **given: Any,
-) -> None:
-    """Measure this fleet: layers on each device, links between hosts.
-
-    Run it on all devices at once: here on local processes, over ssh on the hosts of a fleet file, under torchrun, srun or
-    mpirun, or under convoy emulate.
-    """
-    from convoy.config.run_file import resolve_settings
-
-    one_of_job = in_job()
-    settings = resolve_settings(None, given).settings
-    choose(settings.job_key, settings.trust_network, os.environ)
-    if not one_of_job and (fleet is not None or print_lines):
-        from convoy.launch.fleet_command import fleet_to_start, measure_on_fleet
-
-        if (hosts := fleet_to_start(fleet, print_lines)) is not None:
-            named = given["devices"] is not None
-            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], named, print_lines, port=settings.port))
-    if one_of_job or len(settings.device_names) == 1:
-        measure_device(output, settings, fleet)
-        return
-    from convoy.launch.host_job import JobOptions
-    from convoy.launch.local import launch_local
-
-    check_measure(output, settings, fleet)
-    raise typer.Exit(launch_local(sys.argv[1:], settings.device_names, options=JobOptions(port=settings.port)))
-
-
-def check_measure(output: Path, settings: Settings, fleet: Path | None) -> None:
-    """Refuse bad input in the launching process, once, before anything starts. InputError, DataError."""
-    from convoy.cli.train_job import build_model, load_images
-    from convoy.config.checks import check, check_output, check_places
-
-    check(settings)
-    check_places(settings)
-    check_output("--output", output)
-    described, count = _described(fleet), len(settings.device_names)
-    if described is not None and len(described.devices) != count:
-        raise InputError(
-            f"--devices {count}, but the fleet file has {len(described.devices)}: give --devices {len(described.devices)}, or "
-            "another fleet"
-        )
-    build_model(settings, load_images(settings))
-
-
-def _described(path: Path | None) -> Fleet | None:
-    """Return the described fleet without earlier measurements: that of --fleet, or of `convoy emulate`."""
-    from convoy.simulate.table import read_fleet_file
-
-    path = path or (Path(named) if (named := os.environ.get("CONVOY_FLEET")) else None)
-    return None if path is None else read_fleet_file(path)[0]
-
-
-def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None:
-    """Measure as one device of a job. Device 0 prints, and replaces the output at the end.
-
-    Args:
-        settings: as of a training; data, net, devices, batch, slowdown, precision, time limit and budget count.
-
-    Raises:
-        InputError, DataError, MismatchError, DeviceLostError: the output is then as it was before.
-    """
-    from rich.console import Console
-
-    from convoy.cli.joining import device_named
-    from convoy.cli.train_job import build_model, example_of, load_images
-    from convoy.comm.environment import imposed_slowdown
-    from convoy.comm.processes import join
-    from convoy.config.checks import check, check_output
-    from convoy.measure.measure_job import MeasureOptions, measure_job
-    from convoy.model.tracing import trace
-    from convoy.report.measured import show
-    from convoy.report.screen import Wait
-
-    check(settings)
-    with join(device_named(settings.device_names), timeout_s=settings.timeout_s) as group:
-        if group.device == 0:
-            check_output("--output", output)
-        splits = load_images(settings)
-        model = build_model(settings, splits)
-        console = Console(quiet=group.device != 0, highlight=False)
-        options = MeasureOptions(
-            settings.net, _described(fleet), settings.budget_s,
-            slowdown=settings.slowdowns[group.device] * imposed_slowdown(), precision=settings.precision,
-        )  # fmt: skip
-        with Wait(console, "measuring", settings.budget_s) as progress:
-            measured = measure_job(group, trace(model, example_of(splits)), model, settings.batch, options, progress)
-        if group.device == 0:
-            write_whole(output, measured.to_toml())
-            show(measured, console)
-            console.print(f"Written to {output}", soft_wrap=True)
-
-
-# --- plan, predict, simulate ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,119 +278,3 @@ def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
             own = f"{known.name}-{seen[known.name]}" if count[known.name] > 1 else known.name
             devices.append(Device.of_class(known, own, hosts[-1].name))
     return Fleet(tuple(hosts), tuple(devices), Nic(link_bytes_per_s, link_bytes_per_s, latency_s))
-
-
-@app.command()
-def simulate(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the trace (JSON) and the picture (PNG).", **PATH)
-    ],
-    net: Annotated[str, typer.Option(help=help_of("net"))] = "alexnet:4096",
-    fleet: Annotated[Path | None, typer.Option(help="Fleet file, described or measured. Required.", **PATH)] = None,
-    plan: Annotated[str, typer.Option(help="A plan by name, auto, or a plan file.")] = "auto",
-    batch: Batch = 64,
-    image: Image = "3,32,32",
-    classes: Classes = 10,
-    outputs: Outputs = "everywhere",
-    figures: Annotated[bool, typer.Option(help="Draw the picture too (needs the extra 'plots').")] = True,
-) -> None:
-    """Simulate one training step of a plan on a fleet: a picture and a trace.
-
-    The trace shows when each device computes, sends and receives; open it in Perfetto or chrome://tracing.
-
-    Example: convoy simulate -o step --net two-conv:150:800 --fleet fleet.toml --plan hybrid --batch 256
-    """
-    if fleet is None:
-        raise InputError(
-            "convoy simulate needs a fleet: give --fleet FILE, as `convoy measure` writes it or with the devices' peaks. The "
-            "study of all plans at any size is `python -m studies DIR [NET]`, in a checkout of the repository"
-        )
-    question = PlanQuestion(net, image, classes, batch, outputs=outputs)
-    question.check()
-    if why := unwritable(output):
-        raise InputError(f"cannot make the folder {shown(output)}: {why}; give one that can be made")
-    from convoy.planner.knowledge import FleetKnowledge
-    from convoy.planner.prediction import predict_plan
-    from convoy.report.numbers import in_bytes
-    from convoy.report.plans import BASIS, between
-    from convoy.report.timeline import draw, write_chrome_trace
-    from convoy.simulate.table import read_fleet_file
-
-    known = FleetKnowledge(*read_fleet_file(fleet))
-    print(f"reading {net}")
-    request = question.request(known)
-    if plan == "auto":
-        print(f"planning for {len(request.names)} devices")
-    chosen = _plan_named(plan, request)
-    request = replace(request, batch=chosen.batch)
-    row = predict_plan(chosen, request)
-    energy = "" if row.energy is None else f", {row.energy.image_j:.4g} J/image"
-    print(
-        f"plan {chosen.name}, batch {chosen.batch}: {row.step_s:.3g} s a step (nine of ten: {between(row.within)}), "
-        f"{row.samples_per_s:,.4g} samples/s, {row.efficiency:.1%} of the limit, {in_bytes(row.traffic_bytes)} on the "
-        f"wire{energy}; {row.bound}"
-    )
-    print(f"based on {BASIS[request.costs.errors.basis]}")
-    for line in row.overfull:
-        print(f"does not fit: {line}")
-    output.mkdir(parents=True, exist_ok=True)
-    print(f"wrote {write_chrome_trace(row.timeline, output / 'step.json', request.names)}")
-    if figures:
-        title = f"{net}, plan {chosen.name}, batch {chosen.batch}"
-        print(f"wrote {draw(row.timeline, output / 'step.png', request.names, title)}")
-
-
-def _plan_named(name: str, request: "PlanRequest") -> "Plan":
-    from convoy.plan.plan import Plan
-    from convoy.plan.presets import PLANS, named_plan
-    from convoy.planner.planner import plan_auto
-
-    if name == "auto":
-        return plan_auto(request).named("auto")
-    if name in PLANS:
-        made = named_plan(name, request.graph, request.batch, request.layer_speeds)
-        return replace(made, wire=request.wire, outputs=request.outputs)
-    if not name.endswith(".json") and not os.path.isfile(name):
-        raise unknown_name("plan", name, [*PLANS, "auto", "a plan file (….json)"])
-    saved = Plan.load(Path(name))
-    saved.check(request.graph, len(request.names))
-    return saved
-
-
-@app.command()
-def report(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            parser=path_of,
-            metavar="RUN...",
-            help="Folder of a run, or its log file; several are compared. Default: the latest one in runs.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="HTML file to write; default: report.html beside the log, or comparison.html.",
-            **PATH,
-        ),
-    ] = None,
-) -> None:
-    """Write one HTML page of a run, or a comparison of several.
-
-    It has the curves, throughput with prediction and limit, the plan, one step, and each device. The page needs no network.
-    An unfinished run gives a page of what there is.
-
-    Example: convoy report runs/2026-11-21-19.37.45-two-conv-50-500
-    """
-    if runs is not None and len(runs) > 1:
-        from convoy.report.page import write_comparison
-
-        print(f"wrote {write_comparison(runs, output)}")
-    else:
-        from convoy.report.page import write_report
-        from convoy.runlog.directory import runs_folder
-        from convoy.runlog.reader import newest_run
-
-        print(f"wrote {write_report(runs[0] if runs else newest_run(runs_folder()), output)}")

@@ -6,24 +6,14 @@ from contextlib import ExitStack
 
 from convoy.api import Plans
 from convoy.comm.collectives import gather
-from convoy.config.run_file import RunSettings, to_toml
+from convoy.config.run_file import RunSettings
 from convoy.config.settings import key_of
-from convoy.elastic.members import Members
 from convoy.errors import ConvoyError
-from convoy.files import write_whole
-from convoy.machine import roster
-from convoy.plan.compile import compile_all
-from convoy.plan.device_program import program_lines
-from convoy.plan.explain import layer_rows, step_lines, work_shares
+from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import AUTO
-from convoy.plan.steps import micro_batches
-from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.prediction import predict_plan, working
-from convoy.planner.request import PlanRequest
 from convoy.report.screen import Screen
-from convoy.runlog.directory import RunDirectory
+from convoy.runlog.directory import RunDirectory, write_files
 from convoy.runlog.loggers import Logger, to_mlflow, to_tensorboard, to_wandb
 from convoy.runlog.observers import Meters, StepTimer, Utilization
 from convoy.runlog.schema import DeviceLine, EndLine, MembersLine, SystemLine
@@ -62,21 +52,16 @@ class Reporter(ExitStack):
         self.log: RunLog | None = None
         self.loggers: list[Observer] = []
         self.bar = Observer()
-        roster.update(run="" if directory is None else str(directory.run.absolute()))
         part.clock.reset()
         self.timer, self.utilization = StepTimer(run.settings.batch), Utilization(part.group, part.clock)
         self.meters = Meters(part.group, self.on_system, done)
         self.observers = Observers()
         if screen.visible:
             self._open(done)
-        if screen.visible and directory is not None:
+        if screen.visible:
             self._log_plan()
             self._predict(plans[0])
-            if directory.folder is not None:
-                write_whole(directory.folder / "run.toml", to_toml(run.settings))
-                write_whole(directory.folder / "plan.json", plans[0].to_json())
-                if plans.measured is not None:
-                    write_whole(directory.folder / "fleet.toml", plans.measured.to_toml())
+            write_files(directory, run.settings, plans[0], plans.measured)
         self.observe(self.bar)
 
     def _open(self, done: int, *, from_lost: bool = False) -> None:
@@ -112,16 +97,13 @@ class Reporter(ExitStack):
     def show_plan(self) -> None:
         """Print each device's share of each layer; with `--explain`, also every step and device program."""
         settings, screen, plan, graph = self.run.settings, self.screen, self.part.plan, self.part.traced[True].graph
-        idle = [str(d) for d in range(plan.devices) if d not in working(plan, graph)]
-        if settings.plan == AUTO and idle:
+        work, count = self._work(), settings.accumulate
+        idle = [str(device) for device, share in enumerate(work) if not share]
+        if settings.plan == "auto" and idle:
             screen.line(f"auto leaves device{'s' * (len(idle) > 1)} {', '.join(idle)} idle: a step takes less time so.")
-        screen.plan(plan, layer_rows(plan, graph), self._work())
-        count = settings.accumulate
+        screen.plan(plan, layer_rows(plan, graph), work)
         if settings.explain:
-            steps = lower(plan, graph, micro_batch=[*micro_batches(count)][-1])
-            screen.lines(step_lines(steps))
-            for program in compile_all(steps, graph):
-                screen.lines(program_lines(program))
+            screen.programs(plan, graph, count)
         if count > 1:
             screen.line(
                 f"A step of {settings.batch} samples has {count} micro-batches of {settings.micro_batch}; gradients are "
@@ -144,11 +126,7 @@ class Reporter(ExitStack):
         """Log the prediction for a plan if the devices were measured; `shares_only` as in `PredictionLine`."""
         settings, measured = self.run.settings, self.plans.measured
         if measured is not None and self.log is not None:
-            request = PlanRequest(
-                self.part.traced[True].graph, plan.batch, FleetKnowledge(measured=measured),
-                optimizer=settings.optimizer_state, wire=plan.wire, micro_batches=settings.accumulate,
-            )  # fmt: skip
-            self.log.prediction(predict_plan(plan, request), request, shares_only)
+            self.log.predict(plan, measured, settings.optimizer_state, settings.accumulate, shares_only)
 
     def on_decision(self, step: int, decision: Decision) -> None:
         """Print and log a change of the plan, or why there is none."""
@@ -161,9 +139,9 @@ class Reporter(ExitStack):
             self._predict(decision.plan, bool(decision.changes))
         self.timer.restart()
 
-    def on_members(self, members: Members, reason: str) -> None:
-        """Report that other devices train from now on."""
-        is_first, step = self.part.group.device == 0, members.steps
+    def on_members(self, step: int, reason: str) -> None:
+        """Report that other devices train from this step on."""
+        is_first = self.part.group.device == 0
         self.screen.show(is_first)
         if is_first and self.log is None and self.directory is not None:  # device 0, which wrote the log, is lost
             try:
@@ -185,27 +163,19 @@ class Reporter(ExitStack):
             if isinstance(logger, Logger):
                 logger.on_system(line)
 
-    def usage(self, members: Members | None, wall_s: float) -> list[DeviceLine]:
+    def usage(self, wall_s: float) -> list[DeviceLine]:
         """Gather per-device usage. Last collective of the run."""
-
-        def gathered() -> list[DeviceLine]:
-            part, ids, shares = self.part, self.part.group.ids, self._work()
-            own = [part.clock.compute_s, part.clock.exchange_s, sum(part.group.sent_bytes), wall_s]
-            speeds = [self.speeds[d] for d in ids]
-            return [
-                DeviceLine(
-                    device=ids[device], slowdown=self.devices[ids[device]][2],
-                    speed_share=speeds[device] / sum(speeds), work_share=shares[device],
-                    compute_s=compute_s, exchange_s=exchange_s, sent_bytes=sent_bytes, wall_s=device_s,
-                )
-                for device, (compute_s, exchange_s, sent_bytes, device_s) in enumerate(gather(part.group, "use", own))
-            ]  # fmt: skip
-
-        if members is None:
-            return gathered()
-        uses = members.repeated(gathered)
-        members.close()
-        return uses
+        part, ids, shares = self.part, self.part.group.ids, self._work()
+        own = [part.clock.compute_s, part.clock.exchange_s, sum(part.group.sent_bytes), wall_s]
+        speeds = [self.speeds[d] for d in ids]
+        return [
+            DeviceLine(
+                device=ids[device], slowdown=self.devices[ids[device]][2],
+                speed_share=speeds[device] / sum(speeds), work_share=shares[device],
+                compute_s=compute_s, exchange_s=exchange_s, sent_bytes=sent_bytes, wall_s=device_s,
+            )
+            for device, (compute_s, exchange_s, sent_bytes, device_s) in enumerate(gather(part.group, "use", own))
+        ]  # fmt: skip
 
     def on_end(self, chosen: Plan, uses: Sequence[DeviceLine]) -> None:
         """Compare the prediction with the measurement, and write the last lines of the log."""

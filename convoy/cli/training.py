@@ -82,7 +82,7 @@ def train(
     from convoy.launch.local import launch_local
 
     if settings.data in FETCHED and settings.data_dir is None:  # download once, before the devices start
-        from convoy.cli.train_job import load_images
+        from convoy.cli.train_parts import load_images
 
         load_images(settings)
     host = "127.0.0.1" if settings.listens_at is None else settings.listens_at[0]

@@ -10,9 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from convoy.plan.explain import LayerRow
+from convoy.model.graph import Graph
+from convoy.plan.compile import compile_all
+from convoy.plan.device_program import program_lines
+from convoy.plan.explain import LayerRow, step_lines
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
+from convoy.plan.steps import micro_batches
 from convoy.report.numbers import in_bytes, seconds
 from convoy.runlog.schema import DeviceLine
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
@@ -138,6 +143,13 @@ class Screen:
                 self.console.print(f"* {row.layer}: {row.note}", soft_wrap=True)
         if plan.inexact:
             self.console.print(f"INEXACT: {plan.inexact}.", soft_wrap=True)
+
+    def programs(self, plan: Plan, graph: Graph, accumulate: int) -> None:
+        """Print the step list, of the last micro-batch if there are several, and every device program."""
+        steps = lower(plan, graph, micro_batch=[*micro_batches(accumulate)][-1])
+        self.lines(step_lines(steps))
+        for program in compile_all(steps, graph):
+            self.lines(program_lines(program))
 
     def settings(self, rows: Sequence[tuple[str, str, str]]) -> None:
         """Print name, value and source of each setting."""

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from convoy.checkpoint.run_folder import run_folder
+from convoy.config.run_file import to_toml
 from convoy.config.settings import NO_LOG, Settings
 from convoy.errors import InputError
-from convoy.files import unwritable
+from convoy.files import unwritable, write_whole
+from convoy.plan.plan import Plan
 from convoy.runlog.reader import LOG_NAME
+from convoy.simulate.table import Measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +87,16 @@ def new_folder(net: str) -> Path:
             folder.mkdir(parents=True)
             return folder
     raise AssertionError("unreachable")
+
+
+def write_files(directory: RunDirectory | None, settings: Settings, plan: Plan, measured: Measurement | None) -> None:
+    """Write settings, plan and measurement into the run's folder, and to --save-run and --save-plan. InputError."""
+    folder = None if directory is None else directory.folder
+    for path in (settings.save_run, folder and folder / "run.toml"):
+        if path is not None:
+            write_whole(path, to_toml(settings))
+    for path in (settings.save_plan, folder and folder / "plan.json"):
+        if path is not None:
+            write_whole(path, plan.to_json())
+    if folder is not None and measured is not None:
+        write_whole(folder / "fleet.toml", measured.to_toml())

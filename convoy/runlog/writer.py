@@ -27,9 +27,11 @@ from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Move, StepList, traffic
-from convoy.planner.prediction import PlanPrediction
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.runlog import schema
+from convoy.simulate.table import Measurement
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from convoy.train.rebalance import Reshard
 
@@ -123,8 +125,16 @@ class RunLog(Observer):
         self.graph = graph
         self.write(plan_line(plan, graph))
 
-    def prediction(self, predicted: PlanPrediction, request: PlanRequest, shares_only: bool = False) -> None:
-        """Write what a plan is predicted to reach."""
+    def predict(
+        self, plan: Plan, measured: Measurement, optimizer: str, micro_batches: int, shares_only: bool = False
+    ) -> None:
+        """Write what a plan is predicted to reach on the measured devices; :meth:`plan` comes first."""
+        assert self.graph is not None
+        request = PlanRequest(
+            self.graph, plan.batch, FleetKnowledge(measured=measured), optimizer=optimizer, wire=plan.wire,
+            micro_batches=micro_batches,
+        )  # fmt: skip
+        predicted = predict_plan(plan, request)
         timeline = predicted.timeline
         events = [
             (e.device, e.activity, e.label, e.start_s, e.end_s, e.peer, e.size_bytes)

@@ -143,7 +143,7 @@ def test_what_needs_no_training_to_be_known_is_told_before_anything_is_measured(
     run = tmp_path / "run"
     assert convoy("train", *TINY, "--checkpoint", str(run))[0] == 0
     spoil(run)
-    monkeypatch.setattr("convoy.cli.train_job.load_images", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr("convoy.cli.train_parts.load_images", lambda *_: pytest.fail("it went on"))
     assert words in refused(convoy("train", *TINY, "--checkpoint", str(run), *options))
 
 
@@ -284,7 +284,7 @@ ODD: list[tuple[list[str], str]] = [
 def test_odd_values_are_refused_in_one_line_of_bounded_length(
     options: Sequence[str], words: str, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convoy.cli.train_job.fit", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr("convoy.cli.train_session.fit", lambda *_, **__: pytest.fail("it went on"))
     speeds = [] if options[0] in ("--speeds", "--devices") else ["--speeds", "1"]
     argv = [*TINY[:8], *speeds, *options, *([] if options[0] == "--log" else ["--log", "none"])]
     assert words in refused(convoy("train", *argv))

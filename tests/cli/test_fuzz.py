@@ -21,7 +21,7 @@ from torch import nn
 
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
 from convoy.checkpoint.run_folder import Manifest
-from convoy.cli import fleet_commands, planning
+from convoy.cli import fleet_commands, planning, simulating
 from convoy.config.checks import check
 from convoy.config.run_file import resolve_settings, to_toml
 from convoy.fleet import Fleet, read_fleet
@@ -87,7 +87,7 @@ def mutated_toml(content: bytes, random: Random) -> bytes:
 
 
 def use_fleet(path: Path) -> None:
-    planning.simulate(path.parent / "out", NET, path, "data", 16, "1,8,8", figures=False)
+    simulating.simulate(path.parent / "out", NET, path, "data", 16, "1,8,8", figures=False)
 
 
 def use_classes(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from convoy import cli
-from convoy.cli import planning
+from convoy.cli import simulating
 from convoy.errors import InputError
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
@@ -30,7 +30,7 @@ def fleet_file(tmp_path: Path) -> Path:
 
 
 def trace_of(tmp_path: Path, fleet_file: Path, plan: str) -> list[dict[str, Any]]:
-    planning.simulate(tmp_path, NET, fleet_file, plan, batch=12, figures=False)
+    simulating.simulate(tmp_path, NET, fleet_file, plan, batch=12, figures=False)
     events: list[dict[str, Any]] = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     return events
 
@@ -38,11 +38,11 @@ def trace_of(tmp_path: Path, fleet_file: Path, plan: str) -> list[dict[str, Any]
 @pytest.mark.parametrize("plan", ["auto", "data"])
 def test_outputs_that_stay_join_their_losses(tmp_path: Path, fleet_file: Path, plan: str) -> None:
     for outputs, expected in (("everywhere", False), ("where-computed", True)):
-        planning.simulate(tmp_path, NET, fleet_file, plan, batch=6000, outputs=outputs, figures=False)
+        simulating.simulate(tmp_path, NET, fleet_file, plan, batch=6000, outputs=outputs, figures=False)
         names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
         assert any("loss of the global batch" in name for name in names) == expected
     with pytest.raises(InputError, match="unknown place of outputs 'here'"):
-        planning.simulate(tmp_path, NET, fleet_file, plan, outputs="here")
+        simulating.simulate(tmp_path, NET, fleet_file, plan, outputs="here")
 
 
 @pytest.mark.parametrize("plan", ["auto", "hybrid", "model"])
@@ -100,7 +100,7 @@ def test_a_plan_file_and_a_picture(tmp_path: Path, fleet_file: Path, monkeypatch
 @pytest.mark.parametrize(("plan", "words"), [("automatic", "a plan file"), ("none.json", "cannot read the plan")])
 def test_what_a_step_refuses(tmp_path: Path, fleet_file: Path, plan: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        planning.simulate(tmp_path / "out", NET, fleet_file, plan)
+        simulating.simulate(tmp_path / "out", NET, fleet_file, plan)
     assert not (tmp_path / "out").exists()
 
 
