@@ -155,11 +155,10 @@ def plan(
     from convoy.planner.prediction import predict_all, proposal, rates_by_devices
     from convoy.report.plans import show_all
     from convoy.report.screen import Screen
-    from convoy.simulate.table import read_fleet_file
 
     if output is not None:
         check_output("--output", output)
-    known = FleetKnowledge(*read_fleet_file(fleet))
+    known = FleetKnowledge.from_file(fleet)
     with _waiting(f"planning {net}") as tell:
         request = question.request(known)
         tell("predicting plans")

@@ -61,7 +61,7 @@ class Reporter(ExitStack):
         if screen.visible:
             self._log_plan()
             self._predict(plans[0])
-            write_files(directory, run.settings, plans[0], plans.measured)
+            write_files(directory, run.settings, plans[0], plans.request.fleet.measured)
         self.observe(self.bar)
 
     def _open(self, done: int, *, from_lost: bool = False) -> None:
@@ -124,7 +124,7 @@ class Reporter(ExitStack):
 
     def _predict(self, plan: Plan, shares_only: bool = False) -> None:
         """Log the prediction for a plan if the devices were measured; `shares_only` as in `PredictionLine`."""
-        settings, measured = self.run.settings, self.plans.measured
+        settings, measured = self.run.settings, self.plans.request.fleet.measured
         if measured is not None and self.log is not None:
             self.log.predict(plan, measured, settings.optimizer_state, settings.accumulate, shares_only)
 

@@ -51,9 +51,8 @@ def simulate(
     from convoy.report.numbers import in_bytes
     from convoy.report.plans import BASIS, between
     from convoy.report.timeline import draw, write_chrome_trace
-    from convoy.simulate.table import read_fleet_file
 
-    known = FleetKnowledge(*read_fleet_file(fleet))
+    known = FleetKnowledge.from_file(fleet)
     print(f"reading {net}")
     request = question.request(known)
     if plan == "auto":

@@ -24,8 +24,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler, UnderAutocast
 from convoy.train.loader import Loader
-from convoy.train.loop import Recipe, Training, build_optimizer, fit
-from convoy.train.lr import Schedule, build_schedule
+from convoy.train.loop import RateCurve, Recipe, Training, build_optimizer, build_schedule, fit
 from convoy.train.record import History
 
 
@@ -83,7 +82,7 @@ def build_training(settings: Settings, model: nn.Module, train: Loader) -> Train
     """Return the model, distributed or not, with its optimizer, schedule, weight average and scaler."""
     optimizer = build_optimizer(settings.optimizer, model, settings.lr, settings.momentum, settings.weight_decay)
     steps_per_epoch = math.ceil(len(train) / settings.accumulate)
-    schedule = Schedule(
+    schedule = RateCurve(
         settings.schedule, settings.epochs * steps_per_epoch, round(settings.warmup_epochs * steps_per_epoch),
         settings.drop_epochs * steps_per_epoch, settings.drop_factor,
     )  # fmt: skip
@@ -125,10 +124,11 @@ def compare_with_one_device(settings: Settings, done: FinishedTraining, screen: 
     train, test = build_loaders(settings, done.splits, None)
     slowdown = min(slowdown for _, _, slowdown in done.devices)
     training = build_training(settings, model, train)
+    training.tell = screen.line
     slowed = _Slowed(**vars(training), clock=Clock(torch.device("cpu"), slowdown))
     title = "one device, plain PyTorch" + (f", slowed down {slowdown:g}x" if slowdown != 1 else "")
     with screen.progress(title, settings.epochs, train.samples, tests=test.samples) as bar:
-        alone = fit(slowed, train, test, settings.epochs, bar, tell=screen.line)
+        alone = fit(slowed, train, test, settings.epochs, bar)
     rounding = f"rounding of {settings.precision}, which grows from step to step; in float64 they agree to 1e-10"
     reason = f"INEXACT: {done.inexact}" if done.inexact else rounding
     screen.comparison(done.history, alone, done.devices, done.uses, reason)

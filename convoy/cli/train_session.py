@@ -28,7 +28,7 @@ from convoy.comm.environment import imposed_slowdown
 from convoy.comm.group import Group
 from convoy.config.run_file import RunSettings
 from convoy.config.settings import Settings
-from convoy.machine.signals import handle_signals
+from convoy.machine.process import handle_signals
 from convoy.measure.replanner import expect_measured
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
@@ -69,7 +69,7 @@ def train_job(job: Job) -> FinishedTraining:
     part = distribute(
         model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
     )
-    expect_measured(part, plans.measured)
+    expect_measured(part, plans.request.fleet.measured)
     rows = gather(group, "fleet", [str(group.torch_device), os.uname().nodename, torch.get_num_threads()])
     devices = [
         (f"{device} ({threads} thread{'s' * (threads > 1)})", host, times)
@@ -78,6 +78,7 @@ def train_job(job: Job) -> FinishedTraining:
     screen.fleet(devices, plans.speeds)
     train, test = build_loaders(settings, splits, part)
     training = build_training(settings, part, train)
+    training.tell = screen.line
     checkpointer, done = None, Progress()
     if settings.checkpoint is not None:
         checkpointer = Checkpointer(
@@ -121,17 +122,7 @@ def train_job(job: Job) -> FinishedTraining:
         admission = TrainAdmission(part, splits.fingerprint, replan, reporter)
         members = build_members(admission, training, plans, job.invitation, known)
         with nullcontext() if members is None else handle_signals(members):
-            history = fit(
-                training,
-                train,
-                test,
-                settings.epochs,
-                reporter.observers,
-                rebalancer,
-                checkpointer,
-                screen.line,
-                members,
-            )
+            history = fit(training, train, test, settings.epochs, reporter.observers, rebalancer, checkpointer, members)
     usage = partial(reporter.usage, time.perf_counter() - start_s)
     if members is None:
         uses = usage()
@@ -164,6 +155,6 @@ def _make_plans(
             budget_s=settings.budget_s, fleet=settings.fleet, precision=settings.precision,
             optimizer=settings.optimizer_state, net=settings.net, micro_batches=settings.accumulate, progress=progress,
         )  # fmt: skip
-    for remark in [] if plans.measured is None else remarks(plans.measured):
+    for remark in [] if plans.request.fleet.measured is None else remarks(plans.request.fleet.measured):
         screen.line(remark)
     return plans

@@ -26,8 +26,8 @@ from convoy.cli.options import (
 from convoy.comm.job_key import KEY_FILE, choose
 from convoy.errors import ConvoyError, InputError
 from convoy.machine import roster
+from convoy.machine.process import END, LEAVE
 from convoy.machine.roster import JobProcess
-from convoy.machine.signals import END, LEAVE
 
 
 @app.command(cls=SettingsCommand)
