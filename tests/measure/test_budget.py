@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from convoy import api
 from convoy.api import make_plans
 from convoy.comm.group import AloneGroup
 from convoy.errors import PlanError
 from convoy.measure import measure_job as job
+from convoy.measure import planning
 from convoy.measure.energy_meter import EnergyMeter
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.measure_job import MeasureOptions, measure_job
@@ -186,7 +186,7 @@ def test_one_device_has_nothing_to_share_and_measures_nothing(name: str) -> None
 
 @pytest.mark.usefixtures("nothing_is_timed")
 def test_a_net_that_one_device_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(api.describe_device(CPU, 1.0), memory_bytes=1000)
-    monkeypatch.setattr(api, "describe_device", lambda *_: small)
+    small = replace(planning.describe_device(CPU, 1.0), memory_bytes=1000)
+    monkeypatch.setattr(planning, "describe_device", lambda *_: small)
     with pytest.raises(PlanError, match=r"fits the devices' memory.* of 0\.001 MB"):
         make_plans(net(), torch.zeros(2, 1, 8, 8), BATCH, AloneGroup(CPU), plan=AUTO)
