@@ -18,7 +18,7 @@ from convoy.cli.show import decision_reporter, show_new_plan, show_plan
 from convoy.comm.environment import imposed_slowdown
 from convoy.config.run_file import to_toml
 from convoy.files import write_whole
-from convoy.machine.signals import handle_signals
+from convoy.machine.process import handle_signals
 from convoy.measure.replanner import expect_measured
 from convoy.plan.presets import AUTO
 from convoy.train.loop import fit
@@ -45,6 +45,7 @@ def train_job(job: Job) -> Done:
     show_plan(settings, part, screen)
     loaders = train, test = build_loaders(settings, splits, part)
     training = build_training(settings, part, train)
+    training.tell = screen.line
     checkpointer = build_checkpointer(settings, training, screen, job.stack, begins=job.invitation is None)
     done = Progress() if checkpointer is None else checkpointer.progress
     reporter = start_reporting(job, part, plans, devices, train.samples, done.step)
@@ -69,9 +70,7 @@ def train_job(job: Job) -> Done:
             replan.known = replace(replan.known, speeds=alone.speeds, measured=alone.measured)
         members = build_members(job, training, reporter, plans, replan, splits.fingerprint, known)
         with nullcontext() if members is None else handle_signals(members):
-            history = fit(
-                training, *loaders, settings.epochs, reporter.observers, rebalancer, checkpointer, screen.line, members
-            )
+            history = fit(training, *loaders, settings.epochs, reporter.observers, rebalancer, checkpointer, members)
     uses = reporter.usage(members, time.perf_counter() - start_s)
     screen.usage(uses, history)
     screen.best(history)
