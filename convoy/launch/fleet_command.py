@@ -57,7 +57,7 @@ def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool) -> int:
             argv += [f"--{key}", ",".join(map(repr, value)) if isinstance(value, tuple) else str(value)]
     if planned and settings.fleet is not None:
         files.append(settings.fleet)
-    options = JobOptions(port=settings.port, goes_on=settings.goes_on, silence_s=settings.timeout_s)
+    options = JobOptions(port=settings.port, goes_on=settings.recovers, silence_s=settings.timeout_s)
     return _start(fleet, argv, options, files, print_lines)
 
 
