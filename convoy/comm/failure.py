@@ -1,9 +1,9 @@
 """Finds which device failed by following which device waits for which.
 
 A closed or silent connection does not show which device failed: the peer may have left because of another one. So each process
-answers health requests on its listener's thread. A device that loses a peer asks it: the connection is refused (the process is dead),
-nothing comes back (frozen), or the answer names the device that the peer itself waits for. A process that leaves because of
-an error first sends the others a failure report.
+answers health requests on its listener's thread. A device that loses a peer asks it: the connection is refused (the process is
+dead), nothing comes back (frozen), or the answer names the device that the peer itself waits for. A process that leaves because
+of an error first sends the others a failure report.
 """
 
 import socket

@@ -38,8 +38,8 @@ def launch_local(
         devices: a torch device for each process, such as ``("cpu", "cuda:0")``.
         host: the address where they meet.
         environment: further variables for every device.
-        command: the program to start instead of this Python's convoy. The store at which the devices meet is then kept here, since
-            a program may need one before it joins; else by device 0, and this process needs no torch.
+        command: the program to start instead of this Python's convoy. This process then hosts the store at which the devices
+            meet, since a program may need one before it joins. Otherwise device 0 does, and this process needs no torch.
         script: it is the user's own: the ranks are in Convoy's own variables, so that it sees one device.
 
     Returns:
