@@ -32,7 +32,7 @@ from benchmarks.score import middle_spread
 from convoy.comm.group import AloneGroup, Arrived, Group, Message, Pending, closed_error
 from convoy.files import write_whole
 from convoy.launch.host_job import memory_environment
-from convoy.measure.overheads import measure_overheads
+from convoy.measure.overhead_probe import measure_overheads
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan

@@ -23,7 +23,7 @@ from benchmarks.score import (
     steady,
     summarise,
 )
-from convoy.simulate.interval import REPLAY
+from convoy.simulate.interval import SIMULATION
 
 MEAN_TARGET = 0.05
 FILTER_TARGET = 0.08
@@ -145,7 +145,7 @@ def _verdicts(rows: Sequence[Row]) -> list[str]:
 
 def _intervals(rows: Sequence[Row]) -> list[str]:
     """How often the interval holds that Convoy tells beside a step of a measured fleet."""
-    factor = REPLAY["measured"].step
+    factor = SIMULATION["measured"].step
     found = [Residual(row.plan, row.net, row.predicted_s, row.median_s) for row in rows if row.predicted_s is not None]
     if not found:
         return []

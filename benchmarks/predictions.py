@@ -16,7 +16,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.planner.bound import lower_bound
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.predict import PlanPrediction, choices, predict_plan
+from convoy.planner.prediction import PlanPrediction, choose, predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 
@@ -75,7 +75,7 @@ def predict(case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions
     others: list[Prediction] = []
     least_s = None
     if AUTO in case.plans:
-        rows[AUTO], *others = (row(each.plan) for each in choices(context))
+        rows[AUTO], *others = (row(each.plan) for each in choose(context))
         least_s = lower_bound(context).step_s
     solo_s = tuple(case.batch / speed for speed in context.speeds.devices)
     return Predictions(rows, solo_s, time.perf_counter() - start_s, tuple(others), least_s)

@@ -4,7 +4,7 @@ import json
 import os
 
 from convoy.comm.group import Group
-from convoy.measure.load import Reading, read
+from convoy.measure.other_load import Reading, read_usage
 
 
 def others_share(group: Group, begin: Reading) -> float:
@@ -13,7 +13,7 @@ def others_share(group: Group, begin: Reading) -> float:
     What the kernel does for the network outside of any process counts as others. All devices call it, and all must be on
     one machine.
     """
-    now = read()
+    now = read_usage()
     own_s = sum(json.loads(text) for text in group.agree("processor time", json.dumps(now.own_s - begin.own_s)))
     return share(now.busy_s - begin.busy_s, own_s, now.wall_s - begin.wall_s, os.cpu_count() or 1)
 

@@ -47,7 +47,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
 from convoy.runtime.clock import Clock
 from convoy.train.controller import Rebalancer
-from convoy.train.rebalance import Reshare
+from convoy.train.rebalance import Reshard
 
 RESULTS = Path(__file__).parent / "results" / "rebalance.json"
 CLASSES = 10
@@ -163,8 +163,8 @@ class Training:
         )
         self.batches = self._endless(data)
 
-    def _tell(self, step: int, decision: Reshare) -> None:
-        self.run.reshares.append((step, decision.reason))
+    def _tell(self, step: int, decision: Reshard) -> None:
+        self.run.reshards.append((step, decision.reason))
 
     def _endless(self, data: TensorDataset) -> Iterator[tuple[Tensor, Tensor]]:
         batches = loader(data, self.setting.batch, self.part)
@@ -208,7 +208,7 @@ def _document(setting: Setting, runs: dict[str, Run], summary: Summary) -> dict[
 
 
 def _command() -> str:
-    """As a person would type it: a rehearsal names its fleet in CONVOY_FLEET; where this machine keeps results is its own."""
+    """As a user types it: convoy emulate names its fleet in CONVOY_FLEET; where this machine keeps results is its own."""
     given = sys.argv[1:]
     for name in ("-o", "--output"):
         if name in given:
@@ -227,7 +227,7 @@ def _show(summary: Summary) -> None:
         table.add_row(name, f"{seconds * 1e3:.1f} ms", f"{summary.compute_s[name] * 1e3:.1f} ms")
     console = Console(highlight=False)
     console.print(table)
-    for step, reason in summary.reshares:
+    for step, reason in summary.reshards:
         console.print(f"step {step}: {reason}", soft_wrap=True)
     back = "never" if summary.back_after is None else f"after {summary.back_after} steps"
     console.print(

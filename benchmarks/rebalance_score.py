@@ -29,14 +29,14 @@ class Run:
         compute_s: of each step, the slowest device's seconds of computing.
         losses: of each step.
         shares: of each step, the shares of all coupled axes of the plan.
-        reshares: (step, what and why).
+        reshards: (step, what and why).
     """
 
     step_s: list[float] = field(default_factory=list)
     compute_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     shares: list[dict[str, list[int]]] = field(default_factory=list)
-    reshares: list[tuple[int, str]] = field(default_factory=list)
+    reshards: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Summary:
         later_steps: over how many steps swings were looked for.
         losses_apart: the largest difference of the loss from the undisturbed run's.
         losses_apart_by_rounding: the same of the run that had the best split from the start: another order of additions.
-        reshares: (step, what and why).
+        reshards: (step, what and why).
     """
 
     step_s: Mapping[str, float]
@@ -70,7 +70,7 @@ class Summary:
     later_steps: int
     losses_apart: float
     losses_apart_by_rounding: float
-    reshares: Sequence[tuple[int, str]]
+    reshards: Sequence[tuple[int, str]]
 
     @property
     def is_back(self) -> bool:
@@ -97,7 +97,7 @@ def summarise(runs: Mapping[str, Run], slow_at: int) -> Summary:
         for run in (other, runs["left alone"])
     )
     settled = slow_at + ANSWER
-    changes = [step + 1 - slow_at for step, _ in other.reshares if step >= slow_at]
+    changes = [step + 1 - slow_at for step, _ in other.reshards if step >= slow_at]
     largest = max(part / sum(shares) for shares in other.shares[settled].values() for part in shares)
     return Summary(
         step_s={name: statistics.median(run.step_s[-LATE:]) for name, run in runs.items()},
@@ -111,7 +111,7 @@ def summarise(runs: Mapping[str, Run], slow_at: int) -> Summary:
         later_steps=len(other.shares) - settled,
         losses_apart=_apart(undisturbed, other),
         losses_apart_by_rounding=_apart(undisturbed, best),
-        reshares=other.reshares,
+        reshards=other.reshards,
     )
 
 

@@ -41,15 +41,15 @@ from convoy.elastic.members import Members
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from convoy.fleet import Device, Fleet, Host, Nic
-from convoy.measure.load import read
+from convoy.measure.other_load import read_usage
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.plan.plan import Plan
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.planner.spare import SparePrice, spare_price
-from convoy.simulate.described import ENCRYPTION_S_PER_BYTE
+from convoy.simulate.costs import ENCRYPTION_S_PER_BYTE
 from convoy.simulate.table import Measurement
 
 GIGABIT = Nic(125e6, 125e6, 5e-5)
@@ -135,16 +135,16 @@ def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -
         plans = make_plans(
             build_net(net, IMAGE, CLASSES, 0), torch.zeros(1, *IMAGE), batch, encrypted, budget_s=budget_s
         )
-        assert plans.measured is not None
+        assert plans.request.fleet.measured is not None
         for name in names:
             probe = distribute(build_net(net, IMAGE, CLASSES, 0), plans[0], encrypted, torch.zeros(1, *IMAGE))
-            plan, step_s, dearer, price = predicted(plans.measured, probe.traced[True].graph, batch, name)
+            plan, step_s, dearer, price = predicted(plans.request.fleet.measured, probe.traced[True].graph, batch, name)
             made = {"trusted": (None, trusted), "encrypted": (None, encrypted), "spares": (price.every, encrypted)}
             ways = {mode: Training(net, batch, plan, *made[mode]) for mode in MODES}
             first_s = {mode: way.run(3) for mode, way in ways.items()}["encrypted"]  # memory is new
             turn_s = float(encrypted.agree("how long a turn is", str(first_s))[0]) * price.every
             periods = max(1, round(STRETCH_S / turn_s))
-            begin, found = read(), {mode: list[float]() for mode in MODES}
+            begin, found = read_usage(), {mode: list[float]() for mode in MODES}
             for number in range(rounds):
                 for mode in MODES if number % 2 else reversed(MODES):
                     found[mode].append(ways[mode].run(periods * price.every))

@@ -24,7 +24,7 @@ from rich.console import Console
 from benchmarks.gpu import Place, place_of
 from benchmarks.hardware import stamp
 from benchmarks.page import table
-from convoy.cli.predict import fleet_on
+from convoy.cli.planning import fleet_on
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
@@ -32,11 +32,10 @@ from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
-from convoy.planner.predict import PlanPrediction, predict_plan
+from convoy.planner.prediction import PlanPrediction, predict_plan
 from convoy.planner.request import PlanRequest
-from convoy.simulate.costs import Costs
-from convoy.simulate.described import described_costs
-from convoy.simulate.simulate import Timeline
+from convoy.simulate.costs import Costs, described_costs
+from convoy.simulate.events import Timeline
 from convoy.simulate.table import read_fleet_file
 
 COMMAND = "python -m benchmarks.three"

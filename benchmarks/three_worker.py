@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 import convoy
 from benchmarks.quiet import others_share
 from convoy.files import write_whole
-from convoy.measure.job import MeasureOptions, measure_job
-from convoy.measure.load import read
+from convoy.measure.measure_job import MeasureOptions, measure_job
+from convoy.measure.other_load import read_usage
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
@@ -52,7 +52,7 @@ def main() -> None:
         part.clock.now = time.process_time
         optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9)
         here = x.to(group.torch_device), y.to(group.torch_device)
-        seconds, losses, begin = [], [], read()
+        seconds, losses, begin = [], [], read_usage()
         for step in range(steps):
             if step == 1:  # the first makes things ready
                 part.clock.reset()

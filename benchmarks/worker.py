@@ -27,7 +27,7 @@ from benchmarks.configurations import ALONE, AUTO, FSDP, IN_TURN, PEERS, Case, S
 from benchmarks.ddp import ddp_turn, fsdp_turn, leave
 from benchmarks.hardware import Ground
 from benchmarks.predictions import Predictions, predict, rows_of, strategies
-from benchmarks.quiet import others_share, read
+from benchmarks.quiet import others_share, read_usage
 from benchmarks.reference import Reference
 from benchmarks.results import FleetResult, NetResult, Row, still_to_run, write_result
 from benchmarks.rounds import Pair, Turn, run_rounds
@@ -41,7 +41,7 @@ from convoy.comm.processes import join
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import TracedModel, trace
@@ -198,7 +198,7 @@ class _FleetRun:
             self.wire = measured
         else:
             # Layers differ from net to net; the wire, the copies and the optimizer do not: they are measured well once.
-            measured = replace(measured, fleet=first.fleet, link=first.link, host=first.host, device=first.device)
+            measured = replace(measured, fleet=first.fleet, link=first.link, device=first.device)
         if job.measurements is not None and self.group.device == 0:
             write_whole(job.measurements / f"{job.fleet}.{net.replace(':', '-')}.toml", measured.to_toml())
         return measured
@@ -226,7 +226,7 @@ class _FleetRun:
         measured: Measurement,
         reference: Reference,
     ) -> None:
-        begin, net = read(), self._net_result(case, predictions, measured.date)
+        begin, net = read_usage(), self._net_result(case, predictions, measured.date)
         name = f"{case.net}, batch {case.batch}"
         turns = self._turns(case, model, images, net.rows, predictions, measured.fleet)
         rows = run_rounds(

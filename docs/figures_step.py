@@ -15,7 +15,7 @@ from convoy.plan.presets import named_plan
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.request import PlanRequest
 from convoy.simulate.events import Activity, Event, Timeline
-from convoy.simulate.simulate import simulate
+from convoy.simulate.simulator import simulate
 from docs.drawing import Drawing, write
 from studies.roofline import roofline_costs
 

@@ -7,11 +7,10 @@ of a layer, where R = 1 / (sum of 1 / r of the others); what the device *compute
 that it shares; what passes its *card*. With fixed weights for the three, the least mean of all plans is a shortest way through
 the places (`share_places.py`) of one layer after the other. Any weights are right: the largest bound counts.
 
-**Statistics.** A batch norm over samples on several devices runs around an exchange, at another speed (`least_s`, shared), and
-needs, forward and backward, a message of every other device. Who comes last has them already, so a chain that may go on
-on any device, behind any other, pays their latency where the two are not the same: 2 x (1 - x) times in the mean, which falls
-to no less when shares are rounded, since it is concave. To avoid it all samples must come together, by features or on one
-side: those bytes are counted.
+**Statistics.** A batch norm over samples on several devices runs around an exchange and needs, forward and backward, a message
+of every other device. The last device to come has them already, so a chain that may go on on any device, behind any other, pays
+their latency where the two are not the same: 2 x (1 - x) times in the mean, which falls to no less when shares are rounded,
+since it is concave. To avoid it all samples must come together, by features or on one side: those bytes are counted.
 
 **Copies.** A layer without weights is computed on both sides only if what it reads first is there on both sides.
 """
@@ -92,13 +91,11 @@ class Sums:
     def of_layer(self, layer: Layer) -> tuple[Floats, Floats, Floats]:
         """Seconds of the chain, of the device and of its card."""
         back = layer.name in self.waits.back
-        chain, busy = self._computed(layer, back, shared=False)
+        chain, busy = self._computed(layer, back)
         card = np.zeros_like(chain)
         if layer.statistics:
-            around, busy_around = self._computed(layer, back, shared=True)
             x = PLACES.share[PLACES.samples]
-            chain[PLACES.samples] = around[PLACES.samples] + 2 * x * (1 - x) * self.message_s * (2 if back else 1)
-            busy[PLACES.samples] = busy_around[PLACES.samples]
+            chain[PLACES.samples] += 2 * x * (1 - x) * self.message_s * (2 if back else 1)
         if layer.weighted and back:
             weights = sum(p.entries for p in layer.trainable) / self.passes
             card[PLACES.samples] = 2 * weights * self.card_s
@@ -130,13 +127,13 @@ class Sums:
             waits = waits + read
         return waits
 
-    def _computed(self, layer: Layer, back: bool, *, shared: bool) -> tuple[Floats, Floats]:
-        rows = [self.waits.seconds(d, layer, shared) for d in self.first]
+    def _computed(self, layer: Layer, back: bool) -> tuple[Floats, Floats]:
+        rows = [self.waits.seconds(d, layer) for d in self.first]
         chain = self._chain_s(rows)
         # A mean of squares of shares that are rounded at random is larger than the square by so much at most.
         chain[2:] -= (rows[self.own] + evenly(rows, self.others)) / (2 * STEPS) ** 2
         chain[PLACES.copies] = min(rows)
-        return chain, PLACES.share * layer_s(self.costs, self.device, layer, self.batch, back, shared)
+        return chain, PLACES.share * layer_s(self.costs, self.device, layer, self.batch, back)
 
     def _chain_s(self, rows: Sequence[float]) -> Floats:
         """Of all of a layer, where each kind of device takes so many seconds."""

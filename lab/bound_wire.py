@@ -89,9 +89,9 @@ class Kinds:
         return cls(tuple(names), len(layers), np.array(rows), apart_s, count, tuple(kinds[mark] for mark in marks))
 
 
-def layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool, shared: bool = False) -> float:
-    seconds = costs.times.least_s(device, layer, "forward", batch, shared)
-    return seconds + costs.times.least_s(device, layer, "backward", batch, shared) if back else seconds
+def layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool) -> float:
+    seconds = costs.times.least_s(device, layer, "forward", batch)
+    return seconds + costs.times.least_s(device, layer, "backward", batch) if back else seconds
 
 
 # --- the wire of one device ---
@@ -309,17 +309,13 @@ class Waits:
             for host, send in enumerate(network.send_bytes_per_s)
         )
 
-    def seconds(self, device: int, layer: Layer, shared: bool = False) -> float:
-        """Forward and backward, less what of backward may be hidden.
-
-        Args:
-            shared: by samples, of a norm that shares its statistics.
-        """
+    def seconds(self, device: int, layer: Layer) -> float:
+        """Return the seconds of forward and backward, less what of backward may be hidden."""
         source = self.graph[layer.inputs[0]]
         times, batch, trained = self.costs.times, self.batch, source.name in self.trained
         returned_s = batch * math.prod(source.shape) * self.itemsize / self.rate if trained else math.inf
-        forward = times.least_s(device, layer, "forward", batch, shared)
-        backward = times.least_s(device, layer, "backward", batch, shared) if layer.name in self.back else 0.0
+        forward = times.least_s(device, layer, "forward", batch)
+        backward = times.least_s(device, layer, "backward", batch) if layer.name in self.back else 0.0
         second = backward / 2 if layer.multiplies and layer.trainable else 0.0
         return forward + backward - second + _not_hidden(second, returned_s)
 

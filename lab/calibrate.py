@@ -31,10 +31,10 @@ from convoy.model.nets import graph_of
 from convoy.plan.presets import PLANS
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
-from convoy.simulate.described import CPU, OTHER_NET, PLAIN_GPU, TF32, TF32_GPU, described_costs
-from convoy.simulate.interval import REPLAY, Basis
+from convoy.simulate.costs import CPU, PLAIN_GPU, TF32, TF32_GPU, described_costs
+from convoy.simulate.interval import OTHER_NET, SIMULATION, Basis
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 FASTER_FROM = "2026-11-24"
@@ -217,15 +217,15 @@ def main() -> None:
         print(f"GPUs: left out, {error}")
     _tell("one processor, described", list(ours_alone()), CPU.spread)
     _tell("one processor, by another net", other_net(), OTHER_NET)
-    _tell("one processor, measured", alone("measured"), REPLAY["measured"].alone)
+    _tell("one processor, measured", alone("measured"), SIMULATION["measured"].alone)
     if "--solo-only" in sys.argv:
         return
     for basis in ("measured", "described"):
-        _tell(f"steps of fleets, {basis}", steps(basis), REPLAY[basis].step)
-        _tell(f"gains of fleets, {basis}", gains(basis), REPLAY[basis].gain)
+        _tell(f"steps of fleets, {basis}", steps(basis), SIMULATION[basis].step)
+        _tell(f"gains of fleets, {basis}", gains(basis), SIMULATION[basis].gain)
     print("Outside, the farthest first:")
-    outside = [each for each in steps("measured") if each.size > math.log(REPLAY["measured"].step)]
-    outside += [each for each in steps("described") if each.size > math.log(REPLAY["described"].step)]
+    outside = [each for each in steps("measured") if each.size > math.log(SIMULATION["measured"].step)]
+    outside += [each for each in steps("described") if each.size > math.log(SIMULATION["described"].step)]
     for each in sorted(outside, key=lambda residual: -residual.size):
         print(f"   {each.what:45s} predicted {each.predicted:8.3f} s, measured {each.measured:8.3f} s")
 

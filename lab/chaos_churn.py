@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from convoy.api import distribute, make_plan
+from convoy.comm.connection import credentials_of
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.job_key import write_key_file
 from convoy.comm.processes import join
-from convoy.comm.rendezvous import credentials_of
 from convoy.elastic.entrance import Entrance
-from convoy.elastic.members import Members
+from convoy.elastic.members import JoinOptions, Members
 from convoy.launch.host_job import device_environments
 from convoy.train.loop import fit
 from convoy.train.observer import StepResult
@@ -74,7 +74,7 @@ class Told(Opens):
         time.sleep(self.case.pace_s)
         if self.folder is not None and time.monotonic() > self.last_s + 0.2 and self.members.membership is not None:
             self.last_s = time.monotonic()
-            told = {"steps": step, "doors": self.members.membership.doors}
+            told = {"steps": step, "doors": self.members.membership.addresses}
             (self.folder / "part").write_text(json.dumps(told))
             (self.folder / "part").rename(self.folder / "status")
 
@@ -102,7 +102,11 @@ def live(case: Case, folder: Path, doors: list[tuple[str, int]] | None) -> None:
         part = part_of(net, case, TIMEOUT_S)
     training, train, test = build(case, part, part)
     members = Members(
-        part, training.optimizer, others=[training.schedule], every=case.every, admission=Everybody(), entrance=entrance
+        part,
+        training.optimizer,
+        others=[training.schedule],
+        every=case.every,
+        joins=JoinOptions(Everybody(), entrance=entrance),
     )
     signal.signal(signal.SIGTERM, lambda *_: members.leave())
     fit(training, train, test, case.epochs, Told(members, case, folder if spared else None), members=members)

@@ -31,16 +31,16 @@ HELLO_S = 5.0
 class Everybody:
     """Is let in, and has nothing to know."""
 
-    def judge(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
+    def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
         return "wanted", ""
 
-    def came(self, device: int, facts: Fields) -> None:
+    def note_joined(self, device: int, facts: Fields) -> None:
         """Nothing."""
 
-    def told(self) -> Any:
+    def knowledge(self) -> Any:
         return None
 
-    def hear(self, told: Any) -> None:
+    def learn(self, knowledge: Any) -> None:
         """Nothing."""
 
 
@@ -89,7 +89,7 @@ def entrance_of(join: Join, machine: Machine, there: Callable[[], Sequence[Membe
         time.sleep(0.005)
     until_s = time.monotonic() + HELLO_S
     while True:
-        doors = [door for each in there() if each.membership is not None for door in each.membership.doors]
+        doors = [door for each in there() if each.membership is not None for door in each.membership.addresses]
         try:
             entrance = Entrance(list(dict.fromkeys(doors)), machine)
             entrance.hello(1.0)

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from convoy.checkpoint import checkpoint, checkpointer, run_folder
-from convoy.comm import meeting, processes, rendezvous
+from convoy.comm import processes, store
 from convoy.comm.connection import Connection, Credentials, Fields
 from convoy.comm.job_key import JobKey
 from convoy.comm.listener import Listener
@@ -79,7 +79,7 @@ class Machine(Credentials):  # type: ignore[misc]
         with self._lock:
             self.is_off = True
             doors = [part._listening for part in self._parts if isinstance(part, Listener)]
-            for connection in (*doors, *(channel.connection for channel in self._channels)):
+            for connection in (*doors, *(channel.socket for channel in self._channels)):
                 with suppress(OSError):  # shut, not closed: its number must not become another file's yet
                     connection.shutdown(socket.SHUT_RDWR)
         self.awake.set()
@@ -88,8 +88,8 @@ class Machine(Credentials):  # type: ignore[misc]
         """Release what a device has left behind that was switched off. On its own thread, at its end."""
         for part in self._parts:
             part.close() if isinstance(part, Listener) else part.cut(broken=True)
-        for store in _own.stores.values():
-            store.close()
+        for own_store in _own.stores.values():
+            own_store.close()
         for channel in self._channels:
             channel.close()
 
@@ -99,9 +99,9 @@ class Machine(Credentials):  # type: ignore[misc]
         self.awake.wait()
         return self._watched(super().accept(connection))
 
-    def connect(self, address: tuple[str, int], words: Fields, deadline_s: float) -> Connection:
+    def connect(self, address: tuple[str, int], message: Fields, deadline_s: float) -> Connection:
         self.speaks()
-        return self._watched(super().connect(address, words, deadline_s))
+        return self._watched(super().connect(address, message, deadline_s))
 
     def _watched(self, channel: Connection) -> Connection:
         send, send_at_once, receive = channel.send, channel.send_at_once, channel.receive_some
@@ -122,11 +122,11 @@ class Machine(Credentials):  # type: ignore[misc]
 
         channel.send, channel.send_at_once, channel.receive_some = gated_send, gated_at_once, gated_receive  # type: ignore[method-assign]
         with self._lock:
-            self._channels = [each for each in self._channels if each.connection.fileno() >= 0]
+            self._channels = [each for each in self._channels if each.socket.fileno() >= 0]
             self._channels.append(channel)
             if self.is_off:
                 with suppress(OSError):
-                    channel.connection.shutdown(socket.SHUT_RDWR)
+                    channel.socket.shutdown(socket.SHUT_RDWR)
         return channel
 
     def keep(self, part: Any) -> Any:
@@ -188,10 +188,10 @@ def machines() -> Iterator[None]:
         mock.patch.object(processes, "StreamBackend", streams),
         mock.patch.object(processes, "Listener", door),
         mock.patch.object(regroup, "Listener", door),
-        mock.patch.object(meeting, "Listener", door),
+        mock.patch.object(store, "Listener", door),
         mock.patch.object(checkpoint, "write_file", written),
         mock.patch.object(run_folder, "hold", held),
         mock.patch.object(checkpointer, "hold", held),
-        mock.patch.object(rendezvous, "_stores", _OwnStores()),
+        mock.patch.object(store, "_stores", _OwnStores()),
     ):
         yield

@@ -33,7 +33,7 @@ from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.group import ChangingGroup
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
-from convoy.elastic.members import LeftError, Members, StateLostError
+from convoy.elastic.members import JoinOptions, LeftError, Members, StateLostError
 from convoy.errors import ConvoyError
 from convoy.model.tracing.trace_model import trace
 from convoy.train.controller import Rebalancer
@@ -124,7 +124,7 @@ class Fleet:
         case, entrance = self.case, None
         if device < case.devices:
             env = ProcessEnv(device, case.devices, 0, None, "127.0.0.1", self.port, hosted=False, attempt=0)
-            group: Any = ChangingGroup(meet(env, torch.device("cpu"), TIMEOUT_S, False, self.number))
+            group: Any = ChangingGroup(meet(env, torch.device("cpu"), TIMEOUT_S, self.number))
             part = distribute(copy.deepcopy(self.net), self.plan, group, example())
         else:
             join, part = case.joins[device - case.devices], self.come[device - case.devices]
@@ -133,7 +133,7 @@ class Fleet:
         others = [] if training.schedule is None else [training.schedule]
         members = self.members[device] = Members(
             part, training.optimizer, others=others, every=case.every, tell=fate.told.append,
-            admission=Everybody() if case.joins else None, entrance=entrance,
+            joins=JoinOptions(Everybody() if case.joins else None, entrance=entrance),
         )  # fmt: skip
         keeper = None
         if case.saves is not None:

@@ -12,9 +12,8 @@ from convoy.plan.plan import Plan
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import plan_auto
 from convoy.planner.request import PlanRequest
-from convoy.simulate.costs import Costs
-from convoy.simulate.overhead import Overheads
-from convoy.simulate.simulate import simulate
+from convoy.simulate.costs import Costs, Overheads
+from convoy.simulate.simulator import simulate
 from studies.roofline import roofline_costs
 from studies.sweep import AXES, BASE, Sweep, along, sweep
 

@@ -14,9 +14,10 @@ from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import plan_auto
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
-from convoy.simulate.energy import Energy, energy_of, power_of
+from convoy.simulate.events import Timeline
 from convoy.simulate.memory import DeviceMemory, memory_of_steps
-from convoy.simulate.simulate import Timeline, simulate
+from convoy.simulate.power import Energy, energy_of, power_of
+from convoy.simulate.simulator import simulate
 from studies.roofline import roofline_costs
 
 
@@ -74,9 +75,9 @@ def replay(
     plan.check(graph, len(fleet.devices))
     steps = lower(plan, graph)
     timeline = simulate(steps, graph, costs)
-    watts = all(device.idle_w is not None and device.busy_w is not None for device in fleet.devices)
-    energy = energy_of(timeline, power_of(fleet), plan.batch) if watts else None
-    memory = memory_of_steps(steps, graph, optimizer=optimizer, itemsize=costs.itemsize)
+    power = power_of(fleet)
+    energy = None if power is None else energy_of(timeline, power, plan.batch)
+    memory = memory_of_steps([steps], graph, optimizer=optimizer, itemsize=costs.itemsize)
     limit = sum(PlanRequest(graph, plan.batch, FleetKnowledge(given=costs)).speeds.devices)
     return Replayed(plan, steps, timeline, limit, energy, memory)
 

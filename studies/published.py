@@ -20,8 +20,9 @@ from convoy.plan.device_program import LocalSize, flop, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Part, Phase
+from convoy.simulate.costs import Costs
 from convoy.simulate.network import Network
-from convoy.simulate.simulate import Costs, simulate
+from convoy.simulate.simulator import simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class _Times:
     def alike(self, device: int) -> int:
         return self.speeds.index(self.speeds[device])
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
         return self.seconds(device, layer, phase, whole_size(layer, batch))
 
 

@@ -4,7 +4,7 @@ from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
-from convoy.simulate.memory import update_s_per_entry
+from convoy.simulate.memory import optimizer_named
 from convoy.simulate.network import network_of
 
 
@@ -28,5 +28,5 @@ def roofline_costs(fleet: Fleet, *, efficiency: float = 1.0, optimizer: str = "s
             )
         slowed = device.slowdown
         rates.append(Rate(device.peak_flop_per_s / slowed, device.memory_bytes_per_s / slowed, efficiency))
-    update = tuple(update_s_per_entry(optimizer, rate.bytes_per_s) for rate in rates)
+    update = tuple(optimizer_named(optimizer).moved * 4 / rate.bytes_per_s for rate in rates)
     return Costs(Roofline(tuple(rates)), network_of(fleet), update_s_per_entry=update)

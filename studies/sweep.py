@@ -14,7 +14,7 @@ import numpy as np
 from convoy.errors import InputError
 from convoy.layout.redistribute import Sum
 from convoy.model.graph import Graph
-from convoy.simulate.energy import Power
+from convoy.simulate.power import Power
 from studies.closed_form import StepTimes, plan_times
 from studies.collectives import Floats, Numbers
 from studies.points import Points

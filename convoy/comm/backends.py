@@ -1,4 +1,4 @@
-"""Backends that send tensors: their interface, staging in host memory, and NCCL.
+"""Messages in progress of any backend, and the NCCL backend.
 
 NCCL is used between distinct GPUs of one kind, inside one host or on a trusted network. `streams.py` does everything else.
 """
@@ -14,7 +14,7 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from convoy.comm.group import Message
-from convoy.machine.accelerator import finish, in_host_memory, queued
+from convoy.machine.accelerator import finish
 
 
 class PeerFailure(Exception):  # noqa: N818 - inside this room only: the group makes it a DeviceLostError
@@ -29,21 +29,6 @@ class PeerFailure(Exception):  # noqa: N818 - inside this room only: the group m
         self.timed_out = "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
 
 
-class Backend(Protocol):
-    """Sends and receives tensors.
-
-    Attributes:
-        lanes: see `Group.lanes`.
-    """
-
-    lanes: int
-
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> "PendingWork": ...
-
-    def cut(self, broken: bool) -> None:
-        """Close all connections now, so that the peers notice. Broken: do not wait for messages."""
-
-
 class Waitable(Protocol):
     """A message in progress, of any backend."""
 
@@ -56,7 +41,7 @@ class PendingWork:
     """Messages in progress.
 
     Attributes:
-        works: what to wait for, and the peers.
+        works: the peers and the message in progress.
         staged: (host buffer, target tensor) of received messages.
         copied: recorded after the copies of sent tensors to host memory. None: nothing was copied.
     """
@@ -87,53 +72,6 @@ class PendingWork:
                 # From pinned memory this only queues the copy; torch keeps the buffer until it is done.
                 target.copy_(host, non_blocking=host.is_pinned())
         self.works, self.staged, self.copied = [], [], None
-
-
-@final
-class Staging:
-    """Copies tensors of an accelerator through pinned host memory. With ``always``, also tensors in host memory.
-
-    On lane 0, copies to the host run on a stream of their own, after the work that the current stream has so far. So they do
-    not wait for kernels that are queued later. Senders on another lane already use a stream of their own. The calling
-    thread never waits.
-    """
-
-    def __init__(self, always: bool) -> None:
-        self._always = always
-        self._stream: torch.Stream | None = None
-
-    def place_for(self, tensor: torch.Tensor, work: PendingWork) -> torch.Tensor:
-        """Return the buffer that receives a message for this tensor."""
-        if not self._goes_through_host(tensor):
-            return tensor
-        host = in_host_memory(tensor)
-        work.staged.append((host, tensor))
-        return host
-
-    def in_host(self, tensors: Sequence[torch.Tensor], work: PendingWork, lane: int) -> list[torch.Tensor]:
-        """Copy tensors of one device to host memory, each once. They are complete after ``work.copied``."""
-        if not tensors or not self._goes_through_host(tensors[0]):
-            return list(tensors)
-        hosts = {id(tensor): in_host_memory(tensor) for tensor in tensors}
-        device = tensors[0].device
-        if device.type == "cpu":
-            for tensor in tensors:
-                hosts[id(tensor)].copy_(tensor)
-            return [hosts[id(tensor)] for tensor in tensors]
-        stream = torch.accelerator.current_stream(device)
-        if lane == 0:
-            stream = self._stream = self._stream or torch.Stream(device)
-            queued(device).wait(stream)
-        with stream:
-            for tensor in {id(tensor): tensor for tensor in tensors}.values():
-                hosts[id(tensor)].copy_(tensor, non_blocking=True)
-                if lane == 0:
-                    tensor.record_stream(stream)  # its owner may free it before it is copied
-            work.copied = queued(device)
-        return [hosts[id(tensor)] for tensor in tensors]
-
-    def _goes_through_host(self, tensor: torch.Tensor) -> bool:
-        return self._always or tensor.device.type != "cpu"
 
 
 @final
@@ -178,6 +116,7 @@ class NcclBackend:
             raise PeerFailure(peers, error) from None
 
     def cut(self, broken: bool) -> None:
+        """Close all connections now, so that the peers notice. Broken: do not wait for messages."""
         if self._group is None or not distributed.is_initialized():
             return
         # None means torch's default group and all others.

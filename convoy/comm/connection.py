@@ -5,6 +5,7 @@ into the tensor's memory. One thread at a time may use a channel.
 """
 
 import json
+import os
 import select
 import socket
 import ssl
@@ -13,7 +14,8 @@ import time
 from contextlib import suppress
 from typing import Any, final
 
-from convoy.comm.job_key import JobKey
+from convoy.comm.environment import ProcessEnv
+from convoy.comm.job_key import JobKey, key_of_process
 
 Fields = dict[str, Any]
 
@@ -39,36 +41,38 @@ class Credentials:
 
     def __init__(self, key: JobKey | None) -> None:
         self.key = key
-        self._answering: ssl.SSLContext | None = None
-        self._calling: ssl.SSLContext | None = None
-        if key is not None:
-            self._answering, self._calling = key.contexts()
+        contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None)
+        self._server, self._client = contexts if key is None else key.contexts()
         self._certificate = b"" if key is None else key.certificate
 
-    def accept(self, connection: socket.socket) -> "Connection":
-        """Return the channel of an accepted connection."""
-        return Connection(connection, self._answering, self._certificate, answers=True)
+    def accept(self, accepted: socket.socket) -> "Connection":
+        """Return the connection of an accepted socket."""
+        return Connection(accepted, self._server, self._certificate, answers=True)
 
-    def connect(self, address: tuple[str, int], words: Fields, deadline_s: float) -> "Connection":
-        """Connect, authenticate, and send a first message. The caller reads the answer.
+    def connect(self, address: tuple[str, int], message: Fields, deadline_s: float) -> "Connection":
+        """Connect, authenticate, and send a first message. The caller receives the answer.
 
         Raises:
             NotOfThisJob: the listener has another key or none.
             OSError: the connection failed. TimeoutError after the deadline.
         """
-        channel: Connection | None = None
-        connection = socket.create_connection(address, timeout=_left_s(deadline_s))
+        connected = socket.create_connection(address, timeout=_left_s(deadline_s))
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            channel = Connection(connection, self._calling, self._certificate, answers=False)
-            channel.deadline(deadline_s)
-            while not channel.shake_hands():
-                channel.deadline(deadline_s)
-            channel.send_message(words)
-            return channel
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(connected, self._client, self._certificate, answers=False)
+            connection.deadline(deadline_s)
+            while not connection.shake_hands():
+                connection.deadline(deadline_s)
+            connection.send_message(message)
+            return connection
         except BaseException:
-            connection.close()
+            connected.close()
             raise
+
+
+def credentials_of(env: ProcessEnv) -> Credentials:
+    """Return this process's credentials for its job. InputError: see :func:`key_of_process`."""
+    return Credentials(key_of_process(env, os.environ))
 
 
 @final
@@ -76,13 +80,13 @@ class Connection:
     """A connection with its TLS state.
 
     Attributes:
-        connection: the socket. It carries encrypted bytes, and may be shut down at any time.
+        socket: carries encrypted bytes. It may be shut down at any time.
     """
 
     def __init__(
-        self, connection: socket.socket, context: ssl.SSLContext | None, certificate: bytes, *, answers: bool
+        self, connected: socket.socket, context: ssl.SSLContext | None, certificate: bytes, *, answers: bool
     ) -> None:
-        self.connection = connection
+        self.socket = connected
         self._arriving, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = None if context is None else context.wrap_bio(self._arriving, self._leaving, server_side=answers)
         self._certificate = certificate
@@ -101,7 +105,7 @@ class Connection:
 
     def deadline(self, deadline_s: float) -> None:
         """Let all further waits fail with TimeoutError at that time (of `time.monotonic`)."""
-        self.connection.settimeout(_left_s(deadline_s))
+        self.socket.settimeout(_left_s(deadline_s))
 
     def shake_hands(self) -> bool:
         """Continue the handshake. Return whether it is complete and the peer has the job's key.
@@ -128,7 +132,7 @@ class Connection:
         """Send all bytes directly from their memory."""
         self.flush()
         if self._tls is None:
-            self.connection.sendall(content)
+            self.socket.sendall(content)
             return
         whole = memoryview(content)
         for start in range(0, len(whole), CHUNK_BYTES):
@@ -142,7 +146,7 @@ class Connection:
             content = self._leaving.read()
         content = self._behind + content if self._behind else content
         try:
-            self._behind = content[self.connection.send(content, socket.MSG_DONTWAIT) :]
+            self._behind = content[self.socket.send(content, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
             self._behind = content
         return not self._behind
@@ -156,7 +160,7 @@ class Connection:
         if self._tls is not None or self._behind:
             return None
         try:
-            count = self.connection.sendmsg([head, content], [], socket.MSG_DONTWAIT)
+            count = self.socket.sendmsg([head, content], [], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         self._behind = head[count:]
@@ -166,9 +170,9 @@ class Connection:
         """Send what could not be sent before."""
         if self._behind:
             behind, self._behind = self._behind, b""
-            self.connection.sendall(behind)
+            self.socket.sendall(behind)
         if self._leaving.pending:
-            self.connection.sendall(self._leaving.read())
+            self.socket.sendall(self._leaving.read())
 
     def receive_some(self, place: memoryview, until_s: float | None = None) -> int:
         """Receive into the beginning of a buffer, and return the number of bytes. Bytes read beyond it are kept.
@@ -181,9 +185,7 @@ class Connection:
             NotOfThisJob: the bytes were not sent with the job's key.
             TimeoutError: nothing came in time.
         """
-        if self._tls is None:
-            return self._unsealed(place, until_s)
-        while True:
+        while self._tls is not None:
             try:
                 count: Any = self._tls.read(len(place), place)
                 if count:
@@ -193,23 +195,20 @@ class Connection:
                 self._arriving.write(self._received(until_s))
             except ssl.SSLError as error:
                 raise NotOfThisJob((error.reason or "a broken record").lower().replace("_", " ")) from None
-
-    def _unsealed(self, place: memoryview, until_s: float | None) -> int:
-        if not self._ahead:
-            if len(place) >= CHUNK_BYTES:
-                self._wait(until_s)
-                if got := self.connection.recv_into(place):
-                    return got
-                raise ConnectionResetError("the connection was closed")
-            self._ahead = self._received(until_s)
+        if not self._ahead and len(place) >= CHUNK_BYTES:
+            self._wait(until_s)
+            if got := self.socket.recv_into(place):
+                return got
+            raise ConnectionResetError("the connection was closed")
+        self._ahead = self._ahead or self._received(until_s)
         count = min(len(place), len(self._ahead))
         place[:count] = self._ahead[:count]
         self._ahead = self._ahead[count:]
-        return count
+        return int(count)
 
-    def send_message(self, words: Fields) -> None:
+    def send_message(self, fields: Fields) -> None:
         """Send a control message: its length, then JSON."""
-        text = json.dumps(words).encode()
+        text = json.dumps(fields).encode()
         self.send(_LENGTH.pack(len(text)) + text)
 
     def receive_message(self) -> Fields | None:
@@ -220,19 +219,19 @@ class Connection:
             ConnectionError, NotOfThisJob, TimeoutError: as in `receive_some`.
         """
         place = memoryview(bytearray(4096))
-        while (missing := self._missing()) > 0:
+        while (missing := self._missing_bytes()) > 0:
             try:
                 self._partial += place[: self.receive_some(place[: min(missing, len(place))])]
             except BlockingIOError:
                 return None
-        words, self._partial = json.loads(self._partial[_LENGTH.size :]), b""
-        if not isinstance(words, dict):
+        fields, self._partial = json.loads(self._partial[_LENGTH.size :]), b""
+        if not isinstance(fields, dict):
             raise ValueError("a control message is a JSON object")
-        return words
+        return fields
 
-    def ask(self, words: Fields) -> Fields:
-        """Send a control message, and return the answer. Errors as in `heard`."""
-        self.send_message(words)
+    def ask(self, fields: Fields) -> Fields:
+        """Send a control message, and return the answer. Errors as in `receive_message`."""
+        self.send_message(fields)
         answer = self.receive_message()
         assert answer is not None  # this connection blocks
         return answer
@@ -240,12 +239,12 @@ class Connection:
     def cut(self) -> None:
         """Shut the connection down, even while another thread uses it. `close` must follow."""
         with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.connection.close()
+        self.socket.close()
 
-    def _missing(self) -> int:
+    def _missing_bytes(self) -> int:
         if len(self._partial) < _LENGTH.size:
             return _LENGTH.size - len(self._partial)
         (length,) = _LENGTH.unpack(self._partial[: _LENGTH.size])
@@ -255,7 +254,7 @@ class Connection:
 
     def _received(self, until_s: float | None = None) -> memoryview:
         self._wait(until_s)
-        if count := self.connection.recv_into(self._chunk):
+        if count := self.socket.recv_into(self._chunk):
             return self._chunk[:count]
         raise ConnectionResetError("the connection was closed")
 
@@ -265,7 +264,7 @@ class Connection:
             return
         if self._poll is None:
             self._poll = select.poll()
-            self._poll.register(self.connection, select.POLLIN)
+            self._poll.register(self.socket, select.POLLIN)
         if not self._poll.poll(max(0.0, until_s - time.monotonic()) * 1e3):
             raise TimeoutError("nothing came in time")
 

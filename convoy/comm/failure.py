@@ -1,18 +1,18 @@
 """Finds which device failed by following which device waits for which.
 
-A closed or silent connection does not say who failed: the peer may have left because of another device. So each process answers
-health requests on its listener's thread. A device that loses a peer asks it: the connection is refused (the process is dead),
-nothing comes back (frozen), or the answer names the device that the peer itself waits for. A process that leaves because of
-an error first sends the others a failure report.
+A closed or silent connection does not show which device failed: the peer may have left because of another one. So each process
+answers health requests on its listener's thread. A device that loses a peer asks it: the connection is refused (the process is
+dead), nothing comes back (frozen), or the answer names the device that the peer itself waits for. A process that leaves because
+of an error first sends the others a failure report.
 """
 
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from convoy.comm.connection import Connection, Fields, NotOfThisJob
 from convoy.comm.listener import Listener
@@ -22,7 +22,7 @@ PING_S = 2.0
 """How long a live process may take to answer: its listener has a thread of its own."""
 
 REPORT_S = 1.0
-"""How long a failure report may travel, and how long sending all of them may take."""
+"""How long a failure report may take, and how long sending all of them may take."""
 
 ONE_REPORT_S = 0.3
 """How long sending the report to one device may take."""
@@ -67,16 +67,8 @@ class Verdict:
     cause: str
 
 
-class Peers(Protocol):
-    """What :func:`find_failed` needs of the health servers of all devices."""
-
-    def ping(self, device: int) -> Health | NoAnswer: ...
-
-    def report_from(self, device: int, timeout_s: float) -> FailureReport | None: ...
-
-
 def find_failed(
-    peers: Peers,
+    peers: "HealthServer",
     me: int,
     peer: int,
     timed_out: bool,
@@ -85,7 +77,7 @@ def find_failed(
     report_s: float = REPORT_S,
     ids: Sequence[int] | None = None,
 ) -> Verdict:
-    """Start at a peer that closed or fell silent, and follow who waits for whom to the device that all wait for.
+    """Start at a peer that closed or fell silent, and follow the chain of waits to the device that all wait for.
 
     Args:
         timed_out: the peer was silent for ``limit_s``; otherwise its connection closed.
@@ -111,13 +103,22 @@ def find_failed(
             return Verdict(report.root, report.cause + where)
         if isinstance(answer, NoAnswer):
             return Verdict(device, _silence_cause(answer, limit_s, closed))
+        assert answer is not None
         chain.append(device)
-        if answer is not None:
-            lines[device] = answer.line
-        if answer is not None and answer.done:
+        lines[device] = answer.line
+        if answer.done:
             return Verdict(device, DONE_CAUSE + shown(lines))
-        if answer is None or answer.waits_for is None:
-            return Verdict(device, _busy_cause(limit_s, closed) + ("" if closed else shown(lines)))
+        if answer.waits_for is None and closed:
+            cause = (
+                "closed its connections though it still runs: its program went on after an error; see its own output"
+            )
+            return Verdict(device, cause)
+        if answer.waits_for is None:
+            cause = (
+                f"is alive but sent nothing for {limit_s:g} s: its own work takes longer than the time limit. "
+                "Raise the limit (timeout_s), or give it a smaller share"
+            )
+            return Verdict(device, cause + shown(lines))
         if answer.waits_for in chain:
             circle = " -> ".join(str(each if ids is None else ids[each]) for each in [*chain, answer.waits_for])
             same = "the devices do not run the same steps; start all with the same program"
@@ -150,41 +151,33 @@ def _silence_cause(silence: NoAnswer, limit_s: float, closed: bool) -> str:
     )
 
 
-def _busy_cause(limit_s: float, closed: bool) -> str:
-    if closed:
-        return "closed its connections though it still runs: its program went on after an error; see its own output"
-    return (
-        f"is alive but sent nothing for {limit_s:g} s: its own work takes longer than the time limit. "
-        "Raise the limit (timeout_s), or give it a smaller share"
-    )
-
-
 class HealthServer:
-    """Answers health requests of other devices on this process's listener, and sends its own."""
+    """Answers health requests of other devices on this process's listener, and sends its own.
+
+    Attributes:
+        token: of this group. Requests with another one get no answer.
+        addresses: of the health servers of all devices.
+        waits_for: the device that each lane waits for.
+        done: this device has ended its work.
+        answers: by question.
+    """
 
     def __init__(self, device: int, listener: Listener, token: str) -> None:
-        """Register with a listener.
-
-        Args:
-            token: of this group. Requests with another one get no answer.
-        """
         self.device = device
         self.token = token
-        self.addresses: list[tuple[str, int]] = []  # of all devices
+        self.addresses: list[tuple[str, int]] = []
         self.listener = listener
-        self.waits_for: list[int | None] = []  # per lane
+        self.address = listener.address
+        self.waits_for: list[int | None] = []
         self.done = False
         self.answers: dict[str, Callable[[Fields], Fields]] = {"health": self._health, "report": self._take_report}
         self._reports: dict[int, FailureReport] = {}
         self._reported = threading.Condition()
-        self._asking: dict[tuple[str, int], threading.Lock] = {}
-        self._calls: dict[tuple[str, int], Connection] = {}
+        self._open: dict[tuple[str, int], Connection] = {}
         self._closed = False
-        listener.handlers["health"] = self._answer
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.listener.address
+        listener.handlers["health"] = lambda fields, _: (
+            self.answers[fields["ask"]](fields) if fields["token"] == self.token else None
+        )
 
     def ping(self, device: int) -> Health | NoAnswer:
         """Ask a device for its health."""
@@ -198,58 +191,43 @@ class HealthServer:
         except (ValueError, LookupError, TypeError):
             return NoAnswer.DEAD
 
-    def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **words: Any) -> Fields | NoAnswer:
+    def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **fields: Any) -> Fields | NoAnswer:
         """Ask the process at an address, and return its answer. The connection stays open for the next question."""
-        message = {"for": "health", "token": self.token, "ask": question, **words}
+        message = {"for": "health", "token": self.token, "ask": question, **fields}
         deadline_s = time.monotonic() + limit_s
-        lock = self._asking.setdefault(address, threading.Lock())
-        if not lock.acquire(timeout=limit_s):
-            return NoAnswer.FROZEN  # another thread has waited for it as long
-        try:
-            while True:
-                try:
-                    return self._ask(address, message, deadline_s)
-                except TimeoutError:
+        while True:
+            connection = self._open.pop(address, None)
+            try:
+                if connection is None:
+                    connection = self.listener.credentials.connect(address, message, deadline_s)
+                else:
+                    connection.deadline(deadline_s)
+                    connection.send_message(message)
+                answer = connection.receive_message()
+                assert answer is not None  # this connection blocks
+            except (OSError, NotOfThisJob, ValueError) as error:
+                if connection is not None:
+                    connection.close()
+                if isinstance(error, TimeoutError):
                     return NoAnswer.FROZEN if _connects(address) else NoAnswer.UNREACHABLE
-                except ConnectionRefusedError:
+                if isinstance(error, ConnectionRefusedError):
                     return NoAnswer.DEAD
-                except (ConnectionError, NotOfThisJob, ValueError):
-                    # It has just ended, as the next attempt shows; or its listener dropped the connection.
-                    if time.monotonic() + RETRY_S > deadline_s:
-                        return NoAnswer.DEAD
-                    time.sleep(RETRY_S)
-                except OSError:
+                if isinstance(error, OSError) and not isinstance(error, ConnectionError):
                     return NoAnswer.UNREACHABLE
-        finally:
-            lock.release()
+                # It has just ended, as the next attempt shows; or its listener dropped the connection.
+                if time.monotonic() + RETRY_S > deadline_s:
+                    return NoAnswer.DEAD
+                time.sleep(RETRY_S)
+                continue
+            if self._closed or self._open.setdefault(address, connection) is not connection:
+                connection.close()  # another thread has asked at the same time
+            return answer
 
-    def _ask(self, address: tuple[str, int], words: Fields, deadline_s: float) -> Fields:
-        channel = self._calls.pop(address, None)
-        try:
-            if channel is None:
-                channel = self.listener.credentials.connect(address, words, deadline_s)
-            else:
-                channel.deadline(deadline_s)
-                channel.send_message(words)
-            answer = channel.receive_message()
-        except BaseException:
-            if channel is not None:
-                channel.close()
-            raise
-        self._calls[address] = channel
-        if self._closed:  # meanwhile, and nobody else closes it
-            self._calls.pop(address).close()
-        assert answer is not None  # this connection blocks
-        return answer
-
-    def keep_calls(self, addresses: Iterable[tuple[str, int]]) -> None:
+    def keep_open(self, addresses: Collection[tuple[str, int]]) -> None:
         """Close the connections to all other addresses."""
-        kept = set(addresses)
-        for address in [each for each in self._calls if each not in kept]:
-            if (channel := self._calls.pop(address, None)) is not None:
-                channel.close()
-        for address in [each for each, lock in self._asking.items() if each not in kept and not lock.locked()]:
-            self._asking.pop(address, None)
+        for address in list(self._open):
+            if address not in addresses and (connection := self._open.pop(address, None)) is not None:
+                connection.close()
 
     def report_failure(self, report: FailureReport) -> None:
         """Report to all other devices why this one leaves. Silent devices cost about `REPORT_S` altogether."""
@@ -268,18 +246,14 @@ class HealthServer:
     def close(self) -> None:
         self._closed = True
         self.listener.close()
-        while self._calls:
-            self._calls.popitem()[1].close()
+        self.keep_open(())
 
     def _health(self, _: Fields) -> Fields:
         waits_for = next((each for each in self.waits_for if each is not None), None)
         return asdict(Health(None if self.done else waits_for, self.done, current_line()))
 
-    def _answer(self, words: Fields, _: Connection) -> Fields | None:
-        return self.answers[words["ask"]](words) if words["token"] == self.token else None
-
-    def _take_report(self, words: Fields) -> Fields:
-        report = FailureReport(**words["report"])
+    def _take_report(self, fields: Fields) -> Fields:
+        report = FailureReport(**fields["report"])
         with self._reported:
             self._reports[report.device] = report
             self._reported.notify_all()

@@ -11,23 +11,14 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
-from convoy.comm.backends import Backend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
-from convoy.comm.connection import Credentials
-from convoy.comm.environment import (
-    LISTEN,
-    ProcessEnv,
-    listen_at,
-    own_address,
-    reachable_address,
-    read_process_env,
-)
+from convoy.comm.backends import NcclBackend, PeerFailure, PendingWork, can_use_nccl
+from convoy.comm.connection import Credentials, credentials_of
+from convoy.comm.environment import LISTEN, ProcessEnv, listen_at, own_address, reachable_address, read_process_env
 from convoy.comm.failure import (
     DONE_CAUSE,
     REPORT_S,
     FailureReport,
-    Health,
     HealthServer,
     NoAnswer,
     Verdict,
@@ -36,18 +27,9 @@ from convoy.comm.failure import (
 )
 from convoy.comm.group import AloneGroup, ChangingGroup, Group, Message, Pending, closed_error
 from convoy.comm.listener import Listener
-from convoy.comm.rendezvous import (
-    ProcessInfo,
-    Rendezvous,
-    close_store,
-    credentials_of,
-    own_info,
-    store_at,
-    store_on,
-    title,
-    visit_torch_store,
-)
+from convoy.comm.rendezvous import ProcessInfo, Rendezvous, device_title, own_info
 from convoy.comm.source_line import current_line
+from convoy.comm.store import close_store, connect_torch_store, host_torch_store, store_at
 from convoy.comm.streams import TEXTS, StreamBackend, WrongSizeError
 from convoy.errors import ConvoyError, DeviceLostError, InputError, shown
 from convoy.fleet.units import quantity
@@ -57,13 +39,16 @@ from convoy.machine.process import watch_parent, within
 
 MAX_TIMEOUT_S = 1e6
 
+GREETING_S = 10.0
+"""How long a device may take to answer another one for the first time."""
+
 EXIT_BARRIER_S = 5.0
 """How long a device that is done waits for the others, so that no connection closes under a message."""
 
 _rendezvous_count = itertools.count()
 
 
-def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, staged: bool = False) -> Group:
+def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> Group:
     """Join this process's job and meet the other processes. Without a job, return a group of one.
 
     torchrun's variables describe the job: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
@@ -73,7 +58,6 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         device: where to compute, such as "cpu" or "cuda:1". Default: CONVOY_DEVICE, else the accelerator whose number
             is this process's local rank, else the CPU.
         timeout_s: how long to wait for the others, here and in every later wait, before they count as lost.
-        staged: send tensors through buffers in host memory even if not needed.
 
     Raises:
         InputError: an incomplete environment, no such device, a taken port, a rank or an accelerator used twice.
@@ -91,7 +75,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         return ChangingGroup(alone) if os.environ.get(LISTEN) else alone
     try:
         # torch's store ignores signals while it waits, and some of its waits have no limit.
-        group = ChangingGroup(within(timeout_s + 5.0, lambda: meet(env, torch_device, timeout_s, staged)))
+        group = ChangingGroup(within(timeout_s + 5.0, lambda: meet(env, torch_device, timeout_s)))
     except TimeoutError:
         raise DeviceLostError(
             0, f"device 0 was lost: its store at {env.host} port {env.port} does not answer; start the job again"
@@ -109,33 +93,24 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def own_device(name: str | torch.device | None, local: int) -> torch.device:
-    """Return this process's device, with its memory limited as the launcher says.
+    """Return this process's device, with its memory limited by the launcher's CONVOY_MEMORY.
 
     Raises:
         InputError: no such device, or CONVOY_MEMORY is not an amount of memory.
     """
     device = pick_device(name, local)
     if limit := os.environ.get("CONVOY_MEMORY"):
-        limit_memory(device, _bytes_of(limit))
+        try:
+            limit_memory(device, quantity(limit, "bytes"))
+        except InputError as error:
+            raise InputError(f"CONVOY_MEMORY={shown(limit)}: {error}") from None
     return device
-
-
-GREETING_S = 10.0
-"""How long a device may take to answer another one for the first time."""
-
-
-def _bytes_of(limit: str) -> float:
-    try:
-        return quantity(limit, "bytes")
-    except InputError as error:
-        raise InputError(f"CONVOY_MEMORY={shown(limit)}: {error}") from None
 
 
 def meet(
     env: ProcessEnv,
     torch_device: torch.device,
     timeout_s: float,
-    staged: bool,
     number: int | None = None,
     credentials: Credentials | None = None,
 ) -> "JoinedGroup":
@@ -158,9 +133,9 @@ def meet(
         address = reachable_address(address, [info.address for info in infos])
         listener = Listener(listen_at(address, 0), credentials)
         health = HealthServer(env.device, listener, infos[0].nonce)
-        group = JoinedGroup(torch_device, timeout_s, infos, health, staged)
+        group = JoinedGroup(torch_device, timeout_s, infos, health)
         try:
-            group.connect(rendezvous, address, staged)
+            group.connect(rendezvous)
         except BaseException as error:
             group.close(error)
             raise
@@ -177,103 +152,99 @@ def meet(
 
 @final
 class JoinedGroup(Group):
-    """One process of a group of processes. Made by :func:`join`."""
+    """One process of a group of processes. Made by :func:`join`.
 
-    _first: StreamBackend
-    _backend: Backend
+    Attributes:
+        report_s: how long to wait for the report of a device that has left; shorter where this process knows the lost device.
+    """
+
+    _streams: StreamBackend
+    _backend: StreamBackend | NcclBackend
 
     def __init__(
-        self,
-        torch_device: torch.device,
-        timeout_s: float,
-        infos: Sequence[ProcessInfo],
-        health: HealthServer,
-        staged: bool = False,
+        self, torch_device: torch.device, timeout_s: float, infos: Sequence[ProcessInfo], health: HealthServer
     ) -> None:
         super().__init__(health.device, len(infos), torch_device, timeout_s)
         self.infos = tuple(infos)
-        self.staged, self.address, self.token = staged, health.address[0], health.token
+        self.address, self.token = health.address[0], health.token
         self.credentials = health.listener.credentials
-        self.report_s = REPORT_S  # shorter where the process itself knows who is lost
+        self.report_s = REPORT_S
         self._health = health
-        self._connected: list[Backend] = []
+        self._connected: list[StreamBackend | NcclBackend] = []
         self._health.waits_for = [None] * self.lanes
         self._failing = threading.Lock()
         self._reported = False
         self._closed = False
         self._process = os.getpid()
-        self._under_way: set[_PendingMessages] = set()
+        self._in_progress: set[_PendingMessages] = set()
 
     @property
     def rejected(self) -> int:
         return sum(self._health.listener.rejected.values())
 
-    def connect(self, rendezvous: Rendezvous, address: str, staged: bool) -> None:
+    def connect(self, rendezvous: Rendezvous) -> None:
         """Open the connections to all other devices."""
         texts = rendezvous.gather("health", json.dumps(self._health.address))
         self._health.addresses = [(str(host), int(port)) for host, port in map(json.loads, texts)]
         for peer in range(self.devices):
-            if peer != self.device and isinstance(silence := self._greeted(peer, rendezvous.deadline_s), NoAnswer):
-                host, port = self._health.addresses[peer]
-                raise DeviceLostError(
-                    peer,
-                    f"{self._title(peer)} came, but device {self.device} at {address} cannot reach it at {host} port "
-                    f"{port} ({silence.value}): open the ports between the machines, or name the interface that leads "
-                    "there in GLOO_SOCKET_IFNAME",
-                )
+            if peer != self.device:
+                self._greet(peer, rendezvous.deadline_s)
         limit_s = rendezvous.deadline_s - time.monotonic()
         listener, peers = self._health.listener, self._health.addresses
         try:
-            self._first = StreamBackend(listener, peers, self.device, self._health.token, limit_s, staged)
+            self._streams = StreamBackend(listener, peers, self.device, self._health.token, limit_s)
         except RuntimeError as error:
-            raise self._unconnected(address, str(error).splitlines()[0]) from error
-        self._backend = self._first
-        self._connected.append(self._first)
+            raise self._not_connected(str(error).splitlines()[0]) from error
+        self._backend = self._streams
+        self._connected.append(self._streams)
         hosts, names = [each.host for each in self.infos], [each.name for each in self.infos]
         one_host = len(set(hosts)) == 1
         # NCCL encrypts nothing, so it needs one host or a trusted network.
         if can_use_nccl([each.device for each in self.infos], names, hosts) and (
             one_host or listener.credentials.key is None
         ):
-            store = self._nccl_store(rendezvous, "127.0.0.1" if one_host else address)
+            address = "127.0.0.1" if one_host else self.address
+            store = host_torch_store(listen_at(address, 0)) if self.device == 0 else None
+            texts = rendezvous.gather("nccl", json.dumps([address, 0 if store is None else store.port]))
+            host, port = json.loads(texts[0])
+            store = store or connect_torch_store(host, int(port), rendezvous.deadline_s)
             self._backend = NcclBackend(store, self.device, self.devices, self.torch_device, self.timeout_s)
             self._connected.append(self._backend)
             self.lanes = self._backend.lanes
         try:  # nobody leaves the rendezvous before all are connected
-            self._swap_pages(["all are connected", "", None], max(1.0, rendezvous.deadline_s - time.monotonic()))
+            self._swap_texts(["all are connected", "", None], max(1.0, rendezvous.deadline_s - time.monotonic()))
         except PeerFailure as failure:
             raise self._fail(failure) from failure
 
-    def _greeted(self, peer: int, deadline_s: float) -> Health | NoAnswer:
-        """Return the first answer of another device. Ask again while it is slow: it is starting."""
+    def _greet(self, peer: int, deadline_s: float) -> None:
+        """Check that another device answers. Ask again while it is slow: it is starting."""
         until_s = min(deadline_s, time.monotonic() + GREETING_S)
-        while True:
-            answer = self._health.ping(peer)
-            if answer is not NoAnswer.FROZEN or time.monotonic() > until_s:
-                return answer
+        while (answer := self._health.ping(peer)) is NoAnswer.FROZEN and time.monotonic() <= until_s:
+            pass
+        if isinstance(answer, NoAnswer):
+            host, port = self._health.addresses[peer]
+            raise DeviceLostError(
+                peer,
+                f"{self._title(peer)} came, but device {self.device} at {self.address} cannot reach it at {host} port "
+                f"{port} ({answer.value}): open the ports between the machines, or name the interface that leads "
+                "there in GLOO_SOCKET_IFNAME",
+            )
 
-    def _nccl_store(self, rendezvous: Rendezvous, address: str) -> TCPStore:
-        """Create the TCPStore that NCCL needs, on device 0 at `address`."""
-        store = store_on(listen_at(address, 0)) if self.device == 0 else None
-        texts = rendezvous.gather("nccl", json.dumps([address, store.port if store is not None else 0]))
-        host, port = json.loads(texts[0])
-        return store or visit_torch_store(host, int(port), rendezvous.deadline_s)
-
-    def _unconnected(self, address: str, reason: str) -> ConvoyError:
+    def _not_connected(self, reason: str) -> ConvoyError:
         for peer in range(self.devices):
             if (report := self._health.report_from(peer, 0.0)) is not None:
                 return DeviceLostError(report.root, f"{self._title(report.root)} {report.cause}")
             if peer != self.device and isinstance(silence := self._health.ping(peer), NoAnswer):
                 return DeviceLostError(peer, f"{self._title(peer)} was lost before the job began: {silence.value}")
         return ConvoyError(
-            f"device {self.device} met all others, but could not connect to them from {address} within "
+            f"device {self.device} met all others, but could not connect to them from {self.address} within "
             f"{self.timeout_s:g} s ({reason}): any port from 1024 up is used, open them between the machines"
         )
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         sends, receives = self._admit(sends, receives, lane)
         on_host = any(message.tensor.device.type == "cpu" for message in (*sends, *receives))
-        backend = self._first if on_host else self._backend  # NCCL carries device tensors only
+        backend = self._streams if on_host else self._backend  # NCCL carries device tensors only
         try:
             return _PendingMessages(self, backend.start(sends, receives, lane), lane)
         except PeerFailure as failure:
@@ -282,28 +253,28 @@ class JoinedGroup(Group):
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
         self._raise_failure()
         try:
-            pages = self._swap_pages([topic, text, current_line()], self.timeout_s)
+            rows = self._swap_texts([topic, text, current_line()], self.timeout_s)
         except PeerFailure as failure:
             raise self._fail(failure) from failure
-        topics, texts, places = zip(*(json.loads(page) for page in pages), strict=True)
+        topics, texts, places = zip(*map(json.loads, rows), strict=True)
         self._check_topics(topic, topics, places)
         return tuple(texts)
 
-    def _swap_pages(self, page: list[str | None], limit_s: float) -> list[bytes]:
-        """Return the pages of all devices as JSON, in device order. Lengths are exchanged first, then pages."""
+    def _swap_texts(self, own: list[str | None], limit_s: float) -> list[bytes]:
+        """Return the JSON texts of all devices, in device order. Lengths are exchanged first, then texts."""
         peers = [peer for peer in range(self.devices) if peer != self.device]
-        mine = torch.frombuffer(bytearray(json.dumps(page).encode()), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
         lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in peers}
         self._swap(torch.tensor([len(mine)]), lengths, limit_s)
-        pages = {peer: torch.empty(int(lengths[peer]), dtype=torch.uint8) for peer in peers}
-        self._swap(mine, pages, limit_s)
-        pages[self.device] = mine
-        return [pages[device].numpy().tobytes() for device in range(self.devices)]
+        texts = {peer: torch.empty(int(lengths[peer]), dtype=torch.uint8) for peer in peers}
+        self._swap(mine, texts, limit_s)
+        texts[self.device] = mine
+        return [texts[device].numpy().tobytes() for device in range(self.devices)]
 
     def _swap(self, mine: torch.Tensor, theirs: dict[int, torch.Tensor], limit_s: float) -> None:
         sends = [Message(peer, mine) for peer in theirs]
         receives = [Message(peer, tensor) for peer, tensor in theirs.items()]
-        self._first.start(sends, receives, TEXTS).wait(limit_s, self._wait_for)
+        self._streams.start(sends, receives, TEXTS).wait(limit_s, self._wait_for)
 
     def _wait_for(self, peer: int | None, lane: int = 0) -> None:
         # It stays set after a failure: the other devices follow it.
@@ -350,7 +321,7 @@ class JoinedGroup(Group):
                 self._cut(broken=True)
 
     def _title(self, device: int) -> str:
-        return title(self.ids[device], self.infos[device])
+        return device_title(self.ids[device], self.infos[device])
 
     def _report(self, root: int, cause: str) -> None:
         if not self._reported:
@@ -367,21 +338,18 @@ class JoinedGroup(Group):
         self._closed = True
         atexit.unregister(self.close_at_exit)
         if (reason := error or self.failure) is None:
-            self._exit_barrier()
+            # Wait for the others to be done.
+            self._health.done = True
+            try:
+                self._swap_texts(["the end of its work", "", None], min(EXIT_BARRIER_S, self.timeout_s))
+            except PeerFailure:
+                self._report(self.device, DONE_CAUSE)
         else:
             self._report(self.device, f"left because of its own error: {type(reason).__name__}: {reason}"[:4000])
-        self._cut(broken=self.failure is not None or error is not None)
+        self._cut(broken=reason is not None)
         self.failure = self.failure or closed_error()
-        self._under_way.clear()
+        self._in_progress.clear()
         self._health.close()
-
-    def _exit_barrier(self) -> None:
-        """Wait at most `EXIT_BARRIER_S` for the others to be done."""
-        self._health.done = True
-        try:
-            self._swap_pages(["the end of its work", "", None], min(EXIT_BARRIER_S, self.timeout_s))
-        except PeerFailure:
-            self._report(self.device, DONE_CAUSE)
 
     def close_at_exit(self) -> None:
         """Close with the error that ends this process, if any. The interpreter keeps it."""
@@ -394,7 +362,7 @@ class _PendingMessages:
         self.group, self.work, self.lane = group, work, lane
         if work.works:
             # A Pending dropped without a wait must not end its messages: keep their tensors and handles here.
-            group._under_way.add(self)
+            group._in_progress.add(self)
 
     def wait(self) -> None:
         if not self.work.works:
@@ -404,4 +372,4 @@ class _PendingMessages:
             self.work.wait(self.group.timeout_s, lambda peer: self.group._wait_for(peer, self.lane))
         except PeerFailure as failure:
             raise self.group._fail(failure) from failure
-        self.group._under_way.discard(self)
+        self.group._in_progress.discard(self)

@@ -3,32 +3,17 @@
 import json
 import os
 import platform
-import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
-from typing import Any
 
 import torch
-from torch import distributed
-from torch._C._distributed_c10d import TCPStore
 
 from convoy._version import __version__
-from convoy.comm.connection import Credentials
-from convoy.comm.environment import (
-    ProcessEnv,
-    inherited_listener,
-    is_loopback,
-    listen_at,
-    nobody_listens,
-    own_address,
-    resolve,
-)
-from convoy.comm.job_key import key_of_process
-from convoy.comm.meeting import KeptStore, Prefixed, Store, VisitedStore, visit
+from convoy.comm.environment import ProcessEnv
+from convoy.comm.store import MAX_PAUSE_S, Store
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.machine.accelerator import hardware_name, uuid_of
 
@@ -75,18 +60,18 @@ def check_infos(infos: Sequence[ProcessInfo]) -> None:
         MismatchError: names the devices in the minority, what they have, and what the others have.
         InputError: names the processes that share an accelerator.
     """
-    marks = [info.accelerator for info in infos]
-    for i, mark in enumerate(marks):
-        if mark not in ("", "?") and (first := marks.index(mark)) != i:
+    ids = [info.accelerator for info in infos]
+    for i, id_ in enumerate(ids):
+        if id_ not in ("", "?") and (first := ids.index(id_)) != i:
             raise InputError(
-                f"{title(first, infos[first])} and {title(i, infos[i])} are two processes on one accelerator ({mark}): leave "
-                "CONVOY_DEVICE unset, so that each takes the one of its number, start fewer processes, or let them share it "
-                f"with {SHARED}=1"
+                f"{device_title(first, infos[first])} and {device_title(i, infos[i])} are two processes on one accelerator "
+                f"({id_}): leave CONVOY_DEVICE unset, so that each takes the one of its number, start fewer processes, or "
+                f"let them share it with {SHARED}=1"
             )
     for field, meaning in (("devices", "number of devices (WORLD_SIZE)"), ("convoy", "convoy"), ("torch", "torch")):
         values = [getattr(info, field) for info in infos]
         usual = Counter(values).most_common(1)[0][0]
-        others = [f"{value} on {title(i, infos[i])}" for i, value in enumerate(values) if value != usual]
+        others = [f"{value} on {device_title(i, infos[i])}" for i, value in enumerate(values) if value != usual]
         if others:
             raise MismatchError(
                 f"the devices do not run the same {meaning}: {usual} on most, but {', '.join(others)}. "
@@ -94,138 +79,9 @@ def check_infos(infos: Sequence[ProcessInfo]) -> None:
             )
 
 
-def title(device: int, info: ProcessInfo | None) -> str:
-    """Name a device for messages: its id, and its host if known."""
-    return f"device {device}" if info is None else f"device {device} (host {info.host}, {info.device})"
-
-
-# ------------------------------------------------------------------------------------------------ the store
-
-
-MAX_POLL_S = 0.1
-"""Longest pause between two reads of the store."""
-
-_stores: dict[tuple[str, int], KeptStore | VisitedStore] = {}
-"""Open stores of this process, by address."""
-
-_texts: dict[tuple[str, int], dict[str, str]] = {}
-"""Contents of the stores that this process has hosted, so that a job can meet again after a store was closed."""
-
-_announced = Counter[tuple[str, int]]()
-"""How many of the job's own stores were announced in torch's store at an address."""
-
-
-def credentials_of(env: ProcessEnv) -> Credentials:
-    """Return this process's credentials for its job. InputError: see :func:`key_of_process`."""
-    return Credentials(key_of_process(env, os.environ))
-
-
-def host_store(address: str, credentials: Credentials) -> int:
-    """Host a store for another rendezvous on a free port of `address`. Return the port."""
-    listener = listen_at(address, 0)
-    port = int(listener.getsockname()[1])
-    _stores[address, port] = KeptStore(listener, credentials, {})
-    return port
-
-
-def close_store(host: str, port: int) -> None:
-    """Close this process's connection to a store, or the store itself if this process hosts it."""
-    if store := _stores.pop((host, port), None):
-        store.close()
-
-
-def store_at(env: ProcessEnv, deadline_s: float, credentials: Credentials | None = None) -> Store:
-    """Return the store of this job. Device 0 hosts it.
-
-    Where torch already listens at the job's address, device 0 hosts the store on another port and announces it in torch's.
-
-    Raises:
-        InputError: device 0 cannot listen there, or the job has no key, or whoever listens there has another one.
-        DeviceLostError: nobody listened there until ``deadline_s`` (of ``time.monotonic``).
-    """
-    key, credentials = (env.host, env.port), credentials or credentials_of(env)
-    if key not in _stores:
-        torch_has_met = distributed.is_initialized() and distributed.get_world_size() == env.devices
-        if torch_has_met or env.hosted:
-            torch_store = (
-                distributed.distributed_c10d._get_default_store()
-                if torch_has_met
-                else visit_torch_store(env.host, env.port, deadline_s)
-            )
-            _stores[key] = _announced_store(env, torch_store, credentials, deadline_s)
-        elif env.device == 0:
-            _check_reachable(env)
-            listener = inherited_listener() or listen_at(env.host, env.port)
-            _stores[key] = KeptStore(listener, credentials, _texts.setdefault(key, {}))
-        else:
-            _stores[key] = visit(env.host, env.port, credentials, deadline_s)
-    return _stores[key]
-
-
-def _announced_store(
-    env: ProcessEnv, torch_store: Any, credentials: Credentials, deadline_s: float
-) -> KeptStore | VisitedStore:
-    """Return the job's own store. Only its address passes through torch's, so a forged one can only prevent the start."""
-    place = (env.host, env.port)
-    key = f"convoy-meeting/{env.attempt}/{_announced[place]}"
-    _announced[place] += 1
-    if env.device == 0:
-        store = KeptStore(listen_at(own_address(env.host, env.port), 0), credentials, {})
-        torch_store.set(key, json.dumps(store.address))
-        return store
-    pause_s = 0.01
-    while not torch_store.check([key]):
-        if time.monotonic() + pause_s > deadline_s:
-            raise DeviceLostError(0, "device 0 did not come within the time limit: see its own output, and start it")
-        time.sleep(pause_s)
-        pause_s = min(MAX_POLL_S, 1.5 * pause_s)
-    host, port = json.loads(torch_store.get(key))
-    return visit(str(host), int(port), credentials, deadline_s)
-
-
-def _check_reachable(env: ProcessEnv) -> None:
-    """Refuse to wait for other machines at a loopback address."""
-    address = str(resolve(env.host, env.port, socket.SOCK_STREAM)[0][1][0])
-    if env.local_devices is not None and env.local_devices < env.devices and is_loopback(address):
-        raise InputError(
-            f"MASTER_ADDR={env.host} is {address} on this machine, which leads to itself only, but {env.devices} "
-            f"devices are to meet there and {env.local_devices} of them are here: give the address of this machine "
-            "in the network (Debian maps a machine's own name to loopback in /etc/hosts)"
-        )
-
-
-def store_on(listener: socket.socket) -> TCPStore:
-    """Create a TCPStore on an already bound socket. (torch would bind every address.)"""
-    with listener:
-        address, port = listener.getsockname()[:2]
-        # Multi-tenant: a script that also calls init_process_group() then finds this store, not a taken port.
-        return TCPStore(
-            address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
-        )
-
-
-def visit_torch_store(host: str, port: int, deadline_s: float) -> TCPStore:
-    """Connect to a TCPStore that another process hosts, or will host within the time.
-
-    Raises:
-        InputError: the name is unknown.
-        DeviceLostError: nobody listened there until ``deadline_s`` (of ``time.monotonic``).
-    """
-    resolve(host, port, socket.SOCK_STREAM)
-    pause_s = 0.01
-    while True:
-        try:
-            # Try a plain socket first: torch's client prints stack traces and takes three times as long.
-            with socket.create_connection((host, port), timeout=max(0.1, deadline_s - time.monotonic())) as probe:
-                address = str(probe.getpeername()[0])
-            break
-        except OSError as error:
-            if time.monotonic() + pause_s > deadline_s:
-                raise nobody_listens(host, port, str(error.strerror or error)) from None
-        time.sleep(pause_s)
-        pause_s = min(0.25, 1.5 * pause_s)
-    limit = timedelta(seconds=max(1.0, deadline_s - time.monotonic()))
-    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+def device_title(device: int, info: ProcessInfo) -> str:
+    """Name a device for messages: its id and its host."""
+    return f"device {device} (host {info.host}, {info.device})"
 
 
 class Rendezvous:
@@ -233,8 +89,9 @@ class Rendezvous:
 
     def __init__(self, store: Store, env: ProcessEnv, number: int, deadline_s: float) -> None:
         """Prepare rendezvous ``number`` of this process, the same number on all. It ends at ``deadline_s``."""
-        # The prefix keeps apart the texts of a restarted or of an earlier rendezvous.
-        self.store = Prefixed(f"convoy/{env.attempt}/{number}", store)
+        self.store = store
+        # The prefix separates the texts from those of an earlier rendezvous or attempt.
+        self.prefix = f"convoy/{env.attempt}/{number}"
         self.env = env
         self.deadline_s = deadline_s
         self.infos: list[ProcessInfo] = []
@@ -262,44 +119,48 @@ class Rendezvous:
             InputError: another process has the same rank.
             DeviceLostError: names all devices that sent nothing until the deadline.
         """
-        keys = [f"{topic}/{device}" for device in range(self.env.devices)]
-        first = self.store.compare_set(keys[self.env.device], "", text).decode()
+        keys = [f"{self.prefix}/{topic}/{device}" for device in range(self.env.devices)]
+        first = self.store.set_first(keys[self.env.device], text)
         if first != text:
             raise InputError(
                 f"two processes claim to be device {self.env.device} (RANK={self.env.device}): this one, and one "
                 f"on host {ProcessInfo.from_text(first).host}; give every process its own RANK"
             )
+        failed = f"{self.prefix}/failed"
+        texts: dict[str, str] = {}
         pause_s = 0.002
-        while not self.store.check(keys):
-            if self.store.check(["failed"]):
-                device, cause = json.loads(self.store.get("failed"))
+        while True:
+            texts |= self.store.get([failed, *(key for key in keys if key not in texts)])
+            if failed in texts:
+                device, cause = json.loads(texts[failed])
                 raise DeviceLostError(int(device), str(cause))
+            if len(texts) == len(keys):
+                return [texts[key] for key in keys]
             if time.monotonic() + pause_s > self.deadline_s:
-                error = self._absence([key for key in keys if self.store.check([key])], keys)
-                self.store.set("failed", json.dumps([error.device, str(error)]))
+                error = self._absence({device: texts.get(key) for device, key in enumerate(keys)})
+                self.store.set(failed, json.dumps([error.device, str(error)]))
                 self._linger()
                 raise error
             time.sleep(pause_s)
-            pause_s = min(MAX_POLL_S, 1.5 * pause_s)
-        return [value.decode() for value in self.store.multi_get(keys)]
+            pause_s = min(MAX_PAUSE_S, 1.5 * pause_s)
 
     def _linger(self) -> None:
         """Give the others time to read the failure, if this process hosts the store."""
         if self.env.device == 0 and not self.env.hosted:
-            time.sleep(3 * MAX_POLL_S)
+            time.sleep(3 * MAX_PAUSE_S)
 
-    def _absence(self, present: Sequence[str], keys: Sequence[str]) -> DeviceLostError:
-        missing = [device for device, key in enumerate(keys) if key not in present]
+    def _absence(self, texts: Mapping[int, str | None]) -> DeviceLostError:
+        missing = [device for device, text in texts.items() if text is None]
         if self.infos:
-            names = ", ".join(title(device, self.infos[device]) for device in missing)
+            names = ", ".join(device_title(device, self.infos[device]) for device in missing)
             return DeviceLostError(
                 missing[0], f"{names} came and was lost before the job began: see its own output, and start again"
             )
-        hosts = sorted({ProcessInfo.from_text(self.store.get(key).decode()).host for key in present})
+        came = [ProcessInfo.from_text(text) for text in texts.values() if text is not None]
         names = ", ".join(str(device) for device in missing)
         return DeviceLostError(
             missing[0],
             f"{'devices' if len(missing) > 1 else 'device'} {names} of {self.env.devices} did not come within the "
-            f"time limit; here are {len(present)}, on {', '.join(hosts)}. Start the missing ones with "
-            f"MASTER_ADDR={self.env.host} MASTER_PORT={self.env.port}, or a job of fewer devices",
+            f"time limit; here are {len(came)}, on {', '.join(sorted({info.host for info in came}))}. Start the missing "
+            f"ones with MASTER_ADDR={self.env.host} MASTER_PORT={self.env.port}, or a job of fewer devices",
         )

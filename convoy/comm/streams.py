@@ -6,7 +6,7 @@ receiver does not expect is an error. Lanes are independent.
 Small messages are faster to send than to hand to another thread. The calling thread sends them at once if the queue is empty
 and the kernel accepts them, and the waiting thread receives them. Of a large unencrypted message, the calling thread sends as
 much as the kernel accepts. Threads at both ends move everything else. They release the GIL while they encrypt, decrypt and
-wait, so large messages travel while the device computes. The sender thread joins small messages into one send.
+wait, so large messages are sent while the device computes. The sender thread joins small messages into one send.
 """
 
 import queue
@@ -21,11 +21,12 @@ from typing import Any, final
 
 import torch
 
-from convoy.comm.backends import PeerFailure, PendingWork, Staging
+from convoy.comm.backends import PeerFailure, PendingWork
 from convoy.comm.connection import Connection, Fields, NotOfThisJob
 from convoy.comm.environment import is_loopback
 from convoy.comm.group import Message
 from convoy.comm.listener import Listener
+from convoy.machine.accelerator import in_host_memory, queued
 
 TEXTS = 2
 """The lane of texts, in addition to those of tensors."""
@@ -400,7 +401,12 @@ def _connect(
 
 @final
 class StreamBackend:
-    """Sends tensors over the job's own connections. Tensors of accelerators are staged in host memory."""
+    """Sends tensors over the job's own connections. Tensors of accelerators are staged in pinned host memory.
+
+    On lane 0, copies to the host run on a stream of their own, after the work that the current stream has so far. So they do
+    not wait for kernels that are queued later. Senders on another lane already use a stream of their own. The calling
+    thread never waits.
+    """
 
     lanes = 2
 
@@ -411,7 +417,6 @@ class StreamBackend:
         device: int,
         name: str,
         limit_s: float,
-        staged: bool = False,
     ) -> None:
         """Connect to all other devices, and accept their connections.
 
@@ -423,7 +428,7 @@ class StreamBackend:
             RuntimeError: a device could not be reached within ``limit_s``.
         """
         deadline_s = time.monotonic() + max(1.0, limit_s)
-        self._staging = Staging(staged)
+        self._stream: torch.Stream | None = None  # for copies to the host
         self._is_cut = False
         self._out: dict[tuple[int, int], Outflow] = {}
         self._in: dict[tuple[int, int], Inflow] = {}
@@ -434,9 +439,9 @@ class StreamBackend:
                 words = {"for": "stream", "mark": f"{name}/{lane}/{device}"}
                 channel, reply = _connect(listener, addresses[peer], words, deadline_s)
                 self._out[lane, peer] = Outflow(channel, f"convoy-to-{peer}.{lane}")
-                if reply == {"sealed": False} and is_loopback(str(channel.connection.getpeername()[0])):
+                if reply == {"sealed": False} and is_loopback(str(channel.socket.getpeername()[0])):
                     channel.stop_encrypting()
-                channel.connection.settimeout(None)
+                channel.socket.settimeout(None)
             for lane, peer in ways:
                 came = listener.stream(f"{name}/{lane}/{peer}", max(0.0, deadline_s - time.monotonic()))
                 self._in[lane, peer] = Inflow(came, f"convoy-from-{peer}.{lane}")
@@ -455,10 +460,13 @@ class StreamBackend:
         try:
             for message in receives:
                 peer = message.peer
-                place = _bytes_of(self._staging.place_for(message.tensor, work))
-                work.works.append(((peer,), self._in[lane, peer].add(place)))
+                target = message.tensor
+                if target.device.type != "cpu":
+                    target = in_host_memory(target)
+                    work.staged.append((target, message.tensor))
+                work.works.append(((peer,), self._in[lane, peer].add(_bytes_of(target))))
             contents: dict[int, memoryview] = {}  # one tensor is often sent to several peers
-            tensors = self._staging.in_host([message.tensor for message in sends], work, lane)
+            tensors = self._in_host([message.tensor for message in sends], work, lane)
             for message, tensor in zip(sends, tensors, strict=True):
                 peer = message.peer
                 if id(tensor) not in contents:
@@ -471,7 +479,26 @@ class StreamBackend:
             raise PeerFailure((peer,), error) from None
         return work
 
+    def _in_host(self, tensors: Sequence[torch.Tensor], work: PendingWork, lane: int) -> list[torch.Tensor]:
+        """Copy tensors of an accelerator to host memory, each once. They are complete after ``work.copied``."""
+        if not tensors or tensors[0].device.type == "cpu":
+            return list(tensors)
+        hosts = {id(tensor): in_host_memory(tensor) for tensor in tensors}
+        device = tensors[0].device
+        stream = torch.accelerator.current_stream(device)
+        if lane == 0:
+            stream = self._stream = self._stream or torch.Stream(device)
+            queued(device).wait(stream)
+        with stream:
+            for tensor in {id(tensor): tensor for tensor in tensors}.values():
+                hosts[id(tensor)].copy_(tensor, non_blocking=True)
+                if lane == 0:
+                    tensor.record_stream(stream)  # its owner may free it before it is copied
+            work.copied = queued(device)
+        return [hosts[id(tensor)] for tensor in tensors]
+
     def cut(self, broken: bool) -> None:  # noqa: ARG002 - it never waits for messages
+        """Close all connections now, so that the peers notice."""
         if self._is_cut:
             return
         self._is_cut = True

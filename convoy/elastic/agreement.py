@@ -1,23 +1,23 @@
-"""How the devices that are left agree on who goes on: a state machine, of which each device has one. Events in, what to do out.
+"""How the remaining devices agree who continues: a state machine of each device, from events to instructions.
 
-A *generation* is a number and the devices that train together. Where one of them is lost, each survivor asks the lowest that it
-believes alive, the leader, which calls a meeting once every device has asked that it does not know to be lost. Who comes to the
-meeting is the next generation; where somebody does not come, all ask again. So two leaders can do no harm, for a device goes to
-one meeting at a time, and a meeting takes place only with all that were called to it.
+A *generation* is a number and the devices that train together. When one of them is lost, each survivor asks the lowest device
+that it believes alive, the leader. The leader calls a meeting once every device has asked that it does not know to be lost. The
+devices at the meeting are the next generation; if one does not come, all ask again. So two leaders do no harm, for a device
+goes to one meeting at a time, and a meeting takes place only with all that were called to it.
 
 Two devices that do not reach each other, while others reach both, would make every meeting fail. After two such meetings each
-device says whom it reached after neither, and of such a pair the leader leaves the higher out; where one device is in several
-pairs, that one. After one meeting it could be a device that stood still for a moment and asks again by now.
+device reports which devices it reached after neither, and the leader leaves the higher device of such a pair out, or the one
+that is in several pairs. After one meeting it could be a device that stood still for a moment and asks again by now.
 
-Two parts of a fleet that do not reach each other must not both go on. So a generation needs more than half of the devices of
-the one before, or half of them, the lowest among those. Devices that are known to be dead do not count: what cannot be reached
-may be alive, a process whose machine says that it is gone is not.
+Two parts of a fleet that do not reach each other must not both continue. So a generation needs more than half of the devices of
+the one before, or half of them with the lowest. Devices that are known to be dead do not count: an unreachable device may be
+alive, a process that its machine reports as ended is not.
 
-A generation grows between two steps: all its members learn in the same step that newcomers are to be let in, and the leader
-calls these to the meeting, too, beside *all* members: where one is lost just then, newcomers have to ask again. For else a
-member that was not there would not know whom the next generation may have gone on with. Whoever was called counts as a member
-from then on, also where the meeting fails. There are never more newcomers at once than members, so that these can go on without
-them.
+A generation grows between two steps: all members learn in the same step that devices are to be admitted, and the leader calls
+these to the meeting with *all* members. If a member is lost just then, the joining devices have to ask again: otherwise a
+member that was absent would not know with which devices the next generation may have continued. Every called device counts as a
+member from then on, also if the meeting fails. There are never more joining devices at once than members, so the members can
+continue without them.
 """
 
 from collections import Counter
@@ -43,14 +43,14 @@ class Generation:
 
 
 Pairs = frozenset[tuple[int, int]]
-"""Of devices."""
+"""Pairs of devices."""
 
-# ------------------------------------------------------------------------------------------------ what happens
+# --- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """This device has found out that another one is dead, or (not `dead`) that it is silent."""
+    """Another device is dead, or (not `dead`) silent."""
 
     device: int
     dead: bool
@@ -58,20 +58,22 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A step failed here, or another device says that one failed there."""
+    """A step failed here, or another device reports that one failed there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """All devices have agreed, between two steps, to take these newcomers in."""
+    """All devices have agreed, between two steps, to admit these."""
 
-    newcomers: tuple[int, ...]
+    joining: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Another device asks this one, as its leader, for a meeting. It belongs to `generation`, and knows numbers up to
-    `highest`; after two meetings that failed it did not reach `unreachable`."""
+class Requested:
+    """Another device asks this one, as its leader, for a meeting.
+
+    It belongs to `generation`, knows numbers up to `highest`, and did not reach `unreachable` after two meetings that failed.
+    """
 
     device: int
     generation: Generation
@@ -80,9 +82,11 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """A device of this generation speaks to this one: it is not silent. Two devices that each wait for others, of which one has
-    taken the other for lost, would wait for long."""
+class Reached:
+    """A device of this generation has sent this one a message, so it is not silent.
+
+    Without this event, two devices that wait for each other, one of which took the other for lost, would wait for long.
+    """
 
     device: int
     generation: Generation
@@ -90,7 +94,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """The leader calls to a meeting, to which it did not call who is `parted` (see `Member`)."""
+    """The leader calls to a meeting, without the devices that are `parted` (see `Member`)."""
 
     by: int
     generation: Generation
@@ -99,7 +103,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Another device says that the job goes on without this one, as this generation; from it were `parted` (see `Member`)."""
+    """Another device reports that the job continues without this one, as this generation, without `parted` (see `Member`)."""
 
     generation: Generation
     parted: Pairs = frozenset()
@@ -107,43 +111,43 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """All that were called have come to the meeting."""
+    """All called devices have come to the meeting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Somebody did not come to the meeting."""
+    """A called device did not come to the meeting."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotReached:
-    """After a meeting that failed, this device asked all that were called whether they are there; these did not answer."""
+    """These called devices did not answer this one after a meeting that failed."""
 
     devices: frozenset[int]
 
 
-Event = Lost | Interrupted | Granted | Asked | Heard | Called | Excluded | Met | Missed | NotReached
+Event = Lost | Interrupted | Granted | Requested | Reached | Called | Excluded | Met | Missed | NotReached
 
-# ------------------------------------------------------------------------------------------------ what is to be done
+# --- instructions ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask this device for a meeting, again and again."""
+    """Ask this device for a meeting until it answers."""
 
     leader: int
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Wait to be asked by these; tell them that a step failed, and find out whether they are alive."""
+    """Wait for the requests of these; send them that a step failed, and find out whether they are alive."""
 
     missing: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Go to the meeting of this generation; `hosts`: it takes place here."""
+    """Go to the meeting of this generation; `hosts`: this device hosts it."""
 
     generation: Generation
     hosts: bool
@@ -151,14 +155,14 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """This device cannot go on."""
+    """This device cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Go on with the present generation."""
+    """Continue with the present generation."""
 
 
 Instruction = Ask | Gather | Meet | Stop | Train
@@ -174,13 +178,12 @@ class Member:
         generation: the last that it belonged to.
         silent, dead: members that it has lost.
         present: members that have asked it for a meeting.
-        newcomers: who is to be called to the next meeting beside members.
-        not_reached: who did not answer this device after the last meeting that failed.
+        joining: devices to be called to the next meeting together with the members.
+        not_reached: devices that did not answer this one after the last meeting that failed.
         unreachable: those that did not answer after the one before either.
-        cut: pairs of members of which the first says that the second is unreachable.
-        parted: pairs that do not reach each other; the second was therefore not called to the present generation, or is not to
-            the one that meets.
-        highest: the largest number of a generation that it heard of.
+        cut: pairs of members of which the first reports that the second is unreachable.
+        parted: pairs that do not reach each other; the second is not called to the present or the next generation.
+        highest: the largest number of a generation that it knows of.
         called: the generation that is to meet.
         reason: why it is out.
     """
@@ -191,7 +194,7 @@ class Member:
     silent: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
     present: frozenset[int] = frozenset()
-    newcomers: frozenset[int] = frozenset()
+    joining: frozenset[int] = frozenset()
     not_reached: frozenset[int] = frozenset()
     unreachable: frozenset[int] = frozenset()
     cut: Pairs = frozenset()
@@ -211,12 +214,12 @@ class Member:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Whom it waits for as a leader."""
+        """Members whose requests it waits for as a leader."""
         return tuple(d for d in self.candidates if d != self.me and d not in self.present)
 
 
 def instruction(state: Member) -> Instruction:
-    """What is to be done in a state."""
+    """Return what to do in a state."""
     match state.phase:
         case "training":
             return Train()
@@ -230,15 +233,15 @@ def instruction(state: Member) -> Instruction:
 
 
 def answer(state: Member, device: int) -> Generation | None:
-    """What a device is told that asks this one, after the event `Asked`: the generation that it is called to, or that goes on
-    without it; None: to wait."""
+    """Return the reply to a device after its event `Requested`: the generation that it is called to, or that continues without
+    it; None: wait."""
     if state.called is not None and device in state.called.members:
         return state.called
     return state.generation if device not in state.generation.members else None
 
 
 def observe(state: Member, event: Event) -> Member:
-    """The state after an event."""
+    """Return the state after an event."""
     if state.phase == "out":
         return state
     match event:
@@ -250,15 +253,15 @@ def observe(state: Member, event: Event) -> Member:
             return _interrupted(replace(state, silent=state.silent | {device}))
         case Interrupted():
             return _interrupted(state)
-        case Granted(newcomers):
+        case Granted(joining):
             if state.phase != "training":
-                return state  # somebody was lost meanwhile; they ask again
-            rest = sorted(set(newcomers) - set(state.generation.members))[: len(state.generation.members)]
-            return _interrupted(replace(state, newcomers=frozenset(rest)))
-        case Asked():
-            return _asked(_heard(state, event.device, event.generation), event)
-        case Heard(device, generation):
-            return _heard(state, device, generation)
+                return state  # a device was lost meanwhile; they ask again
+            rest = sorted(set(joining) - set(state.generation.members))[: len(state.generation.members)]
+            return _interrupted(replace(state, joining=frozenset(rest)))
+        case Requested():
+            return _requested(_reached(state, event.device, event.generation), event)
+        case Reached(device, generation):
+            return _reached(state, device, generation)
         case Called(by, generation, parted):
             wanted = state.phase == "gathering" and by == state.leader and state.me in generation.members
             if not wanted or generation.number <= state.highest:
@@ -276,7 +279,7 @@ def observe(state: Member, event: Event) -> Member:
             assert state.called is not None
             highest = max(state.highest, state.called.number)
             grows = set(state.called.members) > set(state.generation.members)
-            state = replace(state, generation=state.called if grows else state.generation, newcomers=frozenset())
+            state = replace(state, generation=state.called if grows else state.generation, joining=frozenset())
             state = replace(
                 state, phase="gathering", called=None, present=frozenset(), cut=frozenset(), parted=frozenset(),
                 highest=highest,
@@ -286,13 +289,13 @@ def observe(state: Member, event: Event) -> Member:
             return replace(state, not_reached=devices, unreachable=state.not_reached & devices)
 
 
-def _heard(state: Member, device: int, generation: Generation) -> Member:
+def _reached(state: Member, device: int, generation: Generation) -> Member:
     if state.phase != "gathering" or state.me not in generation.members:
-        return state  # nothing is decided here, or it went on without this device
+        return state  # nothing is decided here, or it continued without this device
     return replace(state, silent=state.silent - {device})
 
 
-def _asked(state: Member, event: Asked) -> Member:
+def _requested(state: Member, event: Requested) -> Member:
     if event.generation.number > state.generation.number and state.me in event.generation.members:
         # It saw a meeting succeed that failed here: all had come to it.
         state = replace(state, generation=event.generation)
@@ -314,24 +317,25 @@ def _call(state: Member) -> Member:
     """Call a meeting, as the leader, once all have asked."""
     if state.leader != state.me or state.missing:
         return state
-    members, parted = _who_reach_each_other(state)
+    members, parted = _connected(state)
     if not enough(members, state.generation, state.dead):
         left_out = sorted(state.silent | (set(state.candidates) - set(members)))
         names = f"device{'s' * (len(left_out) > 1)} {', '.join(map(str, left_out))}"
         return _out(
             state,
-            f"{names} cannot be reached, and may go on without this part of the fleet, "
+            f"{names} cannot be reached, and may continue without this part of the fleet, "
             "which is not the larger one: two must not; resume from the last checkpoint",
         )
-    newcomers = () if state.silent or state.dead or len(members) < len(state.candidates) else state.newcomers
-    called = Generation(max(state.highest, state.generation.number) + 1, tuple(sorted({*members, *newcomers})))
+    joining = () if state.silent or state.dead or len(members) < len(state.candidates) else state.joining
+    called = Generation(max(state.highest, state.generation.number) + 1, tuple(sorted({*members, *joining})))
     return replace(state, phase="meeting", called=called, parted=parted)
 
 
-def _who_reach_each_other(state: Member) -> tuple[tuple[int, ...], Pairs]:
-    """The candidates without those that leave no pair that does not, never without the leader, the lowest; and those pairs.
+def _connected(state: Member) -> tuple[tuple[int, ...], Pairs]:
+    """Return candidates that all reach each other, with the leader among them; and the pairs that do not.
 
-    Of the devices that are in the most pairs the highest is left out, again and again: one that nobody reaches, not all others.
+    Leave out the highest of the devices that are in the most pairs, until no pair is left: so one device that no other reaches
+    is left out, not all the others.
     """
     pairs = {(min(pair), max(pair)) for pair in state.cut if set(pair) <= set(state.candidates)}
     parted: Pairs = frozenset()
@@ -349,14 +353,14 @@ def _why_excluded(me: int, parted: Pairs) -> str:
     for one, other in sorted(parted):
         if other == me:
             return (
-                f"devices {one} and {other} do not reach each other, so the job went on without the second one, this device; "
+                f"devices {one} and {other} do not reach each other, so the job continued without the second one, this device; "
                 "mend the way between them, and start it again"
             )
-    return "the job went on without this device, which had been silent; start it again"
+    return "the job continued without this device, which had been silent; start it again"
 
 
 def enough(members: tuple[int, ...], before: Generation, dead: frozenset[int]) -> bool:
-    """Whether these may go on as the next generation: no others can at the same time."""
+    """Return whether these may continue as the next generation: no others can at the same time."""
     counted = [d for d in before.members if d not in dead]
     return 2 * len(members) > len(counted) or (2 * len(members) == len(counted) and counted[0] in members)
 

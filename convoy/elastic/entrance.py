@@ -5,17 +5,15 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import final
 
 import torch
 
 from convoy._version import __version__
 from convoy.comm import processes
-from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob
+from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob, credentials_of
 from convoy.comm.environment import JOIN, ProcessEnv, own_address
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
-from convoy.comm.rendezvous import credentials_of
 from convoy.elastic.admission import POLL_S, SPARE_POLL_S
 from convoy.elastic.regroup import Home, Membership
 from convoy.errors import DeviceLostError, InputError, MismatchError
@@ -38,11 +36,11 @@ HELLO_S = 10.0
 ROUNDS = 3
 """How often every known address is tried without an answer: the job may be regrouping."""
 
-MOST_DOORS = 64
+MOST_ADDRESSES = 64
 """Addresses that a joining device remembers."""
 
 
-def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, staged: bool = False) -> Group:
+def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> Group:
     """Join the job that this process belongs to, and meet the others; a group of one where there is no job.
 
     The job is what torchrun's environment says: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Under `convoy run
@@ -53,7 +51,6 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         device: where to compute, such as "cpu" or "cuda:1". By default CONVOY_DEVICE, else the accelerator of this
             process's number on its machine, else the CPU.
         timeout_s: how long to wait for the others here, and in every later wait, before they count as lost.
-        staged: send tensors through buffers in host memory even where that is not needed.
 
     Raises:
         InputError: an incomplete environment, no such device, a port that is taken, a rank or an accelerator claimed twice;
@@ -63,7 +60,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
     """
     text = os.environ.pop(JOIN, "")
     if not text:
-        return processes.join(device, timeout_s, staged=staged)
+        return processes.join(device, timeout_s)
     processes.check_timeout(timeout_s)
     watch_parent()
     torch_device = processes.own_device(device, 0)
@@ -78,15 +75,15 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
     return group
 
 
-def greet(doors: Sequence[Address]) -> tuple["Entrance", Fields]:
+def greet(addresses: Sequence[Address]) -> tuple["Entrance", Fields]:
     """Find a running job at these addresses. Return the entrance to it, and how the job describes itself.
 
     Raises:
         InputError: see :meth:`Entrance.hello`.
         MismatchError: the job runs another version.
     """
-    env = ProcessEnv(0, 2, 0, None, *doors[0], hosted=False, attempt=0)
-    entrance = Entrance(doors, credentials_of(env))
+    env = ProcessEnv(0, 2, 0, None, *addresses[0], hosted=False, attempt=0)
+    entrance = Entrance(addresses, credentials_of(env))
     offer = entrance.hello(HELLO_S)
     if offer["version"] != __version__:
         raise MismatchError(
@@ -99,61 +96,23 @@ class NoJobError(InputError):
     """No device of a job answers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Doors:
-    """The addresses of a job's devices, as a joining device knows them.
-
-    Only the first device admits. Every other one answers with the addresses of the present generation, the first device's
-    first. The addresses known before stay behind them, because any device may be lost meanwhile.
-
-    Attributes:
-        known: at least one.
-        asked: the index of the address to ask next.
-        unanswered: how many addresses in sequence did not answer.
-    """
-
-    known: tuple[Address, ...]
-    asked: int = 0
-    unanswered: int = 0
-
-    @property
-    def next(self) -> Address:
-        return self.known[self.asked]
-
-    @property
-    def are_silent(self) -> bool:
-        """Whether the job has probably ended."""
-        return self.unanswered >= ROUNDS * len(self.known)
-
-    def without_answer(self) -> "Doors":
-        return Doors(self.known, (self.asked + 1) % len(self.known), self.unanswered + 1)
-
-    def redirected(self, doors: Sequence[Address]) -> "Doors":
-        """Ask at these next."""
-        return Doors(_together(doors, self.known)) if doors else self.without_answer()
-
-    def answered(self, doors: Sequence[Address] = ()) -> "Doors":
-        """Ask the same device again; its job now has these addresses."""
-        # The one that answered stays the first: it may know itself by an address that this device does not reach.
-        return Doors(_together((self.next,), doors, self.known))
-
-    def __str__(self) -> str:
-        return ", ".join(map(_shown, self.known[:4])) + (", ..." if len(self.known) > 4 else "")
-
-
 @final
 class Entrance:
     """A process that asks a running job to admit it.
 
-    Args:
-        doors: addresses of the job's devices, as far as they are known.
+    Only the first device admits. Every other one answers with the addresses of the present generation, the first device's
+    first. Addresses known before stay behind them, because any device may be lost meanwhile.
+
+    Attributes:
+        addresses: of the job's devices, as far as they are known; the first is asked next.
     """
 
-    def __init__(self, doors: Sequence[Address], credentials: Credentials) -> None:
+    def __init__(self, addresses: Sequence[Address], credentials: Credentials) -> None:
         self.credentials, self.mark = credentials, uuid.uuid4().hex
-        self.doors = Doors(tuple(doors))
+        self.addresses = list(addresses)
+        self._unanswered = 0  # addresses in sequence
         self._token = ""
-        self._channel: tuple[Address, Connection] | None = None
+        self._connection: tuple[Address, Connection] | None = None
         self._offer: Fields = {}
 
     def hello(self, limit_s: float) -> Fields:
@@ -163,35 +122,35 @@ class Entrance:
             NoJobError: no device of a job answers at the addresses within the time.
             InputError: the job has another key, or admits nobody.
         """
-        until_s, stranger = time.monotonic() + limit_s, None
+        until_s, other_key = time.monotonic() + limit_s, None
         certain_s = min(until_s, time.monotonic() + REFUSED_S)
         while True:
-            for door in self.doors.known:
+            for address in self.addresses:
                 try:
-                    told = self._request(door, {"do": "hello"})
+                    reply = self._request(address, {"do": "hello"})
                 except NotOfThisJob as error:
-                    stranger = (door, error)
+                    other_key = (address, error)
                     continue
                 except (OSError, ValueError):
                     continue
-                if "refused" in told and time.monotonic() < certain_s:
+                if "refused" in reply and time.monotonic() < certain_s:
                     continue
-                if "refused" in told:
-                    self._leave()
+                if "refused" in reply:
+                    self._disconnect()
                     raise InputError(
-                        f"the job at {_shown(door)}: {told['refused']}; start it with --listen to let others join"
+                        f"the job at {_shown(address)}: {reply['refused']}; start it with --listen to let others join"
                     )
-                self._token, self._offer = str(told["token"]), told["offer"]
-                self.doors = self.doors.redirected(_doors(told))
+                self._token, self._offer = str(reply["token"]), reply["offer"]
+                self._ask_first(_addresses(reply))
                 return self._offer
             if time.monotonic() > until_s:
-                if stranger is not None:
+                if other_key is not None:
                     raise InputError(
-                        f"the job at {_shown(stranger[0])} has another key ({stranger[1]}): give the file that it was started "
-                        "with, --job-key FILE, or CONVOY_JOB_KEY=FILE"
+                        f"the job at {_shown(other_key[0])} has another key ({other_key[1]}): give the file that it was "
+                        "started with, --job-key FILE, or CONVOY_JOB_KEY=FILE"
                     )
                 raise NoJobError(
-                    f"no job that can be joined answers at {self.doors}: give the address that it prints, see "
+                    f"no job that can be joined answers at {self._asked()}: give the address that it prints, see "
                     "whether it still trains, and whether a firewall is between"
                 )
             time.sleep(RETRY_S)
@@ -202,37 +161,38 @@ class Entrance:
         Args:
             group: this device alone.
             facts: how it describes itself.
-            tell: is called with a line of text when it waits as a spare.
+            tell: called with a line of text when it waits as a spare.
 
         Raises:
             InputError: the job refuses it.
             DeviceLostError: the job has ended, or continued without it.
         """
-        membership = Membership(group, Home(own_address(*self.doors.next), 0, self.credentials, self._token))
-        request = {"do": "ask", "mark": self.mark, "door": membership.doors[0], "facts": facts}
+        membership = Membership(group, Home(own_address(*self.addresses[0]), 0, self.credentials, self._token))
+        request = {"do": "ask", "mark": self.mark, "address": membership.addresses[0], "facts": facts}
         spare = ""
         try:
             while True:
-                told: Fields | None
                 try:
-                    told = self._request(self.doors.next, request)
+                    reply = self._request(self.addresses[0], request)
                 except (OSError, NotOfThisJob, ValueError):
-                    told = None
-                if told is None:
-                    self.doors = self.doors.without_answer()
-                    if self.doors.are_silent:
-                        raise DeviceLostError(0, f"nobody of the job answers at {self.doors}: has it ended?")
-                elif "call" in told:
+                    reply = {"silent": True}
+                if "silent" in reply:
+                    self._ask_next()
+                    if self._unanswered >= ROUNDS * len(self.addresses):
+                        raise DeviceLostError(0, f"nobody of the job answers at {self._asked()}: has it ended?")
+                elif "call" in reply:
                     membership.offer = self._offer  # others may ask this device from here on
-                    membership.come(int(told["device"]), told)
+                    membership.meet_as(int(reply["device"]), reply)
                     return membership
-                elif "refused" in told:
-                    raise InputError(str(told["refused"]))
-                elif "elsewhere" in told:
-                    self.doors = self.doors.redirected(_doors(told))
+                elif "refused" in reply:
+                    raise InputError(str(reply["refused"]))
+                elif "elsewhere" in reply:
+                    self._ask_first(_addresses(reply))
                     continue
                 else:
-                    self.doors, before, spare = self.doors.answered(_doors(told)), spare, str(told.get("spare", ""))
+                    # The one that answered stays the first: it may know itself by an address that this device does not reach.
+                    self._ask_first([self.addresses[0], *_addresses(reply)])
+                    before, spare = spare, str(reply.get("spare", ""))
                     if spare and spare != before:
                         tell(f"waits as a spare: {spare}")
                 time.sleep(SPARE_POLL_S if spare else POLL_S)
@@ -240,41 +200,50 @@ class Entrance:
             membership.depart(error if isinstance(error, DeviceLostError) else DeviceLostError(0, str(error)))
             raise
         finally:
-            self._leave()
+            self._disconnect()
 
-    def _request(self, door: Address, words: Fields) -> Fields:
+    def _ask_next(self) -> None:
+        self.addresses.append(self.addresses.pop(0))
+        self._unanswered += 1
+
+    def _ask_first(self, addresses: Sequence[Address]) -> None:
+        if not addresses:
+            self._ask_next()
+            return
+        self.addresses, self._unanswered = list(dict.fromkeys([*addresses, *self.addresses]))[:MOST_ADDRESSES], 0
+
+    def _asked(self) -> str:
+        return ", ".join(map(_shown, self.addresses[:4])) + (", ..." if len(self.addresses) > 4 else "")
+
+    def _request(self, address: Address, request: Fields) -> Fields:
         """Return the answer at an address. OSError or NotOfThisJob if there is none, ValueError if it is no text."""
         deadline_s = time.monotonic() + ANSWER_S
-        words = {"for": "join", **words}
-        if self._channel is not None and self._channel[0] != door:
-            self._leave()
+        request = {"for": "join", **request}
+        if self._connection is not None and self._connection[0] != address:
+            self._disconnect()
         try:
-            if self._channel is None:
-                self._channel = door, self.credentials.connect(door, words, deadline_s)
+            if self._connection is None:
+                self._connection = address, self.credentials.connect(address, request, deadline_s)
             else:
-                self._channel[1].deadline(deadline_s)
-                self._channel[1].send_message(words)
-            answer = self._channel[1].receive_message()
+                self._connection[1].deadline(deadline_s)
+                self._connection[1].send_message(request)
+            answer = self._connection[1].receive_message()
         except BaseException:
-            self._leave()
+            self._disconnect()
             raise
         assert answer is not None  # this connection waits
         return answer
 
-    def _leave(self) -> None:
-        if self._channel is not None:
+    def _disconnect(self) -> None:
+        if self._connection is not None:
             with suppress(OSError):
-                self._channel[1].close()
-        self._channel = None
+                self._connection[1].close()
+        self._connection = None
 
 
-def _doors(told: Fields) -> tuple[Address, ...]:
-    return tuple((str(host), int(port)) for host, port in told["doors"])
+def _addresses(reply: Fields) -> list[Address]:
+    return [(str(host), int(port)) for host, port in reply["addresses"]]
 
 
-def _shown(door: Address) -> str:
-    return f"{door[0]}:{door[1]}"
-
-
-def _together(*rows: Sequence[Address]) -> tuple[Address, ...]:
-    return tuple(dict.fromkeys(door for doors in rows for door in doors))[:MOST_DOORS]
+def _shown(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"

@@ -16,37 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
-from convoy.comm.connection import Connection, Credentials, Fields
+from convoy.comm.connection import Connection, Credentials, Fields, credentials_of
 from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, listen_at, read_process_env, resolve
 from convoy.comm.failure import HealthServer, NoAnswer
 from convoy.comm.group import AloneGroup, ChangingGroup, Group, present
 from convoy.comm.listener import Listener
 from convoy.comm.processes import JoinedGroup, meet
-from convoy.comm.rendezvous import close_store, credentials_of, host_store
+from convoy.comm.store import close_store, host_store
+from convoy.elastic import agreement
 from convoy.elastic.admission import Applicant, Applicants
-from convoy.elastic.agreement import (
-    Ask,
-    Asked,
-    Called,
-    Event,
-    Excluded,
-    Gather,
-    Generation,
-    Granted,
-    Heard,
-    Interrupted,
-    Lost,
-    Meet,
-    Member,
-    Met,
-    Missed,
-    NotReached,
-    Pairs,
-    Stop,
-    answer,
-    instruction,
-    observe,
-)
+from convoy.elastic.agreement import Event, Generation, Lost, Member, Pairs, observe
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 
 SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
@@ -54,13 +33,13 @@ SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
 device may take a second."""
 
 FIRST_PART, SECOND_PART = 1 / 2, 1 / 3
-"""Parts of the allowed silence for a question and for its repetition. The rest passes between two questions."""
+"""Parts of the allowed silence for a request and for its repetition. The rest is the pause between two requests."""
 
 MEETINGS = 5
-"""Time limits for which devices try to meet, whatever happens."""
+"""Time limits of the group after which a regroup that does not succeed ends."""
 
 POLL_S = 0.02
-"""Seconds between two questions to the leader."""
+"""Seconds between two requests to the leader."""
 
 REPORT_S = 0.1
 """Seconds that the report of a device that leaves because of an error may take."""
@@ -69,7 +48,7 @@ Address = tuple[str, int]
 
 
 class UnnamedLossError(DeviceLostError):
-    """Another device reports a loss; which device it was shows in the regroup."""
+    """Another device reports a loss. The regroup shows which device is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +59,25 @@ class Home:
         address, port: where it listens; port 0: a free one.
         credentials: of the job.
         token: of the job's members.
-        staged: as for :func:`convoy.comm.processes.join`.
-        wish: the port to take if it is free, else any.
+        preferred_port: the port to take if it is free, else any.
     """
 
     address: str
     port: int
     credentials: Credentials
     token: str
-    staged: bool = False
-    wish: int = 0
+    preferred_port: int = 0
 
     @classmethod
-    def of(cls, group: JoinedGroup, port: int = 0, wish: int = 0, address: str | None = None) -> "Home":
+    def of(cls, group: JoinedGroup, port: int = 0, preferred_port: int = 0, address: str | None = None) -> "Home":
         """Return that of a device of this group, at the group's address or another one."""
-        return cls(address or group.address, port, group.credentials, f"members of {group.token}", group.staged, wish)
+        return cls(address or group.address, port, group.credentials, f"members of {group.token}", preferred_port)
 
     def listener(self) -> socket.socket:
         """Listen. InputError: the port is taken, or the address is none of this machine."""
-        if self.wish:
+        if self.preferred_port:
             with suppress(InputError):
-                return listen_at(self.address, self.wish)
+                return listen_at(self.address, self.preferred_port)
         return listen_at(self.address, self.port)
 
 
@@ -117,34 +94,26 @@ def home_here(group: Group) -> Home | None:
 
 
 def home_at(host: str, port: int, group: Group) -> Home:
-    """Return where a device answers as a member of a job that listens there. The first device of each other host takes the same
-    port, if it is free there.
+    """Return where a device of a job with `--listen host:port` answers. InputError as `member_address`.
 
-    Raises:
-        InputError: as `door_address`.
+    The first device of each other host takes the same port, if it is free there.
     """
     inside = present(group)
     if isinstance(inside, JoinedGroup):
         place, is_first = read_process_env(os.environ), group.device == 0
         first_there = place is not None and place.local == 0 and place.local_devices is not None
-        address = door_address(host, inside.address, is_first)
-        wish = port if first_there and not is_first else 0
-        return Home.of(inside, port if is_first else 0, wish, address)
+        address = member_address(host, inside.address, is_first)
+        preferred_port = port if first_there and not is_first else 0
+        return Home.of(inside, port if is_first else 0, preferred_port, address)
     env = ProcessEnv(0, 1, 0, 1, host, port, hosted=False, attempt=0)
     return Home(host, port, credentials_of(env), f"members of {uuid.uuid4().hex}")
 
 
-def door_address(listen: str, met: str, first: bool) -> str:
-    """Return the address at which a device answers join requests: where it has met the others; or `--listen`, if they met at a
-    loopback address, so that all are on this machine.
+def member_address(listen: str, met: str, first: bool) -> str:
+    """Return the address at which a device answers join requests: `met`, where it has met the others; or `listen`, if they met
+    at a loopback address, so that all are on this machine.
 
-    Args:
-        listen: the address of `--listen`.
-        met: at which this device has met the others.
-        first: whether it is device 0, which joining devices ask first.
-
-    Raises:
-        InputError: the devices communicate at another address than the one given to joining devices.
+    InputError on the first device, which joining devices ask first, if the devices communicate at another address.
     """
     found = [str(target[0]) for _, target in resolve(listen, 0, socket.SOCK_STREAM)]
     if is_loopback(met):
@@ -176,24 +145,27 @@ class Membership:
         if home is None:
             assert isinstance(joined, JoinedGroup)
             home = Home.of(joined)
-        self.group, self.timeout_s, self.staged = group, group.timeout_s, home.staged
+        self.group, self.timeout_s = group, group.timeout_s
         self.silence_s = max(LEAST_SILENCE_S, group.timeout_s * SILENT_PART)
         if isinstance(joined, JoinedGroup):
             joined.report_s = REPORT_S
         self._credentials = home.credentials
         self.applicants = Applicants()
         self.offer: Fields | None = None
-        # A door of its own, which outlives the groups.
-        door = Listener(home.listener(), self._credentials, "convoy-members")
-        self._server = HealthServer(joined.device, door, home.token)
+        listener = Listener(home.listener(), self._credentials, "convoy-members")  # it outlives the groups
+        self._server = HealthServer(joined.device, listener, home.token)
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()
         self._store: Address | None = None  # of the meeting that this generation came from, or that takes place
         self._left: Address | None = None  # that of the one before
         self._closed = threading.Event()
         # Before anybody knows the address: an early question without an answer is one of a dead device.
-        self._server.answers = {"beat": self._beaten, "regroup": self._asked, "interrupt": self._interrupted}
-        door.handlers["join"] = self._knocked
+        self._server.answers = {
+            "beat": lambda _: {"generation": _row(self.generation)},
+            "regroup": self._answer_regroup,
+            "interrupt": self._answer_interrupt,
+        }
+        listener.handlers["join"] = self._answer_join
         rows = group.agree("members", json.dumps(self._server.address))
         self._addresses: dict[int, Address] = {d: (str(h), int(p)) for d, (h, p) in enumerate(map(json.loads, rows))}
         self._awake_s, self._slept = _now_s(), False
@@ -210,7 +182,7 @@ class Membership:
         return self._state.generation
 
     @property
-    def doors(self) -> list[Address]:
+    def addresses(self) -> list[Address]:
         """The addresses of the present generation's members, in order."""
         return [self._addresses[d] for d in self.generation.members]
 
@@ -242,58 +214,52 @@ class Membership:
         self._server.close()
         self.group.close(error)
 
-    # --- what others say, on the threads of the server and of the beats ------------------------------------------------
+    # --- messages of others, on the threads of the server and of the beats ---------------------------------------------
 
     def _observe(self, event: Event) -> Member:
         with self._changed:
             self._slept |= _now_s() - self._awake_s > self.silence_s
             if isinstance(event, Lost) and self._slept:
-                # Others may have gone on without this device meanwhile, and have come to the end.
+                # Others may have continued without this device meanwhile, and have finished.
                 event = replace(event, dead=False)
-            if isinstance(event, Met):
+            if isinstance(event, agreement.Met):
                 self._slept, self._awake_s = False, _now_s()
             before, self._state = self._state, observe(self._state, event)
             if before.phase == "training" and self._state.phase != "training":
-                # From now on others are called: not to where the meeting before this one was.
+                # From now on devices are called to a new store, not to that of the last meeting.
                 self._left, self._store = self._store, None
-                self._break_off(event)
+                self._abort_group(event)
             return self._state
 
-    def _break_off(self, event: Event) -> None:
-        lost = event.device if isinstance(event, Lost) else None
-        cause = {True: "its process has ended", False: f"it did not answer for {self.silence_s:g} s"}
-        told = (
-            f"device {lost} was lost: {cause[event.dead]}"
-            if isinstance(event, Lost)
-            else self._state.reason or "another device of the job was lost"
-        )
-        error = (DeviceLostError if isinstance(event, Lost) else UnnamedLossError)(
-            self.me if lost is None else lost, told
-        )
+    def _abort_group(self, event: Event) -> None:
+        if isinstance(event, Lost):
+            cause = "its process has ended" if event.dead else f"it did not answer for {self.silence_s:g} s"
+            error = DeviceLostError(event.device, f"device {event.device} was lost: {cause}")
+        else:
+            error = UnnamedLossError(self.me, self._state.reason or "another device of the job was lost")
         present = self.group.present
         if isinstance(present, JoinedGroup):
-            # It may wait, for threads that end and for what the main thread finds out. Who answers others must not.
-            threading.Thread(target=present.abort, args=(error,), name="convoy-break-off", daemon=True).start()
+            # It may wait for other threads, and this one answers other devices.
+            threading.Thread(target=present.abort, args=(error,), name="convoy-abort", daemon=True).start()
 
-    def _beaten(self, _words: Fields) -> Fields:
-        return {"generation": _row(self.generation)}
-
-    def _asked(self, words: Fields) -> Fields:
-        device = int(words["device"])
-        cut_off = tuple(int(d) for d in words.get("unreachable", ()))
-        state = self._observe(Asked(device, _generation(words["generation"]), int(words["highest"]), cut_off))
-        told = answer(state, device)
-        if told is None:
+    def _answer_regroup(self, request: Fields) -> Fields:
+        device = int(request["device"])
+        cut_off = tuple(int(d) for d in request.get("unreachable", ()))
+        state = self._observe(
+            agreement.Requested(device, _generation(request["generation"]), int(request["highest"]), cut_off)
+        )
+        reply = agreement.answer(state, device)
+        if reply is None:
             return {"wait": True}
-        if device not in told.members:
-            return {"excluded": _row(told), "parted": sorted(state.parted)}
-        return self._call(told) if self._store is not None else {"wait": True}
+        if device not in reply.members:
+            return {"excluded": _row(reply), "parted": sorted(state.parted)}
+        return self._call(reply) if self._store is not None else {"wait": True}
 
     def _call(self, generation: Generation) -> Fields:
-        doors = [[d, *address] for d, address in self._addresses.items()]
-        return {"call": _row(generation), "store": self._store, "doors": doors, "parted": sorted(self.parted)}
+        rows = [[d, *address] for d, address in self._addresses.items()]
+        return {"call": _row(generation), "store": self._store, "addresses": rows, "parted": sorted(self.parted)}
 
-    def _knocked(self, words: Fields, _: Connection) -> Fields | None:
+    def _answer_join(self, request: Fields, _: Connection) -> Fields | None:
         """Answer a join request."""
         with self._changed:
             state = self._state
@@ -301,25 +267,25 @@ class Membership:
                 return None  # others of the job may answer
             if self.offer is None:
                 return {"refused": "this training admits nobody"}
-            if words["do"] == "hello":
-                return {"token": self._server.token, "offer": self.offer, "doors": self.doors}
+            if request["do"] == "hello":
+                return {"token": self._server.token, "offer": self.offer, "addresses": self.addresses}
             if state.leader != self.me:
-                return {"elsewhere": True, "doors": [self._addresses[d] for d in state.candidates]}
-            host, port = words["door"]
-            told = self.applicants.hear(Applicant(str(words["mark"]), (str(host), int(port)), words["facts"]))
-            device = self.applicants.device_of(str(words["mark"]))
+                return {"elsewhere": True, "addresses": [self._addresses[d] for d in state.candidates]}
+            host, port = request["address"]
+            reply = self.applicants.ask(Applicant(str(request["mark"]), (str(host), int(port)), request["facts"]))
+            device = self.applicants.device_of(str(request["mark"]))
             if device is not None and self._store is not None and state.called and device in state.called.members:
                 return {**self._call(state.called), "device": device}
             if device in state.generation.members:  # it was called to a meeting that failed
                 return {**self._call(state.generation), "store": None, "device": device}
-            return {**told, "doors": self.doors}
+            return {**reply, "addresses": self.addresses}
 
-    def _interrupted(self, words: Fields) -> Fields:
-        if int(words["device"]) not in self.generation.members:
+    def _answer_interrupt(self, request: Fields) -> Fields:
+        if int(request["device"]) not in self.generation.members:
             return {"excluded": _row(self.generation)}
         # Also of one that belongs to an earlier generation: it did not see the meeting succeed.
-        self._observe(Interrupted())
-        self._observe(Heard(int(words["device"]), _generation(words["generation"])))
+        self._observe(agreement.Interrupted())
+        self._observe(agreement.Reached(int(request["device"]), _generation(request["generation"])))
         return {}
 
     def _beat(self) -> None:
@@ -332,22 +298,22 @@ class Membership:
             if not training or len(members) < 2:
                 continue
             device = members[(members.index(self.me) + 1) % len(members)]
-            told = self._ask(device, "beat")
-            if isinstance(told, NoAnswer):
+            reply = self._ask(device, "beat")
+            if isinstance(reply, NoAnswer):
                 with self._changed:
                     if members == self.generation.members and not self._closed.is_set():
-                        self._observe(Lost(device, told is NoAnswer.DEAD))
+                        self._observe(Lost(device, reply is NoAnswer.DEAD))
             else:
-                self._observe(Excluded(_generation(told["generation"])))
+                self._observe(agreement.Excluded(_generation(reply["generation"])))
 
     def _ask(self, device: int, question: str) -> Fields | NoAnswer:
         state, address = self._state, self._addresses[device]
-        words = {"device": self.me, "generation": _row(state.generation), "highest": state.highest}
-        words["unreachable"] = sorted(state.unreachable)
-        told = self._server.ask(address, question, self.silence_s * FIRST_PART, **words)
-        if told in (NoAnswer.FROZEN, NoAnswer.UNREACHABLE):  # or this machine stood still while the answer came
-            told = self._server.ask(address, question, self.silence_s * SECOND_PART, **words)
-        return NoAnswer.DEAD if told == {} and question != "interrupt" else told
+        request = {"device": self.me, "generation": _row(state.generation), "highest": state.highest}
+        request["unreachable"] = sorted(state.unreachable)
+        reply = self._server.ask(address, question, self.silence_s * FIRST_PART, **request)
+        if reply in (NoAnswer.FROZEN, NoAnswer.UNREACHABLE):  # or this machine stood still while the answer came
+            reply = self._server.ask(address, question, self.silence_s * SECOND_PART, **request)
+        return NoAnswer.DEAD if reply == {} and question != "interrupt" else reply
 
     # --- growing, on the main thread -------------------------------------------------------------------------------------
 
@@ -361,34 +327,30 @@ class Membership:
         first = self.next_device
         for device, each in enumerate(joining, first):
             self.applicants.number(each.mark, device)
-        return [[device, *each.door] for device, each in enumerate(joining, first)]
+        return [[device, *each.address] for device, each in enumerate(joining, first)]
 
     def grant(self, rows: Sequence[Sequence[object]]) -> None:
         """Admit these. Every device calls it between two steps, and `regroup` after it."""
         with self._changed:
             self._addresses |= {int(str(d)): (str(host), int(str(port))) for d, host, port in rows}
-            self._observe(Granted(tuple(int(str(row[0])) for row in rows)))
+            self._observe(agreement.Granted(tuple(int(str(row[0])) for row in rows)))
 
-    def come(self, device: int, told: Fields) -> None:
-        """Meet the others, on a joining device, which is called as this device.
-
-        Raises:
-            DeviceLostError: they continued without it.
-        """
-        called = _generation(told["call"])
+    def meet_as(self, device: int, reply: Fields) -> None:
+        """Meet the others, on a device that joins with this id. DeviceLostError if they continued without it."""
+        called = _generation(reply["call"])
         with self._changed:
-            self._addresses = {int(d): (str(host), int(port)) for d, host, port in told["doors"]}
+            self._addresses = {int(d): (str(host), int(port)) for d, host, port in reply["addresses"]}
             self._state = Member(device, Generation(-1, (device,)), phase="meeting", called=called)
-            if told["store"] is None:
-                self._state = observe(self._state, Missed())
+            if reply["store"] is None:
+                self._state = observe(self._state, agreement.Missed())
             else:
-                self._invite(told)
+                self._invite(reply)
         self.regroup(DeviceLostError(0, "the devices that this one was to join did not meet it"))
 
     # --- meeting anew, on the main thread --------------------------------------------------------------------------------
 
     def regroup(self, error: ConvoyError) -> None:
-        """Meet the devices that remain or join. The group is then theirs.
+        """Form a group with the devices that remain or join.
 
         Raises:
             DeviceLostError: this device cannot continue; or the others neither come nor end.
@@ -396,7 +358,7 @@ class Membership:
         present = self.group.present
         if isinstance(present, JoinedGroup):
             present.abort(error)
-        self._observe(Interrupted())
+        self._observe(agreement.Interrupted())
         if self._left is not None:
             close_store(*self._left)
             self._left = None
@@ -404,60 +366,60 @@ class Membership:
         waits_until_s = time.monotonic() + self.timeout_s
         gives_up_s = waits_until_s + MEETINGS * self.timeout_s
         while True:
-            match instruction(self._state):
-                case Stop(reason):
+            match agreement.instruction(self._state):
+                case agreement.Stop(reason):
                     raise DeviceLostError(self.me, f"device {self.me} cannot go on: {reason}") from error
-                case Ask(leader):
+                case agreement.Ask(leader):
                     self._ask_leader(leader)
-                case Gather(missing):
+                case agreement.Gather(missing):
                     self._gather(missing)
                     if time.monotonic() > waits_until_s:  # alive, but it does not come
                         for device in missing:
                             self._observe(Lost(device, dead=False))
-                case Meet(generation, hosts):
+                case agreement.Meet(generation, hosts):
                     if (group := self._meet(generation, hosts)) is not None:
                         self.group.replace(group)
-                        self._observe(Met())
-                        self.applicants.changed()
-                        self._server.keep_calls(self.doors)
+                        self._observe(agreement.Met())
+                        self.applicants.after_regroup()
+                        self._server.keep_open(self.addresses)
                         return
-                    self._observe(NotReached(self._not_reached(generation)))
+                    self._observe(agreement.NotReached(self._not_reached(generation)))
                     waits_until_s = time.monotonic() + self.timeout_s
             if time.monotonic() > min(waits_until_s + self.timeout_s, gives_up_s):
                 raise error
             self._closed.wait(POLL_S)
 
     def _ask_leader(self, leader: int) -> None:
-        told = self._ask(leader, "regroup")
-        if isinstance(told, NoAnswer):
-            self._observe(Lost(leader, told is NoAnswer.DEAD))
-        elif "excluded" in told:
-            self._observe(Excluded(_generation(told["excluded"]), _pairs(told["parted"])))
-        elif "call" in told:
+        reply = self._ask(leader, "regroup")
+        if isinstance(reply, NoAnswer):
+            self._observe(Lost(leader, reply is NoAnswer.DEAD))
+        elif "excluded" in reply:
+            self._observe(agreement.Excluded(_generation(reply["excluded"]), _pairs(reply["parted"])))
+        elif "call" in reply:
             with self._changed:
-                called = Called(leader, _generation(told["call"]), _pairs(told["parted"]))
+                called = agreement.Called(leader, _generation(reply["call"]), _pairs(reply["parted"]))
                 if self._observe(called).phase == "meeting":
-                    self._invite(told)
+                    self._invite(reply)
 
-    def _invite(self, told: Fields) -> None:
+    def _invite(self, reply: Fields) -> None:
         """Note where the meeting is, and the addresses of those that were called."""
-        self._store = (str(told["store"][0]), int(told["store"][1]))
-        self._addresses |= {int(d): (str(host), int(port)) for d, host, port in told["doors"]}
+        self._store = (str(reply["store"][0]), int(reply["store"][1]))
+        self._addresses |= {int(d): (str(host), int(port)) for d, host, port in reply["addresses"]}
 
     def _gather(self, missing: tuple[int, ...]) -> None:
         with ThreadPoolExecutor(min(8, len(missing))) as threads:
-            for device, told in zip(missing, threads.map(lambda d: self._ask(d, "interrupt"), missing), strict=True):
-                if isinstance(told, NoAnswer):
-                    self._observe(Lost(device, told is NoAnswer.DEAD))
-                elif "excluded" in told:
-                    self._observe(Excluded(_generation(told["excluded"])))
+            for device, reply in zip(missing, threads.map(lambda d: self._ask(d, "interrupt"), missing), strict=True):
+                if isinstance(reply, NoAnswer):
+                    self._observe(Lost(device, reply is NoAnswer.DEAD))
+                elif "excluded" in reply:
+                    self._observe(agreement.Excluded(_generation(reply["excluded"])))
 
     def _not_reached(self, generation: Generation) -> frozenset[int]:
         """Return the members that do not answer this device, after a meeting failed."""
         others = [d for d in generation.members if d != self.me]
         with ThreadPoolExecutor(max(1, min(8, len(others)))) as threads:
             answers = list(threads.map(lambda d: self._ask(d, "beat"), others))
-        return frozenset(d for d, told in zip(others, answers, strict=True) if isinstance(told, NoAnswer))
+        return frozenset(d for d, reply in zip(others, answers, strict=True) if isinstance(reply, NoAnswer))
 
     def _meet(self, generation: Generation, hosts: bool) -> Group | None:
         """Return the group of a generation; None if a device does not come."""
@@ -476,14 +438,14 @@ class Membership:
                 grows = set(generation.members) - set(self.generation.members)
                 # A joining device that does not come must not hold up the others for long.
                 limit_s = self.silence_s if grows else max(5.0, 2 * self.silence_s)
-                met = meet(env, self.group.torch_device, limit_s, self.staged, generation.number, self._credentials)
+                met = meet(env, self.group.torch_device, limit_s, generation.number, self._credentials)
                 met.timeout_s, met.report_s, met.ids = self.timeout_s, REPORT_S, generation.members
                 group = met
         except ConvoyError:
             if self._store is not None:
                 close_store(*self._store)
             self._store = None
-            self._observe(Missed())
+            self._observe(agreement.Missed())
             return None
         return group
 

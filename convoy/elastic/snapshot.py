@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from convoy.checkpoint.checkpoint import Stateful
 from convoy.comm.collectives import gather
 from convoy.comm.group import Message, Pending
 from convoy.layout.layout import Box, Shape, box, entries, intersection, local_shape, single, whole
@@ -36,7 +37,7 @@ NUMBERS: Name = ("", "numbers")
 # --- transfers after a loss: which device sends which part of a snapshot to which ------------------------------------
 
 Boxes = Mapping[str, Sequence[Box]]
-"""What one device has of each tensor, by key."""
+"""The parts of each tensor on one device, by key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class ShardTransfer:
 
 
 def without(box: Box, taken: Box) -> list[Box]:
-    """What is left of a box, as boxes that do not overlap."""
+    """Return the rest of a box, as boxes that do not overlap."""
     common = intersection(box, taken)
     if common is None:
         return [box]
@@ -64,7 +65,7 @@ def without(box: Box, taken: Box) -> list[Box]:
 
 
 def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
-    """The parts of a box that none of some boxes has."""
+    """Return the parts of a box that no other box covers."""
     rest = [wanted]
     for each in held:
         rest = [part for box in rest for part in without(box, each)]
@@ -72,10 +73,10 @@ def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
 
 
 def newest_whole(kept: Sequence[Mapping[int, Boxes]], wanted: Mapping[str, Box]) -> int | None:
-    """The last step of which the devices together have every tensor whole; None where there is none.
+    """Return the last step of which the devices together have every tensor whole; None where there is none.
 
     Args:
-        kept: of each device, what it has of the state after each of some steps.
+        kept: for each device, by step, its parts of the state after that step.
         wanted: the box of each whole tensor.
     """
     for step in sorted({step for rows in kept for step in rows}, reverse=True):
@@ -88,12 +89,11 @@ def newest_whole(kept: Sequence[Mapping[int, Boxes]], wanted: Mapping[str, Box])
 def transfers(
     held: Sequence[Boxes], wanted: Sequence[Mapping[str, Box]], bytes_of: Mapping[str, int]
 ) -> tuple[ShardTransfer, ...]:
-    """Who sends what, so that every device has what it is to have. Who has sent least so far sends next.
+    """Return the transfers that bring every device its wanted boxes. The device that has sent least so far sends next.
 
     Args:
         held: what each device has; together they have all.
-        wanted: what each is to have.
-        bytes_of: of an entry of each tensor, with all that travels with it.
+        bytes_of: for each tensor, the bytes of one entry, with its optimizer state.
     """
     found, sent = [], [0] * len(held)
     for receiver, boxes in enumerate(wanted):
@@ -179,8 +179,8 @@ class Snapshot:
         if self.complete and key in self.spare_boxes:
             yield self.spare_boxes[key], self.spare
 
-    def told(self) -> dict[str, Any]:
-        """Return the snapshot's metadata as JSON."""
+    def metadata(self) -> dict[str, Any]:
+        """Return steps, boxes and optimizer rows as JSON."""
         boxes = {key: [box for box, _ in self.parts(key)] for key in {**self.boxes, **self.spare_boxes}}
         rows = {**(self.spare_rows if self.complete else {}), **self.rows}
         return {"step": self.step, "boxes": {k: v for k, v in boxes.items() if v}, "rows": rows}
@@ -196,9 +196,9 @@ class SnapshotStore:
     def __init__(self, model: Distributed, optimizers: Sequence[Optimizer], *, spares: bool = True) -> None:
         self.model, self.optimizers, self.spares = model, tuple(optimizers), spares
         self.kept: list[Snapshot] = []
-        self._table: Rows = {}  # what optimizers remember, of all parameters, without numbers
+        self._table: Rows = {}  # forms of the optimizer state of all parameters
         self._signature = ""
-        self._travels: Pending | None = None
+        self._pending: Pending | None = None
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
@@ -208,9 +208,9 @@ class SnapshotStore:
         Raises:
             DeviceLostError: a device was lost.
         """
-        if self._travels is not None:
-            self._travels.wait()
-            self._travels = None
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
             kept = self.kept[-1]
             kept.spare_rows = _with_numbers(kept.spare_rows, kept.spare.views.get(NUMBERS))
         if self.kept:
@@ -224,7 +224,7 @@ class SnapshotStore:
     def share_forms(self) -> None:
         """Exchange the forms of the optimizer state. Every device calls it."""
         rows = _forms(self._rows())
-        tables = gather(self.model.group, "what optimizers remember", rows)
+        tables = gather(self.model.group, "optimizer state", rows)
         self._table = {key: row for table in reversed(tables) for key, row in table.items()}
         self._signature = json.dumps(rows, sort_keys=True)
 
@@ -255,7 +255,7 @@ class SnapshotStore:
         self.kept.append(kept)
         after = (group.device + 1) % group.devices
         sends = [Message(after, part) for part in own.first(sent)] if group.devices > 1 else []
-        self._travels = group.start(sends, [Message(before, part) for part in spare.first(received)])
+        self._pending = group.start(sends, [Message(before, part) for part in spare.first(received)])
 
     def _boxes(self, device: int) -> dict[str, Box]:
         found = {}
@@ -315,34 +315,33 @@ class SnapshotStore:
     def gather_held(self) -> tuple[int | None, list[dict[str, Any]]]:
         """Return the last step whose state the devices have completely; and what each device has of it, "has" where it has a
         snapshot of that step at all (a joining device has none). Every device calls it, in a new group."""
-        self._travels = None
-        told = gather(self.model.group, "what is kept", [kept.told() for kept in self.kept])
-        kept = [{row["step"]: _boxes_of(rows, row["step"]) for row in rows} for rows in told]
+        self._pending = None
+        metadata = gather(self.model.group, "what is kept", [kept.metadata() for kept in self.kept])
+        kept = [{row["step"]: _boxes_of(rows, row["step"]) for row in rows} for rows in metadata]
         shapes = {key: whole(tuple(p.shape)) for key, p in self.model.parameters_by_key.items()}
         step = newest_whole(kept, {key: each for key, each in shapes.items() if entries(each)})
         if step is None:
             return None, []
-        rows_of = [{k: v for row in rows if row["step"] == step for k, v in row["rows"].items()} for rows in told]
+        rows_of = [{k: v for row in rows if row["step"] == step for k, v in row["rows"].items()} for rows in metadata]
         return step, [
             {"boxes": _boxes_of(rows, step), "rows": mine, "has": any(row["step"] == step for row in rows)}
-            for rows, mine in zip(told, rows_of, strict=True)
+            for rows, mine in zip(metadata, rows_of, strict=True)
         ]
 
     @torch.no_grad()
-    def restore(self, step: int, told: Sequence[Mapping[str, Any]]) -> Any:
-        """Move the state after a step to the layouts of the model's present plan. Return this device's `others`.
+    def restore(self, step: int, held: Sequence[Mapping[str, Any]]) -> Any:
+        """Move the state after a step, `held` as `gather_held` returns it, to the layouts of the model's present plan.
 
-        Args:
-            told: from `gather_held`.
+        Return this device's `others`.
         """
         group = self.model.group
         rows: dict[str, Any] = {}
-        for each in reversed(told):
+        for each in reversed(held):
             rows |= each["rows"]
         wanted = [self._boxes(device) for device in range(group.devices)]
         sizes = {key: sum(e.dtype.itemsize for e in self._entries_of(key, 0, rows)) for key in wanted[0]}
         sizes = {key: sizes.get(key, 4) for boxes in wanted for key in boxes}
-        plan = transfers([each["boxes"] for each in told], wanted, sizes)
+        plan = transfers([each["boxes"] for each in held], wanted, sizes)
         made = {
             e.name: self._fresh(e) for key in wanted[group.device] for e in self._entries_of(key, group.device, rows)
         }
@@ -362,7 +361,7 @@ class SnapshotStore:
             self._settle(key, made.get(key))
         for optimizer in self.optimizers:
             optimizer.state.clear()
-        self.kept, self._travels = [], None
+        self.kept, self._pending = [], None
 
     def _fresh(self, entry: Entry) -> Tensor:
         return torch.empty(entry.shape, dtype=entry.dtype, device=self.model.group.torch_device)
@@ -371,8 +370,8 @@ class SnapshotStore:
         self, step: int, plan: Sequence[ShardTransfer], rows: Rows, made: Mapping[Name, Tensor], here: Mapping[str, Box]
     ) -> None:
         group = self.model.group
-        leaving: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        coming: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        outgoing: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        incoming: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         for each in plan:
             for entry in self._entries_of(each.key, group.device, rows):
                 if group.device == each.sender:
@@ -380,22 +379,22 @@ class SnapshotStore:
                     if each.sender == each.receiver:
                         _part(made[entry.name], here[each.key], each.box).copy_(source)
                     else:
-                        leaving.setdefault((each.receiver, entry.dtype), []).append(source)
+                        outgoing.setdefault((each.receiver, entry.dtype), []).append(source)
                 elif group.device == each.receiver:
-                    coming.setdefault((each.sender, entry.dtype), []).append(
+                    incoming.setdefault((each.sender, entry.dtype), []).append(
                         _part(made[entry.name], here[each.key], each.box)
                     )
-        order = sorted(leaving, key=lambda each: (each[0], str(each[1])))
-        sends = [Message(peer, torch.cat([t.reshape(-1) for t in leaving[peer, dtype]])) for peer, dtype in order]
-        order = sorted(coming, key=lambda each: (each[0], str(each[1])))
+        order = sorted(outgoing, key=lambda each: (each[0], str(each[1])))
+        sends = [Message(peer, torch.cat([t.reshape(-1) for t in outgoing[peer, dtype]])) for peer, dtype in order]
+        order = sorted(incoming, key=lambda each: (each[0], str(each[1])))
         flats = {
-            pair: torch.empty(sum(t.numel() for t in coming[pair]), dtype=pair[1], device=group.torch_device)
+            pair: torch.empty(sum(t.numel() for t in incoming[pair]), dtype=pair[1], device=group.torch_device)
             for pair in order
         }
         group.start(sends, [Message(pair[0], flats[pair]) for pair in order]).wait()
         for pair, flat in flats.items():
-            parts = torch.split(flat, [t.numel() for t in coming[pair]])
-            for target, part in zip(coming[pair], parts, strict=True):
+            parts = torch.split(flat, [t.numel() for t in incoming[pair]])
+            for target, part in zip(incoming[pair], parts, strict=True):
                 target.copy_(part.view(target.shape))
 
     def _kept_part(self, step: int, name: Name, wanted: Box) -> Tensor:
@@ -403,14 +402,14 @@ class SnapshotStore:
             for held, buffers in kept.parts(name[0]) if kept.step == step else ():
                 if all(lo <= start and stop <= hi for (lo, hi), (start, stop) in zip(held, wanted, strict=True)):
                     return _part(buffers.views[name], held, wanted)
-        raise AssertionError(f"{name} {wanted} was said to be here")
+        raise AssertionError(f"no snapshot here has {name} {wanted}")
 
-    def _settle(self, key: str, piece: Tensor | None) -> None:
+    def _settle(self, key: str, shard: Tensor | None) -> None:
         """Install a received shard; an empty one where this device holds nothing of a tensor."""
         weights = self.model.weights
-        if piece is None:
-            piece = weights.held(key).new_empty(weights.own_shape(key))
-        weights.put(key, piece)
+        if shard is None:
+            shard = weights.held(key).new_empty(weights.own_shape(key))
+        weights.put(key, shard)
 
     def _remember(self, rows: Rows, made: Mapping[Name, Tensor], here: set[str]) -> None:
         for i, optimizer in enumerate(self.optimizers):
@@ -473,14 +472,6 @@ def _with_numbers(rows: Rows, numbers: Tensor | None) -> Rows:
     }
 
 
-class Stateful(Protocol):
-    """A schedule, a scaler: whatever has a state beside the model."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
-
-
 def take(
     place: Any, optimizers: Sequence[Optimizer], others: Sequence[Stateful], device: torch.device
 ) -> dict[str, Any]:
@@ -530,34 +521,33 @@ class SnapshotInterval:
     """One device's choice of the number of steps between two snapshots, by measured times.
 
     Attributes:
-        wish: that number; None while too few are timed.
+        every: that number; None while too few are timed.
     """
 
     def __init__(self) -> None:
-        self.wish: int | None = None
-        self._kept_s: list[float] = []
+        self.every: int | None = None
+        self._snapshots_s: list[float] = []
         self._steps_s: list[float] = []
-        self._since_s: float | None = None
+        self._began_s: float | None = None
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def timing(self) -> Iterator[None]:
         """Time a snapshot on this device, without waiting for others."""
         begin_s = time.perf_counter()
         yield
-        self._kept_s.append(time.perf_counter() - begin_s)
+        self._snapshots_s.append(time.perf_counter() - begin_s)
 
-    def begins(self) -> None:
-        """Note that a step begins."""
-        self._since_s = time.perf_counter()
+    def begin_step(self) -> None:
+        self._began_s = time.perf_counter()
 
-    def ended(self) -> None:
+    def end_step(self) -> None:
         """Note that a step has ended, before its snapshot."""
-        if self._since_s is not None and self.wish is None:
-            self._steps_s.append(time.perf_counter() - self._since_s)
-            if len(self._steps_s) >= TIMED and len(self._kept_s) >= TIMED:
-                self.wish = interval_of(statistics.median(self._kept_s), statistics.median(self._steps_s))
+        if self._began_s is not None and self.every is None:
+            self._steps_s.append(time.perf_counter() - self._began_s)
+            if len(self._steps_s) >= TIMED and len(self._snapshots_s) >= TIMED:
+                self.every = interval_of(statistics.median(self._snapshots_s), statistics.median(self._steps_s))
 
 
-def interval_of(kept_s: float, step_s: float) -> int:
+def interval_of(snapshot_s: float, step_s: float) -> int:
     """Return the steps of which one snapshot takes at most `MOST_PART` of the time."""
-    return max(1, math.ceil(kept_s / (MOST_PART * step_s))) if step_s else 1
+    return max(1, math.ceil(snapshot_s / (MOST_PART * step_s))) if step_s else 1

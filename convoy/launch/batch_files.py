@@ -1,4 +1,4 @@
-"""Write what starts a fleet elsewhere: a line for the shell of each host, a file for Slurm, a JobSet for Kubernetes. Pure."""
+"""Write a fleet's start for other launchers: a shell line per host, a file for Slurm, a JobSet for Kubernetes. Pure."""
 
 import json
 import re
@@ -19,10 +19,10 @@ _KEY_FOLDER = "/etc/convoy"
 
 @dataclass(frozen=True)
 class Command:
-    """What all devices run, where somebody else starts them.
+    """The command of all devices under another launcher.
 
     Attributes:
-        argv: what follows `python -m convoy`; it begins with a verb.
+        argv: arguments of `python -m convoy`, from the verb on.
         port: where the devices meet: device 0 listens there.
         python, folder: for hosts that name none.
         further: variables of all devices.
@@ -95,7 +95,7 @@ def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
     placed = " ".join(shlex.quote(job.host.name) for _, job, _ in rows)
     call = shlex.join([pythons.pop(), "-m", "convoy", *argv])
     task = "\n".join(["case $SLURM_PROCID in", *cases, "esac", f"exec {call}"])
-    # One number holds for all nodes. What a node has beyond it comes with --exclusive.
+    # One number holds for all nodes. --exclusive adds the other GPUs of a node.
     gpus = min(_gpus(job) for job in jobs)
     return "\n".join(
         [
@@ -135,7 +135,7 @@ def _gpus(job: HostJob) -> int:
 
 
 def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> str:
-    """Return a manifest (YAML) that runs a command on every device of a fleet.
+    """Return a manifest (JSON, which kubectl reads as well as YAML) that runs a command on every device of a fleet.
 
     It has one replicated job per host, since hosts may have different devices; all workers of Kubeflow's PyTorchJob are
     alike (https://jobset.sigs.k8s.io). Hosts have the names of the cluster's nodes. A pod starts the devices of its host. All
@@ -143,7 +143,7 @@ def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> 
 
     Args:
         name: of the JobSet, at most 20 characters: Kubernetes builds names of up to 63 characters from it.
-        image: of the containers: it has Convoy, and what the command names.
+        image: of the containers, with Convoy and the files of the command.
 
     Raises:
         InputError: a host's name that cannot be part of a DNS name.
@@ -165,12 +165,18 @@ def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> 
         mounts.append({"name": "key", "mountPath": _KEY_FOLDER, "readOnly": True})
     replicated = []
     for job in jobs:
+        cores = sum(int(own.get("OMP_NUM_THREADS", 1)) for own in job.own)
+        resources: dict[str, Any] = {"requests": {"cpu": str(cores)}}
+        if job.memory_bytes:
+            resources["requests"]["memory"] = str(job.memory_bytes)
+        if gpus := _gpus(job):
+            resources["limits"] = {"nvidia.com/gpu": str(gpus)}
         container = {
             "name": "devices",
             "image": image,
             "command": ["sh", "-c", line_to_paste(job, command, total, address)],
             "ports": [{"containerPort": command.port}] if 0 in job.ranks else [],
-            "resources": _resources(job),
+            "resources": resources,
             "volumeMounts": mounts,
         }
         pod = {
@@ -187,29 +193,4 @@ def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> 
         "replicatedJobs": replicated,
     }
     manifest = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": spec}
-    return "\n".join(_yaml(manifest)) + "\n"
-
-
-def _resources(job: HostJob) -> dict[str, dict[str, str]]:
-    """Return what a pod asks for: cores and memory of its CPU devices where the file names them, and its GPUs."""
-    cores = sum(int(own.get("OMP_NUM_THREADS", 1)) for own in job.own)
-    requests = {"cpu": str(cores)} | ({"memory": str(job.memory_bytes)} if job.memory_bytes else {})
-    gpus = _gpus(job)
-    return {"requests": requests} | ({"limits": {"nvidia.com/gpu": str(gpus)}} if gpus else {})
-
-
-def _yaml(value: Any) -> list[str]:
-    """Return the lines of a block in YAML. Strings are quoted as in JSON, which YAML reads alike."""
-    lines = []
-    items = value.items() if isinstance(value, dict) else ((None, each) for each in value)
-    for key, each in items:
-        if isinstance(each, dict | list) and each:
-            block = _yaml(each)
-            if key is None:
-                lines += [f"- {block[0]}", *(f"  {line}" for line in block[1:])]
-            else:
-                lines += [f"{key}:", *(f"  {line}" for line in block)]
-        else:
-            text = json.dumps(each, ensure_ascii=False)
-            lines.append(f"- {text}" if key is None else f"{key}: {text}")
-    return lines
+    return json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"

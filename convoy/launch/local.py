@@ -13,7 +13,7 @@ from convoy.comm.job_key import key_to_start
 from convoy.errors import InputError
 from convoy.launch.exit_status import conclude
 from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_environments, log_of
-from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, once_first, to_stdout
+from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, to_stdout
 from convoy.machine.launch_env import hidden
 
 KILLED_GRACE_S = 0.5  # seconds that the others get to end by themselves once a device was killed
@@ -35,11 +35,11 @@ def launch_local(
     output is dropped. Every device finds its rank in torchrun's variables and its hardware in CONVOY_DEVICE.
 
     Args:
-        devices: what each device computes on, such as ``("cpu", "cuda:0")``.
+        devices: a torch device for each process, such as ``("cpu", "cuda:0")``.
         host: the address where they meet.
         environment: further variables for every device.
-        command: what to start instead of this Python's convoy. The store at which the devices meet is then kept here, since
-            a program may need one before it joins; else by device 0, and this process needs no torch.
+        command: the program to start instead of this Python's convoy. This process then hosts the store at which the devices
+            meet, since a program may need one before it joins. Otherwise device 0 does, and this process needs no torch.
         script: it is the user's own: the ranks are in Convoy's own variables, so that it sees one device.
 
     Returns:
@@ -47,7 +47,7 @@ def launch_local(
 
     Raises:
         InputError: no devices, no such command, or the port is taken.
-        DeviceLostError: a device crashed or was killed; the message says which, how, and the end of its output.
+        DeviceLostError: a device crashed or was killed; the message names it and ends with its last output.
     """
     if not devices:
         raise InputError("there are no devices to start: name at least one, such as cpu")
@@ -66,7 +66,7 @@ def launch_local(
         try:
             for rank, (device, variables) in enumerate(zip(devices, environments, strict=True)):
                 terminal = None if rank == 0 else subprocess.DEVNULL
-                stdout: Output = once_first(processes, rank, to_stdout) if options.goes_on and rank else terminal
+                stdout: Output = to_stdout if options.goes_on and rank else terminal
                 start = Start(
                     device=rank, name=device, command=[*command, *argv], environment=hidden(variables) if script else variables,
                     stdin=terminal, stdout=stdout, stderr="keep" if rank else None, lifeline=True, key=key,
@@ -74,9 +74,9 @@ def launch_local(
                 )  # fmt: skip
                 processes.start(start)
             if hosted:  # while they start
-                from convoy.comm.rendezvous import store_on
+                from convoy.comm.store import host_torch_store
 
-                store = store_on(listener)
+                store = host_torch_store(listener)
             else:
                 listener.close()
             processes.listen(lambda: processes.over(options.goes_on, options.silence_s))

@@ -214,7 +214,12 @@ def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] 
     """
     rows = []
     with suppress(OSError, ValueError):
-        for folder, limit_name, used_name, files_name in _control_groups(root, own):
+        for folder, version in control_groups("memory", root, own):
+            if version == 2:
+                limit_name, used_name, files_name = "memory.max", "memory.current", "inactive_file"
+            else:
+                limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+                files_name = "total_inactive_file"
             # ValueError: "max", no limit. OSError: a folder of the host that a container does not see.
             with suppress(OSError, ValueError):
                 limit = int((folder / limit_name).read_text())
@@ -224,20 +229,14 @@ def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] 
     return min(rows, default=None)
 
 
-def _control_groups(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield this process's groups and those above, innermost first, with the names of their files (version 2 or 1)."""
+def control_groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[tuple[Path, int]]:
+    """Yield this process's groups for a controller and those above, innermost first, with their version (1 or 2)."""
     for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        folder = top / path.lstrip("/")
-        for each in (folder, *folder.parents):
-            if each == top or top in each.parents:
-                yield (each, *names)
+        if controllers == "" or controller in controllers.split(","):
+            top, version = (root / controller, 1) if controllers else (root, 2)
+            folder = top / path.lstrip("/")
+            yield from ((each, version) for each in (folder, *folder.parents) if each == top or top in each.parents)
 
 
 _limits_bytes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""How fast each device is at the layers of a model, for plans that split by speed."""
+"""Measures how fast each device computes the layers of a model, for plans that split by speed."""
 
 import math
 from collections.abc import Sequence
@@ -8,34 +8,15 @@ from torch import nn
 from convoy.comm.collectives import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.measure.layers import Bench
-from convoy.measure.progress import Progress
-from convoy.measure.timing import plain_torch
-from convoy.model.graph import Graph
+from convoy.measure.layer_timer import LayerTimer
+from convoy.measure.timing import Progress, RoundTimer, plain_torch
 from convoy.model.tracing import TracedModel
 from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 
-STRETCH_S = 0.01
-"""Seconds of repeated calls forward, and as many backward: together twice the period of a CPU quota."""
-
-ROUNDS, SIZES = 3, 3
-LONG_S = 1.0
-"""A layer that takes longer is not timed at larger sizes."""
-
-Rows = dict[str, list[tuple[int, float]]]
-"""Of one device: for each layer the numbers of samples that were timed, and the seconds of forward and backward."""
-
-
-def timing_s(graph: Graph) -> float:
-    """Return about how long `measure_speeds` takes at least."""
-    return len(_timed(graph)) * SIZES * (ROUNDS + 1) * 2 * STRETCH_S
-
-
-def _timed(graph: Graph) -> list[str]:
-    return [layer.name for layer in graph.layers.values() if layer.batched and layer.kind not in ("input", "pick")]
+SLICE_S, ROUNDS = 0.01, 3
 
 
 @plain_torch()
@@ -46,7 +27,7 @@ def measure_speeds(
     batch: int,
     clock: Clock,
     precision: str = "float32",
-    progress: Progress = lambda *_: None,
+    progress: Progress = lambda _: None,
 ) -> Speeds:
     """Time the model's layers on every device, all at the same time as in training. All devices get all speeds.
 
@@ -56,47 +37,31 @@ def measure_speeds(
     """
     agree_on(group, "model to measure", traced.graph.fingerprint, "started with another model")
     agree_on_precision(group, traced.graph, precision)
-    bench = Bench(
-        traced, model, batch, clock, group.torch_device, stretch_s=STRETCH_S, rounds=ROUNDS, precision=precision
-    )
-    rows = measure_rows(bench, progress)
+    layers = LayerTimer(traced, model, batch, RoundTimer(clock, slice_s=SLICE_S, cold=True), ROUNDS, precision)
+    own = time_layers(layers, progress)
     clock.reset()
-    return speeds_of(gather(group, "measured speeds", rows), traced.graph)
+    rows = gather(group, "measured speeds", own)
+    weighted = [layer.name for layer in traced.graph.weighted if layer.name in own]
+    return Speeds(
+        tuple(1 / sum(row.values()) for row in rows), {name: tuple(1 / row[name] for row in rows) for name in weighted}
+    )
 
 
-def measure_rows(bench: Bench, progress: Progress = lambda *_: None) -> Rows:
-    """Time each layer that has a batch at an eighth, a quarter and a half of it, on this device."""
-    graph, first, rows = bench.traced.graph, bench.alike(), Rows()
-    names = _timed(graph)
-    for index, name in enumerate(names):
-        progress(f"layer {name}", index, len(names))
-        if first[name] in rows:
-            rows[name] = rows[first[name]]
+def time_layers(layers: LayerTimer, progress: Progress = lambda _: None) -> dict[str, float]:
+    """Return the seconds per sample of each layer that has a batch, at a quarter of the batch, on this device."""
+    graph, samples, seconds = layers.traced.graph, max(2, layers.batch // 4), dict[str, float]()
+    for name, first in layers.alike.items():
+        if not graph[name].batched or graph[name].kind == "pick":
             continue
-        rows[name] = []
-        for samples in sorted({max(2, bench.batch // part) for part in (8, 4, 2)}):
-            seconds = bench.time(name, whole_size(graph[name], samples)).times.both_s
-            rows[name].append((samples, seconds))
-            if seconds > LONG_S:
-                break
-    return rows
-
-
-def speeds_of(devices: Sequence[Rows], graph: Graph) -> Speeds:
-    """Return samples/s on each layer and on the whole model, by the largest size that all devices timed."""
-    layers: dict[str, tuple[float, ...]] = {}
-    total_s = [0.0] * len(devices)
-    for name in devices[0]:
-        common = min(len(rows[name]) for rows in devices) - 1
-        per_sample_s = [seconds / samples for samples, seconds in (rows[name][common] for rows in devices)]
-        total_s = [a + b for a, b in zip(total_s, per_sample_s, strict=True)]
-        if graph[name].weighted:
-            layers[name] = tuple(1.0 / s for s in per_sample_s)
-    return Speeds(tuple(1.0 / s for s in total_s), layers)
+        if first not in seconds:
+            progress(f"layer {name}")
+            seconds[first] = layers.time(first, whole_size(graph[first], samples)) / samples
+        seconds[name] = seconds[first]
+    return seconds
 
 
 def given_speeds(numbers: Sequence[float], devices: int) -> Speeds:
-    """Return the speeds that a person gives in place of measured ones.
+    """Return the speeds that a user gives in place of measured ones.
 
     Raises:
         InputError: not one positive number per device.

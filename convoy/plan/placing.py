@@ -1,4 +1,4 @@
-"""Which layout each layer of a plan works in, and in which layouts parameters are used and kept.
+"""The layout in which each layer of a plan works, and in which parameters are used and kept.
 
 In evaluation every layer computes where training keeps its parameters. A model may differ there: dropout passes its input on, a
 layer no longer looks at the whole batch, an auxiliary output is gone. Layers that follow their input could then be placed on
@@ -11,9 +11,9 @@ from dataclasses import replace
 from convoy.errors import PlanError
 from convoy.layout.layout import Layout, OnOne, Replicated, Split, everywhere, holders
 from convoy.layout.shares import apportion, rescale
-from convoy.model.graph import Graph, Layer, Parameter
+from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Filter, One, Placement, Sharding, Strategy, follow, place
+from convoy.plan.strategy import Batch, Filter, One, Placement, Strategy, follow, place
 
 
 def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:
@@ -28,12 +28,15 @@ def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, 
         raise PlanError(
             f"a batch of {batch}: a batch holds one sample at least; give 1 or more, or None for the plan's"
         )
-    for layer in graph.layers.values():
+    for name, layer in graph.layers.items():
+        leading = next((result[i].gives for i in layer.inputs if graph[i].batched), None)
+        own = own_strategy(plan, layer)
         if layer.kind == "input":
-            layout = _input_layout(plan, graph, layer, batch)
-            result[layer.name] = Placement((), layout)
+            result[name] = Placement((), _input_layout(plan, graph, layer, batch))
+        elif own is not None and leading is not None and layer.batched and layer.kind != "pick":
+            result[name] = place(graph, layer, own, batch, plan.devices)
         else:
-            result[layer.name] = _placement(plan, graph, layer, result, batch)
+            result[name] = unnamed(graph, layer, leading, plan.otherwise, batch, plan.devices)[1]
     return result
 
 
@@ -55,15 +58,11 @@ def kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[s
     """Return the layouts of parameters between steps, which layers compute with in the layouts `used`."""
     kept = dict(used)
     for name, how in plan.sharded.items():
-        kept |= {p.key: _in_shares(how, p, used[p.key]) for p in graph[name].trainable}
+        for p in graph[name].trainable:
+            layout = used[p.key]
+            if isinstance(layout, Replicated) and len(layout.devices) > 1 and p.shape:
+                kept[p.key] = Split(0, rescale(how.shares, p.shape[0]))
     return kept
-
-
-def _in_shares(how: Sharding, parameter: Parameter, used: Layout) -> Layout:
-    """Shard a parameter that several devices use whole along its first axis; leave any other as it is used."""
-    if not isinstance(used, Replicated) or len(used.devices) == 1 or not parameter.shape:
-        return used
-    return Split(0, rescale(how.shares, parameter.shape[0]))
 
 
 def is_gathered(kept: Layout, used: Layout) -> bool:
@@ -76,22 +75,13 @@ def own_strategy(plan: Plan, layer: Layer) -> Strategy | None:
     return plan.layers.get(layer.name) or plan.layers.get(layer.name.partition("#")[0])
 
 
-def _placement(plan: Plan, graph: Graph, layer: Layer, placed: Mapping[str, Placement], batch: int) -> Placement:
-    leading = next((placed[i].gives for i in layer.inputs if graph[i].batched), None)
-    own = own_strategy(plan, layer)
-    if own is not None and leading is not None and layer.batched and layer.kind != "pick":
-        return place(graph, layer, own, batch, plan.devices)
-    return unnamed(graph, layer, leading, plan.otherwise, batch, plan.devices)[1]
-
-
 def unnamed(
     graph: Graph, layer: Layer, leading: Layout | None, otherwise: Strategy, batch: int, devices: int
 ) -> tuple[Strategy | None, Placement]:
     """Place a layer without a strategy of its own: it follows its input (None), or takes the plan's `otherwise`.
 
     Args:
-        leading: layout of its first batched input; None where it has none.
-        otherwise: see `Plan.otherwise`.
+        leading: layout of its first batched input; None: it has none.
 
     Raises:
         PlanError: `otherwise` does not fit the layer.
@@ -115,7 +105,7 @@ def unnamed(
 
 
 def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
-    """Place an input where the first layers read it, so that no image crosses the network."""
+    """Place an input where the first layers read it, so that no image is sent."""
     wants = _wants(plan, graph, layer, batch, {})
     if len(wants) == 1:
         (only,) = wants
@@ -123,8 +113,7 @@ def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
             return only
         return Replicated(holders(only))
     if not wants:
-        own = place(graph, layer, plan.otherwise, batch, plan.devices)
-        return own.gives
+        return place(graph, layer, plan.otherwise, batch, plan.devices).gives
     # The devices of a whole batch, for a smaller one too: those that a small one leaves out would miss its running statistics.
     wants |= _wants(plan, graph, layer, max(batch, plan.batch), {})
     return Replicated(tuple(sorted({d for layout in wants for d in holders(layout)})))
@@ -140,14 +129,17 @@ def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, 
         follows = own is None and not (reader.weighted and reader.groups == 1) and reader.per_sample
         if follows and not reader.random:
             wants |= _wants(plan, graph, reader, batch, known)
+            continue
+        if own is not None:
+            placed = place(graph, reader, own, batch, plan.devices)
         else:
-            if own is not None:
-                placed = place(graph, reader, own, batch, plan.devices)
-            else:
-                placed = unnamed(graph, reader, None, plan.otherwise, batch, plan.devices)[1]
-            wants.add(placed.takes[reader.inputs.index(layer.name)])
+            placed = unnamed(graph, reader, None, plan.otherwise, batch, plan.devices)[1]
+        wants.add(placed.takes[reader.inputs.index(layer.name)])
     known[layer.name] = wants
     return wants
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
 
 
 def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
@@ -157,12 +149,12 @@ def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
         PlanError: the plan does not fit the graph of training.
     """
     known = {name: s for name, s in plan.layers.items() if name in evaluation.layers}
-    # What training keeps in shares is gathered wherever evaluation uses it whole: see `lower`'s `kept`.
+    # Sharded parameters are gathered wherever evaluation uses them whole: see `lower`'s `kept`.
     pinned = replace(plan, model=evaluation.fingerprint, layers=known, sharded={})
     placed = placements(plan, training)
     homes = {name: placed[name].gives for name, layer in training.layers.items() if layer.parameters}
     while strays := _strays(pinned, training, evaluation, plan):
-        moves = {layer.name: _strategy_at(layer, homes[layer.name], plan) for layer in strays if layer.name in homes}
+        moves = {name: _strategy_at(evaluation[name], homes[name], plan) for name in strays if name in homes}
         if moves.items() <= pinned.layers.items():
             break
         pinned = replace(pinned, layers={**pinned.layers, **moves})
@@ -177,39 +169,34 @@ def borrowed(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> di
     Raises:
         PlanError: two such layers want the same parameter in different parts.
     """
-    kept, placed = used_layouts(training, placements(plan, training)), placements(pinned, evaluation)
     result: dict[str, Layout] = {}
-    for layer in _strays(pinned, training, evaluation, plan):
-        for name, wanted in placed[layer.name].parameters.items():
-            key = layer.parameters[name].key
-            before = result.get(key, wanted)
-            if _held(wanted, kept.get(key, wanted)) and before == wanted:
-                continue
-            if before != wanted and (isinstance(before, Split) or isinstance(wanted, Split)):
-                raise PlanError(
-                    f"in evaluation two layers want other parts of {key!r} than training keeps: give them the strategy 'one'"
-                )
-            result[key] = wanted if before == wanted else everywhere(plan.devices)
+    strays = _strays(pinned, training, evaluation, plan).values()
+    for key, wanted, is_there in (row for rows in strays for row in rows):
+        before = result.get(key, wanted)
+        if is_there and before == wanted:
+            continue
+        if before != wanted and (isinstance(before, Split) or isinstance(wanted, Split)):
+            raise PlanError(
+                f"in evaluation two layers want other parts of {key!r} than training keeps: give them the strategy 'one'"
+            )
+        result[key] = wanted if before == wanted else everywhere(plan.devices)
     return result
 
 
-def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> list[Layer]:
-    kept, placed = used_layouts(training, placements(plan, training)), placements(pinned, evaluation)
-    return [
-        layer
-        for layer in evaluation.layers.values()
-        if any(
-            not _held(wanted, kept.get(layer.parameters[key].key, wanted))
-            for key, wanted in placed[layer.name].parameters.items()
-        )
-    ]
-
-
-def _held(wanted: Layout, kept: Layout) -> bool:
-    """Whether devices that keep a parameter in layout `kept` can compute a layer that wants it in layout `wanted`."""
-    if isinstance(kept, Replicated | OnOne) and isinstance(wanted, Replicated | OnOne):
-        return set(holders(wanted)) <= set(holders(kept))
-    return wanted == kept
+def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> dict[str, list[tuple[str, Layout, bool]]]:
+    """Return the layers of evaluation that miss parameters; for each parameter its key, wanted layout, and if it is there."""
+    kept, found = used_layouts(training, placements(plan, training)), {}
+    for name, placed in placements(pinned, evaluation).items():
+        rows = []
+        for local, wanted in placed.parameters.items():
+            key = evaluation[name].parameters[local].key
+            have = kept.get(key, wanted)
+            whole = isinstance(have, Replicated | OnOne) and isinstance(wanted, Replicated | OnOne)
+            is_there = set(holders(wanted)) <= set(holders(have)) if whole else wanted == have
+            rows.append((key, wanted, is_there))
+        if not all(is_there for _, _, is_there in rows):
+            found[name] = rows
+    return found
 
 
 def _strategy_at(layer: Layer, home: Layout, plan: Plan) -> Strategy:
@@ -219,10 +206,8 @@ def _strategy_at(layer: Layer, home: Layout, plan: Plan) -> Strategy:
             return One(device)
         case Split(axis, shares) if axis > 0:
             return Filter(shares)
-        case Split(_, shares) if layer.per_sample:
-            return Batch(shares)
         case Split(_, shares):
-            return One(shares.index(max(shares)))
+            return Batch(shares) if layer.per_sample else One(shares.index(max(shares)))
     devices = holders(home)
     if not layer.per_sample:
         return One(devices[0])

@@ -21,10 +21,11 @@ from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, St
 FORMAT = 1
 
 OutputPlace = Literal["everywhere", "where-computed"]
+"""Where the model's outputs are after forward: all of them on every device, or each on the device that computed it."""
 
 
 def parse_outputs(text: str) -> OutputPlace:
-    """Where a plan's outputs are, as the command line and Python say it.
+    """Return the place of outputs of this name.
 
     Raises:
         InputError: unknown; the choices are listed.
@@ -34,26 +35,23 @@ def parse_outputs(text: str) -> OutputPlace:
     return text  # type: ignore[return-value]
 
 
-"""Where the model's outputs are after forward: the whole batch on every device, or each sample's where it was computed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who computes what.
+    """A strategy with shares for every layer.
 
     Attributes:
-        name: e.g. "master"; only for people.
+        name: only for people.
         model: fingerprint of the graph it was made for.
-        devices: how many devices it shares the work among.
-        batch: the global batch that `Batch` shares sum to; other batches are shared out in the same proportions.
-        layers: a strategy per layer, by the layer's name. Layers that are not named follow their first input.
-        otherwise: what a layer does that can neither follow nor has a strategy of its own: `Batch` or `One`.
-        reduce: how pending sums become copies.
-        pieces: outputs that a convolution reads whole come to it in so many pieces of the batch, and it begins with the
-            first.
-        wire: in which numbers activations and gradients travel.
-        in_shares: layers whose parameters are kept in shares and gathered for use, by the layer's name.
-        outputs: where the model's outputs are; where they stay with their samples, `convoy.loss` makes the loss of them.
+        devices: the number of devices.
+        batch: the global batch that `Batch` shares sum to; other batches are split in the same proportions.
+        layers: strategies by layer name. Layers that are not named follow their first input.
+        otherwise: strategy of layers that can neither follow nor have a strategy of their own: `Batch` or `One`.
+        reduce: the collective that sums gradients and `Partial` outputs.
+        chunks: a convolution that reads whole outputs receives them in this number of chunks of the batch, and begins with
+            the first. Files call it "pieces".
+        wire: number format in which activations and gradients are sent.
+        sharded: layers whose parameters are kept in shards and gathered for use, by name. Files call it "in_shares".
+        outputs: where the model's outputs are; if they stay with their samples, `convoy.loss` computes the loss.
     """
 
     name: str
@@ -75,13 +73,11 @@ class Plan:
 
     @property
     def inexact(self) -> str:
-        """Why training does not follow the trajectory of one device, in words; empty where it does."""
+        """Why training does not follow the trajectory of one device; empty if it does."""
         if self.mixes:
             return "butterfly mixing does not follow the trajectory of one device"
         if self.wire != "exact":
-            return (
-                f"wire {self.wire} rounds what travels to 8 bits, and follows the trajectory of one device only nearly"
-            )
+            return f"wire {self.wire} rounds messages to 8 bits, and follows the trajectory of one device only nearly"
         return ""
 
     @property
@@ -95,7 +91,6 @@ class Plan:
         return "butterfly" if self.reduce == "inexact-butterfly-mixing" else self.reduce
 
     def named(self, name: str) -> "Plan":
-        """The same plan under another name."""
         return replace(self, name=name)
 
     def check(self, graph: Graph, devices: int | None = None) -> None:
@@ -104,47 +99,38 @@ class Plan:
         Raises:
             PlanError: with the value, the rule and the remedy.
         """
+        plan = f"plan {self.name!r}"
         if self.model != graph.fingerprint:
             raise PlanError(
-                f"plan {self.name!r} was made for another model (fingerprint {self.model}; "
+                f"{plan} was made for another model (fingerprint {self.model}; "
                 f"{graph.model} has {graph.fingerprint}): make a plan for this model"
             )
         if devices is not None and devices != self.devices:
             raise PlanError(
-                f"plan {self.name!r} is for {self.devices} devices, this job has {devices}: "
+                f"{plan} is for {self.devices} devices, this job has {devices}: "
                 "start as many devices as the plan names, or make a new plan"
             )
         if self.batch < 1:
-            raise PlanError(
-                f"plan {self.name!r} has a batch of {self.batch}: a batch holds one sample at least; set 1 or more"
-            )
+            raise PlanError(f"{plan} has a batch of {self.batch}: a batch holds one sample at least; set 1 or more")
         if not 1 <= self.chunks <= self.batch:
             raise PlanError(
-                f"plan {self.name!r}: {self.chunks} pieces: a move goes in one piece or more, at most one for each of the "
-                f"{self.batch} samples"
+                f"{plan} has {self.chunks} pieces: set 1 or more, at most one for each of {self.batch} samples"
             )
-        places = get_args(OutputPlace)
-        named = (
-            ("reduce", self.reduce, SUMS),
-            ("wire format", self.wire, COMM_DTYPES),
-            ("outputs", self.outputs, places),
-        )
-        for what, value, choices in named:
-            if value not in choices:
-                raise PlanError(f"plan {self.name!r}: unknown {what} {value!r}: choose one of {', '.join(choices)}")
+        choices = (("reduce", self.reduce, SUMS), ("wire format", self.wire, COMM_DTYPES))
+        for what, value, known in (*choices, ("outputs", self.outputs, get_args(OutputPlace))):
+            if value not in known:
+                raise PlanError(f"{plan}: unknown {what} {value!r}: choose one of {', '.join(known)}")
+        remedy = "sum by ring, butterfly, direct or star"
         if self.mixes and self.wire != "exact":
             raise PlanError(
-                f"plan {self.name!r}: wire {self.wire} with reduce {self.reduce}, which sends weights, and those are never "
-                "rounded: use the wire exact, or sum by ring, butterfly, direct or star"
+                f"{plan}: wire {self.wire} with reduce {self.reduce}, which sends weights, and those are never "
+                f"rounded: use the wire exact, or {remedy}"
             )
         if self.mixes and self.sharded:
             raise PlanError(
-                f"plan {self.name!r}: weights in shares with reduce {self.reduce}, which leaves each device its own weights: "
-                "sum by ring, butterfly, direct or star, or take in_shares out"
+                f"{plan}: in_shares with reduce {self.reduce}, which leaves each device its own weights: "
+                f"{remedy}, or take in_shares out"
             )
-        self._check_layers(graph)
-
-    def _check_layers(self, graph: Graph) -> None:
         if isinstance(self.otherwise, Batch):
             share_rules.check(self.otherwise.shares, self.batch, self.devices, "strategy of all other layers")
         elif not 0 <= self.otherwise.device < self.devices:
@@ -152,33 +138,29 @@ class Plan:
                 f"strategy of all other layers: there is no device {self.otherwise.device}: "
                 f"name one of 0 to {self.devices - 1}"
             )
+        if unknown := [name for name in (*self.layers, *self.sharded) if name not in graph.layers]:
+            raise PlanError(
+                f"{plan} names a layer {unknown[0]!r} that {graph.model} does not have: "
+                f"its layers are {', '.join(graph.layers)}"
+            )
         for name, strategy in self.layers.items():
-            if name not in graph.layers:
-                raise PlanError(
-                    f"plan {self.name!r} names a layer {name!r} that {graph.model} does not have: "
-                    f"its layers are {', '.join(graph.layers)}"
-                )
             strategies.check(graph[name], strategy, self.batch, self.devices)
         for name, kept in self.sharded.items():
-            if name not in graph.layers:
-                raise PlanError(
-                    f"plan {self.name!r} keeps a layer {name!r} in shares that {graph.model} does not have: "
-                    f"its layers are {', '.join(graph.layers)}"
-                )
             strategies.check_sharding(graph[name], self.layers.get(name), kept.shares, self.devices)
 
     def to_json(self) -> str:
-        """Text that `from_json` reads back to an equal plan."""
+        """Return text that `from_json` reads back to an equal plan."""
         rows = {"format": FORMAT, "name": self.name, "model": self.model, "devices": self.devices, "batch": self.batch}
         rows |= {"reduce": self.reduce, "wire": self.wire, "pieces": self.chunks}
         rows |= {"otherwise": _as_row(self.otherwise)}
         rows |= {"outputs": self.outputs} if self.outputs != "everywhere" else {}  # as it was before there was a choice
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
-        layers = [f"    {json.dumps(name)}: {json.dumps(_as_row(s))}" for name, s in self.layers.items()]
-        lines.append(_table("layers", layers))
+        tables = {"layers": {name: _as_row(each) for name, each in self.layers.items()}}
         if self.sharded:  # as it was before there were any
-            kept = [f"    {json.dumps(name)}: {json.dumps(asdict(each))}" for name, each in self.sharded.items()]
-            lines.append(_table("in_shares", kept))
+            tables["in_shares"] = {name: asdict(each) for name, each in self.sharded.items()}
+        for key, table in tables.items():
+            body = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in table.items())
+            lines.append(f'  "{key}": ' + "{" + (f"\n{body}\n  " if body else "") + "}")
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @staticmethod
@@ -186,15 +168,13 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: not JSON, another format version, a key that is unknown, missing or there twice, a wrong type;
+            PlanError: not JSON, another format version, a key that is unknown, missing or repeated, a wrong type;
                 the field is named.
         """
         try:
-            raw = parse_json(text, _without_doubles)
+            raw = parse_json(text, _unique)
         except ValueError as error:
-            raise PlanError(
-                f"{source} cannot be read as JSON ({error}): correct it there or make the plan anew"
-            ) from None
+            raise PlanError(f"{source} is not JSON ({error}): correct it there or make the plan anew") from None
         version = raw.get("format") if isinstance(raw, dict) else None
         if version != FORMAT:
             raise PlanError(f"{source} has format {shown(version)}, this version reads {FORMAT}: make the plan anew")
@@ -202,13 +182,12 @@ class Plan:
             row = _PlanFile.model_validate(raw)
         except ValidationError as error:
             raise PlanError(f"{source}: {_first_fault(error)}") from None
-        layers = {name: _from_row(entry) for name, entry in row.layers.items()}
-        otherwise = _from_row(row.otherwise)
+        otherwise = row.otherwise.strategy_of()
         assert isinstance(otherwise, Batch | One)
-        in_shares = {name: Sharding(tuple(entry.shares), entry.form) for name, entry in row.in_shares.items()}
         return Plan(
-            row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces, row.wire, in_shares,
-            row.outputs,
+            row.name, row.model, row.devices, row.batch, {n: each.strategy_of() for n, each in row.layers.items()},
+            otherwise, row.reduce, row.pieces, row.wire,
+            {n: Sharding(tuple(each.shares), each.form) for n, each in row.in_shares.items()}, row.outputs,
         )  # fmt: skip
 
     @staticmethod
@@ -221,34 +200,42 @@ class Plan:
         return Plan.from_json(read_text(path, "the plan", "give the path of a plan file", kind=PlanError), str(path))
 
 
-class _Row(BaseModel):
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+_BY_NAME: Mapping[str, type[Batch | Filter | Channel]] = {"batch": Batch, "filter": Filter, "channel": Channel}
+
+
+class _FileModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _SharesRow(_Row):
-    strategy: Literal["batch", "filter", "channel"]
-    shares: list[int]
-
-
-class _BatchRow(_Row):
+class _BatchRow(_FileModel):
     strategy: Literal["batch"]
     shares: list[int]
 
+    def strategy_of(self) -> Strategy:
+        return _BY_NAME[self.strategy](tuple(self.shares))
 
-class _OneRow(_Row):
+
+class _SharesRow(_BatchRow):
+    strategy: Literal["batch", "filter", "channel"]  # type: ignore[assignment]
+
+
+class _OneRow(_FileModel):
     strategy: Literal["one"]
     device: int
 
+    def strategy_of(self) -> Strategy:
+        return One(self.device)
 
-class _InSharesRow(_Row):
+
+class _ShardingRow(_FileModel):
     shares: list[int]
     form: Form = "keep"
 
 
-_AnyRow = Annotated[_SharesRow | _OneRow, Field(discriminator="strategy")]
-
-
-class _PlanFile(_Row):
+class _PlanFile(_FileModel):
     format: Literal[1]
     name: str
     model: str
@@ -258,21 +245,9 @@ class _PlanFile(_Row):
     wire: CommDtype = "exact"
     pieces: int = 1
     otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]
-    layers: dict[str, _AnyRow] = Field(default_factory=dict)
-    in_shares: dict[str, _InSharesRow] = Field(default_factory=dict)
+    layers: dict[str, Annotated[_SharesRow | _OneRow, Field(discriminator="strategy")]] = Field(default_factory=dict)
+    in_shares: dict[str, _ShardingRow] = Field(default_factory=dict)
     outputs: OutputPlace = "everywhere"
-
-
-_BY_NAME: Mapping[str, type[Batch] | type[Filter] | type[Channel]] = {
-    "batch": Batch,
-    "filter": Filter,
-    "channel": Channel,
-}
-
-
-def _table(key: str, lines: list[str]) -> str:
-    body = ",\n".join(lines)
-    return f'  "{key}": ' + "{" + (f"\n{body}\n  " if lines else "") + "}"
 
 
 def _as_row(strategy: Strategy) -> dict[str, Any]:
@@ -281,17 +256,11 @@ def _as_row(strategy: Strategy) -> dict[str, Any]:
     return {"strategy": strategy.name, "shares": list(strategy.shares)}
 
 
-def _from_row(row: _SharesRow | _BatchRow | _OneRow) -> Strategy:
-    if isinstance(row, _OneRow):
-        return One(row.device)
-    return _BY_NAME[row.strategy](tuple(row.shares))
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs; JSON itself would silently keep the last of two layers of one name."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse repeated keys: JSON itself would silently keep the last of two layers of one name."""
     counts = Counter(key for key, _ in pairs)
-    if doubled := [key for key, count in counts.items() if count > 1]:
-        raise ValueError(f"the key {shown(doubled[0])} stands there twice")
+    if repeated := [key for key, count in counts.items() if count > 1]:
+        raise ValueError(f"the key {shown(repeated[0])} occurs twice")
     return dict(pairs)
 
 

@@ -1,23 +1,31 @@
-"""The plans by name: each of the works Convoy grew from, and what an expert does by hand, as a plan.
+"""The plans by name: the works Convoy grew from, and what an expert does by hand.
 
 `data`           PyTorch's DistributedDataParallel: the batch in even shares.
 `data-by-speed`  the batch in shares by measured speed: what is tuned by hand today.
-`master`         Marques, Falcao, Alexandre 2018: only convolutions are distributed, filters by measured speed;
-                 everything else on one device, the fastest.
+`sharded`        as `data-by-speed`, with weights and optimizer state in shards by speed (ZeRO and FSDP: even ones).
+`master`         Marques, Falcao, Alexandre 2018: only convolutions are distributed, filters by measured speed; everything else
+                 runs on the fastest device.
 `model`          model parallelism as Castello et al. 2021 study it: every weighted layer by filter, evenly.
-`sharded`        as `data-by-speed`, with weights and optimizer state in shares by speed (ZeRO and FSDP keep even ones).
 `hybrid`         Jin et al. 2018, Krizhevsky 2014: convolutions by batch, fully connected layers by filter, butterfly sums.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from convoy.errors import PlanError, unknown_name
 from convoy.layout.redistribute import SUMS, Sum
-from convoy.layout.shares import Shares, apportion, even
+from convoy.layout.shares import apportion, even
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Sharding, Strategy, can_shard
+
+AUTO = "auto"
+"""The name of the planner's plan. It needs measured times, so it is not one of `PLANS`."""
+
+PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid")
+
+SHARE_UNITS = 1000
+"""The sum of a sharding's proportions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +42,17 @@ class Speeds:
     layers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     measured: bool = field(default=True, compare=False)
 
-    def of(self, layer: Layer) -> tuple[float, ...]:
-        return self.layers.get(layer.name, self.devices)
-
     @property
     def fastest(self) -> int:
         return self.devices.index(max(self.devices))
 
 
 def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Sum | None = None) -> Plan:
-    """One of the plans by name.
+    """Return one of `PLANS` for a global batch of `batch` samples.
 
     Args:
-        name: one of `PLANS`.
-        batch: global batch, in samples.
-        speeds: of each device; even shares take only their number.
-        reduce: how sums are made; default: butterfly for `hybrid`, ring for the others.
+        speeds: of each device; even shares use only their number.
+        reduce: how gradients are summed; default: butterfly for `hybrid`, ring for the others.
 
     Raises:
         InputError: unknown name or reduce; the choices are listed.
@@ -61,75 +64,32 @@ def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Sum 
         raise unknown_name("reduce", reduce, SUMS)
     if batch < 1:
         raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give --batch 1 or more")
-    layers, otherwise = PLANS[name](graph, batch, speeds)
-    default: Sum = "butterfly" if name == "hybrid" else "ring"
-    plan = Plan(name, graph.fingerprint, len(speeds.devices), batch, layers, otherwise, reduce or default)
-    if name == "sharded" and len(speeds.devices) > 1 and not plan.mixes:
-        plan = replace(plan, sharded=_in_shares(graph, speeds))
+    by_speed = Batch(apportion(batch, speeds.devices))
+    otherwise: Batch | One = Batch(even(batch, len(speeds.devices))) if name in ("data", "model") else by_speed
+    layers: dict[str, Strategy] = {}
+    if name == "master":
+        otherwise = One(speeds.fastest)
+    for layer in graph.layers.values():
+        if name == "master" and layer.weighted and layer.kind != "linear" and not layer.shared:
+            layers[layer.name] = _by_filter(layer, speeds)
+        elif name == "master" and layer.kind not in ("input", "parameter", "pick") and layer.batched:
+            layers[layer.name] = otherwise
+        elif name == "model" and layer.weighted and not layer.shared:
+            layers[layer.name] = _by_filter(layer, Speeds((1.0,) * len(speeds.devices)))
+        elif name == "hybrid" and layer.weighted:
+            splits = layer.kind == "linear" and not layer.shared
+            layers[layer.name] = _by_filter(layer, speeds) if splits else by_speed
+    sum_: Sum = reduce or ("butterfly" if name == "hybrid" else "ring")
+    sharded: dict[str, Sharding] = {}
+    if name == "sharded" and len(speeds.devices) > 1 and sum_ != "inexact-butterfly-mixing":
+        how = Sharding(apportion(SHARE_UNITS, speeds.devices))
+        sharded = {layer.name: how for layer in graph.layers.values() if can_shard(layer)}
+    plan = Plan(name, graph.fingerprint, len(speeds.devices), batch, layers, otherwise, sum_, sharded=sharded)
     plan.check(graph)
     return plan
 
 
-SHARE_UNITS = 1000
-"""Weights are shared out to a thousandth."""
-
-_Parts = tuple[Mapping[str, Strategy], Batch | One]
-
-
-def _data(_graph: Graph, batch: int, speeds: Speeds) -> _Parts:
-    return {}, Batch(even(batch, len(speeds.devices)))
-
-
-def _data_by_speed(_graph: Graph, batch: int, speeds: Speeds) -> _Parts:
-    return {}, Batch(apportion(batch, speeds.devices))
-
-
-def _in_shares(graph: Graph, speeds: Speeds) -> Mapping[str, Sharding]:
-    how = Sharding(apportion(SHARE_UNITS, speeds.devices))
-    return {layer.name: how for layer in graph.layers.values() if can_shard(layer)}
-
-
-def _master(graph: Graph, _batch: int, speeds: Speeds) -> _Parts:
-    layers: dict[str, Strategy] = {}
-    for layer in graph.layers.values():
-        if layer.weighted and layer.kind != "linear" and not layer.shared:
-            layers[layer.name] = Filter(_filters(layer, speeds.of(layer)))
-        elif layer.kind not in ("input", "parameter", "pick") and layer.batched:
-            layers[layer.name] = One(speeds.fastest)
-    return layers, One(speeds.fastest)
-
-
-def _model(graph: Graph, batch: int, speeds: Speeds) -> _Parts:
-    count = len(speeds.devices)
-    layers = {layer.name: Filter(_filters(layer, (1.0,) * count)) for layer in graph.weighted if not layer.shared}
-    return layers, Batch(even(batch, count))
-
-
-def _hybrid(graph: Graph, batch: int, speeds: Speeds) -> _Parts:
-    by_speed = Batch(apportion(batch, speeds.devices))
-    layers: dict[str, Strategy] = {}
-    for layer in graph.weighted:
-        if layer.kind == "linear" and not layer.shared:
-            layers[layer.name] = Filter(_filters(layer, speeds.of(layer)))
-        else:
-            layers[layer.name] = by_speed
-    return layers, by_speed
-
-
-def _filters(layer: Layer, speeds: tuple[float, ...]) -> Shares:
-    """K_i = K * s_i / sum(s), whole, and whole groups."""
+def _by_filter(layer: Layer, speeds: Speeds) -> Filter:
+    """Split K filters by speed: K_i = K * s_i / sum(s), whole, and whole groups."""
     quantum = layer.channels_out // layer.groups if layer.groups > 1 else 1
-    return apportion(layer.channels_out, speeds, quantum=quantum)
-
-
-AUTO = "auto"
-"""The name of the plan that the planner chooses: it needs measured times, so it is not one of `PLANS`."""
-
-PLANS: Mapping[str, Callable[[Graph, int, Speeds], _Parts]] = {
-    "data": _data,
-    "data-by-speed": _data_by_speed,
-    "sharded": _data_by_speed,
-    "master": _master,
-    "model": _model,
-    "hybrid": _hybrid,
-}
+    return Filter(apportion(layer.channels_out, speeds.layers.get(layer.name, speeds.devices), quantum=quantum))

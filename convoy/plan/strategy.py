@@ -1,18 +1,18 @@
-"""Strategies: what one layer does, and the table of what each kind of layer lets pass.
+"""Strategies: what one layer does, and where each kind of layer may be cut.
 
-A strategy and a layer give a *placement*: the layouts the layer takes, the layout it gives, how its parameters lie. Layers
-without a strategy of their own follow the layout of their first input where the table allows it.
+A strategy and a layer give a *placement*: the layouts of inputs, output and parameters. Layers without a strategy of
+their own follow the layout of their first input where their cuts allow it.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from convoy.errors import PlanError
 from convoy.layout import shares as share_rules
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, everywhere, holders
 from convoy.layout.shares import Shares
-from convoy.model.graph import Cut, Graph, Kind, Layer
+from convoy.model.graph import Cut, Graph, Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Each device computes the part that its input channels (or features) contribute; the output is a pending sum."""
+    """Each device computes what its input channels (or features) contribute; the output is a pending sum."""
 
     shares: Shares
     name: ClassVar[str] = "channel"
@@ -41,23 +41,26 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """One device computes the layer; the others wait or do something else."""
+    """One device computes the layer."""
 
     device: int
     name: ClassVar[str] = "one"
 
+
+Strategy = Batch | Filter | Channel | One
+STRATEGIES: tuple[str, ...] = ("batch", "filter", "channel", "one")
 
 Form = Literal["keep", "free"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Parameters that several devices use whole are kept in shares, each with its part of the optimizer's state.
+    """Parameters and optimizer state, kept in unequal shards and gathered for the devices that compute with them.
 
     Attributes:
         shares: proportions, one per device; each parameter is cut along its first axis into whole rows by them. A device that
-            computes nothing of the layer may keep a share.
-        form: "keep": whole copies stay until they are gathered anew in the next step; "free": they are freed after use, in
+            computes nothing of the layer may keep a shard.
+        form: "keep": whole copies stay until they are gathered again in the next step; "free": they are freed after use, in
             forward and in backward, and gathered in both.
     """
 
@@ -65,19 +68,13 @@ class Sharding:
     form: Form = "keep"
 
 
-Strategy = Batch | Filter | Channel | One
-STRATEGIES: tuple[str, ...] = ("batch", "filter", "channel", "one")
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a layer reads, computes and keeps its parameters.
+    """The layouts of a layer's inputs, output and parameters.
 
     Attributes:
-        takes: layout of each input.
-        gives: layout of the output.
-        parameters: layout of each parameter, by its key within the layer.
-        note: what a person should know, e.g. that the layer could not keep a split.
+        parameters: by key within the layer.
+        note: for the user, e.g. why the layer could not keep a split.
     """
 
     takes: tuple[Layout, ...]
@@ -93,48 +90,42 @@ def check(layer: Layer, strategy: Strategy, batch: int, devices: int) -> None:
         PlanError: wrong shares, a device that is not there, or a layer that cannot be split this way.
     """
     what = f"layer {layer.name!r}, strategy {strategy.name!r}"
+    if layer.shared and isinstance(strategy, Filter | Channel):
+        raise PlanError(
+            f"{what}: its parameters belong to another layer too, or have hooks, so they cannot be split: use batch or one"
+        )
     match strategy:
         case One(device):
             if not 0 <= device < devices:
                 raise PlanError(f"{what}: there is no device {device}: name one of 0 to {devices - 1}")
-            return
         case Batch(shares):
             share_rules.check(shares, batch, devices, what)
             if not layer.per_sample:
                 raise PlanError(f"{what}: {layer.reason}: give it the strategy 'one'")
-            return
-    if layer.shared:
-        raise PlanError(
-            f"{what}: its parameters belong to another layer too, or have hooks, so they cannot be split: use batch or one"
-        )
-    if isinstance(strategy, Channel):
-        if not layer.sums_channels:
-            raise PlanError(
-                f"{what}: only Linear and convolutions of one group sum over channels: use batch, filter or one"
-            )
-        share_rules.check(strategy.shares, layer.channels_in, devices, what)
-        return
-    _check_filter(layer, strategy.shares, devices, what)
-
-
-def _check_filter(layer: Layer, shares: Shares, devices: int, what: str) -> None:
-    if layer.weighted:
-        share_rules.check(shares, layer.channels_out, devices, what)
-        per_group = layer.channels_out // layer.groups
-        if layer.groups > 1 and any(share % per_group for share in shares):
-            raise PlanError(f"{what}: shares {shares} cut a group: each must be a multiple of {per_group} filters")
-    elif layer.kind not in _CUTS or len(shares) != devices:
-        raise PlanError(f"{what}: a {layer.kind} layer cannot keep a split of its channels: use batch or one")
+        case Channel(shares):
+            if not layer.sums_channels:
+                raise PlanError(
+                    f"{what}: only Linear and convolutions of one group sum over channels: use batch, filter or one"
+                )
+            share_rules.check(shares, layer.channels_in, devices, what)
+        case Filter(shares) if layer.weighted:
+            share_rules.check(shares, layer.channels_out, devices, what)
+            per_group = layer.channels_out // layer.groups
+            if layer.groups > 1 and any(share % per_group for share in shares):
+                raise PlanError(f"{what}: shares {shares} cut a group: each must be a multiple of {per_group} filters")
+        case Filter(shares):
+            if layer.kind not in _CUT_KINDS or len(shares) != devices:
+                raise PlanError(f"{what}: a {layer.kind} layer cannot keep a split of its channels: use batch or one")
 
 
 def check_sharding(layer: Layer, strategy: Strategy | None, shares: Shares, devices: int) -> None:
-    """Refuse to keep the parameters of a layer in shares where that would not be exact, or means nothing.
+    """Refuse to shard the parameters of a layer if that would not be exact, or changes nothing.
 
     Args:
         strategy: the layer's own; None: it has none.
 
     Raises:
-        PlanError: wrong shares, or a layer whose parameters cannot be kept so.
+        PlanError: wrong shares, or a layer whose parameters cannot be sharded.
     """
     what = f"layer {layer.name!r}, in shares"
     share_rules.check(shares, sum(shares), devices, what)
@@ -144,13 +135,12 @@ def check_sharding(layer: Layer, strategy: Strategy | None, shares: Shares, devi
         raise PlanError(
             f"{what}: its strategy is {strategy.name!r}, so no device uses a copy: give it the strategy 'batch', or take it out"
         )
-    reason = _why_whole(layer)
-    if reason:
+    if reason := _why_whole(layer):
         raise PlanError(f"{what}: {reason}, so every device keeps copies: take it out of in_shares")
 
 
 def can_shard(layer: Layer) -> bool:
-    """Whether the parameters of a layer may be kept in shares where several devices use them whole."""
+    """Whether the parameters of a layer may be sharded, if several devices use them whole."""
     return not _why_whole(layer)
 
 
@@ -165,7 +155,7 @@ def _why_whole(layer: Layer) -> str:
 
 
 def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: int) -> Placement:
-    """Placement of a layer that has a strategy of its own, for a global batch of `batch` samples.
+    """Place a layer that has a strategy of its own, for a global batch of `batch` samples.
 
     Raises:
         PlanError: the layer cannot keep this split (a concatenation along the split axis, say).
@@ -179,28 +169,31 @@ def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: i
             active = share_rules.holders(shares)
             axis = 0 if layer.kind == "conv_transpose" else 1
             parameters: dict[str, Layout] = {"weight": Split(axis, shares), "bias": OnOne(active[0])}
-            placed = Placement((Split(layer.feature_axis, shares),), Partial(active))
-            return replace(placed, parameters={key: parameters[key] for key in layer.parameters})
+            parameters = {key: parameters[key] for key in layer.parameters}
+            return Placement((Split(layer.feature_axis, shares),), Partial(active), parameters)
         case Filter(shares):
-            what = f"layer {layer.name!r}, strategy 'filter'"
-            cut = next((cut for cut in cuts(graph, layer) if cut.axis == layer.feature_axis), None)
-            # Of what is flattened, the channels before are counted.
+            # A flatten is split by the channels of its input.
             counted = graph[layer.inputs[0]] if layer.kind == "flatten" else layer
             extent = layer.channels_out if layer.weighted else (*counted.shape, 0)[0]
-            share_rules.check(shares, extent, devices, what)
-            units = _units(shares, extent, cut.parts) if cut is not None else None
-            if cut is None or units is None:
+            share_rules.check(shares, extent, devices, f"layer {layer.name!r}, strategy 'filter'")
+            cut = next((cut for cut in cuts(graph, layer) if cut.axis == layer.feature_axis), None)
+            placed = None if cut is None else _along(graph, layer, cut, shares)
+            if placed is None:
                 raise PlanError(f"layer {layer.name!r} cannot keep a split of its channels: use batch or one")
-            return _along(graph, layer, cut, units)
+            return placed
 
 
 def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placement | None:
-    """Placement of a layer whose first batched input lies in `leading`; None where that must be moved first."""
+    """Place a layer whose first batched input lies in `leading`; None: that must be moved first."""
     match leading:
         case Partial():
             return None
         case Split(axis, shares) if axis > 0:
-            return None if layer.shared else _kept(graph, layer, axis, shares)
+            if layer.shared:
+                return None
+            first = next(i for i, name in enumerate(layer.inputs) if graph[name].batched)
+            along = (_along(graph, layer, c, shares) for c in cuts(graph, layer) if c.inputs[first] == axis)
+            return next((placed for placed in along if placed is not None), None)
         case Split() if not layer.per_sample or (layer.kind == "cat" and layer.axis == 0):
             return None
         case Replicated() if layer.random or (layer.notes and not layer.each):
@@ -208,28 +201,13 @@ def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placeme
     return _uniform(graph, layer, leading, devices)
 
 
-def _kept(graph: Graph, layer: Layer, axis: int, shares: Shares) -> Placement | None:
-    """The layer on the parts of its first batched input that devices have already."""
-    first = next(i for i, name in enumerate(layer.inputs) if graph[name].batched)
-    extent = sum(shares)
-    for cut in cuts(graph, layer):
-        if cut.inputs[first] == axis and (units := _units(shares, extent, cut.parts)) is not None:
-            return _along(graph, layer, cut, units)
-    return None
-
-
-def _units(shares: Shares, extent: int, parts: int) -> Shares | None:
-    """How many whole parts each share is; None where one is cut."""
-    entries = extent // parts if parts else 0
+def _along(graph: Graph, layer: Layer, cut: Cut, shares: Shares) -> Placement | None:
+    """Place a layer along a cut; None: the shares do not fall between its parts."""
+    entries = sum(shares) // cut.parts if cut.parts else 0
     if not entries or any(share % entries for share in shares):
         return None
-    return tuple(share // entries for share in shares)
-
-
-def _along(graph: Graph, layer: Layer, cut: Cut, units: Shares) -> Placement:
-    """Each device computes so many of the parts of a cut."""
-    holding = Replicated(share_rules.holders(units))
-    everyone = everywhere(len(units))
+    units = tuple(share // entries for share in shares)
+    holding, everyone = Replicated(share_rules.holders(units)), everywhere(len(units))
 
     def split(axis: int, shape: Shape) -> Split:
         return Split(axis, tuple(count * (shape[axis] // cut.parts) for count in units))
@@ -247,21 +225,24 @@ def _along(graph: Graph, layer: Layer, cut: Cut, units: Shares) -> Placement:
 
 
 def parameter_holders(layer: Layer, gives: Layout, devices: int) -> tuple[int, ...]:
-    """Who keeps copies of the parameters of a layer whose samples are shared out."""
+    """Return the devices with copies of the parameters of a layer that is split by samples."""
     return tuple(range(devices)) if layer.shared or layer.kind == "parameter" else holders(gives)
 
 
 def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placement:
-    """Whole samples in, whole samples out: batch split, one device, or copies."""
+    """Place a layer that reads and gives whole samples: batch split, one device, or copies."""
     everyone = everywhere(devices)
     if not layer.batched:
         return Placement((everyone,) * len(layer.inputs), everyone, dict.fromkeys(layer.parameters, everyone))
+    # A call may change parameters or buffers, e.g. the running statistics of a batch norm.
+    changes = layer.statistics and any(p.buffer for p in layer.parameters.values())
+    changes = changes or layer.notes or (layer.kind == "opaque" and not layer.per_sample)
     note = ""
     if layer.everywhere:
         layout, note = everyone, layer.reason
     elif layer.each and len(holders(layout)) < devices:
         layout, note = everyone, "a call changes its state, so every device computes it"
-    elif layer.shared and _changes_what_it_shares(layer) and not isinstance(layout, Split):
+    elif layer.shared and changes and not isinstance(layout, Split):
         layout, note = everyone, "it changes what other layers or hooks use, so every device computes it"
         if layer.random:
             raise PlanError(f"layer {layer.name!r}: {note}, and draws random numbers: train this model on one device")
@@ -271,61 +252,48 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
     return Placement(takes, layout, dict.fromkeys(layer.parameters, kept), note)
 
 
-def _changes_what_it_shares(layer: Layer) -> bool:
-    """Whether a call changes its parameters or buffers, or may do so: the running statistics of a batch norm, say."""
-    running = layer.statistics and any(p.buffer for p in layer.parameters.values())
-    return running or layer.notes or (layer.kind == "opaque" and not layer.per_sample)
-
-
-# --- The table: where a layer of each kind may be cut, so that what is split may pass without moving ------------------
+_CUT_KINDS = (
+    "elementwise", "pool", "flatten", "batch_norm", "conv", "conv_transpose", "linear", "join", "cat", "parts", "filters"
+)  # fmt: skip
+"""Layers of other kinds are computed by samples, on one device, or by every device from copies."""
 
 
 def cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    """Where a layer may be cut, batch axis aside."""
-    rule = _CUTS.get(layer.kind)
-    return rule(graph, layer) if rule is not None and layer.inputs else ()
+    """Return where a layer may be cut, batch axis aside, so that a split input need not move."""
+    axes = range(1, len(layer.shape) + 1)
+    if not layer.inputs:
+        return ()
+    match layer.kind:
+        case "elementwise":
+            return tuple(Cut(axis, extent, (axis,)) for axis, extent in enumerate(layer.shape, 1))
+        case "pool":
+            return (Cut(1, layer.shape[0], (1,)),) if layer.shape else ()
+        case "flatten":
+            return (Cut(1, graph[layer.inputs[0]].shape[0], (1,)),)
+        case "batch_norm":
+            # num_batches_tracked has no channels: every device that holds some counts for itself.
+            return (Cut(1, layer.shape[0], (1,), {key: 0 for key, p in layer.parameters.items() if p.shape}),)
+        case "conv" | "conv_transpose" | "linear":
+            # Several groups stay split if the split falls between groups (depthwise: always); one group reads all channels.
+            transposed = layer.kind == "conv_transpose" and layer.groups == 1
+            parameters = {"weight": 1 if transposed else 0, "bias": 0}
+            parts, reads = (layer.groups, 1) if layer.groups > 1 else (layer.channels_out, None)
+            return (Cut(layer.feature_axis, parts, (reads,), {key: parameters[key] for key in layer.parameters}),)
+        case "join":
+            return tuple(_join_cut(graph, layer, axis) for axis in axes)
+        case "cat":
+            rest = (axis for axis in axes if axis != layer.axis)
+            return tuple(Cut(axis, layer.shape[axis - 1], (axis,) * len(layer.inputs)) for axis in rest)
+        case "parts" | "filters":
+            return layer.cuts
+    return ()
 
 
-def _batch_norm(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    # num_batches_tracked has no channels: every device that holds some counts for itself.
-    return (Cut(1, layer.shape[0], (1,), {key: 0 for key, p in layer.parameters.items() if p.shape}),)
-
-
-def _filters(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    """Several groups stay split where the split falls between groups (depthwise: always); one group reads all channels."""
-    transposed = layer.kind == "conv_transpose" and layer.groups == 1
-    axes = {"weight": 1 if transposed else 0, "bias": 0}
-    parts, reads = (layer.groups, 1) if layer.groups > 1 else (layer.channels_out, None)
-    return (Cut(layer.feature_axis, parts, (reads,), {key: axes[key] for key in layer.parameters}),)
-
-
-def _join(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    shapes = [graph[name].batch_shape(1) for name in layer.inputs]
-    axes = len(layer.shape) + 1
-    found = []
-    for axis, extent in enumerate(layer.shape, 1):
-        own = [axis - (axes - len(shape)) for shape in shapes]  # axes are aligned from the right, as in broadcasting
-        read = tuple(a if a >= 0 and shape[a] == extent else None for a, shape in zip(own, shapes, strict=True))
-        found.append(Cut(axis, extent, read))
-    return tuple(found)
-
-
-def _cat(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    axes = (axis for axis in range(1, len(layer.shape) + 1) if axis != layer.axis)
-    return tuple(Cut(axis, layer.shape[axis - 1], (axis,) * len(layer.inputs)) for axis in axes)
-
-
-_CUTS: dict[Kind, Callable[[Graph, Layer], tuple[Cut, ...]]] = {
-    "elementwise": lambda _, layer: tuple(Cut(axis, extent, (axis,)) for axis, extent in enumerate(layer.shape, 1)),
-    "pool": lambda _, layer: (Cut(1, layer.shape[0], (1,)),) if layer.shape else (),
-    "flatten": lambda graph, layer: (Cut(1, graph[layer.inputs[0]].shape[0], (1,)),),
-    "batch_norm": _batch_norm,
-    "conv": _filters,
-    "conv_transpose": _filters,
-    "linear": _filters,
-    "join": _join,
-    "cat": _cat,
-    "parts": lambda _, layer: layer.cuts,
-    "filters": lambda _, layer: layer.cuts,
-}
-"""The others are computed by samples, on one device, or by every device from copies."""
+def _join_cut(graph: Graph, layer: Layer, axis: int) -> Cut:
+    """Return the cut of a broadcast operation along an axis of its output; smaller inputs are read whole."""
+    extent, read = layer.shape[axis - 1], list[int | None]()
+    for name in layer.inputs:
+        shape = graph[name].batch_shape(1)
+        own = axis - (len(layer.shape) + 1 - len(shape))  # axes are aligned from the right
+        read.append(own if own >= 0 and shape[own] == extent else None)
+    return Cut(axis, extent, tuple(read))

@@ -1,7 +1,8 @@
 """Analytic cost model: seconds of a layer's arithmetic, its moves, its gradient sums and its memory, without simulating a step.
 
-Layers that a roofline cannot tell apart are priced once, and so are devices with the same times: a deep net over a thousand
-devices has few different questions. What was computed is kept for all searches of one planning.
+Layers with the same roofline are priced once, and so are devices with the same times. Results are cached for all searches of
+one request. `convoy.layout` lists every transfer of a move; a planner that compares thousands of moves over hundreds of devices
+needs only their sums, which `loads` returns in closed form (a test compares both).
 """
 
 import copy
@@ -11,9 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from convoy.layout.comm_dtype import sent_itemsize
-from convoy.layout.layout import Layout, Partial, Replicated, Split, holders
-from convoy.layout.redistribute import Reduce
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual, holders
+from convoy.layout.redistribute import Reduce, is_collective
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import LocalSize, part_of_outputs, shares_statistics, whole_size
@@ -24,28 +28,29 @@ from convoy.plan.strategy import Placement, Sharding, can_shard
 from convoy.planner.request import PlanRequest
 from convoy.simulate.compute import Roofline
 from convoy.simulate.memory import optimizer_named
-from convoy.simulate.traffic import Loads, loads, move_s, share_loads, sum_loads
+from convoy.simulate.network import Network
 
 DIRECT_DEVICES = 16
-"""Up to so many devices, plans are searched for with direct sums: with more, the messages of a device's own are many."""
+"""Up to this number of devices plans are searched for with direct sums. With more, each device sends too many messages."""
 
 Side = Literal["outputs", "inputs"]
+Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPenalty:
-    """Makes a search save memory.
+    """The price of memory in a search.
 
     Attributes:
-        parts: the largest part of any axis that each device may take, 0 to 1.
-        s_per_byte: the price on each device of what a layer keeps there beyond that part.
+        parts: the largest fraction of any axis that each device may take.
+        s_per_byte: by device, for each byte of a layer beyond that fraction.
     """
 
     parts: tuple[float, ...]
     s_per_byte: tuple[float, ...]
 
     def limits(self, total: int, active: Sequence[int]) -> list[int] | None:
-        """Largest shares of an axis; loosened in proportion where they leave a part of the axis to nobody."""
+        """Return the largest shares of an axis, enlarged in proportion if they do not cover the axis; None: no limits."""
         room = sum(self.parts[d] for d in active)
         if not room or all(self.parts[d] >= 1 for d in active):
             return None
@@ -58,8 +63,183 @@ class MemoryPenalty:
         return limits
 
 
+# --- traffic in closed form ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Entries that each device sends and receives in a move, and its number of consecutive rounds."""
+
+    sent: Vector
+    received: Vector
+    rounds: int
+
+    @property
+    def reversed(self) -> "Loads":
+        """The adjoint move: every message in the other direction."""
+        return Loads(self.received, self.sent, self.rounds)
+
+
+def loads(src: Layout, dst: Layout, shape: Shape, devices: int, reduce: Reduce = "ring") -> Loads:
+    """Return the entries that each of `devices` sends and receives for the move `src -> dst` of a tensor of `shape`."""
+    total = float(np.prod(shape, dtype=np.float64))
+    nothing = Loads(np.zeros(devices), np.zeros(devices), 0)
+    if src == dst:
+        return nothing
+    match src, dst:
+        case Replicated(holders), Partial(members):
+            # One copy becomes one summand; nothing is sent if a device is both.
+            apart = not set(holders) & set(members)
+            return Loads(
+                total * apart * _mask(holders[:1], devices), total * apart * _mask(members[:1], devices), int(apart)
+            )
+        case _, Partial():
+            return _from_copies(dual(dst), dual(src), total, devices).reversed
+    match src:
+        case Partial(members) if isinstance(dst, Replicated) and is_collective(src, dst, int(total), reduce):
+            return sum_loads(members, dst.devices, total, devices, reduce)
+        case Partial(members):
+            part = _parts(dst, total, devices)
+            member = _mask(members, devices)
+            sent = member * (part.sum() - part)
+            return Loads(sent, part * (len(members) - member), 1)
+        case Replicated() | OnOne():
+            return _from_copies(src, dst, total, devices)
+    part = _parts(src, total, devices)
+    match dst:
+        case Replicated(readers):
+            reader = _mask(readers, devices)
+            return Loads(part * (len(readers) - reader), reader * (total - part), 1)
+        case OnOne(reader):
+            at = _mask((reader,), devices)
+            return Loads(part * (1 - at), at * (total - part), 1)
+    assert isinstance(dst, Split)
+    assert isinstance(src, Split)
+    kept = _kept_entries(src, dst, total, devices)
+    return Loads(part - kept, _parts(dst, total, devices) - kept, 1)
+
+
+def _from_copies(src: Layout, dst: Layout, total: float, devices: int) -> Loads:
+    """Every reader without a copy receives its part from one holder, the same as in the schedule."""
+    assert isinstance(src, Replicated | OnOne)
+    holders = (src.device,) if isinstance(src, OnOne) else src.devices
+    wanted = _parts(dst, total, devices)
+    received = wanted * (1 - _mask(holders, devices))
+    sent = np.zeros(devices)
+    for device in np.flatnonzero(received):
+        sent[holders[int(device) % len(holders)]] += received[device]
+    return Loads(sent, received, int(received.any()))
+
+
+def sum_loads(members: tuple[int, ...], readers: tuple[int, ...], total: float, devices: int, reduce: Reduce) -> Loads:
+    """Return the loads of an all-reduce of `total` entries of each member, with the result on each reader."""
+    p, member = len(members), _mask(members, devices)
+    sent, rounds = _collective(members, total, devices, reduce)
+    received = sent.copy()  # in these collectives each device receives as much as it sends
+    missing = _mask(readers, devices) * (1 - member)
+    if missing.any():
+        sent = sent + member * total / p * missing.sum()
+        received = received + missing * total
+        rounds += 1
+    return Loads(sent, received, rounds)
+
+
+def share_loads(users: tuple[int, ...], parts: tuple[int, ...], total: float, devices: int) -> Loads:
+    """Return the loads of a reduce-scatter of `total` entries of each user into shards. Gathering is its adjoint."""
+    used, kept = _mask(users, devices), _parts(Split(0, parts), total, devices)
+    return Loads(used * (total - kept), kept * (len(users) - used), 1)
+
+
+def _collective(members: tuple[int, ...], total: float, devices: int, reduce: Reduce) -> tuple[Vector, int]:
+    p, member = len(members), _mask(members, devices)
+    if reduce in ("ring", "direct"):
+        return member * 2 * total * (p - 1) / p, 2 * (p - 1) if reduce == "ring" else 2
+    if reduce == "star":
+        root = _mask((members[0],), devices)
+        return member * total + root * total * (p - 2), 2
+    core = 1 << (p.bit_length() - 1)
+    extra = p - core
+    sent = member * 2 * total * (core - 1) / core
+    for i in range(extra):
+        sent[members[2 * i + 1]] = total
+        sent[members[2 * i]] += total
+    return sent, 2 * (core.bit_length() - 1) + (2 if extra else 0)
+
+
+def _mask(members: tuple[int, ...], devices: int) -> Vector:
+    mask = np.zeros(devices)
+    mask[list(members)] = 1.0
+    return mask
+
+
+def _parts(layout: Layout, total: float, devices: int) -> Vector:
+    match layout:
+        case Split(_, shares):
+            weights: Vector = np.array(shares, dtype=np.float64)
+            parts: Vector = total * weights / max(1.0, weights.sum())
+            return parts
+        case Replicated(members) | Partial(members):
+            return total * _mask(members, devices)
+        case OnOne(device):
+            return total * _mask((device,), devices)
+
+
+def _kept_entries(src: Split, dst: Split, total: float, devices: int) -> Vector:
+    a, b = np.array(src.shares, dtype=np.float64), np.array(dst.shares, dtype=np.float64)
+    if src.axis != dst.axis:
+        both: Vector = total * (a / max(1.0, a.sum())) * (b / max(1.0, b.sum()))
+        return both
+    a_stop, b_stop = np.cumsum(a), np.cumsum(b)
+    overlap = np.minimum(a_stop, b_stop) - np.maximum(a_stop - a, b_stop - b)
+    assert len(overlap) == devices
+    kept: Vector = total * np.maximum(0.0, overlap) / max(1.0, a.sum())
+    return kept
+
+
+def move_s(load: Loads, network: Network, itemsize: int) -> float:
+    """Return the seconds of a move: the busiest NIC or processor, and the largest latency for each round.
+
+    With several hosts all traffic counts as leaving its host, since loads do not say between which devices it is. Each message
+    of a segment's hosts goes to any other host with the same probability, which gives the traffic of its uplink.
+
+    Args:
+        itemsize: bytes of one number on the wire.
+    """
+    if not load.rounds:
+        return 0.0
+    sent, received = load.sent * itemsize, load.received * itemsize
+    hosts = np.array(network.host)
+    count = len(network.send_bytes_per_s)
+    out = np.bincount(hosts, sent, count) / np.array(network.send_bytes_per_s)
+    into = np.bincount(hosts, received, count) / np.array(network.receive_bytes_per_s)
+    within = np.bincount(hosts, sent, count) / np.array(network.within_bytes_per_s) if count == 1 else np.zeros(1)
+    processor = (sent + received) * np.array(network.processor_s_per_byte)
+    crossing = _uplink_s(network, sent, received)
+    return (
+        float(max(out.max(), into.max(), processor.max(), within.max(), crossing))
+        + load.rounds * network.largest_latency_s
+    )
+
+
+def _uplink_s(network: Network, sent: Vector, received: Vector) -> float:
+    if not network.segment:
+        return 0.0
+    longest_s, host_segment = 0.0, np.array(network.segment)
+    segment = host_segment[np.array(network.host)]
+    for index, (out, into) in enumerate(
+        zip(network.uplink_send_bytes_per_s, network.uplink_receive_bytes_per_s, strict=True)
+    ):
+        inside = segment == index
+        outside = float((host_segment != index).sum()) / max(1, len(host_segment) - 1)
+        longest_s = max(longest_s, outside * sent[inside].sum() / out, outside * received[inside].sum() / into)
+    return longest_s
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
 def content(plan: Plan) -> tuple[object, ...]:
-    """What of a plan its steps depend on, to look it up by."""
+    """Return the parts of a plan that determine its steps, as a key."""
     return (
         plan.reduce,
         plan.chunks,
@@ -72,13 +252,11 @@ def content(plan: Plan) -> tuple[object, ...]:
 
 
 class CostModel:
-    """Seconds of the parts of a step for one request.
-
-    Where a step has several micro-batches, seconds are the mean over them: the last one sums and updates for all.
+    """Seconds of the parts of a step for one request, as a mean over its micro-batches.
 
     Args:
-        overlap: the part of what may travel while devices compute (gradients on their way back, sums of gradients) that
-            counts as free, and so much of all jitter. The truth lies between 0 and 1; only a simulation knows where.
+        overlap: the fraction of jitter, and of messages that may overlap with computing (moved gradients, gradient sums), that
+            is free. The truth is between 0 and 1 and needs a simulation.
     """
 
     def __init__(self, request: PlanRequest, overlap: float = 0.0) -> None:
@@ -101,7 +279,7 @@ class CostModel:
         self.lowered: dict[tuple[object, ...], StepList] = {}
 
     def variant(self, *, reduce: Reduce | None = None, overlap: float | None = None) -> Self:
-        """The same with other sums or another overlap; what layers take is computed once for both."""
+        """Return the model with other sums or another overlap. Both share the cached layer times."""
         reduce, overlap = reduce or self.reduce, self.overlap if overlap is None else overlap
         if (reduce, overlap) == (self.reduce, self.overlap):
             return self
@@ -110,20 +288,20 @@ class CostModel:
         return other
 
     def steps(self, plan: Plan, micro_batch: MicroBatch = "only") -> StepList:
-        """A plan's steps; of the same plan they are made once, for its memory and for its simulation."""
+        """Return a plan's steps, cached."""
         key = (*content(plan), micro_batch)
         if key not in self.lowered:
             self.lowered[key] = lower(plan, self.graph, micro_batch=micro_batch)
         return self.lowered[key]
 
     def like(self, layer: Layer) -> Layer:
-        """The layer that is priced in its place."""
+        """Return the layer that is priced in its place."""
         return self.firsts.get(layer.name, layer)
 
     # --- arithmetic --------------------------------------------------------------------------------------------------
 
     def layer_s(self, layer: Layer, device: int, size: LocalSize) -> float:
-        """Forward and backward of a part of a layer, with what the executor takes for it."""
+        """Return the seconds of a part of a layer, forward and backward, overheads included."""
         if size.samples == 0 or size.outputs == 0 or size.inputs == 0:
             return 0.0
         phases = 2 if layer.name in self.trains else 1
@@ -132,7 +310,7 @@ class CostModel:
         seconds = self._arithmetic_s(layer, kind, size) + phases * overhead.layer_s / 2
         seconds = max(seconds, phases * overhead.queue_s)
         if layer.name in self.losses and self.request.outputs == "where-computed":
-            # Elsewhere every device computes the loss of the whole batch, whatever the plan.
+            # Otherwise every device computes the loss of the global batch, whatever the plan.
             seconds += overhead.loss_s((size.samples * math.prod(layer.shape),), self.costs.itemsize)
         return seconds
 
@@ -150,7 +328,7 @@ class CostModel:
         return self.arithmetic[key]
 
     def samples_s(self, device: int, samples: int, shared: bool = False) -> float:
-        """The whole model on some samples; `shared`: they are a part of a batch on several devices."""
+        """Return the seconds of the whole model on some samples; `shared`: other devices have the rest of the batch."""
         key = (self.alike[device], samples, shared)
         if key not in self.wholes:
             total = 0.0
@@ -164,7 +342,7 @@ class CostModel:
         return self.wholes[key]
 
     def curve_s(self, layer: Layer, side: Side, device: int, points: Sequence[int]) -> list[float]:
-        """A layer on all samples with each of some numbers of filters (output features) or input channels.
+        """Return the seconds of a layer on all samples, for each number of filters (output features) or input channels.
 
         Args:
             points: always the same ones for a layer and a side.
@@ -177,11 +355,11 @@ class CostModel:
         return self.curves[key]
 
     def compute_s(self, layer: Layer, placed: Placement) -> float:
-        """The slowest device's part of a layer."""
+        """Return the seconds of the slowest device's part of a layer."""
         return max((self.layer_s(layer, device, size) for device, size in self._sizes(layer, placed)), default=0.0)
 
     def _sizes(self, layer: Layer, placed: Placement) -> set[tuple[int, LocalSize]]:
-        """(kind of device, what it computes), each once."""
+        """Return the distinct (kind of device, its part of the layer)."""
         whole = whole_size(layer, self.batch if layer.batched else 1)
         gives, alike = placed.gives, self.alike
         if not layer.batched or not isinstance(gives, Split | Partial):
@@ -202,7 +380,7 @@ class CostModel:
     # --- exchanges and memory ----------------------------------------------------------------------------------------
 
     def move_s(self, src: Layout, dst: Layout, source: Layer, *, back: bool) -> float:
-        """A tensor's way into another layout, and (`back`) that of its gradient."""
+        """Return the seconds of a tensor's move into another layout, and (`back`) of its gradient's move."""
         if source.kind == "input" or not source.batched:
             return 0.0
         shape = source.batch_shape(self.batch)
@@ -217,7 +395,7 @@ class CostModel:
 
     def _exchange_s(self, load: Loads) -> float:
         seconds = move_s(load, self.costs.network, sent_itemsize(self.request.wire, self.costs.itemsize))
-        # Who computed comes late to the first round; to the next ones, all come from waiting.
+        # A device that has computed is late for the first round only.
         return seconds + load.rounds * self.round_overhead_s + (self._jitter_s if load.rounds else 0.0)
 
     @property
@@ -225,11 +403,11 @@ class CostModel:
         return max(self.costs.network.jitter_s, default=0.0) * (1 - self.overlap)
 
     def sums_s(self, layer: Layer, placed: Placement, how: Sharding | None = None) -> float:
-        """Gradient sums of copied parameters, and the optimizer's work on what the busiest device keeps, by pass.
+        """Return the seconds of gradient sums of copied parameters, and of the optimizer on the busiest device.
 
         Args:
-            how: copies are kept in shares: sums come to the shares in every pass, and whole copies are gathered from them, in
-                the first pass or, where they are freed after use, twice in every pass.
+            how: sharded: gradients are summed into shards in every micro-batch, and weights are gathered in the first one or,
+                if they are freed after use, twice in every one.
         """
         summed, kept = 0, 0.0
         for key, parameter in layer.parameters.items():
@@ -245,7 +423,7 @@ class CostModel:
         if not summed:
             return kept / self.request.micro_batches
         copies = next(v for v in placed.parameters.values() if isinstance(v, Replicated))
-        # Sums share buckets: a small layer pays only its part of a bucket's latency and jitter.
+        # Sums share buckets: a small layer pays only its fraction of a bucket's latency and jitter.
         shared = max(0.0, 1 - summed / BUCKET_ENTRIES)
         if how is not None:
             load = share_loads(copies.devices, how.shares, float(summed), self.devices)
@@ -258,10 +436,9 @@ class CostModel:
         return (kept + seconds * (1 - self.overlap)) / self.request.micro_batches
 
     def memory_s(self, layer: Layer, placed: Placement, penalty: MemoryPenalty, how: Sharding | None = None) -> float:
-        """The price of what a layer keeps beyond each device's part of it: parameters with gradient and state, its output.
+        """Return the price of a layer's memory beyond each device's fraction: parameters with gradient and state, its output.
 
-        Were the whole priced, whole tensors would only change places; so priced, they are split. Of what is kept in shares and
-        freed after use, whole copies and whole gradients are there for a while only.
+        If all memory had a price, whole tensors would only change places; this way they are split.
         """
         numbers = 2 + optimizer_named(self.request.optimizer).state
         rows: list[tuple[Layout, tuple[int, ...], int]] = []
@@ -283,7 +460,7 @@ class CostModel:
 
 
 def uses_copies(layer: Layer, placed: Placement) -> bool:
-    """Whether several devices use the layer's parameters whole, for samples of their own, and may keep shares of them."""
+    """Return whether several devices use the layer's whole parameters for their own samples, so that they can be sharded."""
     gives = placed.gives
     if not can_shard(layer) or not isinstance(gives, Split) or gives.axis != 0 or len(holders(gives)) < 2:
         return False
@@ -291,7 +468,7 @@ def uses_copies(layer: Layer, placed: Placement) -> bool:
 
 
 def _held(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(device, entries) of each device that holds something."""
+    """Return (device, entries) of each device that holds a part."""
     entries = math.prod(shape)
     if isinstance(layout, Split):
         behind = entries // max(1, shape[layout.axis])
@@ -300,7 +477,7 @@ def _held(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _alike_layers(graph: Graph, trains: set[str]) -> dict[str, Layer]:
-    """For each layer the first one that has the same shapes, inputs and parameters."""
+    """Return for each layer the first one that has the same shapes, inputs and parameters."""
     first: dict[object, Layer] = {}
     result = {}
     for layer in graph.layers.values():

@@ -1,7 +1,7 @@
 """A lower bound on the step time of every exact plan, whatever its shares.
 
-It holds for the cost model, not for the machine: no plan that `lower` takes is simulated to be shorter, by the same costs.
-Two things that no plan can avoid are computed apart, and the larger one is the bound.
+It holds for the cost model: no plan that `lower` takes is simulated to be shorter, by the same costs. Two bounds are computed,
+and the larger one counts.
 
 **Computing.** Every entry of a layer is computed on at least one device, every trained entry is updated on one, and every
 output's loss is computed on one. Let device d take at least r(l, d) seconds for all of item l, and at least f r(l, d) for a
@@ -9,18 +9,17 @@ fraction f of it (`ComputeTimes.least_s`). In T seconds, device d has T - o(d) f
 step. So sum over l of f(l, d) r(l, d) <= T - o(d) for each d, and sum over d of f(l, d) >= 1 for each l. Multiply the first
 by any weights w(d) >= 0 that sum to 1, and add:
 
-    T >= sum over d of w(d) o(d) + sum over l and d of w(d) f(l, d) r(l, d)
-      >= sum over d of w(d) o(d) + sum over l of the minimum over d of w(d) r(l, d)
+    T >= sum over d of w(d) o(d) + sum over l of the minimum over d of w(d) r(l, d)
 
-The last line holds for *any* weights, so the search for good ones needs no proof.
+This holds for *any* weights, so the search for good ones needs no proof.
 
-**One NIC.** Take a device that is alone on its host, and a path through the net: weighted layers, each dependent on the one
-before. Each layer is all on this device ("own"), all on the others, or split by samples, filters or channels. Between two
-layers, each pair of these sends entries through the NIC (`_CROSSINGS`). Splitting by samples sends the layer's gradients and
-weights. If the device gives away g seconds of its work, it computes for the rest, and the others together take at least g / k
-seconds for g. Here k is their speed relative to the device at what suits them best. Dynamic programming over the path finds
-the fewest entries for each g, counted in units. A sum of s units is counted as floor(s). Adding r to it moves the count by
-floor(r) or ceil(r), so no plan is missed. Layers beside the path may be given away without messages.
+**One NIC.** Take a device that is alone on its host, and a path of weighted layers, each dependent on the one before. Each
+layer is all on this device ("own"), all on the others, or split by samples, filters or channels. Between two layers, each pair
+of these sends entries through the NIC (`_CROSSINGS`); splitting by samples sends the layer's gradients and weights. If the
+device gives away g seconds of its work, it computes for the rest, and the others together take at least g / k seconds for g.
+Here k is their speed relative to the device, at the item that suits them best. Dynamic programming over the path finds the
+fewest entries for each g, counted in units. A sum of s units is counted as floor(s). Adding r to it moves the count by
+floor(r) or ceil(r), so no plan is missed. Other layers may be given away without messages.
 """
 
 import math
@@ -32,13 +31,12 @@ import numpy as np
 import numpy.typing as npt
 
 from convoy.layout.comm_dtype import sent_itemsize
-from convoy.model.graph import Graph, Layer
+from convoy.model.graph import Layer
 from convoy.plan.lower import reached, trains
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
 
-ROUNDS = 300
-"""Rounds of the search for weights; any weights are right."""
+ROUNDS = 300  # of the search for weights
 
 MORE = 1e-3
 """The NIC is named if its bound is larger by this fraction. Both are equal if all work can be shared."""
@@ -50,7 +48,7 @@ MOST_HOSTS = 64
 """In larger fleets no NIC is looked at."""
 
 UNITS = 128
-"""Units of work that the dynamic programming counts."""
+"""Units of work in the dynamic programming."""
 
 Floats = npt.NDArray[np.float64]
 _Place = Literal["own", "others", "samples", "filters", "channels"]
@@ -79,7 +77,7 @@ class LowerBound:
     Attributes:
         layers_s, updates_s, apart_s, loss_s: parts of the computing bound: layers, optimizer, overheads, loss.
         wire_s: by one NIC; 0 if no NIC needs longer than computing.
-        device: whose NIC that is, or -1.
+        device: of that NIC, or -1.
     """
 
     layers_s: float
@@ -100,14 +98,9 @@ class LowerBound:
 
 def lower_bound(request: PlanRequest) -> LowerBound:
     """Return the bound for one micro-batch, on average over those of a step."""
-    work = _Work.of(request)
-    best = work.computing()
-    network = request.costs.network
-    path = (
-        path_of(request.graph, request.batch, request.costs)
-        if 1 < len(network.send_bytes_per_s) <= MOST_HOSTS
-        else None
-    )
+    work, network = _work_of(request), request.costs.network
+    best = _computing(work)
+    path = _path_of(request) if 1 < len(network.send_bytes_per_s) <= MOST_HOSTS else None
     if path is None:
         return best
     single = [d for d, host in enumerate(network.host) if network.host.count(host) == 1]
@@ -124,7 +117,7 @@ class _Work:
     """The items of a step and the least seconds of each on every kind of device.
 
     Attributes:
-        names: of the layers, whose arithmetic are the first items. Then come the loss, if any, and the updates.
+        names: of the layers, which are the first items. Then come the loss, if any, and the updates.
         losses: 1 if there is a loss.
         seconds: `seconds[item, kind]`.
         apart_s: overhead of a step, by kind.
@@ -139,57 +132,57 @@ class _Work:
     count: Floats
     kinds: tuple[int, ...]
 
-    @classmethod
-    def of(cls, request: PlanRequest) -> "_Work":
-        graph, batch, costs = request.graph, request.batch, request.costs
-        marks = [(costs.times.alike(d), costs.update_s(d), costs.overhead(d)) for d in range(costs.network.devices)]
-        distinct = list(dict.fromkeys(marks))
-        first = [marks.index(mark) for mark in distinct]
-        back = reached(graph, trains(graph))
-        layers = [layer for layer in graph.layers.values() if layer.kind != "input"]
-        rows = [[layer_s(costs, d, layer, batch, layer.name in back) for d in first] for layer in layers]
-        if back:  # an output's loss is computed where the output is, on at least one device
-            outputs = sum(batch * math.prod(graph[name].shape) for name in graph.outputs if graph[name].batched)
-            rows.append([outputs * costs.itemsize * costs.overhead(d).loss_s_per_byte for d in first])
-        trained = {p.key: p.entries for layer in layers for p in layer.trainable if layer.name in back}
-        rows += [[entries * costs.update_s(d) / request.micro_batches for d in first] for entries in trained.values()]
-        kinds = tuple(distinct.index(mark) for mark in marks)
-        apart_s = np.array([costs.overhead(d).step_s for d in first])
-        count = np.bincount(kinds, minlength=len(distinct)).astype(np.float64)
-        names = tuple(layer.name for layer in layers)
-        return cls(names, int(bool(back)), np.array(rows), apart_s, count, kinds)
 
-    def computing(self) -> LowerBound:
-        """Return the largest computing bound of the weights that are tried: even in time, then by multiplicative steps."""
-        seconds, rows, layers = self.seconds, np.arange(len(self.seconds)), len(self.names)
-        weights = 1 / np.maximum(seconds.sum(axis=0), 1e-300)
-        best = LowerBound(0.0, apart_s=float(self.apart_s.max(initial=0.0)))  # also of a device without a part
-        for step in range(ROUNDS):
-            weights = weights / (weights * self.count).sum()
-            priced = weights * seconds
-            chosen = priced.argmin(axis=1)
-            items = priced[rows, chosen]
-            layers_s, loss_s = float(items[:layers].sum()), float(items[layers : layers + self.losses].sum())
-            updates_s = float(items.sum()) - layers_s - loss_s
-            apart_s = float((weights * self.count * self.apart_s).sum())
-            best = max(best, LowerBound(layers_s, updates_s, apart_s, loss_s), key=lambda each: each.compute_s)
-            # If every item goes to the kind that prices it lowest, a kind with more load gets a higher price.
-            load = np.bincount(chosen, seconds[rows, chosen], len(weights)) / self.count + self.apart_s
-            weights = weights * np.exp((load / max(load.max(), 1e-300) - 0.5) / (2.0 + step))
-        return best
+def _work_of(request: PlanRequest) -> _Work:
+    graph, batch, costs = request.graph, request.batch, request.costs
+    marks = [(costs.times.alike(d), costs.update_s(d), costs.overhead(d)) for d in range(costs.network.devices)]
+    distinct = list(dict.fromkeys(marks))
+    first = [marks.index(mark) for mark in distinct]
+    back = reached(graph, trains(graph))
+    layers = [layer for layer in graph.layers.values() if layer.kind != "input"]
+    rows = [[_layer_s(costs, d, layer, batch, layer.name in back) for d in first] for layer in layers]
+    if back:  # an output's loss is computed where the output is, on at least one device
+        outputs = sum(batch * math.prod(graph[name].shape) for name in graph.outputs if graph[name].batched)
+        rows.append([outputs * costs.itemsize * costs.overhead(d).loss_s_per_byte for d in first])
+    trained = {p.key: p.entries for layer in layers for p in layer.trainable if layer.name in back}
+    rows += [[entries * costs.update_s(d) / request.micro_batches for d in first] for entries in trained.values()]
+    kinds = tuple(distinct.index(mark) for mark in marks)
+    apart_s = np.array([costs.overhead(d).step_s for d in first])
+    count = np.bincount(kinds, minlength=len(distinct)).astype(np.float64)
+    return _Work(tuple(layer.name for layer in layers), int(bool(back)), np.array(rows), apart_s, count, kinds)
 
 
-def layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool) -> float:
-    """Return the least seconds of all of a layer on a device, forward and, where gradients reach it, backward."""
+def _layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool) -> float:
     seconds = costs.times.least_s(device, layer, "forward", batch)
     return seconds + costs.times.least_s(device, layer, "backward", batch) if back else seconds
 
 
-def path_of(graph: Graph, batch: int, costs: Costs) -> list[list[Layer]] | None:
+def _computing(work: _Work) -> LowerBound:
+    """Return the largest computing bound of the weights that are tried: even in time, then by multiplicative steps."""
+    seconds, rows, layers = work.seconds, np.arange(len(work.seconds)), len(work.names)
+    weights = 1 / np.maximum(seconds.sum(axis=0), 1e-300)
+    best = LowerBound(0.0, apart_s=float(work.apart_s.max(initial=0.0)))  # also of a device without a part
+    for step in range(ROUNDS):
+        weights = weights / (weights * work.count).sum()
+        priced = weights * seconds
+        chosen = priced.argmin(axis=1)
+        items = priced[rows, chosen]
+        layers_s, loss_s = float(items[:layers].sum()), float(items[layers : layers + work.losses].sum())
+        updates_s = float(items.sum()) - layers_s - loss_s
+        apart_s = float((weights * work.count * work.apart_s).sum())
+        best = max(best, LowerBound(layers_s, updates_s, apart_s, loss_s), key=lambda each: each.compute_s)
+        # If every item goes to the kind that prices it lowest, a kind with more load gets a higher price.
+        load = np.bincount(chosen, seconds[rows, chosen], len(weights)) / work.count + work.apart_s
+        weights = weights * np.exp((load / max(load.max(), 1e-300) - 0.5) / (2.0 + step))
+    return best
+
+
+def _path_of(request: PlanRequest) -> list[list[Layer]] | None:
     """Return the path through the net that takes longest: weighted layers, each with the layers up to the next one.
 
     None if layers have rules of their own, for which `_CROSSINGS` does not hold.
     """
+    graph = request.graph
     longest: dict[str, tuple[float, str]] = {}
     fed: set[str] = set()  # computed from the inputs without weights: every device may have a copy
     for layer in graph.layers.values():
@@ -197,7 +190,8 @@ def path_of(graph: Graph, batch: int, costs: Costs) -> list[list[Layer]] | None:
         if not layer.weighted and not before[1]:
             fed.add(layer.name)
             continue
-        longest[layer.name] = (layer_s(costs, 0, layer, batch, back=True) + before[0], before[1])
+        layer_s = _layer_s(request.costs, 0, layer, request.batch, back=True)
+        longest[layer.name] = (layer_s + before[0], before[1])
     ends = [name for name in graph.outputs if name in longest]
     if len(graph.inputs) != 1 or not ends:
         return None
@@ -205,7 +199,10 @@ def path_of(graph: Graph, batch: int, costs: Costs) -> list[list[Layer]] | None:
     behind: list[Layer] = []
     while name:
         layer = graph[name]
-        if _has_own_rules(layer) or (not layer.weighted and layer.inputs[0] in fed):
+        odd = layer.shared or layer.everywhere or layer.each or layer.several or layer.groups > 1 or layer.blocked != ()
+        if odd or layer.kind in ("opaque", "pick", "parameter") or not (layer.batched and layer.differentiable):
+            return None
+        if not layer.weighted and layer.inputs[0] in fed:
             return None
         behind.insert(0, layer)
         if layer.weighted:
@@ -213,13 +210,6 @@ def path_of(graph: Graph, batch: int, costs: Costs) -> list[list[Layer]] | None:
             behind = []
         name = longest[name][1]
     return groups
-
-
-def _has_own_rules(layer: Layer) -> bool:
-    odd = (
-        layer.kind in ("opaque", "pick", "parameter") or layer.shared or layer.everywhere or layer.each or layer.several
-    )
-    return odd or not layer.batched or layer.groups > 1 or layer.blocked != () or not layer.differentiable
 
 
 def _wire_s(request: PlanRequest, path: list[list[Layer]], work: _Work, device: int) -> float:

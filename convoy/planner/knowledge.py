@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
-from convoy.errors import InputError
+from convoy.errors import InputError, MismatchError
 from convoy.fleet import Fleet, Nic
 from convoy.model.graph import Graph
 from convoy.plan.presets import Speeds
-from convoy.simulate.costs import Costs
-from convoy.simulate.described import fleet_costs
-from convoy.simulate.regrouped import GIGABIT, CorrectedTimes, of_devices, with_device
-from convoy.simulate.table import Measurement
+from convoy.simulate.compute import CachedTimes
+from convoy.simulate.costs import Costs, described_costs
+from convoy.simulate.table import GIGABIT, Measurement, read_fleet_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,49 @@ class FleetKnowledge:
     speeds: Speeds | None = None
     slower: Mapping[int, float] = field(default_factory=dict)
 
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Return the fleet of a file, and its measurement if it has one.
+
+        Raises:
+            InputError: the file cannot be used.
+        """
+        return cls(*read_fleet_file(path))
+
+    @classmethod
+    def of_job(cls, path: Path, graph: Graph, devices: int, precision: str) -> Self:
+        """Return the fleet of a file for a job, and its measurement if it has one.
+
+        Raises:
+            InputError: the file cannot be used, or has another number of devices.
+            MismatchError: measured with another model, or in another precision.
+        """
+        known = cls.from_file(path)
+        count = 0 if known.described is None else len(known.described.devices)
+        if count != devices:
+            raise InputError(
+                f"--fleet {path} has {count} devices, this job has {devices}: start as many devices, or give the fleet file "
+                "of these"
+            )
+        if known.measured is not None:
+            known.measured.costs(graph)
+            if known.measured.precision != precision:
+                raise MismatchError(
+                    f"--fleet {path} was measured in {known.measured.precision}, this job computes in {precision}, which takes "
+                    f"other times: measure with --precision {precision}, or leave --fleet out"
+                )
+        return known
+
     @property
     def fleet(self) -> Fleet | None:
         return self.described if self.measured is None else self.measured.fleet
 
-    def costs(self, graph: Graph, optimizer: str) -> Costs:
-        """Return the best costs known for a model, with the slowdowns that were seen since.
+    def costs(self, graph: Graph, optimizer: str = "sgd-momentum") -> Costs:
+        """Return the best costs known for a model: measured with it, measured with another one, or described.
 
         Raises:
             InputError: a device of which nothing is known.
-            MismatchError: see `convoy.simulate.described.fleet_costs`.
+            MismatchError: see `Measurement.best_costs`.
         """
         if self.given is not None:
             return self.given
@@ -53,35 +86,33 @@ class FleetKnowledge:
             raise InputError(
                 "only speeds are known of these devices: measure them (convoy measure), or describe the fleet"
             )
-        costs = fleet_costs(self.fleet, self.measured, graph, optimizer)
+        if self.measured is None:
+            return described_costs(self.fleet, optimizer=optimizer)
+        costs = self.measured.best_costs(graph)
         if not self.slower:
             return costs
-        return replace(costs, times=CorrectedTimes(costs.times, [self.slower.get(d, 1.0) for d in self.ids]))
+        return replace(costs, times=CachedTimes(costs.times, [self.slower.get(d, 1.0) for d in self.ids]))
 
     def of(self, ids: Sequence[int]) -> Self | None:
         """Return what is known of some devices, in this order; None if one of them is unknown."""
         if any(device not in self.ids for device in ids):
             return None
         rows = [self.ids.index(device) for device in ids]
-        return replace(
-            self,
-            given=None,
-            ids=tuple(ids),
-            measured=None if self.measured is None else of_devices(self.measured, rows),
-            speeds=None if self.speeds is None else _rows(self.speeds, rows),
-        )
+        measured = None if self.measured is None else self.measured.of_devices(rows)
+        speeds = None if self.speeds is None else _rows(self.speeds, rows)
+        return replace(self, given=None, ids=tuple(ids), measured=measured, speeds=speeds)
 
     def corrected(self, slower: Mapping[int, float]) -> Self:
-        """Return it with what rebalancing has found out since."""
+        """Return it with the slowdowns that rebalancing has measured since."""
         return replace(self, slower={**self.slower, **slower})
 
-    def with_device(self, device: int, joining: Self, card: Nic = GIGABIT) -> Self:
+    def with_device(self, device: int, joining: Self, nic: Nic = GIGABIT) -> Self:
         """Return it with a device that joins. If that device was in the job before, its old times are forgotten.
 
         Args:
             device: its id.
             joining: of this device alone. Without a measurement the result has none either.
-            card: see `convoy.simulate.regrouped.with_device`.
+            nic: see `Measurement.with_device`.
 
         Raises:
             MismatchError: it was measured with another model.
@@ -93,7 +124,7 @@ class FleetKnowledge:
         layers = {name: (*own.layers[name], *theirs.layers[name]) for name in sorted({*own.layers} & {*theirs.layers})}
         both = None
         if self.measured is not None and joining.measured is not None:
-            both = with_device(of_devices(self.measured, kept), joining.measured, card) if kept else joining.measured
+            both = self.measured.of_devices(kept).with_device(joining.measured, nic) if kept else joining.measured
         return replace(
             self,
             ids=(*(self.ids[i] for i in kept), device),
@@ -103,9 +134,10 @@ class FleetKnowledge:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the measured part as values that JSON can hold; `from_json` reads them."""
+        """Return all but given costs as values that JSON can hold; `from_json` reads them."""
         speeds = self.speeds
         return {
+            "described": None if self.described is None else self.described.to_toml(),
             "ids": self.ids,
             "speeds": None if speeds is None else [speeds.devices, speeds.layers, speeds.measured],
             "measured": None if self.measured is None else self.measured.to_toml(),
@@ -119,11 +151,12 @@ class FleetKnowledge:
         Raises:
             InputError: its measurement cannot be used.
         """
-        text, speeds = row["measured"], None
+        text, fleet, speeds = row["measured"], row.get("described"), None
         if row["speeds"] is not None:
             devices, layers, measured = row["speeds"]
             speeds = Speeds(tuple(devices), {name: tuple(each) for name, each in layers.items()}, measured)
         return cls(
+            described=None if fleet is None else Fleet.from_toml(fleet, "another device's fleet"),
             measured=None if text is None else Measurement.from_toml(text, "what another device measured"),
             ids=tuple(row["ids"]),
             speeds=speeds,

@@ -1,50 +1,58 @@
 """The planner: strategies, shares and participating devices for the shortest predicted step.
 
-Costs -> analytic model (`analytic.py`) -> dynamic programming (`search.py`) for the fastest device alone, the two fastest, ...
--> plans that fit into memory (`memory.py`) -> the best of them, simulated and improved by local search (`local_search.py`).
-Where a simulation takes long, the analytic model alone compares the plans.
+Dynamic programming (`search.py`) with an analytic cost model finds plans for the fastest device alone, the two fastest, and so
+on. Plans that do not fit into memory are left out; if the fastest does not fit, the search is repeated with a price on memory,
+and last with all weights freed after use. The best plans are simulated and improved by local search (`local_search.py`). Where
+simulations take long, the analytic model alone compares the plans.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from convoy.errors import PlanError
 from convoy.layout.redistribute import Reduce
+from convoy.layout.shares import apportion
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.planner.analytic import DIRECT_DEVICES, CostModel, content
+from convoy.plan.presets import PLANS, SHARE_UNITS, Speeds, named_plan
+from convoy.plan.steps import micro_batches
+from convoy.plan.strategy import Batch, One, Sharding, can_shard
+from convoy.planner.analytic import DIRECT_DEVICES, CostModel, MemoryPenalty, content
+from convoy.planner.load_balance import batch_shares
 from convoy.planner.local_search import DEEP, LocalSearch
-from convoy.planner.memory import fits, freeing_weights, that_fit
 from convoy.planner.request import PlanRequest
 from convoy.planner.search import Found, Search, in_order, model_s
-from convoy.simulate.memory import passes_words
+from convoy.simulate.memory import memory_of, memory_of_steps, micro_batch_words, most_bytes
 
 SIMULATION_WORK = 300_000
-"""Limit on layers times devices^4 for simulation. Its time grows with the layers, and with the messages in flight, each of
-which shares the wire with all others."""
+"""Limit on layers times devices^4 for simulation. Its time grows with the layers, and with the concurrent messages, each of
+which shares the network with all others."""
 
 NAMED_DEVICES = 16
-"""Named plans are compared up to this number of devices: each is priced by a search over all of them."""
+"""Up to this number of devices named plans are compared: each is priced by a search over all devices."""
 
 SEARCHED_WORK = 400
 """Up to this many devices times layers, every number of devices is searched."""
 
-SHALLOW = 4
-"""In nets with more weighted layers only the best plans of the search are simulated, and strategies stay as they are."""
-
 SIMULATED, SIMULATED_SHARDED = 12, 4
-"""Simulated: the best plans by the analytic model, and of these with sharded weights."""
+"""The number of simulated plans, the best by the analytic model, without and with sharded weights."""
 
 FAR = 3.0
 """In nets with more than `DEEP` layers, a named plan is simulated only if the analytic model predicts at most this multiple
 of the best time: simulating a plan that sends every tensor takes longest."""
 
 IMPROVED = 3
-"""Local search changes exchanges and shares of this many plans."""
+"""The number of plans whose exchanges and shares local search changes."""
 
 MORE_MICRO_BATCHES = 3
 """The smallest numbers of micro-batches that fit are compared: with a few more, a faster plan may fit."""
+
+MEMORY_ATTEMPTS = 8
+"""Attempts to save memory, each at a higher price, for each set of devices."""
+
+Needs = tuple[int, ...]
+"""Bytes by device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +75,8 @@ def plan_auto(request: PlanRequest) -> Plan:
 def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidate]:
     """Return plans for some numbers of devices, and the named plans, the shortest predicted step first.
 
-    The order is deterministic: equal times are ordered by fewer devices, then as they were found. Either all times are
-    simulated, or all are of the analytic model. Of deep nets, named plans are left out that are clearly slower.
+    The order is deterministic. Either all times are simulated, or all are of the analytic model. For deep nets, named plans
+    that are clearly slower are left out.
 
     Args:
         simulated: False: use the analytic model alone, which is quick and less exact.
@@ -77,8 +85,7 @@ def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidat
         PlanError: no plan fits; the message names the device that lacks least.
     """
     model = CostModel(request)
-    speeds = request.speeds.devices
-    order = _fastest_first(speeds)
+    order = _fastest_first(request)
     found = _searched(model, order)
     simulates = simulated and _simulates(model)
     if simulates:
@@ -86,11 +93,11 @@ def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidat
     if len(order) <= NAMED_DEVICES:
         named = [request.named(name) for name in PLANS]
         found += [Found(model_s(model, order, plan), len(order), plan) for plan in named]
-    if request.room.limited:
-        found = that_fit(model, found, order, lambda: _remedy(request))
+    if request.limits.limited:
+        found = _that_fit(model, found, order)
     if not simulates:
         return [Candidate(each.plan, each.model_s) for each in in_order(found)]
-    return _by_simulation(model, found, order)
+    return _by_simulation(model, found)
 
 
 def quick_candidates(request: PlanRequest, enough: int = 1) -> list[Candidate]:
@@ -99,16 +106,17 @@ def quick_candidates(request: PlanRequest, enough: int = 1) -> list[Candidate]:
     If none fits, plans that free weights after use are tried. If none of these fits either, the list is empty.
     """
     model = CostModel(request)
-    order = _fastest_first(request.speeds.devices)
-    fitting = (Candidate(each.plan, each.model_s) for each in _quick(model, order) if fits(each.plan, model))
+    order = _fastest_first(request)
+    fitting = (Candidate(each.plan, each.model_s) for each in _quick(model, order) if _fits(each.plan, model))
     found = list(itertools.islice(fitting, enough))
     if not found:
-        freeing = freeing_weights(model, order)
-        found = [Candidate(each.plan, each.model_s) for each, need in freeing if not request.room.excess(need)]
+        freeing = _freeing_weights(model, order)
+        found = [Candidate(each.plan, each.model_s) for each, needs in freeing if not request.limits.excess(needs)]
     return found
 
 
-def _fastest_first(speeds: Sequence[float]) -> list[int]:
+def _fastest_first(request: PlanRequest) -> list[int]:
+    speeds = request.speeds.devices
     return sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
 
 
@@ -127,49 +135,6 @@ def _quick(model: CostModel, order: Sequence[int]) -> list[Found]:
 
 def _simulates(model: CostModel) -> bool:
     return len(model.graph.layers) * model.devices**4 <= SIMULATION_WORK
-
-
-# --- micro-batches --------------------------------------------------------------------------------------------------------
-
-
-def in_micro_batches(request: PlanRequest) -> tuple[PlanRequest, Candidate] | None:
-    """Split a batch that does not fit into micro-batches, by the analytic model.
-
-    Returns:
-        the request for one micro-batch with its best plan; None if not even micro-batches of one sample fit.
-    """
-
-    def attempt(count: int) -> tuple[PlanRequest, Candidate] | None:
-        smaller = request.split(count)
-        found = quick_candidates(smaller)
-        return (smaller, found[0]) if found else None
-
-    if request.batch == 1 or (least := attempt(request.batch)) is None:
-        return None
-    counts = (count for count in range(2, request.batch) if request.batch % count == 0)
-    fitting = (found for count in counts if (found := attempt(count)) is not None)
-    rows = [*itertools.islice(fitting, MORE_MICRO_BATCHES), least]
-    return min(rows, key=lambda row: row[0].micro_batches * row[1].step_s)
-
-
-def memory_slows(request: PlanRequest) -> bool:
-    """Return whether the plan that would be fastest does not fit."""
-    if not request.room.limited:
-        return False
-    model = CostModel(request)
-    return not fits(_quick(model, _fastest_first(request.speeds.devices))[0].plan, model)
-
-
-def _remedy(request: PlanRequest) -> str:
-    """Say with how many micro-batches a step fits; empty if with none."""
-    found = in_micro_batches(request)
-    if found is None:
-        return ""
-    (smaller, best), step_s = found, found[1].step_s
-    model = CostModel(smaller)
-    if _simulates(model):
-        step_s = LocalSearch(model).simulated(best.plan).step_s
-    return passes_words(request.graph, smaller.micro_batches, smaller.micro_batches * step_s)
 
 
 # --- how many devices -----------------------------------------------------------------------------------------------------
@@ -215,13 +180,177 @@ def _narrow(devices: int, attempt: Callable[[int], float]) -> None:
         best = min(tried, key=lambda count: (attempt(count), count))
 
 
+# --- micro-batches --------------------------------------------------------------------------------------------------------
+
+
+def in_micro_batches(request: PlanRequest) -> tuple[PlanRequest, Candidate] | None:
+    """Split a batch that does not fit into micro-batches, by the analytic model.
+
+    Returns:
+        the request for one micro-batch with its best plan; None if not even micro-batches of one sample fit.
+    """
+
+    def attempt(count: int) -> tuple[PlanRequest, Candidate] | None:
+        smaller = request.split(count)
+        found = quick_candidates(smaller)
+        return (smaller, found[0]) if found else None
+
+    if request.batch == 1 or (least := attempt(request.batch)) is None:
+        return None
+    counts = (count for count in range(2, request.batch) if request.batch % count == 0)
+    fitting = (found for count in counts if (found := attempt(count)) is not None)
+    rows = [*itertools.islice(fitting, MORE_MICRO_BATCHES), least]
+    return min(rows, key=lambda row: row[0].micro_batches * row[1].step_s)
+
+
+def memory_slows(request: PlanRequest) -> bool:
+    """Return whether the plan that would be fastest does not fit."""
+    if not request.limits.limited:
+        return False
+    model = CostModel(request)
+    return not _fits(_quick(model, _fastest_first(request))[0].plan, model)
+
+
+def _remedy(request: PlanRequest) -> str:
+    """Return the number of micro-batches with which a step fits, in words; empty if there is none."""
+    found = in_micro_batches(request)
+    if found is None:
+        return ""
+    (smaller, best), step_s = found, found[1].step_s
+    model = CostModel(smaller)
+    if _simulates(model):
+        step_s = LocalSearch(model).simulated(best.plan).step_s
+    return micro_batch_words(request.graph, smaller.micro_batches, smaller.micro_batches * step_s)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------------
+
+
+def _fits(plan: Plan, model: CostModel) -> bool:
+    limits = model.request.limits
+    return not limits.limited or not limits.excess(_needs(plan, model))
+
+
+def _needs(plan: Plan, model: CostModel) -> Needs:
+    """Return the bytes that a plan needs on each device; an upper limit if that fits."""
+    graph, request, itemsize = model.graph, model.request, model.costs.itemsize
+    most = most_bytes(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
+    if not request.limits.excess(most):
+        return most
+    # The first micro-batch keeps gathered weights. Those in the middle need less than it or the last.
+    kinds = [kind for kind in micro_batches(request.micro_batches if plan.sharded else 1) if kind != "middle"]
+    lists = [model.steps(plan, kind) for kind in kinds]
+    memory = memory_of_steps(lists, graph, optimizer=request.optimizer, itemsize=itemsize)
+    return tuple(row.total_bytes for row in memory)
+
+
+def _that_fit(model: CostModel, found: Sequence[Found], order: Sequence[int]) -> list[Found]:
+    """Return the plans that fit. If the fastest one does not, search for more that save memory.
+
+    Raises:
+        PlanError: no plan fits.
+    """
+    limits = model.request.limits
+    lean = model.request.sums or "ring"  # in a ring, less of a tensor arrives at once than directly
+    needs = [(each, _needs(each.plan, model)) for each in in_order(found)]
+    for each, need in list(needs):
+        if limits.excess(need) and each.plan.reduce == "direct" and lean != "direct":
+            plan = replace(each.plan, reduce=lean)
+            needs.append((Found(model_s(model, order, plan), each.working, plan), _needs(plan, model)))
+    fitting = [each for each, need in needs if not limits.excess(need)]
+    if not needs or (fitting and fitting[0] is needs[0][0]):
+        return fitting
+    largest = sorted(order, key=lambda d: (-limits.bytes_of(d), order.index(d)))
+    counts = list(range(1, min(len(order), DIRECT_DEVICES) + 1))
+    while counts[-1] < len(order):
+        counts.append(min(len(order), counts[-1] * 3 // 2))
+    # Only the set matters, and the device that works alone if one does.
+    active = dict.fromkeys((ranking[0], *sorted(ranking[1:n])) for ranking in (order, largest) for n in counts)
+    for some in active:
+        for keepers in ((), tuple(order)):
+            # With many devices each sends a shard to each: only if nothing else fits.
+            if not (keepers and fitting and len(order) > DIRECT_DEVICES):
+                saving = list(_saving_memory(model.variant(reduce=lean), some, keepers))
+                needs += saving
+                fitting += [each for each, need in saving if not limits.excess(need)]
+    freeing = _freeing_weights(model, order)
+    fitting += [each for each, need in freeing if not limits.excess(need)]
+    if not fitting:
+        attempts = [need for _, need in [*needs, *freeing]]
+        raise PlanError(limits.refusal(model.graph.model, model.batch, attempts, _remedy(model.request)))
+    return fitting
+
+
+def _saving_memory(model: CostModel, active: Sequence[int], keepers: Sequence[int]) -> Iterator[tuple[Found, Needs]]:
+    """Yield plans of these devices that save more and more memory, up to the first that fits.
+
+    Args:
+        keepers: devices that may keep shards of weights that others use.
+    """
+    plain, limits = Search(model, active), model.request.limits
+    alone_s = model.samples_s(active[0], model.batch)
+    # One device alone holds everything; the shares of an axis are limited to the fraction of that which fits on a device.
+    alone = Plan("alone", model.graph.fingerprint, model.devices, model.batch, {}, One(active[0]))
+    memory = memory_of(alone, model.graph, optimizer=model.request.optimizer, itemsize=model.costs.itemsize)
+    everything = max(each.total_bytes for each in memory)
+    budget = [limits.bytes_of(d) for d in range(model.devices)]
+    price = [0.0] * model.devices
+    for attempt in range(MEMORY_ATTEMPTS):
+        penalty = MemoryPenalty(tuple(min(1.0, each / everything) for each in budget), tuple(price))
+        _, plan = Search(model, active, penalty=penalty, keepers=keepers).run()[0]
+        need = _needs(plan, model)
+        yield Found(plain.step_s(plan), len(active), plan), need
+        excess = limits.excess(need)
+        if not excess or len(active) == 1:  # alone there is nothing to split
+            return
+        for device, over in excess.items():
+            price[device] = max(4 * price[device], alone_s / limits.bytes_of(device))
+            # A high price turns copies and whole layers into splits; only then do smaller shares of them help.
+            if attempt >= MEMORY_ATTEMPTS // 2:
+                budget[device] = max(budget[device] - over, budget[device] / 2)
+
+
+def _freeing_weights(model: CostModel, order: Sequence[int]) -> list[tuple[Found, Needs]]:
+    """Return plans in which all weights are sharded and freed after use, with the bytes that each needs.
+
+    Samples move from overfilled devices to others until the plan fits.
+    """
+    graph, batch, limits = model.graph, model.batch, model.request.limits
+    parts = [min(limits.bytes_of(d), 1e18) if d in order else 0.0 for d in range(model.devices)]
+    how = Sharding(apportion(SHARE_UNITS, parts), "free")
+    kept = {layer.name: how for layer in graph.layers.values() if can_shard(layer)}
+    samples = list(batch_shares(model, order))
+    rows: list[tuple[Found, Needs]] = []
+    for _ in range(MEMORY_ATTEMPTS if kept and 1 < len(order) <= DIRECT_DEVICES else 0):
+        plan = Plan(
+            "auto", graph.fingerprint, model.devices, batch, {}, Batch(tuple(samples)), model.reduce,
+            wire=model.request.wire, sharded=kept, outputs=model.request.outputs,
+        )  # fmt: skip
+        steps = [model.steps(plan)]
+        memory = memory_of_steps(steps, graph, optimizer=model.request.optimizer, itemsize=model.costs.itemsize)
+        need = tuple(each.total_bytes for each in memory)
+        rows.append((Found(model_s(model, order, plan), len(order), plan), need))
+        excess = limits.excess(need)
+        sample_bytes = max(each.activations_bytes / n for each, n in zip(memory, samples, strict=True) if n)
+        if not excess or not sample_bytes:
+            break
+        left = [int(min(batch, max(0.0, (limits.bytes_of(d) - need[d]) / sample_bytes))) for d in range(model.devices)]
+        given = {d: min(samples[d], math.ceil(over / sample_bytes)) for d, over in excess.items()}
+        if sum(left) < sum(given.values()):
+            break
+        weights = [n * speed for n, speed in zip(left, model.request.speeds.devices, strict=True)]
+        taken = apportion(sum(given.values()), weights, at_most=left)
+        samples = [n - given.get(d, 0) + taken[d] for d, n in enumerate(samples)]
+    return rows
+
+
 # --- by simulation --------------------------------------------------------------------------------------------------------
 
 
-def _by_simulation(model: CostModel, found: Sequence[Found], order: Sequence[int]) -> list[Candidate]:
+def _by_simulation(model: CostModel, found: Sequence[Found]) -> list[Candidate]:
     """Simulate the best plans found, improve them by local search, and return all of them, the fastest first."""
     reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.sums is None else ()
-    local = LocalSearch(model, lambda plan: fits(plan, model), reduces)
+    local = LocalSearch(model, lambda plan: _fits(plan, model), reduces)
     copies = [each for each in found if not each.plan.sharded]
     shortlist = in_order(copies) if len(copies) * len(model.graph.layers) <= 600 else _shortlist(copies, SIMULATED)
     # The model is inexact for small batches, where moves and sums are short, so named plans must not be crowded out.
@@ -231,19 +360,13 @@ def _by_simulation(model: CostModel, found: Sequence[Found], order: Sequence[int
     # Plans with sharded weights come in addition, so that they crowd out none without.
     sharded = _shortlist([each for each in found if each.plan.sharded], 1 if deep else SIMULATED_SHARDED)
     rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in (*shortlist, *sharded)]
-    if len(model.graph.weighted) <= SHALLOW and len(order) <= 8:
-        best_of = {working: (step_s, plan) for step_s, working, plan in sorted(rows, key=lambda r: r[:2], reverse=True)}
-        # With many devices each attempt takes long, and their number is hardly in doubt.
-        for working in sorted(best_of, key=lambda w: (best_of[w][0], w))[: 3 if len(order) <= 4 else 1]:
-            step_s, plan = local.change_strategies(best_of[working][1], order[:working])
-            rows.append((step_s, working, plan))
     different = {
         content(plan): (working, plan) for _, working, plan in sorted(rows, key=lambda row: row[:2], reverse=True)
     }
     for working, plan in list(different.values())[-IMPROVED:][::-1]:
         rows += [(s, working, better) for s, better in local.change_exchanges_and_shares(plan)]
     speeds = model.request.speeds.devices
-    for change in (lambda p: local.keep_otherwise(p, speeds), lambda p: local.let_join(p, speeds), local.move_units):
+    for change in (lambda p: local.keep_otherwise(p, speeds), local.move_units):
         _, working, plan = min(rows, key=lambda row: row[:2])
         rows += [(s, working, better) for s, better in change(plan)]
     return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]

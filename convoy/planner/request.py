@@ -1,9 +1,11 @@
 """PlanRequest: the question that the planner answers."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from pathlib import Path
+from typing import Self, TypedDict
 
 from convoy.errors import PlanError
 from convoy.layout.comm_dtype import CommDtype
@@ -15,23 +17,47 @@ from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.simulate.costs import Costs
-from convoy.simulate.energy import Power, known_power_of
-from convoy.simulate.memory import Room, optimizer_named, room_of
+from convoy.simulate.memory import MemoryLimits, optimizer_named
+from convoy.simulate.power import Power, power_of
 
 
-@dataclass(frozen=True)  # without slots: what follows from the fields is computed once
+class PlanOptions(TypedDict, total=False):
+    """Keyword arguments of `make_plan` and `prepare`.
+
+    Attributes:
+        speeds: one number per device; None: every device times the model's layers first, which takes seconds.
+        reduce: "ring", "butterfly", "direct", "star", or "inexact-butterfly-mixing"; None: the usual one of the plan.
+        wire: "exact" (None: the same), or "inexact-bf16": activations and gradients are sent as bfloat16, in half the bytes.
+        outputs: "everywhere" (None: the same, or the plan's own): the model returns all outputs, on every device;
+            "where-computed": each device returns those of its samples, for `convoy.loss`, and none is sent.
+        precision: in which the layers will compute, as for `distribute`: they are timed in it.
+        slowdown: emulate a device that is slower by this factor.
+        budget_s: for "auto", about the seconds that measuring may take.
+        fleet: for "auto", a file that `convoy measure` wrote for this model, in place of measuring. Only device 0 reads it.
+    """
+
+    speeds: Sequence[float] | None
+    reduce: Sum | None
+    wire: CommDtype | None
+    outputs: OutputPlace | None
+    precision: str
+    slowdown: float
+    budget_s: float
+    fleet: Path | None
+
+
+@dataclass(frozen=True)  # without slots, because properties are cached
 class PlanRequest:
-    """A model and a batch to plan for, the devices that are known, and the options that all plans share.
+    """A model and a batch to plan for, the known devices, and the options of all plans.
 
     Attributes:
         batch: samples of a micro-batch, over all devices.
-        name: the plan asked for: "auto" or one of `PLANS`; None for a plan of the user's own.
-        optimizer: determines the size of the optimizer state; see `convoy.simulate.memory.OPTIMIZERS`.
+        name: the requested plan: "auto" or one of `PLANS`; None for a plan of the user's own.
+        optimizer: one of `convoy.simulate.memory.OPTIMIZERS`.
         wire: number format of messages.
         reduce: how gradients are summed; None: each named plan's own way, and the planner's choice.
         outputs: where the model's outputs are returned.
-        micro_batches: per step. Gradients are summed and weights updated after the last one; predictions are means
-            over all of them.
+        micro_batches: per step. Weights are updated after the last one; predictions are means over all of them.
 
     Raises:
         InputError: an unknown optimizer.
@@ -52,7 +78,7 @@ class PlanRequest:
 
     @property
     def sums(self) -> Reduce | None:
-        """The all-reduce that plans are made with. Mixing is planned like a sum of the planner's choice."""
+        """The all-reduce of all plans. Mixing is planned like a sum of the planner's choice."""
         return None if self.reduce == "inexact-butterfly-mixing" else self.reduce
 
     @cached_property
@@ -67,20 +93,19 @@ class PlanRequest:
         return tuple(device.name for device in fleet.devices)
 
     @cached_property
-    def room(self) -> Room:
-        """Memory that plans may fill."""
+    def limits(self) -> MemoryLimits:
         if self.fleet.fleet is None:
-            return Room((None,) * len(self.names), self.names, self.optimizer, self.costs.process_bytes)
-        return room_of(self.fleet.fleet, self.optimizer, self.costs.process_bytes)
+            return MemoryLimits((None,) * len(self.names), self.names, self.costs.process_bytes)
+        return MemoryLimits.of(self.fleet.fleet, self.costs.process_bytes)
 
     @cached_property
     def power(self) -> tuple[Power, ...] | None:
         """Watts of each device; None if one of them gives none."""
-        return None if self.fleet.fleet is None else known_power_of(self.fleet.fleet)
+        return None if self.fleet.fleet is None else power_of(self.fleet.fleet)
 
     @cached_property
     def speeds(self) -> Speeds:
-        """Predicted samples/s of each device that trains alone with the whole batch; their sum is the fleet's limit."""
+        """Predicted samples/s of each device that trains alone with the whole batch."""
         known: dict[object, float] = {}
         result = []
         for device in range(self.costs.network.devices):
@@ -93,15 +118,15 @@ class PlanRequest:
     @cached_property
     def layer_speeds(self) -> Speeds:
         """`speeds`, and the same for each weighted layer, as a measurement would give them."""
-        layers = {
-            layer.name: tuple(
-                self.batch
-                / sum(self.costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
+        times = self.costs.times
+        layers = {}
+        for layer in self.graph.weighted:
+            size = whole_size(layer, self.batch)
+            rows = (
+                sum(times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
                 for device in range(self.costs.network.devices)
             )
-            for layer in self.graph.weighted
-            for size in [whole_size(layer, self.batch)]
-        }
+            layers[layer.name] = tuple(self.batch / seconds for seconds in rows)
         return replace(self.speeds, layers=layers)
 
     def alone_s(self, device: int) -> float:
@@ -110,17 +135,17 @@ class PlanRequest:
         trained = {p.key: p.entries for layer in graph.layers.values() for p in layer.trainable}
         overhead = costs.overhead(device)
         update_s = sum(trained.values()) * costs.update_s(device) + len(trained) * overhead.update_s_per_tensor
-        layers_s = 0.0
+        seconds = overhead.layer_s + update_s / self.micro_batches + overhead.step_s
         for layer in graph.layers.values():
-            if layer.kind != "input":
-                size = whole_size(layer, self.batch)
-                layer_s = costs.times.seconds(device, layer, "forward", size)
-                if layer.name in trained_layers:
-                    layer_s += costs.times.seconds(device, layer, "backward", size)
-                layers_s += layer_s
-        losses = (graph[name] for name in graph.outputs if graph[name].batched and name in trained_layers)
-        loss_s = sum(overhead.loss_s((self.batch * math.prod(layer.shape),), costs.itemsize) for layer in losses)
-        return layers_s + overhead.layer_s + update_s / self.micro_batches + overhead.step_s + loss_s
+            if layer.kind == "input":
+                continue
+            size = whole_size(layer, self.batch)
+            seconds += costs.times.seconds(device, layer, "forward", size)
+            if layer.name in trained_layers:
+                seconds += costs.times.seconds(device, layer, "backward", size)
+                if layer.name in graph.outputs and layer.batched:
+                    seconds += overhead.loss_s((self.batch * math.prod(layer.shape),), costs.itemsize)
+        return seconds
 
     def named(self, name: str) -> Plan:
         """Return a plan by name, with the request's options."""
@@ -138,5 +163,5 @@ class PlanRequest:
                 f"a step of {self.batch} samples in {count} micro-batches: they must be equal; give a number that divides "
                 f"{self.batch}"
             )
-        fleet = replace(self.fleet, given=self.costs)  # tables of a measurement are read once
+        fleet = replace(self.fleet, given=self.costs)  # so that the tables of a measurement are read only once
         return replace(self, fleet=fleet, batch=self.batch // count, micro_batches=self.micro_batches * count)

@@ -1,7 +1,7 @@
 """Dynamic programming over the layers of a model, for one set of devices.
 
-The state is where the tensors that are still to be read lie; a layer's choices are the strategies it can have; a choice
-costs its arithmetic, the moves of its inputs there and of their gradients back, and its gradient sums.
+The state is the layouts of the tensors that are still to be read. A layer's choices are its possible strategies. A choice costs
+its arithmetic, the moves of its inputs and of their gradients, and its gradient sums.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,9 +22,8 @@ from convoy.planner.load_balance import batch_shares, layer_shares
 BEAM = 48
 """States kept per layer: residual nets need a handful, only dense concatenation has more."""
 
-
 EVEN_DEVICES, EVEN_LAYERS = 8, 100
-"""Of so few devices and layers, filters are shared out evenly, too, not only by speed."""
+"""Up to these numbers of devices and layers, filters are also split evenly, not only by speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Found:
     Attributes:
         model_s: its seconds by the analytic model.
         working: the number of devices that take part.
-        overlap: the overlap that the model assumed. Seconds of different overlaps cannot be compared.
+        overlap: assumed by the model. Seconds of different overlaps cannot be compared.
     """
 
     model_s: float
@@ -66,16 +65,16 @@ _Available = tuple[int, ...]
 """Layouts in which a tensor is available, by number; the first is the one it was made in."""
 
 _States = dict[tuple[_Available, ...], tuple[float, _Chosen | None]]
-"""Cheapest way to each combination of where the live tensors lie."""
+"""The cheapest way to each combination of the live tensors' layouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One thing a layer can do from where its inputs lie.
+    """A choice of a layer, given the layouts of its inputs.
 
     Attributes:
         strategy: None: it follows its input, and the plan need not name it.
-        inputs: where its inputs are available afterwards.
+        inputs: layouts in which its inputs are available afterwards.
     """
 
     strategy: Strategy | None
@@ -88,35 +87,33 @@ class Search:
     """Dynamic programming for one set of devices.
 
     Args:
-        active: the devices that may take part; the first is the one that works alone where one does.
-        only: names of strategies that layers are bound to.
-        penalty: what makes memory dear.
-        keepers: the devices that may keep shares of weights, by their speeds; nobody: all that use weights keep copies.
+        active: the devices that may take part; the first one works alone if one does.
+        penalty: the price of memory.
+        keepers: the devices that may hold shards of weights, by their speeds; empty: weights are copied.
     """
 
     def __init__(
         self,
         model: CostModel,
         active: Sequence[int],
-        only: Mapping[str, str] | None = None,
         penalty: MemoryPenalty | None = None,
         keepers: Sequence[int] = (),
     ) -> None:
         self.model, self.graph, self.batch, self.devices = model, model.graph, model.batch, model.devices
-        self.active, self.only, self.penalty = tuple(active), only or {}, penalty
+        self.active, self.penalty = tuple(active), penalty
         self.by_batch = Batch(batch_shares(model, active, penalty))
         self.speeds = [1 / model.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
-        # With one split of the batch for all layers, the device that is last over all of them sets the pace.
+        # All layers have the same split of the batch, so the device that is slowest over all of them sets the pace.
         shared = len(active) > 1
         self.last = max(active, key=lambda d: model.samples_s(d, self.by_batch.shares[d], shared))
         self.forms = self._forms(keepers)
-        # What everybody reads, everybody sends to all others: where cards set the pace, even shares may beat those by speed.
+        # A layer's output may go from every device to all others: if NICs set the pace, even shares may beat those by speed.
         few = 1 < len(active) <= EVEN_DEVICES and len(model.graph.layers) <= EVEN_LAYERS and penalty is None
         self.even = [float(d in self.active) for d in range(self.devices)] if few else None
         self.readers = {name: len(rows) + (name in self.graph.outputs) for name, rows in self.graph.readers.items()}
         self.numbers: dict[Layout, int] = {}
         self.layouts: list[Layout] = []
-        # They follow from what layers take: of the same devices they are those of every search.
+        # They depend on layer times only, so all searches for the same devices share them.
         known = model.splits.setdefault(self.active, {}) if penalty is None else {}
         self.splits: dict[tuple[str, str], Shares] = known
         self.choices: dict[tuple[str, tuple[_Available, ...]], list[_Choice]] = {}
@@ -124,7 +121,7 @@ class Search:
         self.between: dict[tuple[int, int, str, bool], float] = {}
 
     def run(self) -> list[tuple[float, Plan]]:
-        """The best plans (a few, that end in different layouts), cheapest first."""
+        """Return the best plans (a few, that end in different layouts), cheapest first."""
         states: _States = {(): (0.0, None)}
         live: tuple[str, ...] = ()
         left = dict(self.readers)
@@ -139,16 +136,14 @@ class Search:
         return [(cost, self._plan(chosen)) for cost, chosen in rows[:3]]
 
     def _advance(self, layer: Layer, states: _States, live: tuple[str, ...], after: tuple[str, ...]) -> _States:
-        """The states behind a layer."""
         inputs = tuple(dict.fromkeys(layer.inputs))
         places = [live.index(name) for name in inputs]
-        # Where each tensor that lives on is found: the layer's own output, one of its inputs, or as it was.
+        # The source of each tensor that stays live: the layer's own output, one of its inputs, or unchanged.
         sources = [
             (0, 0) if name == layer.name else (1, inputs.index(name)) if name in inputs else (2, live.index(name))
             for name in after
         ]
-        # What alike layers can do costs alike, unless the caller binds layers by name.
-        kind = layer.name if self.only else self.model.like(layer).name
+        kind = self.model.like(layer).name
         following: _States = {}
         for where, (cost, chosen) in states.items():
             available = tuple([where[place] for place in places])
@@ -171,12 +166,12 @@ class Search:
         return dict(sorted(following.items(), key=lambda item: item[1][0])[:BEAM])
 
     def _forms(self, keepers: Sequence[int]) -> tuple[Sharding | None, ...]:
-        """The ways in which weights that several devices use whole may be kept."""
+        """Return the ways to hold weights that several devices use whole: copies (None) or shards."""
         if len(keepers) < 2:
             return (None,)
         room = self.penalty.parts if self.penalty is not None else (1.0,) * self.devices
         speeds = [1 / self.model.samples_s(d, self.batch) if d in keepers else 0.0 for d in range(self.devices)]
-        if min(room) < 1:  # where memory is short, it decides
+        if min(room) < 1:  # memory is short, so it decides
             speeds = [room[d] if d in keepers else 0.0 for d in range(self.devices)]
         shares = apportion(SHARE_UNITS, speeds)
         kept = Sharding(shares), Sharding(shares, "free")
@@ -199,7 +194,7 @@ class Search:
         return replace(plan, sharded={name: how for name, how in found.items() if how is not None})
 
     def step_s(self, plan: Plan) -> float:
-        """Seconds by the analytic model of any plan of these devices, were its sums those of the model."""
+        """Return the seconds of any plan of these devices by the analytic model, with the model's way to sum."""
         where: dict[str, _Available] = {}
         total = 0.0
         for name, placed in placements(plan, self.graph).items():
@@ -221,15 +216,14 @@ class Search:
     def _choices(
         self, layer: Layer, where: Mapping[str, tuple[Layout, ...]]
     ) -> Iterator[tuple[Strategy | None, Placement]]:
-        """What a layer can do; None: it follows its input, and the plan need not name it."""
+        """Yield a layer's strategies; None: it follows its input, and the plan need not name it."""
         if layer.kind == "input":
             yield None, Placement((), self._place(layer, self.by_batch).gives)
             return
         leading = next((where[i][0] for i in layer.inputs if self.graph[i].batched), None)
         if leading is not None and layer.batched and layer.weighted and layer.groups == 1:
             for strategy in self._weighted(layer, where[layer.inputs[0]]):
-                if self.only.get(layer.name, strategy.name) == strategy.name:
-                    yield strategy, self._place(layer, strategy)
+                yield strategy, self._place(layer, strategy)
             return
         fallback, placed = unnamed(self.graph, layer, leading, self.by_batch, self.batch, self.devices)
         if fallback is None or leading is None or not layer.batched:
@@ -265,7 +259,7 @@ class Search:
         split = next((a for a in available if isinstance(a, Split) and a.axis == axis), None)
         if split is not None:
             yield Channel(split.shares)
-        # What lies split already may be more than a device has room for.
+        # An existing split may be more than a device has room for.
         if split is None or self.penalty is not None:
             yield Channel(self._shares(layer, "inputs"))
 
@@ -278,7 +272,7 @@ class Search:
     # --- prices ------------------------------------------------------------------------------------------------------
 
     def _number(self, layout: Layout) -> int:
-        """Of a layout: layouts over a thousand devices are long, and their numbers are compared instead."""
+        """Return a number to compare instead of a layout, which is long with a thousand devices."""
         number = self.numbers.setdefault(layout, len(self.layouts))
         if number == len(self.layouts):
             self.layouts.append(layout)
@@ -311,9 +305,9 @@ class Search:
         return self.between[key]
 
     def _work_s(self, layer: Layer, placed: Placement, forms: tuple[Sharding | None, ...]) -> float:
-        """Arithmetic and gradient sums of a layer, and the price of its memory."""
+        """Return arithmetic, gradient sums and the price of memory of a layer."""
         gives, leading = self._number(placed.gives), self._number(placed.takes[0]) if placed.takes else -1
-        # Shares over a thousand devices are long; of a search's own forms there is one tuple.
+        # Shares over a thousand devices are long, so the search's own forms have an empty key.
         key = (self.model.like(layer).name, gives, leading, () if forms is self.forms else forms)
         if key not in self.worked:
             cost = self._kept(layer, placed, forms)[0]
@@ -328,7 +322,7 @@ class Search:
     def _kept(
         self, layer: Layer, placed: Placement, forms: tuple[Sharding | None, ...] | None = None
     ) -> tuple[float, Sharding | None]:
-        """The cheapest way to keep a layer's parameters: sums, updates and memory; None: copies."""
+        """Return the cheapest way to hold a layer's parameters (None: copies) and its seconds: sums, updates, memory."""
         model, penalty = self.model, self.penalty
 
         def cost(how: Sharding | None) -> float:
@@ -343,7 +337,7 @@ class Search:
         return seconds, forms[best]
 
     def _end_s(self, live: tuple[str, ...], where: tuple[_Available, ...]) -> float:
-        """The outputs come to every device, or to their samples where they are not with them."""
+        """Return the seconds of moving the outputs to every device, or to the devices of their samples."""
         stays = self.model.request.outputs == "where-computed"
         wanted = Split(0, self.by_batch.shares) if stays else everywhere(self.devices)
         to, found = self._number(wanted), dict(zip(live, where, strict=True))

@@ -1,8 +1,8 @@
 """The cost of snapshots for recovery from a lost device, and how often they are worth it.
 
-For a snapshot each device copies its shards of weights and optimizer state in memory, and all devices confirm that they have.
-State that only one device holds is sent to the next one while later steps compute. A snapshot every k steps divides these costs
-by k, and after a loss at most k steps are repeated.
+For a snapshot each device copies its shards of weights and optimizer state in memory, and all devices confirm it. State that
+only one device holds is sent to the next one while later steps compute. A snapshot every k steps divides these costs by k, and
+after a loss at most k steps are repeated.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,8 @@ from convoy.layout.layout import held_entries, single
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.steps import ComputeStep, StepList
-from convoy.planner.predict import PlanPrediction
+from convoy.planner.prediction import PlanPrediction
 from convoy.planner.request import PlanRequest
-from convoy.simulate.costs import Costs
 from convoy.simulate.memory import optimizer_named
 
 MOST_PART = 0.02
@@ -25,14 +24,14 @@ MOST_STEPS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class SparePrice:
-    """What snapshots cost.
+    """The cost of snapshots.
 
     Attributes:
         every: steps from one snapshot to the next.
         part: the fraction by which steps are longer, on average.
         sent_bytes: per step on average, over all devices.
         memory_bytes: by device.
-        overfull: devices without room for snapshots beside the plan, in words.
+        overfull: devices whose memory does not hold plan and snapshots, in words.
     """
 
     every: int
@@ -50,17 +49,15 @@ def spare_price(row: PlanPrediction, request: PlanRequest, every: int | None = N
     """
     if len(request.names) == 1:
         return SparePrice(1, 0.0, 0, (0,))  # no other device could continue
-    steps = lower(row.plan, request.graph)
-    state = kept_bytes(steps, request.graph, request.room.optimizer, request.costs.itemsize)
+    state = kept_bytes(lower(row.plan, request.graph), request.graph, request.optimizer, request.costs.itemsize)
     step_s = row.step_s * request.micro_batches
     rates = [every] if every else range(1, MOST_STEPS + 1)
-    parts = ((k, _kept_s(state, row, request, k, step_s) / (k * step_s)) for k in rates)
+    parts = ((k, _snapshot_s(state, row, request, k) / (k * step_s)) for k in rates)
     chosen, part = next((k, part) for k, part in parts if every or part <= MOST_PART or k == MOST_STEPS)
-    before = [state[d - 1][1] for d in range(len(state))]
-    memory = tuple(2 * (own + copied) for (own, _), copied in zip(state, before, strict=True))
+    memory = tuple(2 * (own + state[d - 1][1]) for d, (own, _) in enumerate(state))
     needs = [each.total_bytes + more for each, more in zip(row.memory, memory, strict=True)]
     sent = round(sum(alone for _, alone in state) / chosen)
-    return SparePrice(chosen, part, sent, memory, tuple(request.room.overfull(needs)))
+    return SparePrice(chosen, part, sent, memory, tuple(request.limits.overfull(needs)))
 
 
 def kept_bytes(steps: StepList, graph: Graph, optimizer: str, itemsize: int = 4) -> list[tuple[int, int]]:
@@ -79,40 +76,24 @@ def kept_bytes(steps: StepList, graph: Graph, optimizer: str, itemsize: int = 4)
     return rows
 
 
-def _kept_s(
-    state: Sequence[tuple[int, int]], row: PlanPrediction, request: PlanRequest, every: int, step_s: float
-) -> float:
+def _snapshot_s(state: Sequence[tuple[int, int]], row: PlanPrediction, request: PlanRequest, every: int) -> float:
     """Return the seconds that one snapshot adds to `every` steps, on the device that it delays most."""
-    costs, devices = request.costs, len(state)
+    costs, network, devices = request.costs, request.costs.network, len(state)
     longest_s = 0.0
     for device, (own, alone) in enumerate(state):
-        arrives = state[device - 1][1]
+        received, receiver = state[device - 1][1], (device + 1) % devices
         handled_s = own * costs.overhead(device).copy_s_per_byte
-        handled_s += (alone + arrives) * costs.network.processor_s_per_byte[device]
-        # The state is sent beside the messages of the steps, while their NIC has time for it.
-        free_s = max(0.0, step_s - _card_s(row, request, device))
-        waits_s = max(0.0, _travel_s(costs, device, (device + 1) % devices, alone) - every * free_s)
-        longest_s = max(longest_s, handled_s + waits_s)
-    told_s = max(costs.overhead(d).calls_s(2 * (devices - 1)) for d in range(devices))
-    return longest_s + told_s + costs.network.largest_latency_s
-
-
-def _travel_s(costs: Costs, sender: int, receiver: int, size: int) -> float:
-    network = costs.network
-    a, b = network.host[sender], network.host[receiver]
-    rates = [network.pair_bytes_per_s[sender][receiver]]
-    rates += (
-        [network.within_bytes_per_s[a]] if a == b else [network.send_bytes_per_s[a], network.receive_bytes_per_s[b]]
-    )
-    return size / min(rates)
-
-
-def _card_s(row: PlanPrediction, request: PlanRequest, device: int) -> float:
-    """Return the seconds of a step in which the NIC of a device's host is busy with its messages."""
-    network = request.costs.network
-    own = [d for d, host in enumerate(network.host) if host == network.host[device]]
-    sent, received = (sum(sizes[d] for d in own) for sizes in (row.sent_bytes, row.received_bytes))
-    host = network.host[device]
-    return request.micro_batches * max(
-        sent / network.send_bytes_per_s[host], received / network.receive_bytes_per_s[host]
-    )
+        handled_s += (alone + received) * network.processor_s_per_byte[device]
+        a, b = network.host[device], network.host[receiver]
+        rates = (
+            [network.send_bytes_per_s[a], network.receive_bytes_per_s[b]] if a != b else [network.within_bytes_per_s[a]]
+        )
+        sending_s = alone / min(network.pair_bytes_per_s[device][receiver], *rates)
+        # The state is sent along with the messages of the steps, while the NIC has time for it.
+        on_host = [d for d, host in enumerate(network.host) if host == a]
+        sends_s = sum(row.sent_bytes[d] for d in on_host) / network.send_bytes_per_s[a]
+        receives_s = sum(row.received_bytes[d] for d in on_host) / network.receive_bytes_per_s[a]
+        free_s = max(0.0, request.micro_batches * (row.step_s - max(sends_s, receives_s)))
+        longest_s = max(longest_s, handled_s + max(0.0, sending_s - every * free_s))
+    confirming_s = max(costs.overhead(d).calls_s(2 * (devices - 1)) for d in range(devices))
+    return longest_s + confirming_s + network.largest_latency_s

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from convoy.measure.energy import ABSENT, counted_with
+from convoy.measure.energy_meter import ABSENT, counted_with
 from convoy.report.numbers import plain, seconds
 from convoy.report.screen import new_table
 from convoy.simulate.noise import QuotaNoise
@@ -20,7 +20,7 @@ def show(measured: Measurement, console: Console) -> None:
     console.print(_devices(measured))
     if measured.fleet.links:
         console.print(_links(measured))
-    if measured.host:
+    if len(measured.fleet.hosts) > 1:
         console.print(_nics(measured))
     for remark in [*energy_lines(measured), *remarks(measured)]:
         console.print(remark, markup=False, soft_wrap=True)
@@ -138,14 +138,10 @@ def _links(measured: Measurement) -> Table:
 
 
 def _nics(measured: Measurement) -> Table:
-    """A ring much slower than the NIC means that its two directions, or all hosts, share something."""
-    table = new_table("NICs, with all other hosts at once", ("host",), ("send", "receive", "in a ring"))
-    for rates in measured.host:
-        nic = measured.fleet.nic(rates.host)
-        table.add_row(
-            rates.host, f"{_rate(nic.send_bytes_per_s)} {_about(rates.send_spread)}",
-            f"{_rate(nic.receive_bytes_per_s)} {_about(rates.receive_spread)}", _rate(rates.ring_bytes_per_s),
-        )  # fmt: skip
+    table = new_table("NICs, with all other hosts at once", ("host",), ("send", "receive"))
+    for host in measured.fleet.hosts:
+        nic = measured.fleet.nic(host.name)
+        table.add_row(host.name, _rate(nic.send_bytes_per_s), _rate(nic.receive_bytes_per_s))
     return table
 
 

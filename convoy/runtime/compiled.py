@@ -235,14 +235,7 @@ def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole
     Args:
         whole: this device has all of its parameters.
     """
-    odd = (
-        layer.random
-        or layer.several
-        or layer.everywhere
-        or layer.blocked
-        or operation.attributes
-        or operation.no_autocast
-    )
+    odd = layer.random or layer.several or layer.everywhere or layer.blocked or operation.attributes
     if odd or layer.kind not in KINDS or not layer.differentiable or (layer.notes and layer.kind != "batch_norm"):
         return False
     constants = [*operation.args, *operation.kwargs.values()]

@@ -17,7 +17,7 @@ from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated
 from convoy.model.operation import fill_result
 from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
-from convoy.model.tracing.hooks import copied
+from convoy.model.tracing.copies import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
 from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of

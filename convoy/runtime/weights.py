@@ -16,7 +16,7 @@ from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, box, everywhere, holders, local_shape
 from convoy.model.graph import Graph, Parameter
 from convoy.model.tracing import TracedModel
-from convoy.model.tracing.hooks import copied
+from convoy.model.tracing.copies import copied
 from convoy.plan.placing import borrowed, parameter_layouts, pin
 from convoy.plan.plan import Plan
 from convoy.runtime.exchange import gather_whole, redistribute

@@ -1,27 +1,147 @@
-"""Cost-model inputs other than the step list: compute times, network, optimizer, host overheads."""
+"""The costs of a step besides its list of steps: layer times, network, optimizer, and the executor's overheads.
 
-from dataclasses import dataclass, field
+Costs come from measurements (`table.py`), or from the peaks of devices that are only described: the fraction of its peaks that
+nets reach on such a device. The fractions and their errors come from a hundred trainings of one device, ours and published
+ones (`python -m lab.calibrate`, benchmarks/published.toml). They are properties of a kind of device, never of a case.
+"""
 
-from convoy.simulate.compute import ComputeTimes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from convoy.errors import InputError
+from convoy.fleet import Device, Fleet, Nic
+from convoy.fleet.catalogue import device_class
+from convoy.plan.device_program import (
+    Add,
+    Copy,
+    FreeWeights,
+    HaveWeights,
+    Make,
+    Merge,
+    Operation,
+    Pack,
+    PackWeights,
+    Unpack,
+    UnpackWeights,
+    View,
+)
+from convoy.simulate.compute import ComputeTimes, Rate, Roofline
 from convoy.simulate.interval import Errors
-from convoy.simulate.network import Network
-from convoy.simulate.overhead import Overheads
+from convoy.simulate.memory import optimizer_named
+from convoy.simulate.network import Network, network_of
+
+FRESH_BYTES = 32 << 20
+"""Above this size glibc's malloc gets memory from the system each time and returns it at once (its largest mmap threshold)."""
+
+LOSS_TENSORS = 3
+"""Tensors of the outputs' size that a cross-entropy makes: log probabilities, their gradient, the gradient of the outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """Entries that a device copies and adds around the messages of a round, and the entries of each tensor that it makes."""
+
+    copied: int = 0
+    added: int = 0
+    made: tuple[int, ...] = ()
+
+    def __add__(self, other: "Handling") -> "Handling":
+        return Handling(self.copied + other.copied, self.added + other.added, self.made + other.made)
+
+
+NOTHING = Handling()
+
+
+def handling_of(operation: Operation) -> Handling | None:
+    """Return what an operation copies, adds and makes; None for one that computes, sends, receives, waits or signals.
+
+    Narrowing and widening count as copies: they read or write the wide numbers once.
+    """
+    match operation:
+        case Make(slot=int()) | View() | Unpack() | Pack(alone=True) | FreeWeights():
+            return NOTHING  # memory that every step uses again costs nothing
+        case Make(shape=shape, zeros=zeros):
+            size = math.prod(shape)
+            return Handling(copied=size if zeros else 0, made=(size,))
+        case (
+            Copy(size=size) | HaveWeights(size=size)
+        ):  # a comparison reads two tensors, a copy reads one and writes one
+            return Handling(copied=size)
+        case Add(size=size, narrow=narrow):
+            return Handling(copied=size, added=size, made=(size,)) if narrow else Handling(added=size)
+        case Merge(parts=parts, size=size):
+            return Handling(added=size * (len(parts) - 1), made=(size,) * (len(parts) - 1))
+        case Pack(size=size):
+            return Handling(copied=size, made=(size,))
+        case PackWeights(size=size, made=made, fresh=fresh, shares=shares):
+            return Handling(copied=size, made=(made, *(map(sum, shares) if fresh else ())))
+        case UnpackWeights(size=size, alone=alone):
+            return NOTHING if alone else Handling(copied=size)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Seconds that one device spends outside its layers' arithmetic; all zero for a device that is only a roofline.
+
+    Attributes:
+        step_s: per step: fetching a batch, calling the loss, clearing gradients, calling the optimizer.
+        layer_s: per layer, forward and backward together: finding its inputs, keeping its outputs.
+        round_s: per round with one message, beyond `Network.latency_s`: cutting, buffers, bookkeeping.
+        message_s: per further message of a round.
+        copy_s_per_byte, add_s_per_byte: for copying a tensor, and for adding one to another.
+        fresh_s_per_byte: for memory that the system provides page by page: tensors larger than `FRESH_BYTES`.
+        update_s_per_tensor: of the optimizer per parameter, besides its entries.
+        loss_s_per_byte: of the loss and its gradient per byte of the outputs.
+        queue_s: of an accelerator's host to queue one layer's forward or backward. The host runs ahead of the device, so a
+            segment takes the longer of both. 0 on a CPU.
+    """
+
+    step_s: float = 0.0
+    layer_s: float = 0.0
+    round_s: float = 0.0
+    message_s: float = 0.0
+    copy_s_per_byte: float = 0.0
+    add_s_per_byte: float = 0.0
+    fresh_s_per_byte: float = 0.0
+    update_s_per_tensor: float = 0.0
+    loss_s_per_byte: float = 0.0
+    queue_s: float = 0.0
+
+    def calls_s(self, messages: int) -> float:
+        """Return the seconds of a device's calls in a round in which it sends and receives this number of messages."""
+        return self.round_s + (messages - 1) * self.message_s if messages else 0.0
+
+    def handling_s(self, handling: Handling, itemsize: int) -> float:
+        """Return the seconds of copies, additions and new memory."""
+        fresh = sum(n for n in handling.made if n * itemsize > FRESH_BYTES)
+        return itemsize * (
+            handling.copied * self.copy_s_per_byte
+            + handling.added * self.add_s_per_byte
+            + fresh * self.fresh_s_per_byte
+        )
+
+    def loss_s(self, outputs: Sequence[int], itemsize: int) -> float:
+        """Return the seconds of the loss, forward and backward, of outputs with these numbers of entries."""
+        if not self.loss_s_per_byte:
+            return 0.0
+        made = Handling(made=tuple(n for n in outputs for _ in range(LOSS_TENSORS)))
+        return sum(outputs) * itemsize * self.loss_s_per_byte + self.handling_s(made, itemsize)
+
 
 _NO_OVERHEADS = Overheads()
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the simulator and the analytic cost model need besides the steps.
+    """Everything that the simulator and the analytic cost model need besides the steps.
 
     Attributes:
-        times: seconds of layers.
-        network: the wire.
         itemsize: bytes of one number.
-        update_s_per_entry: seconds of each device's optimizer for each parameter entry it keeps.
-        overheads: what else each device's processor does; none where nothing was measured.
-        errors: how far all this may err.
-        process_bytes: memory of each device's process before it trains; none where nothing was measured.
+        update_s_per_entry: by device, seconds of the optimizer per parameter entry that it holds.
+        overheads: by device; empty where nothing was measured.
+        process_bytes: by device, memory of its process before it trains; empty where nothing was measured.
     """
 
     times: ComputeTimes
@@ -37,3 +157,127 @@ class Costs:
 
     def overhead(self, device: int) -> Overheads:
         return self.overheads[device] if self.overheads else _NO_OVERHEADS
+
+
+# --- devices that are only described ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The fractions of their peaks that devices of a family reach, layer by layer.
+
+    Attributes:
+        arithmetic: of convolutions and linear layers. It may be above 1: Winograd's convolutions need fewer multiplications
+            than are counted.
+        memory: for all that a layer reads and writes.
+        call_s: seconds of each call of a layer.
+        spread: nine of ten measured trainings of one device took between predicted / spread and predicted * spread.
+        architectures: of the measured devices.
+    """
+
+    arithmetic: float
+    memory: float
+    call_s: float
+    spread: float
+    architectures: frozenset[str]
+
+
+CPU = Reached(0.52, 0.11, 8e-6, 1.37, frozenset({"zen5"}))
+PLAIN_GPU = Reached(1.1, 0.45, 1.5e-5, 1.4, frozenset({"maxwell", "pascal", "volta", "turing"}))
+TF32_GPU = Reached(0.9, 0.6, 1e-5, 1.26, frozenset({"ampere", "ada", "hopper"}))
+
+TF32 = frozenset({"ampere", "ada", "hopper", "blackwell"})
+"""NVIDIA's generations with tensor cores for TF32, which torch uses for convolutions by default."""
+
+UNKNOWN = 2.0
+"""Power of the spread for architectures that were never measured: twice as wide, in logarithms."""
+
+NIC_FRACTION = 0.95
+"""The fraction of a NIC's rate that messages reach (measured over gloo, from 4 MB up)."""
+
+HANDLING_S_PER_BYTE = 5.5e-10
+"""Seconds of a core per byte sent or received, rounded from gloo's; unencrypted connections take as much."""
+
+ENCRYPTION_S_PER_BYTE = 4e-10
+"""The same for TLS, for messages that leave the machine (docs/decisions/043)."""
+
+STAGING_S_PER_BYTE = 1e-10
+"""Between a GPU's memory and the host's: 10 GB/s, a round figure."""
+
+_OF_A_CORE = Overheads(
+    step_s=1e-3, layer_s=5e-5, round_s=4e-4, message_s=1e-4, copy_s_per_byte=5e-11, add_s_per_byte=5e-11,
+    fresh_s_per_byte=1e-11, update_s_per_tensor=1e-5, loss_s_per_byte=1e-9,
+)  # fmt: skip
+"""Overheads of a whole core: rounded from `convoy measure` on our machine, which was not idle."""
+
+
+def reached_by(device: Device) -> Reached:
+    """Return the fractions of its peaks that a device reaches, with the spread for its architecture."""
+    architecture = "" if device.class_name is None else device_class(device.class_name).architecture
+    family = CPU if device.kind == "cpu" else TF32_GPU if architecture in TF32 else PLAIN_GPU
+    if architecture in family.architectures:
+        return family
+    return replace(family, spread=family.spread**UNKNOWN)
+
+
+def described_costs(fleet: Fleet, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> Costs:
+    """Return the costs of a fleet of which nothing was measured.
+
+    Raises:
+        InputError: a device without peaks, an unknown optimizer.
+    """
+    moved = optimizer_named(optimizer).moved * itemsize
+    handling_s = HANDLING_S_PER_BYTE + (ENCRYPTION_S_PER_BYTE if len(fleet.hosts) > 1 else 0.0)
+    rates, overheads, traffic_s = [], [], []
+    for device in fleet.devices:
+        # How many times slower than one whole core its processor runs.
+        slower = device.slowdown / (min(1.0, device.cores or 1.0) if device.kind == "cpu" else 1.0)
+        rates.append(_rate(device, slower))
+        overheads.append(_overheads(device, slower, rates[-1]))
+        traffic_s.append(handling_s * slower + (0.0 if device.kind == "cpu" else STAGING_S_PER_BYTE))
+    # NICs as fast as messages are over them. Links that a file gives were measured.
+    segments = tuple(replace(each, uplink=_reached_rates(each.uplink)) for each in fleet.segments)
+    wire = replace(fleet, network=fleet.network and _reached_rates(fleet.network), segments=segments)
+    spreads = tuple(reached_by(device).spread for device in fleet.devices)
+    kinds = tuple(device.class_name or device.name for device in fleet.devices)
+    return Costs(
+        Roofline(tuple(rates), itemsize), network_of(wire, traffic_s), itemsize,
+        tuple(moved / rate.bytes_per_s for rate in rates), tuple(overheads), Errors("described", spreads, kinds=kinds),
+    )  # fmt: skip
+
+
+def _rate(device: Device, slower: float) -> Rate:
+    if device.peak_flop_per_s is None or device.memory_bytes_per_s is None:
+        raise InputError(
+            f"device {device.name!r} says nothing of its speed: name its class (class = 'rtx3060'; `convoy predict --list` "
+            "has them), give peak_flop_per_s and memory_bytes_per_s, or measure the fleet (convoy measure)"
+        )
+    reached = reached_by(device)
+    known = None if device.class_name is None else device_class(device.class_name)
+    tensor_cores = 1.0
+    if known is not None and known.tf32_flop_per_s is not None:
+        tensor_cores = known.tf32_flop_per_s.value / known.peak_flop_per_s.value
+    peak = device.peak_flop_per_s * reached.arithmetic / device.slowdown
+    return Rate(
+        flop_per_s=peak,
+        bytes_per_s=device.memory_bytes_per_s * reached.memory / device.slowdown,
+        conv_flop_per_s=peak * tensor_cores,
+        call_s=reached.call_s * slower,
+    )
+
+
+def _overheads(device: Device, slower: float, rate: Rate) -> Overheads:
+    found = Overheads(*(getattr(_OF_A_CORE, name) * slower for name in Overheads.__slots__))
+    if device.kind == "cpu":
+        return found
+    # A GPU copies in its own memory: a read and a write. It keeps freed memory. A cross-entropy reads the outputs, writes and
+    # reads logarithms, writes and reads their gradient, and writes the gradient of the outputs.
+    byte_s = 1 / rate.bytes_per_s
+    return replace(
+        found, copy_s_per_byte=2 * byte_s, add_s_per_byte=3 * byte_s, fresh_s_per_byte=0.0, loss_s_per_byte=6 * byte_s
+    )
+
+
+def _reached_rates(nic: Nic) -> Nic:
+    sends, receives = nic.send_bytes_per_s * NIC_FRACTION, nic.receive_bytes_per_s * NIC_FRACTION
+    return replace(nic, send_bytes_per_s=sends, receive_bytes_per_s=receives)

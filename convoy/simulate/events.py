@@ -1,11 +1,11 @@
-"""An event queue over devices and messages: programs go in, a timeline comes out.
+"""An event queue over devices and messages: plays the programs of all devices and returns a timeline.
 
-A device walks two lanes of work at once: its own, and the one on which gradients are summed. A computation occupies its
-lane; messages go on by themselves. A message starts when its sender is ready, waits the link's latency, and shares cards
-with all others; those from one device to another go through one connection, one by one. The kernels hold it: the sender goes
-on at once where its kernel takes all of it, and what arrives before it is asked for is there then. What moves bytes and what
-computes share the device's processor. A device that has computed comes late to an exchange, by its jitter; one that has
-just waited does not. Devices under a CPU quota have a noise model beside that (`noise.py`).
+A device has two lanes that run at the same time: its main program, and the sums of gradients. A computation occupies its lane;
+messages proceed on their own. A message starts when its sender is ready, waits for the link's latency, and shares NICs with
+all others; messages from one device to another use one connection, one by one. Kernels buffer messages: the sender continues
+at once if its kernel takes all bytes, and a message may arrive before its receiver asks for it. Messages and computations
+share the device's processor. A device that has computed comes late to an exchange, by its jitter; one that has just waited
+does not. Devices under a CPU quota have a noise model in addition (`noise.py`).
 """
 
 import heapq
@@ -21,15 +21,14 @@ from convoy.simulate.noise import SavedQuota
 Activity = Literal["compute", "send", "receive", "wait"]
 
 HELD_BYTES = 4 << 20
-"""So much of a message the sender's kernel takes at once: Linux's largest buffer of a connection, `net.ipv4.tcp_wmem`. The
-receiver's holds more, and is not asked."""
+"""The largest message that the sender's kernel takes at once: Linux's largest send buffer, `net.ipv4.tcp_wmem`."""
 
 MAIN, SUMS = 0, 1
 """The lanes of a device."""
 
 
 class Event(NamedTuple):
-    """What one device did for a while.
+    """An activity of one device.
 
     Attributes:
         step: id in the step list.
@@ -53,8 +52,8 @@ class Timeline:
 
     Attributes:
         step_s: from the first beginning to the last end.
-        compute_s: of each device, in its own lane, as long as it took beside the traffic.
-        exchange_s: how long its own lane waited for messages and sums. What is hidden behind computing is not in it.
+        compute_s: by device, in its main lane, slowed by traffic.
+        exchange_s: how long its main lane waited for messages and sums. Exchanges that overlap with computing do not count.
     """
 
     events: tuple[Event, ...]
@@ -68,10 +67,10 @@ class Timeline:
         return self.compute_s.index(max(self.compute_s))
 
 
-# --- what a lane does, in order --------------------------------------------------------------------------------------
+# --- items of a lane -------------------------------------------------------------------------------------------------
 
 Key = tuple[str, int, int]
-"""Something that is done at some time on a device: ("round", step, number), or a mark of a program's own."""
+"""A condition on one device: ("round", step, number) is finished, or a program's own mark."""
 
 Route = tuple[int, int, int, int]
 """A message: step, round, sender, receiver."""
@@ -82,11 +81,10 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Occupies the lane for some seconds, more where the processor is shared.
+    """Occupies the lane for some seconds, more if the processor is shared.
 
     Attributes:
-        is_layer: whether a saved CPU quota speeds it up (`noise.py`). It does not speed up calls: what an exchange takes beyond
-            their price, with the rest before it, is in the jitter.
+        is_layer: whether a saved CPU quota speeds it up (`noise.py`). For calls this is part of the jitter.
     """
 
     step: int
@@ -97,7 +95,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A device's part of one round: its messages with their bytes. They go on while the lane does."""
+    """Starts a device's messages of one round, with their bytes. The lane continues."""
 
     step: int
     number: int
@@ -107,7 +105,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """The lane goes on when all of these are done on its device."""
+    """Blocks the lane until all of these keys are done on its device."""
 
     step: int
     label: str
@@ -116,7 +114,7 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """This is done from now on."""
+    """Marks a key as done."""
 
     key: Key
 
@@ -127,23 +125,22 @@ Program = tuple[list[Item], list[Item]]
 
 
 def play(programs: Sequence[Program], network: Network, held_bytes: int = HELD_BYTES) -> Timeline:
-    """Run the programs of all devices, together.
+    """Play the programs of all devices together.
 
     Args:
-        held_bytes: who sends no more goes on at once. 0: nothing is held, a message starts when both of its ends are ready.
+        held_bytes: senders of messages up to this size continue at once. 0: a message starts when both ends are ready.
     """
     return _Play(programs, network, held_bytes).run()
 
 
 @dataclass(slots=True)
 class _Lane:
-    """Where a lane is.
+    """The state of a lane.
 
     Attributes:
         since_s: when its item began.
-        missing: what it waits for.
-        left_s: where it computes: of all that it computes in a row, what is left at the end of each of its items, the next
-            last.
+        missing: the keys that it waits for.
+        left_s: for its present row of computations, the seconds left at the end of each; the next one is last.
     """
 
     device: int
@@ -156,7 +153,7 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Round:
-    """A device's part of a round that is open: what is still to go through, and when the device itself is ready."""
+    """A device's part of an open round: unfinished messages, and when the device itself is ready."""
 
     missing: set[Route]
     ready_s: float
@@ -182,15 +179,15 @@ class _Play:
         self.open: list[dict[Key, _Round]] = [{} for _ in programs]
         self.messages: dict[Route, _Message] = {}
         self.flowing: list[Route] = []
-        self.connected: set[Pair] = set()  # those of the messages that flow
+        self.connected: set[Pair] = set()  # pairs of the flowing messages
         self.queued: dict[Pair, deque[Route]] = {}  # behind another message of the same pair
         self.rate: dict[Route, float] = {}
         self.shared: dict[tuple[tuple[Pair, ...], frozenset[int]], tuple[list[float], list[float]]] = {}
         self.works: dict[tuple[int, int], float] = {}  # (device, lane) -> seconds left in a row, at full speed
         self.speed: dict[tuple[int, int], float] = {}
-        self.arrived: set[Route] = set()  # before their receivers asked for them
+        self.arrived: set[Route] = set()  # before their receivers began the round
         self.starts: list[tuple[float, int, Route]] = []
-        self.late: list[tuple[float, int, Key]] = []  # rounds that wait for nothing but their device, until it is ready
+        self.late: list[tuple[float, int, Key]] = []  # rounds that only wait for their device
         self.ticket = 0
         self.events: list[Event] = []
         self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
@@ -224,8 +221,8 @@ class _Play:
     # --- time --------------------------------------------------------------------------------------------------------
 
     def _share(self) -> None:
-        """Rates of messages and speeds of computations, as long as nothing begins or ends."""
-        # Of a step's exchanges, most are of the same devices: the rates of each set of messages are worked out once.
+        """Set rates of messages and speeds of computations until something begins or ends."""
+        # Most exchanges of a step have the same devices, so the rates of each set of messages are computed once.
         key = (tuple([route[2:] for route in self.flowing]), frozenset([device for device, _ in self.works]))
         if key not in self.shared:
             self.shared[key] = self._shares(*key)
@@ -236,7 +233,7 @@ class _Play:
             self.speed[device, lane] = (1.0 - use[device]) / at_once
 
     def _shares(self, pairs: Sequence[Pair], busy: Collection[int]) -> tuple[list[float], list[float]]:
-        """Bytes/s of each message, and the part of each device's processor that messages take."""
+        """Return bytes/s of each message, and the fraction of each device's processor that messages take."""
         cost, use = self.network.processor_s_per_byte, [0.0] * len(self.lanes)
         if not pairs:
             return [], use
@@ -255,8 +252,7 @@ class _Play:
 
     def _advance(self, time_s: float) -> None:
         passed_s = time_s - self.now
-        # What takes less than a picosecond more is done, or less than the clock can show late in a long step: rounding must
-        # not hold the queue.
+        # Less than a picosecond left, or than the clock's resolution, is done: rounding must not stall the queue.
         least_s = max(1e-12, time_s * 1e-14)
         for route in self.flowing:
             message, rate = self.messages[route], self.rate[route]
@@ -279,7 +275,7 @@ class _Play:
             self._walk(*self.ready.popleft())
 
     def _walk(self, device: int, number: int) -> None:
-        """Go on in a lane until something takes time."""
+        """Advance a lane until an item takes time."""
         lane = self.lanes[device][number]
         while lane.at < len(lane.items):
             lane.since_s = self.now
@@ -299,7 +295,7 @@ class _Play:
             lane.at += 1
 
     def _in_a_row(self, lane: _Lane) -> list[float]:
-        """See `_Lane.left_s`; and behind it the seconds of all: between two of them nothing begins or ends elsewhere."""
+        """Return `_Lane.left_s`, and last the seconds of the whole row."""
         row = itertools.takewhile(lambda item: isinstance(item, Work), itertools.islice(lane.items, lane.at, None))
         works = [item for item in row if isinstance(item, Work)]
         saved = self.saved.get(lane.device)
@@ -361,7 +357,7 @@ class _Play:
         self._went_through(device, key)
 
     def _end_is_ready(self, route: Route, size: int, label: str, ready_s: float) -> None:
-        """One end of a message is ready: the sender's counts, and where nothing is held both."""
+        """Note that one end of a message is ready. The sender starts it; if nothing is held, both ends do."""
         message = self.messages.setdefault(route, _Message(size, label))
         message.ready += 1
         message.ready_s = max(message.ready_s, ready_s)
@@ -371,7 +367,7 @@ class _Play:
             heapq.heappush(self.starts, (start_s, self.ticket, route))
 
     def _went_through(self, device: int, key: Key) -> None:
-        """If that was the last message of a round, the device is done with it, not before it is ready itself."""
+        """Finish a round if that was its last message, but not before the device itself is ready."""
         if self.open[device][key].missing:
             return
         ready_s = self.open[device].pop(key).ready_s
@@ -383,8 +379,8 @@ class _Play:
     def _late_s(self, device: int, number: int) -> float:
         """Return how late a device comes to a round.
 
-        After computing: by its jitter, at most as long as it had computed since it last waited; what it waits now makes up for
-        it. A sum that overlaps with computing is late by the noise model alone.
+        By its jitter, but at most as long as it has computed since it last waited, minus its present wait. A sum that overlaps
+        with computing is late by the noise model alone.
         """
         if number == SUMS and (device, MAIN) in self.works:
             noise = self.network.noise[device] if self.network.noise else None
@@ -397,7 +393,7 @@ class _Play:
         return max(0.0, late_s - (self.now - worked_until_s))
 
     def _flow(self, route: Route) -> None:
-        # A pair of devices has one connection, and messages go through it one after the other.
+        # A pair of devices has one connection; messages use it one after the other.
         if route[2:] in self.connected:
             self.queued.setdefault(route[2:], deque()).append(route)
             return

@@ -1,12 +1,11 @@
-"""How far a prediction may err: the interval that nine of ten measurements lie in, from its causes.
+"""The interval of a prediction: nine of ten measurements lie in it. It follows from the causes of error.
 
-Each cause is a factor that nine of ten stay within. They are taken to be independent, so their logarithms add up as squares:
+Each cause is a factor that nine of ten cases stay within. They are taken as independent, so their logarithms add as squares:
 
-- the replay: what a step errs by where the seconds that go into it are right, from the validation set (docs/validation.md);
-- each device: how far the repetitions of its layers lay apart, and what other programs took from it meanwhile; where nothing
-  was measured, how far devices of its kind were from what they can do at most. It counts by the part of the step that it
-  computes;
-- the wire: how far the repetitions of its messages lay apart. It counts by what is left of the step.
+- the simulation: the error of a step if all its inputs are right, from the validation set (docs/validation.md);
+- each device: the spread of its layers' repetitions and other programs; if it was not measured, the error of devices of its
+  kind. Its weight is the fraction of the step that it computes;
+- the network: the spread of its messages' repetitions. Its weight is the rest of the step.
 """
 
 import math
@@ -15,55 +14,59 @@ from dataclasses import dataclass
 from typing import Literal
 
 Basis = Literal["measured", "rates", "described"]
-"""What a prediction is made from: times of this net's layers on these devices; what these devices reached at another net; or
-what such devices can do at most."""
+"""The source of a prediction: times of this net's layers on these devices, the speeds that these devices reached with another
+net, or the peaks of such devices."""
 
 OF_REPEATS = 0.35
-"""The mean of five repetitions lies within so much of (slowest - fastest) of the true one, nine times of ten: the range of five
-normal values is 2.33 deviations, their mean without the extremes errs by 0.49 of one, nine of ten are within 1.645 of that."""
+"""Nine times of ten the mean of five repetitions is within this fraction of (slowest - fastest) of the true one: the range of
+five normal values is 2.33 deviations, their mean without the extremes errs by 0.49 of one, nine of ten are within 1.645 of
+that."""
+
+OTHER_NET = 1.59
+"""The factor of devices that were measured with another net."""
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """What nine of ten measurements of a thing lie between."""
+class Within:
+    """Nine of ten measurements lie between these values."""
 
     low: float
     high: float
 
 
-def around(value: float, spread: float) -> Interval:
-    """From value / spread to value * spread."""
-    return Interval(value / spread, value * spread)
+def around(value: float, spread: float) -> Within:
+    """Return the interval from value / spread to value * spread."""
+    return Within(value / spread, value * spread)
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
-    """What the validation set leaves unexplained, of a device alone, of a step, and of how many times as fast as its fastest
-    device a fleet is: the smallest factors with which nine of ten measurements lie in the interval."""
+class SimulationErrors:
+    """Factors of the simulation: for a device alone, for a step, and for the speedup over the fastest device."""
 
-    alone: float
-    step: float
-    gain: float
+    alone: float = 1.0
+    step: float = 1.0
+    gain: float = 1.0
 
 
-REPLAY: Mapping[Basis, Replay] = {
-    "measured": Replay(alone=1.26, step=1.2, gain=1.2),
-    "rates": Replay(alone=1.0, step=1.17, gain=1.32),
-    "described": Replay(alone=1.0, step=1.17, gain=1.32),
+SIMULATION: Mapping[Basis | None, SimulationErrors] = {
+    None: SimulationErrors(),
+    "measured": SimulationErrors(alone=1.26, step=1.2, gain=1.2),
+    "rates": SimulationErrors(step=1.17, gain=1.32),
+    "described": SimulationErrors(step=1.17, gain=1.32),
 }
-"""By `python -m lab.calibrate`, a rule for all: no case has a figure of its own. Of described devices alone nothing is
-left unexplained, since their own factor is from such trainings; rates are replayed as they are."""
+"""The smallest factors with which nine of ten measurements lie in the interval (`python -m lab.calibrate`). Described devices
+alone have none: their own factor comes from such trainings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The causes, for one fleet.
+    """The factors of one fleet.
 
     Attributes:
-        basis: what the costs are made from; None: they are taken to be right.
-        devices: the factor of each device's seconds.
-        kinds: devices of one kind err alike; none: each by itself.
-        wire: the factor of what messages take.
+        basis: None: the costs are taken to be right.
+        devices: for each device's seconds.
+        wire: for the seconds of messages.
+        kinds: devices of one kind err alike. Empty: each device errs by itself.
     """
 
     basis: Basis | None = None
@@ -71,51 +74,44 @@ class Errors:
     wire: float = 1.0
     kinds: tuple[str, ...] = ()
 
-    @property
-    def replay(self) -> Replay:
-        return Replay(1.0, 1.0, 1.0) if self.basis is None else REPLAY[self.basis]
-
     def alone(self, device: int) -> float:
-        """Of a device that trains alone."""
-        return together([self.replay.alone, *self.devices[device : device + 1]])
+        """Return the factor of a device that trains alone."""
+        return together([SIMULATION[self.basis].alone, *self.devices[device : device + 1]])
 
     def step(self, computes: Sequence[float]) -> float:
-        """Of a step.
-
-        Args:
-            computes: the part of the step that each device computes, 0 to 1.
-        """
+        """Return the factor of a step. `computes` are the fractions of it that each device computes."""
         busy = [device for device, part in enumerate(computes) if part > 0]
-        return self.alone(busy[0]) if len(busy) == 1 else together([self.replay.step, self.costs(computes)])
+        if len(busy) == 1:
+            return self.alone(busy[0])
+        parts = [min(1.0, part) for part in computes]
+        devices = [factor**part for factor, part in zip(self.devices, parts, strict=False)]
+        return together([SIMULATION[self.basis].step, max(devices, default=1.0), self._wire(parts)])
 
     def gain(self, computes: Sequence[float], alone: int) -> float:
-        """Of how many times as fast as one of its devices, alone, a fleet is."""
-        return together([self.replay.gain, self.costs(computes, alone)])
+        """Return the factor of the speedup over the device `alone`.
 
-    def costs(self, computes: Sequence[float], alone: int | None = None) -> float:
-        """The factor of what goes into a step; or into how it compares with a device alone: what its kind errs by is in both,
-        as far as the step is computing."""
+        A device of its kind errs in both times alike, as far as the step is computing.
+        """
         parts = [min(1.0, part) for part in computes]
         kinds = self.kinds or tuple(map(str, range(len(self.devices))))
-        factors = [
-            factor ** (1.0 - part if alone is not None and kind == kinds[alone] else part)
+        devices = [
+            factor ** (1.0 - part if kind == kinds[alone] else part)
             for factor, part, kind in zip(self.devices, parts, kinds, strict=False)
             if part > 0
         ]
-        return together([max(factors, default=1.0), self.wire ** (1.0 - max(parts, default=0.0))])
+        return together([SIMULATION[self.basis].gain, max(devices, default=1.0), self._wire(parts)])
+
+    def _wire(self, computes: Sequence[float]) -> float:
+        return float(self.wire ** (1.0 - max(computes, default=0.0)))
 
 
 def together(factors: Iterable[float]) -> float:
-    """The factor of several independent causes."""
+    """Return the factor of several independent causes."""
     return math.exp(math.sqrt(math.fsum(math.log(factor) ** 2 for factor in factors)))
 
 
 def of_repeats(rows: Iterable[tuple[float, float]]) -> float:
-    """The factor of a sum of seconds, each measured by itself.
-
-    Args:
-        rows: seconds, and (slowest - fastest) / typical of their repetitions.
-    """
+    """Return the factor of a sum of (seconds, (slowest - fastest) / typical of their repetitions)."""
     pairs = list(rows)
     total_s = math.fsum(s for s, _ in pairs)
     if not total_s:

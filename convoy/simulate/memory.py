@@ -1,15 +1,16 @@
-"""Bytes that a plan keeps on each device while it trains.
+"""Bytes that a plan holds on each device while it trains.
 
-What is counted: weights and buffers; a gradient per trainable entry; the optimizer's state; activations kept for backward;
-the largest landing buffer of a move or gradient sum. What the process takes before it trains is measured with the device, and
-is no part of what plans may fill (`Room`). Not counted: the kernels' workspaces, the gradients of activations on their way
-through backward, the images of the next batches, and pages that the allocator keeps of what was freed.
+Counted: weights and buffers; a gradient per trainable entry; the optimizer's state; activations kept for backward; the largest
+receive buffer of a move or gradient sum. What the process takes before it trains is measured with the device and reduces the
+memory that plans may fill (`MemoryLimits`). Not counted: workspaces of kernels, gradients of activations, images of the next
+batches, pages that the allocator keeps.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from convoy.errors import unknown_name
 from convoy.fleet import Fleet
@@ -36,10 +37,10 @@ from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, Move
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What one optimizer costs, per trainable entry.
+    """The cost of one optimizer per trainable entry.
 
     Attributes:
-        state: numbers kept from step to step besides weight and gradient.
+        state: numbers kept from step to step, besides weight and gradient.
         moved: numbers read and written in one update, weight and gradient included.
     """
 
@@ -55,7 +56,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 
 def optimizer_named(name: str) -> Optimizer:
-    """An optimizer by name.
+    """Return an optimizer.
 
     Raises:
         InputError: unknown name; the choices are listed.
@@ -70,11 +71,10 @@ class DeviceMemory:
     """Bytes on one device.
 
     Attributes:
-        weights_bytes: parameters and buffers; of those that are kept in shares, the share and the whole copy.
-        gradients_bytes: of the trainable parameters; of those that are kept in shares, the share, and what is whole beyond it.
-        optimizer_bytes: its state.
+        weights_bytes: parameters and buffers; of sharded ones, the shard and the gathered copy.
+        gradients_bytes: of trainable parameters; of sharded ones, the shard and the rest of the whole gradient.
         activations_bytes: kept from forward to backward.
-        exchange_bytes: landing buffers of the largest move, or the flat copy and landing buffers of the largest sum.
+        exchange_bytes: receive buffers of the largest move, or flat copy and receive buffers of the largest sum.
     """
 
     weights_bytes: int
@@ -85,30 +85,28 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> int:
-        return (
-            self.weights_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.exchange_bytes
-        )
+        state_bytes = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state_bytes + self.activations_bytes + self.exchange_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What plans may fill.
+class MemoryLimits:
+    """The memory of a fleet's devices, of which plans may fill what their processes leave.
 
     Attributes:
-        limits_bytes: of each device; None where it is not known.
+        limits_bytes: None where it is not known.
         names: of the devices, for messages.
-        optimizer: one of `OPTIMIZERS`.
-        process_bytes: what each device's process takes of these before it trains; nothing: not known.
+        process_bytes: what each device's process takes before it trains; empty: not known.
     """
 
     limits_bytes: tuple[int | None, ...]
     names: tuple[str, ...]
-    optimizer: str = "sgd-momentum"
     process_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, fleet: Fleet, process_bytes: Sequence[int] = ()) -> Self:
+        devices = fleet.devices
+        return cls(tuple(d.memory_bytes for d in devices), tuple(d.name for d in devices), tuple(process_bytes))
 
     @property
     def limited(self) -> bool:
@@ -116,20 +114,19 @@ class Room:
         return any(limit is not None for limit in self.limits_bytes)
 
     def bytes_of(self, device: int) -> float:
-        """What plans may fill of a device, without an end where that is not known."""
+        """Return the bytes that plans may fill; infinite if not known."""
         limit = self.limits_bytes[device]
         return math.inf if limit is None else max(1.0, float(limit - self.own_bytes(device)))
 
     def own_bytes(self, device: int) -> int:
-        """What its process takes before it trains; 0 where that is not known."""
         return self.process_bytes[device] if self.process_bytes else 0
 
     def excess(self, needs: Sequence[int]) -> dict[int, float]:
-        """By how many bytes each overfilled device is overfilled, for the bytes that each needs."""
+        """Return the missing bytes of each overfilled device, given the bytes that each needs."""
         return {d: need - self.bytes_of(d) for d, need in enumerate(needs) if need > self.bytes_of(d)}
 
     def overfull(self, needs: Sequence[int]) -> list[str]:
-        """The overfilled devices in words."""
+        """Return the overfilled devices in words."""
         rows = []
         for d in self.excess(needs):
             own = self.own_bytes(d)
@@ -137,67 +134,51 @@ class Room:
             rows.append(f"{self.names[d]} needs {_mb(needs[d] + own)}{words} of {_mb(self.limits_bytes[d] or 0)}")
         return rows
 
-    def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], in_passes: str = "") -> str:
-        """Why nothing fits: the attempt that came closest, and what to do.
+    def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], split: str = "") -> str:
+        """Return why nothing fits: the attempt that comes closest, and the remedy.
 
         Args:
-            in_passes: in how many passes a step would fit, as `passes_words` says it; nothing: in none that is known.
+            split: the micro-batches with which a step would fit, as `micro_batch_words` says it; empty: none known.
         """
         closest = min(attempts, key=lambda needs: max(need / self.bytes_of(d) for d, need in enumerate(needs)))
         return (
             f"no plan of this {model} at a batch of {batch} fits the devices' memory: the one that comes closest overfills "
             f"{'; '.join(self.overfull(closest))}. "
-            + (f"Make a step of {in_passes}; or u" if in_passes else "U")
+            + (f"Make a step of {split}; or u" if split else "U")
             + "se a smaller batch or net, add a device, or correct memory_bytes in the fleet file"
         )
 
 
-def fewest_passes(batch: int, fits: Callable[[int], bool]) -> int | None:
-    """In how many equal passes a batch fits, as few as possible; None where not even one sample does.
+def fewest_micro_batches(batch: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the fewest equal micro-batches of a batch that fit; None if not even one sample does.
 
     Args:
-        fits: whether a pass of so many samples does.
+        fits: whether a micro-batch of this number of samples does.
     """
     if batch == 1 or not fits(1):
         return None
     return next(n for n in range(2, batch + 1) if batch % n == 0 and (n == batch or fits(batch // n)))
 
 
-def passes_words(graph: Graph, passes: int, step_s: float | None = None) -> str:
-    """How to make a step in several passes, how long it is predicted to take, and where its numbers would be others.
+def micro_batch_words(graph: Graph, count: int, step_s: float | None = None) -> str:
+    """Say how to make a step of several micro-batches, and which layers would compute other numbers.
 
     Args:
-        step_s: of the whole step; None: nothing is predicted.
+        step_s: predicted seconds of the whole step; None: not said.
     """
-    words = f"{passes} passes (--accumulate {passes}; in Python, model.no_sync())"
+    words = f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync())"
     words += "" if step_s is None else f", which fits: {step_s:.3g} s a step"
     if others := sees_batch(graph):
-        beside = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        what = "batch norm" if graph[others[0]].statistics else "layer"
-        words += (
-            f", with other numbers than in one pass, since {what} {others[0]!r}{beside} would see the samples of a pass"
-        )
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        kind = "batch norm" if graph[others[0]].statistics else "layer"
+        words += f", with other numbers than in one, since {kind} {others[0]!r}{more} would see only its samples"
     return words
 
 
 def sees_batch(graph: Graph) -> tuple[str, ...]:
-    """Layers that make other numbers of a batch in parts than of the whole: batch norm, or values for all pairs of samples."""
+    """Return the layers whose result depends on the whole batch: batch norm, or values for all pairs of samples."""
     rows = graph.layers.values()
     return tuple(e.name for e in rows if e.batched and (e.statistics or e.across or not e.per_sample))
-
-
-def room_of(fleet: Fleet, optimizer: str = "sgd-momentum", process_bytes: Sequence[int] = ()) -> Room:
-    """The memory of a fleet's devices.
-
-    Args:
-        process_bytes: of that, what each device's process takes before it trains.
-
-    Raises:
-        InputError: unknown optimizer.
-    """
-    optimizer_named(optimizer)
-    devices = fleet.devices
-    return Room(tuple(d.memory_bytes for d in devices), tuple(d.name for d in devices), optimizer, tuple(process_bytes))
 
 
 def _mb(size: float) -> str:
@@ -207,25 +188,28 @@ def _mb(size: float) -> str:
 def memory_of(
     plan: Plan, graph: Graph, batch: int | None = None, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
-    """Memory of each device that trains by `plan`, for a global batch of `batch` samples (default: the plan's).
+    """Return the memory of each device that trains by `plan`, for a global batch of `batch` samples (default: the plan's).
 
     Raises:
         InputError: unknown optimizer.
         PlanError: the plan does not fit the graph.
     """
-    steps = lower(plan, graph, batch)
-    return memory_of_steps(steps, graph, optimizer=optimizer, itemsize=itemsize)
+    return memory_of_steps([lower(plan, graph, batch)], graph, optimizer=optimizer, itemsize=itemsize)
 
 
 def memory_of_steps(
-    steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
+    lists: Sequence[StepList], graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
-    """As `memory_of`, for a step list."""
-    state = optimizer_named(optimizer).state
+    """Return for each device the memory of the micro-batch that needs most, given the step lists of all kinds."""
+    rows = [_memory(steps, graph, optimizer_named(optimizer).state, itemsize) for steps in lists]
+    return tuple(max(each, key=lambda memory: memory.total_bytes) for each in zip(*rows, strict=True))
+
+
+def _memory(steps: StepList, graph: Graph, state: int, itemsize: int) -> list[DeviceMemory]:
     result = []
     for device, program in enumerate(compile_all(steps, graph)):
         kept, trained = parameter_entries(steps, graph, device)
-        whole, gradients = gathered_entries(program)
+        whole, gradients = _gathered_entries(program)
         result.append(
             DeviceMemory(
                 weights_bytes=(kept + whole) * itemsize,
@@ -235,22 +219,14 @@ def memory_of_steps(
                 exchange_bytes=max(exchange_bytes(program, steps, itemsize).values(), default=0),
             )
         )
-    return tuple(result)
-
-
-def memory_of_passes(
-    lists: Sequence[StepList], graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
-) -> tuple[DeviceMemory, ...]:
-    """Of each device, that of the pass that needs most, of the step lists of all kinds of passes that a step has."""
-    rows = [memory_of_steps(steps, graph, optimizer=optimizer, itemsize=itemsize) for steps in lists]
-    return tuple(max(each, key=lambda memory: memory.total_bytes) for each in zip(*rows, strict=True))
+    return result
 
 
 def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> tuple[int, ...]:
-    """More than each device needs, by the layouts alone: where that fits there is no need to compile every program.
+    """Return an upper limit for each device by the layouts alone. If it fits, no program must be compiled to know that.
 
-    Parameters are counted as they lie; each value as if it were kept and shared no memory with another; the largest exchange
-    as if all summands arrived at once, beside a tensor to sum in and what leaves.
+    Each value counts as if it were kept and shared no memory; the largest exchange as if all summands arrived at once, with a
+    tensor to sum in and the numbers that are sent.
     """
     numbers = 2 + optimizer_named(optimizer).state
     values = {v.key: v for s in steps.phase("forward") if isinstance(s, ComputeStep) for v in (*s.reads, s.writes)}
@@ -268,7 +244,7 @@ def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum"
 
 
 def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, int]:
-    """Entries of parameters and buffers on a device, and how many of them it trains."""
+    """Return the entries of parameters and buffers on a device, and of those that it trains."""
     kept: dict[str, int] = {}
     trained: dict[str, int] = {}
     for step in steps.phase("forward"):
@@ -283,11 +259,10 @@ def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, 
     return sum(kept.values()), sum(trained.values())
 
 
-def gathered_entries(program: DeviceProgram) -> tuple[int, int]:
-    """Entries of whole parameters that were gathered from shares, and of their whole gradients beyond the shares of them, when
-    both together are the most.
+def _gathered_entries(program: DeviceProgram) -> tuple[int, int]:
+    """Return the peak of entries of gathered parameters, and of their whole gradients without the own shards.
 
-    As long as a sum has not come to an end, the whole gradient is there, and the share of it is not.
+    Until its sum ends, a whole gradient is held, and its shard is not.
     """
     whole: dict[str, int] = {}
     gradients: dict[int, int] = {}
@@ -310,21 +285,11 @@ def gathered_entries(program: DeviceProgram) -> tuple[int, int]:
     return most
 
 
-def update_s_per_entry(optimizer: str, bytes_per_s: float, itemsize: int = 4) -> float:
-    """Seconds of the optimizer per trainable entry: its numbers once through a memory of this bandwidth.
-
-    Raises:
-        InputError: unknown optimizer.
-    """
-    return optimizer_named(optimizer).moved * itemsize / bytes_per_s
-
-
 def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
-    """Entries kept from forward to backward; a tensor that several layers keep is there once.
+    """Return the entries kept from forward to backward; a tensor that several layers keep counts once.
 
-    Convolutions, Linear and batch norms over several devices keep their input. Every other layer runs under autograd, which
-    keeps its input and its output; what it keeps besides (the indices of max pooling, a mask of dropout) is not counted.
-    Flatten is a view of its input.
+    Convolutions, Linear and batch norms over several devices keep their input. Autograd keeps input and output of every other
+    layer. Indices of max pooling and masks of dropout are not counted. Flatten is a view of its input.
     """
     back = {step.layer for step in steps.phase("backward") if isinstance(step, ComputeStep)}
     shared = (step for step in steps.phase("forward") if isinstance(step, GatherStatistics))
@@ -340,7 +305,7 @@ def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
 
 
 def _views(program: DeviceProgram, steps: StepList, graph: Graph) -> dict[str, str]:
-    """Values that are the same memory as another one on this device: flattened, or moved with nothing arriving or rounded."""
+    """Return values that share memory with another one on this device: flattened, or moved with nothing received or rounded."""
     flattened = {
         step.writes.key: step.reads[0].key
         for step in steps.phase("forward")
@@ -358,11 +323,9 @@ def _views(program: DeviceProgram, steps: StepList, graph: Graph) -> dict[str, s
 
 
 def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -> dict[int, int]:
-    """Bytes of the buffers of each exchange of a device, by step: where messages land, narrow numbers that leave, and the flat
-    tensor that a sum works on.
+    """Return the buffer bytes of each exchange of a device, by step: received messages, narrow numbers to send, flat sums.
 
-    A gradient that is moved stays until it has left, while the layer's other gradient is computed; where narrow numbers
-    leave, those do.
+    A gradient that is moved, or its narrow copy, is held until it is sent, while the layer's other gradient is computed.
     """
     rounds: dict[int, dict[int, int]] = {}  # by step and round
     flat: Counter[int] = Counter()
@@ -400,7 +363,7 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
                         taken[op.number] = taken.get(op.number, 0) + message.size * narrow_itemsize(itemsize)
     found: dict[int, int] = {}
     for step, taken in rounds.items():
-        # The chunks of a move are begun together; of a sum, so many rounds as have memory of their own.
+        # The chunks of a move begin together; of a sum, the rounds that have memory of their own.
         at_once = len(slots.get(step, ())) or 1
         found[step] = flat[step] + (
             max(taken.values(), default=0) * at_once if flat[step] or step in slots else sum(taken.values())

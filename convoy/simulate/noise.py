@@ -1,7 +1,7 @@
-"""The noise model of a CPU quota: how far a device that may use only a part of a processor strays from its mean speed.
+"""The noise model of a CPU quota: how a device that may use only a part of a processor deviates from its mean speed.
 
 Emulated hosts (`convoy emulate`) and containers with a CPU limit compute in bursts: the kernel lets them run at full speed,
-then pauses them until the next period. A device without a quota has no noise model, and nothing here applies to it.
+then pauses them until the next period. A device without a quota has no noise model.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class QuotaNoise:
 
     Attributes:
         overlap_delay_s: a round of a gradient sum takes longer by this while the device computes.
-        rested_s: after a rest the device finishes earlier by this, at most: it has not used its quota meanwhile.
+        rested_s: after a rest the device finishes earlier by at most this, because it has not used its quota meanwhile.
         burst: how many times as fast as its mean speed it computes until then.
     """
 
@@ -29,18 +29,16 @@ class QuotaNoise:
 
 
 class SavedQuota:
-    """The quota that one device saves up while it rests, during a simulated step."""
+    """The quota that one device saves while it rests, during a simulated step."""
 
     def __init__(self, noise: QuotaNoise) -> None:
         self._noise, self._saved_s = noise, 0.0
         self._idle_since_s: float | None = 0.0
 
     def rest(self, now_s: float) -> None:
-        """Note that the device computes nothing from now on."""
         self._idle_since_s = now_s
 
     def wake(self, now_s: float) -> None:
-        """Note that the device computes again."""
         if self._idle_since_s is not None:
             self._saved_s = min(self._noise.rested_s, self._saved_s + now_s - self._idle_since_s)
             self._idle_since_s = None

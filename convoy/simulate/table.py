@@ -1,8 +1,8 @@
-"""What a fleet was measured to do: seconds of every layer on every device, its links, its optimizer. A value, and its file.
+"""Measurement: layer times of every device, links, optimizer and overheads of a fleet. A value, and its file.
 
 The file is a fleet file with one more table, written by `convoy measure` and readable by a person::
 
-    [[host]] ... [[device]] ... [[link]] ...      # as in fleet/file.py, cards and links as measured
+    [[host]] ... [[device]] ... [[link]] ...      # as in fleet/file.py, NICs and links as measured
 
     [measured]
     format = 2
@@ -26,25 +26,27 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from convoy.errors import InputError, MismatchError, shown, unknown_name
 from convoy.files import parse_toml, read_text
-from convoy.fleet import Fleet
-from convoy.fleet.file import CLOSED, LEAST, MOST, Text, Truth, explain, first_of
+from convoy.fleet import Fleet, Nic
+from convoy.fleet.file import CLOSED, MOST, Text, Truth, explain, first_of
 from convoy.model.graph import Graph
 from convoy.plan.device_program import LocalSize
-from convoy.simulate.compute import ComputeTimes, Correction, Grid, LayerTimes, MeasuredTimes
-from convoy.simulate.costs import Costs
-from convoy.simulate.interval import Errors, of_repeats, together
+from convoy.simulate.compute import ComputeTimes, Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
+from convoy.simulate.costs import Costs, Overheads
+from convoy.simulate.interval import OTHER_NET, Errors, of_repeats, together
 from convoy.simulate.network import network_of
 from convoy.simulate.noise import QuotaNoise
-from convoy.simulate.overhead import Overheads
 
 FORMAT = 2
-"""2: batch norms with shared statistics, and what a step costs beside its layers. Without these a prediction is too low, so
-files of format 1 are refused."""
+"""Format 1 lacks batch norms with shared statistics and overheads. Without these predictions are too low, so it is refused."""
+
+GIGABIT = Nic(send_bytes_per_s=118e6, receive_bytes_per_s=118e6, latency_s=1e-4)
+"""The NIC of hosts whose network was never measured: what messages reach on the most common Ethernet."""
 
 Seconds = Annotated[float, Strict(), Field(ge=0, le=1e9)]
 Spread = Seconds
 """(slowest - fastest) / typical of the repetitions."""
 Count = Annotated[int, Strict(), Field(ge=1, le=2**40)]
+_Rate = Annotated[float, Strict(), Field(ge=0, le=MOST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,10 @@ class LayerPoint:
 
     Attributes:
         samples, outputs, inputs: the size, as in `convoy.plan.device_program.LocalSize`.
-        forward_s, backward_s: seconds of one call; backward is 0 where no gradient passes.
+        forward_s, backward_s: seconds of one call; backward is 0 if no gradient passes.
         spread: of forward and backward together.
-        shared: of a batch norm that shares its statistics with other devices.
-        beside: no point of the grids, but a size that a plan has.
+        shared: a batch norm that shares its statistics with other devices.
+        beside: not a point of the grids, but a size that a plan has.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -74,21 +76,17 @@ class LayerPoint:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """What else a device's processor was measured to take.
+    """The other measured costs of a device. For all fields not named here see `Overheads` and `Network`.
 
     Attributes:
-        send_s_per_byte, receive_s_per_byte: seconds of this device's processor for each byte of its traffic. Where a
-            quota leaves it a fifth of a core, these are five times the seconds of a whole core.
+        send_s_per_byte, receive_s_per_byte: seconds of its processor per byte of traffic. Under a quota of a fifth of a core,
+            these are five times the seconds of a whole core.
         update_s_per_entry: of SGD with momentum, per entry of the parameters it holds.
-        step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor,
-            loss_s_per_byte, queue_s: see `convoy.simulate.overhead.Overheads`; the last two are 0 in files without them.
-        jitter_s: see `convoy.simulate.network.Network`.
-        noise: the noise model of a device under a CPU quota; None for every other device.
         other_load: how much longer its work took because of other programs, at most: 0.5 is half as long again.
-        flop_per_s, memory_bytes_per_s: what it reached at the weighted layers of this net, and at all others; 0: not known.
-        process_bytes: resident memory of the process beside the model, before anything is trained; 0: not known, as of
-            accelerators, and in files from before it was measured.
-        measured_w: while its layers were timed; None where `measured_by` says why: what measured, or why nothing did.
+        flop_per_s, memory_bytes_per_s: speeds it reached at weighted layers, and at all others; 0: not known.
+        process_bytes: resident memory of the process before training, without the model; 0: not known.
+        measured_w: while its layers were timed; `measured_by` names the counter, or why there is none.
+        noise: None without a CPU quota.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -108,9 +106,9 @@ class DeviceCosts:
     traffic_spread: Spread = 0.0
     update_spread: Spread = 0.0
     other_load: Spread = 0.0
-    flop_per_s: Annotated[float, Strict(), Field(ge=0, le=MOST)] = 0.0
-    memory_bytes_per_s: Annotated[float, Strict(), Field(ge=0, le=MOST)] = 0.0
-    measured_w: Annotated[float, Strict(), Field(ge=0, le=MOST)] | None = None
+    flop_per_s: _Rate = 0.0
+    memory_bytes_per_s: _Rate = 0.0
+    measured_w: _Rate | None = None
     measured_by: Text = ""
     loss_s_per_byte: Seconds = 0.0
     queue_s: Seconds = 0.0
@@ -118,18 +116,14 @@ class DeviceCosts:
     noise: QuotaNoise | None = None
 
     @property
-    def overheads(self) -> Overheads:
-        return Overheads(**{field.name: getattr(self, field.name) for field in fields(Overheads)})
-
-    @property
     def processor_s_per_byte(self) -> float:
-        """The one number that `convoy.simulate.network.Network` charges either end of a message with."""
+        """The mean of both directions, which the network model charges at either end of a message."""
         return (self.send_s_per_byte + self.receive_s_per_byte) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpread:
-    """How far the repetitions of a link's measurement lie apart."""
+    """The spread of a link's repetitions."""
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     source: Text
@@ -138,39 +132,21 @@ class LinkSpread:
     bandwidth_spread: Spread
 
 
-@dataclass(frozen=True, slots=True)
-class HostRates:
-    """A host's card while all hosts send at once.
-
-    Attributes:
-        ring_bytes_per_s: what it sends while every host sends to the next one and receives from the one before. Less
-            than its card's rates: its directions share something (half duplex, the processor, the switch).
-        send_spread, receive_spread: of the card's rates.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
-    host: Text
-    ring_bytes_per_s: Annotated[float, Strict(), Field(ge=LEAST, le=MOST)]
-    send_spread: Spread
-    receive_spread: Spread
-
-
 @dataclass(frozen=True)
 class Measurement:
-    """One measuring of a fleet with a model.
+    """A measurement of a fleet with a model.
 
     Attributes:
-        fleet: with cards and links as measured.
+        fleet: with NICs and links as measured.
         net, fingerprint, batch: the model by name and by `Graph.fingerprint`, and the largest batch that was timed.
         convoy, torch, date: versions, and when (ISO 8601).
         device: one per device of the fleet, in its order.
         layer: points of every layer on every device. Those with all inputs fill a rectangle of samples x outputs;
             those with fewer inputs fill a rectangle of samples x inputs, with all outputs.
-        link, host: spreads and common rates, where there was a network to measure.
-        precision: what the layers computed in; see `convoy.runtime.precision`.
+        precision: of the layers' arithmetic; see `convoy.runtime.precision`.
 
     Raises:
-        InputError: a device, host or layer is missing, unknown or there twice; points that fill no rectangle.
+        InputError: a device or layer is missing, unknown or there twice; points that fill no rectangle.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -184,145 +160,215 @@ class Measurement:
     device: tuple[DeviceCosts, ...]
     layer: tuple[LayerPoint, ...]
     link: tuple[LinkSpread, ...] = ()
-    host: tuple[HostRates, ...] = ()
     precision: Text = "float32"
 
     def __post_init__(self) -> None:
-        devices = [device.name for device in self.fleet.devices]
-        hosts = [host.name for host in self.fleet.hosts]
-        _check_rows("device", self.device, {"device": devices})
-        _check_rows("layer", self.layer, {"device": devices}, "layer", "samples", "outputs", "inputs", "shared")
-        _check_rows("link", self.link, {"source": hosts, "target": hosts})
-        _check_rows("host", self.host, {"host": hosts})
-        if [costs.device for costs in self.device] != devices:
+        names = [device.name for device in self.fleet.devices]
+        sections: Mapping[str, Sequence[DeviceCosts | LayerPoint]] = {"device": self.device, "layer": self.layer}
+        for section, rows in sections.items():
+            for i, row in enumerate(rows):
+                if row.device not in names:
+                    raise InputError(f"measured.{section}[{i}].device: {unknown_name('device', row.device, names)}")
+        if [costs.device for costs in self.device] != names:
             raise InputError(
                 f"measured.device has rows for {', '.join(c.device for c in self.device) or 'nobody'}: it has one for each "
-                f"device of the fleet, in its order ({', '.join(devices)}); measure again"
+                f"device of the fleet, in its order ({', '.join(names)}); measure again"
             )
-        tables = [self.points_of(device) for device in devices]
-        for device, table in zip(devices, tables, strict=True):
+        tables = [self.points_of(name) for name in names]
+        for name, table in zip(names, tables, strict=True):
             if missing := sorted(set(tables[0]) ^ set(table)):
                 raise InputError(
-                    f"layer {missing[0]!r} is measured on some devices, but not on all (see {device!r}): measure again"
+                    f"layer {missing[0]!r} is measured on some devices, but not on all (see {name!r}): measure again"
                 )
             for points in table.values():
                 layer_times(points)
 
     def points_of(self, device: str) -> dict[str, list[LayerPoint]]:
-        """The points of one device by layer."""
+        """Return the points of one device by layer."""
         table: dict[str, list[LayerPoint]] = {}
         for point in self.layer:
             if point.device == device:
                 table.setdefault(point.layer, []).append(point)
         return table
 
-    def times(self) -> MeasuredTimes:
-        """The tables that a simulation interpolates."""
-        return MeasuredTimes(
-            tuple(
-                {layer: layer_times(points) for layer, points in self.points_of(device.name).items()}
-                for device in self.fleet.devices
-            )
-        )
+    # --- costs -------------------------------------------------------------------------------------------------------
 
     def costs(self, graph: Graph, itemsize: int = 4) -> Costs:
-        """Everything that a simulation of this model on this fleet needs.
-
-        Args:
-            graph: the model, as it was measured.
-            itemsize: bytes of one number.
+        """Return the costs of the measured model.
 
         Raises:
-            MismatchError: measured with another model.
+            MismatchError: another model.
         """
         if graph.fingerprint != self.fingerprint:
             raise MismatchError(
                 f"these times are of {self.net} ({self.fingerprint}), not of this {graph.model} ({graph.fingerprint}): "
                 "measure this model on this fleet first"
             )
-        return self.costs_with(self.times(), itemsize)
+        tables = (self.points_of(device.name) for device in self.fleet.devices)
+        times = tuple({layer: layer_times(points) for layer, points in table.items()} for table in tables)
+        return self._costs_with(MeasuredTimes(times), itemsize)
 
-    def costs_with(self, times: ComputeTimes, itemsize: int = 4) -> Costs:
-        """The costs with other times of layers: wire, optimizer and the rest of a step as they were measured."""
+    def best_costs(self, graph: Graph, itemsize: int = 4) -> Costs:
+        """Return the costs of any model; for another than the measured one, by the speeds that the devices reached.
+
+        Raises:
+            MismatchError: another model, and a file of a version that did not write these speeds.
+        """
+        if graph.fingerprint == self.fingerprint or not all(e.flop_per_s and e.memory_bytes_per_s for e in self.device):
+            return self.costs(graph, itemsize)
+        rates = tuple(Rate(each.flop_per_s, each.memory_bytes_per_s) for each in self.device)
+        costs = self._costs_with(Roofline(rates, itemsize), itemsize)
+        devices = tuple(together([OTHER_NET, each]) for each in costs.errors.devices)
+        return replace(costs, errors=replace(costs.errors, basis="rates", devices=devices))
+
+    def _costs_with(self, times: ComputeTimes, itemsize: int) -> Costs:
+        rows = self.device
+        network = network_of(
+            self.fleet, [row.processor_s_per_byte for row in rows], tuple(row.jitter_s for row in rows)
+        )
+        if any(row.noise for row in rows):
+            network = replace(network, noise=tuple(row.noise for row in rows))
+        names = [field.name for field in fields(Overheads)]
         return Costs(
             times=times,
-            network=replace(
-                network_of(
-                    self.fleet,
-                    [costs.processor_s_per_byte for costs in self.device],
-                    [costs.jitter_s for costs in self.device],
-                ),
-                noise=tuple(costs.noise for costs in self.device) if any(costs.noise for costs in self.device) else (),
-            ),
+            network=network,
             itemsize=itemsize,
-            update_s_per_entry=tuple(costs.update_s_per_entry for costs in self.device),
-            overheads=tuple(costs.overheads for costs in self.device),
-            errors=self.errors(),
-            process_bytes=tuple(costs.process_bytes for costs in self.device),
+            update_s_per_entry=tuple(row.update_s_per_entry for row in rows),
+            overheads=tuple(Overheads(**{name: getattr(row, name) for name in names}) for row in rows),
+            errors=self._errors(),
+            process_bytes=tuple(row.process_bytes for row in rows),
         )
 
-    def errors(self) -> Errors:
-        """Return how far times and rates may err, by how their repetitions differed and by other load."""
+    def _errors(self) -> Errors:
+        """Return the errors of times and rates, by the spread of their repetitions and by other load."""
         devices = []
         for costs in self.device:
-            largest = [_largest(points) for points in self.points_of(costs.device).values()]
+            largest = [
+                max(points, key=lambda p: (p.samples, p.outputs, p.inputs, not p.shared))
+                for points in self.points_of(costs.device).values()
+            ]
             repeats = of_repeats((point.forward_s + point.backward_s, point.spread) for point in largest)
             devices.append(together([repeats, 1.0 + costs.other_load]))
         load = max((costs.other_load for costs in self.device), default=0.0)
         wires = [of_repeats([(1.0, link.bandwidth_spread)]) for link in self.link]
         return Errors("measured", tuple(devices), together([max(wires, default=1.0), 1.0 + load]))
 
+    # --- other devices -----------------------------------------------------------------------------------------------
+
+    def of_devices(self, indices: Sequence[int]) -> Self:
+        """Return the measurement of some devices, in this order."""
+        devices = tuple(self.fleet.devices[i] for i in indices)
+        names, hosts = {device.name for device in devices}, {device.host for device in devices}
+        return replace(
+            self,
+            fleet=replace(self.fleet.with_only(set(indices)), devices=devices),
+            device=tuple(self.device[i] for i in indices),
+            layer=tuple(point for point in self.layer if point.device in names),
+            link=tuple(link for link in self.link if {link.source, link.target} <= hosts),
+        )
+
+    def with_device(self, joining: "Measurement", nic: Nic = GIGABIT) -> Self:
+        """Return the measurement with one more device, the last one, which was measured alone.
+
+        Args:
+            joining: of one device. If its name is taken, it gets a number.
+            nic: NIC of hosts of which none was measured.
+
+        Raises:
+            MismatchError: it was measured with another model, or in another precision.
+        """
+        for field in ("fingerprint", "precision"):
+            ours, theirs = getattr(self, field), getattr(joining, field)
+            if ours != theirs:
+                raise MismatchError(
+                    f"the device that joins was measured with {field} {theirs}, the others with {ours}: measure it with the "
+                    "model that they train"
+                )
+        fleet, device = self.fleet, joining.fleet.devices[0]
+        taken = {each.name for each in fleet.devices}
+        name = next(
+            n for i in range(len(taken) + 1) if (n := f"{device.name[:56]}-{i + 1}" if i else device.name) not in taken
+        )
+        hosts = fleet.hosts
+        if device.host not in {host.name for host in hosts}:
+            host = joining.fleet.hosts[0]
+            hosts = (*hosts, replace(host, card=host.card or joining.fleet.network or nic))
+        if len(hosts) > 1 and fleet.network is None:
+            hosts = tuple(replace(host, card=host.card or nic) for host in hosts)
+        return replace(
+            self,
+            fleet=replace(fleet, hosts=hosts, devices=(*fleet.devices, replace(device, name=name))),
+            device=(*self.device, replace(joining.device[0], device=name)),
+            layer=(*self.layer, *(replace(p, device=name) for p in joining.layer if p.device == device.name)),
+        )
+
+    # --- the file ----------------------------------------------------------------------------------------------------
+
     @classmethod
     def from_toml(cls, text: str, source: str = "fleet.toml") -> Self:
-        """The measurement in a file's text. `source` names the file in errors.
+        """Read a measurement. `source` names the file in errors.
 
         Raises:
             InputError: not TOML, no [measured] table, another format, unknown keys, wrong types, missing points. The
                 message gives the path of the field, such as `measured.layer[2].samples`.
         """
-        sections = parse_toml(text, source)
-        fleet = Fleet.from_sections(sections, source)
-        if "measured" not in sections:
+        _, measured = cls._from_sections(parse_toml(text, source), source)
+        if measured is None:
             raise InputError(f"{source}: no [measured] table: this is a fleet as described; run convoy measure on it")
-        return cls._from_sections(sections, fleet, source)
+        return measured
 
     @classmethod
-    def _from_sections(cls, sections: Mapping[str, Any], fleet: Fleet, source: str) -> Self:
+    def _from_sections(cls, sections: Mapping[str, Any], source: str) -> tuple[Fleet, Self | None]:
+        fleet = Fleet.from_sections(sections, source)
+        if "measured" not in sections:
+            return fleet, None
         measured = sections["measured"]
         if not isinstance(measured, dict):
             raise InputError(f"{source}: measured = {shown(measured)}: it is a table; measure again")
         if (number := measured.get("format")) != FORMAT:
             raise InputError(f"{source}: measured.format = {shown(number)}: this version reads {FORMAT}; measure again")
-        rows = {name: value for name, value in measured.items() if name != "format"}
+        rows = {
+            name: value for name, value in measured.items() if name not in ("format", "host")
+        }  # "host": older files
         if isinstance(devices := rows.get("device"), list):
             rows["device"] = [_with_noise(row) for row in devices]
         try:
-            return TypeAdapter(cls).validate_python(rows | {"fleet": fleet})
+            return fleet, TypeAdapter(cls).validate_python(rows | {"fleet": fleet})
         except ValidationError as error:
             lines = [explain(each, cls, _SECTIONS, "measure again", "measured.") for each in error.errors()]
             raise InputError(first_of(lines, source)) from error
 
     def to_toml(self) -> str:
-        """The text of the file; `Measurement.from_toml` gives an equal measurement back."""
+        """Return the text of the file; `Measurement.from_toml` returns an equal measurement."""
         lines = [self.fleet.to_toml(), "[measured]", f"format = {FORMAT}"]
         for name in ("net", "fingerprint", "batch", "precision", "convoy", "torch", "date"):
             lines.append(f"{name} = {_literal(getattr(self, name))}")
-        for name in ("device", "host", "link", "layer"):
+        for name in ("device", "link", "layer"):
             rows = [f"  {{ {_row(value)} }}," for value in getattr(self, name)]
             if rows or name in ("device", "layer"):
                 lines += [f"{name} = [", *rows, "]"]
         return "\n".join(lines) + "\n"
 
 
+def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
+    """Return the fleet in a file, and its measurement if there is one.
+
+    Raises:
+        InputError: the file cannot be read or used; see `Fleet.from_toml` and `Measurement.from_toml`.
+    """
+    text = read_text(path, "the fleet", "give the path of a TOML file")
+    return Measurement._from_sections(parse_toml(text, str(path)), str(path))
+
+
 _SECTIONS: Mapping[str, type[Any]] = {
-    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "host": HostRates, "noise": QuotaNoise
+    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "noise": QuotaNoise
 }  # fmt: skip
 _OLD_NOISE = {"beside_s": "overlap_delay_s", "rested_s": "rested_s", "burst": "burst"}
-"""Keys of a device in files from before the noise model was a table of its own, and their names there."""
+"""Keys of a device in older files, which had no table for the noise model, and their names there."""
 
 
 def _with_noise(row: Any) -> Any:
-    """Return the row of a device with the keys of an older file moved into its noise model; none if they say nothing."""
+    """Move the keys of an older file into the noise model."""
     if not isinstance(row, dict) or not row.keys() & _OLD_NOISE.keys():
         return row
     noise = {new: row[old] for old, new in _OLD_NOISE.items() if old in row}
@@ -330,20 +376,8 @@ def _with_noise(row: Any) -> Any:
     return kept if QuotaNoise(**noise) == QuotaNoise() else kept | {"noise": noise}
 
 
-def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
-    """The fleet in a file, and what was measured of it if that stands there too.
-
-    Raises:
-        InputError: the file cannot be read or used; see `Fleet.from_toml` and `Measurement.from_toml`.
-    """
-    source = str(path)
-    sections = parse_toml(read_text(path, "the fleet", "give the path of a TOML file"), source)
-    fleet = Fleet.from_sections(sections, source)
-    return fleet, Measurement._from_sections(sections, fleet, source) if "measured" in sections else None
-
-
-def _row(value: DeviceCosts | HostRates | LinkSpread | LayerPoint | QuotaNoise) -> str:
-    # Few points are shared, few devices have a quota: the key stands only there.
+def _row(value: DeviceCosts | LinkSpread | LayerPoint | QuotaNoise) -> str:
+    # False and None are defaults of which most rows have many.
     named = [(field.name, getattr(value, field.name)) for field in fields(value)]
     return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False and each is not None)
 
@@ -353,42 +387,33 @@ def _literal(value: str | int | float | QuotaNoise) -> str:
         return f"{{ {_row(value)} }}"
     if isinstance(value, bool):
         return str(value).lower()
-    # By hand, since a document of thousands of rows takes tomlkit seconds.
+    # tomlkit takes seconds to write a document of thousands of rows.
     return tomlkit.item(value).as_string() if isinstance(value, str) else repr(value)
-
-
-def _check_rows(section: str, rows: Sequence[Any], names: Mapping[str, Sequence[str]], *more: str) -> None:
-    """Refuse rows of unknown devices or hosts, and rows that are there twice.
-
-    Args:
-        names: by field, the devices or hosts that it may name.
-        more: fields by which rows differ, beside these.
-    """
-    seen: set[tuple[Any, ...]] = set()
-    for i, row in enumerate(rows):
-        for field, known in names.items():
-            if (name := getattr(row, field)) not in known:
-                kind = "device" if field == "device" else "host"
-                raise InputError(f"measured.{section}[{i}].{field}: {unknown_name(kind, name, known)}")
-        key = tuple(getattr(row, field) for field in (*names, *more))
-        if key in seen:
-            raise InputError(f"measured.{section}[{i}] is there twice: {', '.join(map(str, key))}; remove one")
-        seen.add(key)
 
 
 # --- grids -----------------------------------------------------------------------------------------------------------
 
 
 def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
-    """The times of one layer on one device: grids, and what corrects them.
+    """Return the times of one layer on one device: grids and corrections.
 
     Raises:
-        InputError: the points of the grids fill no rectangles.
+        InputError: the points of the grids fill no rectangles, or a point is there twice.
     """
-    on_grid = [point for point in points if not point.beside] or points
-    times = _local_times([point for point in on_grid if not point.shared] or on_grid)
-    if shared := {(point.samples, point.outputs): point for point in on_grid if point.shared}:
-        forward, backward = _grids(shared, points[0])
+    on_grid = [point for point in points if not point.beside] or list(points)
+    alone = [point for point in on_grid if not point.shared] or on_grid
+    inputs = max(point.inputs for point in alone)
+    forward, backward = _grids([p for p in alone if p.inputs == inputs], "outputs")
+    times = LayerTimes(forward, backward)
+    if fewer := [point for point in alone if point.inputs < inputs]:
+        outputs, samples = max(point.outputs for point in fewer), {point.samples for point in fewer}
+        if any(point.outputs != outputs for point in fewer):
+            raise InputError(f"{_name(points[0])}: points with fewer inputs have all outputs; measure again")
+        whole = [p for p in alone if (p.inputs, p.outputs) == (inputs, outputs) and p.samples in samples]
+        forward, backward = _grids(fewer + whole * (len(whole) == len(samples)), "inputs")
+        times = replace(times, forward_inputs=forward, backward_inputs=backward)
+    if shared := [point for point in on_grid if point.shared]:
+        forward, backward = _grids(shared, "outputs")
         times = replace(times, forward_shared=forward, backward_shared=backward)
     corrections = (
         Correction(LocalSize(point.samples, point.outputs, point.inputs), point.forward_s, point.backward_s)
@@ -398,39 +423,20 @@ def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
     return replace(times, corrections=tuple(corrections))
 
 
-def _local_times(points: Sequence[LayerPoint]) -> LayerTimes:
-    inputs = max(point.inputs for point in points)
-    by_size = {(point.samples, point.outputs): point for point in points if point.inputs == inputs}
-    forward, backward = _grids(by_size, points[0])
-    fewer = [point for point in points if point.inputs < inputs]
-    if not fewer:
-        return LayerTimes(forward, backward)
-    outputs = max(point.outputs for point in fewer)
-    by_inputs = {(point.samples, point.inputs): point for point in fewer if point.outputs == outputs}
-    if len(by_inputs) != len(fewer):
-        raise InputError(f"{_name(points[0])}: points with fewer inputs have all outputs; measure again")
-    samples = {point.samples for point in fewer}
-    whole = {(s, inputs): by_size[s, outputs] for s in samples if (s, outputs) in by_size}
-    if len(whole) == len(samples):
-        by_inputs |= whole
-    return LayerTimes(forward, backward, *_grids(by_inputs, points[0]))
-
-
-def _grids(points: Mapping[tuple[int, int], LayerPoint], any_point: LayerPoint) -> tuple[Grid, Grid]:
-    """Forward and backward over (samples, filters or inputs)."""
-    samples, others = (tuple(sorted({key[axis] for key in points})) for axis in (0, 1))
+def _grids(points: Sequence[LayerPoint], axis: str) -> tuple[Grid, Grid]:
+    """Return forward and backward over samples and an axis."""
+    table = {(point.samples, getattr(point, axis)): point for point in points}
+    if len(table) < len(points):
+        raise InputError(f"{_name(points[0])}: a size is there twice; remove one")
+    samples, others = (tuple(sorted({key[i] for key in table})) for i in (0, 1))
     for s, o in ((s, o) for s in samples for o in others):
-        if (s, o) not in points:
-            raise InputError(f"{_name(any_point)}: no point at {s} samples and {o} filters or inputs; measure again")
+        if (s, o) not in table:
+            raise InputError(f"{_name(points[0])}: no point at {s} samples and {o} {axis}; measure again")
     forward, backward = (
-        Grid(samples, others, tuple(tuple(float(getattr(points[s, o], phase)) for o in others) for s in samples))
+        Grid(samples, others, tuple(tuple(float(getattr(table[s, o], phase)) for o in others) for s in samples))
         for phase in ("forward_s", "backward_s")
     )
     return forward, backward
-
-
-def _largest(points: Sequence[LayerPoint]) -> LayerPoint:
-    return max(points, key=lambda point: (point.samples, point.outputs, point.inputs, not point.shared))
 
 
 def _name(point: LayerPoint) -> str:

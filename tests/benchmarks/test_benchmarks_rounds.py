@@ -23,7 +23,7 @@ from benchmarks.score import error, error_at_measured_speed, ratio_of_pairs
 from benchmarks.worker import WorkerJob, run_fleet
 from convoy.comm.group import AloneGroup, Group
 from convoy.data import Images
-from convoy.measure.load import read
+from convoy.measure.other_load import read_usage
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -237,11 +237,11 @@ def test_what_others_take_is_what_is_left() -> None:
     # Two cores for 10 s, 12 s of them busy, 7 s of those our own.
     assert share(12.0, 7.0, 10.0, 2) == pytest.approx(0.25)
     assert share(6.9, 7.0, 10.0, 2) == 0, "clocks tick in hundredths"
-    begin = read()
+    begin = read_usage()
     end = begin.wall_s + 0.2
     while time.perf_counter() < end:
         pass
-    now = read()
+    now = read_usage()
     assert now.own_s - begin.own_s > 0
     assert now.busy_s >= begin.busy_s
     assert 0 <= others_share(AloneGroup(CPU), begin) <= 1.1
@@ -273,7 +273,7 @@ def run_smoke(group: Group, folder: str) -> list[str]:
         return real(*arguments)
 
     worker.run_rounds = run_rounds_after_a_look
-    worker.measure_job = lambda *given: measure(*given[:-1], replace(given[-1], stretch_s=QUICK_S))
+    worker.measure_job = lambda *given: measure(*given[:-1], replace(given[-1], slice_s=QUICK_S))
     try:
         run_fleet(group, worker_job(folder), None, said.append)
         run_fleet(group, worker_job(folder), None, said.append)

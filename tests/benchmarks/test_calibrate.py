@@ -5,11 +5,11 @@ import math
 import pytest
 
 from benchmarks.score import Residual, held, inside, spread_of
-from convoy.simulate.described import CPU, OTHER_NET
-from convoy.simulate.interval import REPLAY
+from convoy.simulate.costs import CPU
+from convoy.simulate.interval import OTHER_NET, SIMULATION
 from lab.calibrate import alone, gains, other_net, ours_alone, steps
 
-MEASURED = REPLAY["measured"]
+MEASURED = SIMULATION["measured"]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_a_known_cause_explains_is_not_counted_twice():
 
 @pytest.mark.slow
 def test_intervals_of_described_fleets_hold_nine_of_ten():
-    described = REPLAY["described"]
+    described = SIMULATION["described"]
     for residuals, constant in ((steps("described"), described.step), (gains("described"), described.gain)):
         assert constant - 0.015 < spread_of(residuals) <= constant
         assert inside(residuals, constant) >= 0.9

@@ -13,10 +13,10 @@ from benchmarks.rebalance_score import Run, summarise
 # --- rebalancing -----------------------------------------------------------------------------------------------------
 
 
-def a_run(steps_s: list[float], split: list[list[int]], losses: float = 0.0, reshares: Any = ()) -> Run:
+def a_run(steps_s: list[float], split: list[list[int]], losses: float = 0.0, reshards: Any = ()) -> Run:
     noisy = [each * (1.02 if n % 2 else 0.98) for n, each in enumerate(steps_s)]
     shares = [{"b": each} for each in split]
-    return Run(steps_s, noisy, [losses] * len(steps_s), shares, list(reshares))
+    return Run(steps_s, noisy, [losses] * len(steps_s), shares, list(reshards))
 
 
 def four_runs(after: list[int], answer_at: int = 4, steps: int = 60, slow_at: int = 10) -> dict[str, Run]:
@@ -50,7 +50,7 @@ def test_rebalancing_is_judged_by_its_answer_its_calm_and_its_loss() -> None:
     runs["left alone"] = a_run([1.0] * 10 + [1.33] * 50, [[4, 4]] * 60)
     assert (summarise(runs, 10).of_best, summarise(runs, 10).is_back) == (pytest.approx(1.0), False)
     runs = four_runs([2, 6])
-    runs["rebalanced"].reshares = []
+    runs["rebalanced"].reshards = []
     assert summarise(runs, 10).back_after is None
     runs = four_runs([2, 6])
     runs["best split"].losses = [0.5e-6] * 60
@@ -67,7 +67,7 @@ def test_a_mood_of_the_machine_falls_on_all_four_alike() -> None:
     assert (moody.back_after, moody.of_best) == (4, pytest.approx(1.0))
 
 
-def test_the_command_names_the_rehearsed_fleet_and_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_names_the_emulated_fleet_and_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page showed a command without its fleet, which gave another experiment."""
     monkeypatch.setattr("sys.argv", ["it", "--batch", "16", "-o", "/some/where.json", "--slowdown", "1,1"])
     monkeypatch.delenv("CONVOY_FLEET", raising=False)

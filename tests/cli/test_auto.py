@@ -13,16 +13,15 @@ import torch
 from torch import nn
 
 from convoy.api import Plans, distribute, make_plan, make_plans
-from convoy.cli.plan import run_plan
-from convoy.cli.question import PlanQuestion
+from convoy.cli import planning
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.layout.layout import local_shape
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
-from convoy.planner.predict import working
+from convoy.planner.prediction import working
 from convoy.runlog.observers import StepTimer
 from convoy.simulate.interval import around
 from convoy.simulate.memory import memory_of
@@ -32,7 +31,7 @@ from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
 BATCH = 12
-QUESTION = PlanQuestion("two-conv:4:6", (1, 8, 8), 10, 32)
+QUESTION: dict[str, Any] = {"net": "two-conv:4:6", "image": "1,8,8", "batch": 32}
 SHAPE = (3, 8, 8)
 
 
@@ -62,7 +61,7 @@ def measured() -> Measurement:
 
 def measure(group: Group) -> str:
     model = net()
-    times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
+    times = {"budget_s": 0.5, "links_budget_s": 0.2, "slice_s": 0.002}
     return measure_job(group, trace(model, example()), model, BATCH, MeasureOptions("small", **times)).to_toml()
 
 
@@ -194,7 +193,7 @@ def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, 
         refused(file, 2, net(), example())
 
 
-def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
+def test_on_emulated_hosts_the_fleet_file_describes_what_is_measured(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`convoy emulate` names its fleet file in CONVOY_FLEET: for scripts of four lines as for `convoy train`. Its times, if it
@@ -209,31 +208,11 @@ def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
         described.append([device.name for device in options.fleet.devices])
         return timed(measured, 1.0, 1.5)
 
-    monkeypatch.setattr("convoy.api.measure_job", measure)
+    monkeypatch.setattr("convoy.measure.planning.measure_job", measure)
     plans = run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group))
     assert plans[0] == plans[1]
     assert described
     assert all(names == [device.name for device in measured.fleet.devices] for names in described)
-
-
-def test_devices_whose_times_vary_much_are_measured_once_more(
-    measured: Measurement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def with_spread(spread: float, *factors: float) -> Measurement:
-        found = timed(measured, *factors)
-        return replace(found, layer=tuple(replace(point, spread=spread) for point in found.layer))
-
-    calls = {0: 0, 1: 0}
-
-    def measure(group: Group, *_: object, **_options: Any) -> Measurement:
-        calls[group.device] += 1
-        return with_spread(50.0, 1e3, 1.0) if calls[group.device] == 1 else with_spread(0.0, 1.0, 1e3)
-
-    monkeypatch.setattr("convoy.api.measure_job", measure)
-    graph = trace(net(), example()).graph
-    for plan in run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group)):
-        assert working(plan, graph) == {0}, "the quiet times say so"
-    assert calls == {0: 2, 1: 2}
 
 
 def test_speeds_and_auto_exclude_each_other() -> None:
@@ -254,10 +233,10 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     timer.on_step_end(5, 8)
     timer.on_step_end(5, 8)
     assert timer.step_s == 1.5
-    told = timer.beside(0.9, around(0.9, 1.5), passes=2)
+    told = timer.compared_with(0.9, around(0.9, 1.5), 2)
     assert "measured: 1.5 s, the median of 4 steps, inside the interval; the prediction is +20.0% off" in told
     assert "nine of ten: 1.2 - 2.7 s" in told
-    assert "outside the interval" in timer.beside(1.8, around(1.8, 1.1))
+    assert "outside the interval" in timer.compared_with(1.8, around(1.8, 1.1))
 
 
 def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps(
@@ -279,14 +258,14 @@ def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps
     assert timer.step_s == 3.0, "four steps tell too little"
     steps(1.0)
     assert timer.step_s == 1.0
-    assert "the median of 5 steps" in timer.beside(1.0, around(1.0, 1.1))
+    assert "the median of 5 steps" in timer.compared_with(1.0, around(1.0, 1.1))
 
 
 def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "convoy.planner.predict.REACH", 1e3
+        "convoy.planner.prediction.REACH", 1e3
     )  # any plan with fewer messages: here the fastest device alone at least
     file = tmp_path / "fleet.toml"
     file.write_text(timed(measured, 1.0, 1.5).to_toml())
@@ -299,7 +278,7 @@ def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first
     assert len(plans) > 1
     assert plans == others
     assert plans.request.fleet == others.request.fleet, "any device may have to plan anew"
-    assert plans.measured is not None
+    assert plans.request.fleet.measured is not None
     assert plan == other == plans[0]
     assert plans.predicted_s(plans[0]) == plans.step_s[0]
     for index, each in enumerate(plans[1:], 1):
@@ -312,7 +291,7 @@ def measure_tiny(group: Group) -> str:
     """The net of `tests.support.commands.TINY` on digits."""
     model = build_net("two-conv:4:6", (1, 8, 8), 10)
     traced = trace(model, torch.zeros(1, 1, 8, 8))
-    times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
+    times = {"budget_s": 0.5, "links_budget_s": 0.2, "slice_s": 0.002}
     return measure_job(group, traced, model, 32, MeasureOptions("two-conv:4:6", **times)).to_toml()
 
 
@@ -357,7 +336,7 @@ def test_the_forecast_marks_what_does_not_fit(
     tables = tuple(replace(table, process_bytes=0) for table in tiny.device)
     file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
     file.write_text(replace(tiny, fleet=replace(tiny.fleet, devices=devices), device=tables).to_toml())
-    run_plan(QUESTION, file, plan)
+    planning.plan(fleet=file, output=plan, **QUESTION)
     said = capsys.readouterr().out
     assert f"! data does not fit: {first.name} needs" in said
     assert "! auto" not in said
@@ -366,9 +345,9 @@ def test_the_forecast_marks_what_does_not_fit(
     saved = Plan.load(plan)
     graph = trace(build_net("two-conv:4:6", (1, 8, 8), 10), torch.zeros(1, 1, 8, 8)).graph
     assert memory_of(saved, graph)[0].total_bytes <= 20_000
-    run_plan(QUESTION, file, least_energy_s=1e3)
+    planning.plan(fleet=file, least_energy=1e3, **QUESTION)
     with pytest.raises(PlanError, match="the fastest takes"):
-        run_plan(QUESTION, file, least_energy_s=1e-9)
+        planning.plan(fleet=file, least_energy=1e-9, **QUESTION)
 
 
 def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> None:
@@ -382,8 +361,8 @@ def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> Non
     assert all(line.startswith("planning ") for line in done.stderr.splitlines()), done.stderr
     assert Plan.load(plan).wire == "inexact-bf16"
     with pytest.raises(InputError, match="unknown wire format 'fp8'"):
-        run_plan(replace(QUESTION, wire="fp8"), file)
-    run_plan(replace(QUESTION, outputs="where-computed"), file, plan)
+        planning.plan(fleet=file, wire="fp8", **QUESTION)
+    planning.plan(fleet=file, output=plan, outputs="where-computed", **QUESTION)
     assert Plan.load(plan).outputs == "where-computed"
 
 

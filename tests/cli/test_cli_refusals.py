@@ -64,7 +64,7 @@ BAD_PLANS: dict[str, tuple[Callable[[dict[str, Any]], str], list[str], list[str]
         ["'reduce' is missing"],
     ),
     "another format": (edited(format=2), [], ["has format 2", "this version reads 1"]),
-    "no JSON": (lambda plan: json.dumps(plan)[:-5], [], ["cannot be read as JSON"]),
+    "no JSON": (lambda plan: json.dumps(plan)[:-5], [], ["is not JSON"]),
     "no such reduce": (edited(reduce="tree"), [], ["reduce", "'tree'", "ring"]),
 }
 
@@ -75,7 +75,11 @@ def test_a_plan_file_that_does_not_fit(
 ) -> None:
     edit, options, words = BAD_PLANS[case]
     plan_file.write_text(edit(json.loads(plan_file.read_text())))
-    for step in ("convoy.launch.local.launch_local", "convoy.api.measure_speeds", "convoy.cli.session.fit"):
+    for step in (
+        "convoy.launch.local.launch_local",
+        "convoy.measure.planning.measure_speeds",
+        "convoy.cli.train_session.fit",
+    ):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     status = convoy_in_process(monkeypatch, ["train", *TINY, *options, "--plan", str(plan_file)])
     refusal = capsys.readouterr().err
@@ -119,19 +123,19 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--optimizer", "lion"], ["--optimizer 'lion'", "choose one of adam, adamw, sgd"]),
     (
         ["--reduce", "tree"],
-        ["--reduce 'tree'", "give one of ", "butterfly", "inexact-butterfly-mixing", "ring", "star"],
+        ["--reduce 'tree'", "butterfly", "inexact-butterfly-mixing", "ring", "star"],
     ),
-    (["--batch", "0"], ["--batch 0", "give a whole number of 1 or more"]),
-    (["--workers", "-1"], ["--workers -1", "give a whole number of 0 or more"]),
-    (["--lr", "inf"], ["--lr inf", "above 0"]),
-    (["--label-smoothing", "1"], ["--label-smoothing 1", "from 0 to below 1"]),
-    (["--drop-factor", "2"], ["--drop-factor 2", "above 0, up to 1"]),
+    (["--batch", "0"], ["--batch 0: input should be greater than or equal to 1"]),
+    (["--workers", "-1"], ["--workers -1: input should be greater than or equal to 0"]),
+    (["--lr", "inf"], ["--lr inf: input should be a finite number"]),
+    (["--label-smoothing", "1"], ["--label-smoothing 1: input should be less than 1"]),
+    (["--drop-factor", "2"], ["--drop-factor 2: input should be less than or equal to 1"]),
     (["--schedule", "linear"], ["--schedule 'linear'", "constant, cosine, one-cycle, step"]),
-    (["--accumulate", "0"], ["--accumulate 0", "give a whole number of 1 or more"]),
+    (["--accumulate", "0"], ["--accumulate 0: input should be greater"]),
     (["--accumulate", "5"], ["--accumulate 5 with --batch 32", "must be equal", "1, 2, 4, 8, 16, 32"]),
     (["--precision", "half"], ["--precision 'half'", "bf16, float32, fp16"]),
     (["--precision", "fp16"], ["--precision fp16 on a CPU", "use bf16"]),
-    (["--seed", "-1"], ["--seed -1", "from 0 to"]),
+    (["--seed", "-1"], ["--seed -1: input should be greater"]),
     (["--timeout", "inf"], ["'--timeout': 'inf'", "a time is a number with or without a unit"]),
     (["--devices", "0"], ["--devices 0", "from 1 to 1024"]),
     (["--devices", "cpu,,cpu"], ["'cpu,,cpu'", "commas"]),
@@ -140,11 +144,11 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--page", "--log", "none"], ["--page with --log none", "leave one of them out"]),
     ([*TWO, "--slowdown", "1,1,4"], ["--slowdown 1,1,4", "each of the 2 devices", "--slowdown 1,1"]),
     ([*TWO, "--slowdown", "0.5,1"], ["--slowdown 0.5,1", "1 or more"]),
-    ([*TWO, "--slowdown", "inf,1"], ["--slowdown 'inf,1'", "finite numbers"]),
+    ([*TWO, "--slowdown", "inf,1"], ["--slowdown 'inf,1'", "a finite number"]),
     ([*TWO, "--slowdown", "1,fast"], ["--slowdown '1,fast'", "numbers with commas"]),
     ([*TWO, "--speeds", "1"], ["speeds 1:", "each of the 2 devices"]),
     ([*TWO, "--speeds", "0,1"], ["speeds 0,1", "one positive number"]),
-    ([*TWO, "--port", "70000"], ["--port 70000", "from 0 to 65535"]),
+    ([*TWO, "--port", "70000"], ["--port 70000: input should be less than or equal to 65535"]),
     (["--save-plan", "NOWHERE/plan.json"], ["--save-plan", "NOWHERE does not exist", "make it or name another"]),
     (["--save-plan", "EMPTY"], ["--save-plan", "EMPTY is a folder", "name a file in it"]),
     ([*TWO, "--log", "NOWHERE/run.jsonl"], ["--log", "NOWHERE does not exist", "make it or name another"]),
@@ -161,7 +165,11 @@ def test_bad_input_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One line with the value, the rule and the remedy; status 2; nothing measured, trained, started or written."""
-    for step in ("convoy.launch.local.launch_local", "convoy.api.measure_speeds", "convoy.cli.session.fit"):
+    for step in (
+        "convoy.launch.local.launch_local",
+        "convoy.measure.planning.measure_speeds",
+        "convoy.cli.train_session.fit",
+    ):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     (tmp_path / "EMPTY").mkdir()
     places = {"EMPTY": str(tmp_path / "EMPTY"), "NOWHERE": str(tmp_path / "NOWHERE"), "CORRUPT": str(corrupt_cifar10)}
@@ -271,7 +279,7 @@ def test_the_devices_of_this_machine(
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: kind and torch.device(kind))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus or int(apple))
     monkeypatch.setattr("convoy.launch.local.launch_local", lambda _, devices, **__: started.extend(devices) or 0)
-    monkeypatch.setattr("convoy.cli.train.run_device", lambda _: started.append("alone"))
+    monkeypatch.setattr("convoy.cli.train_job.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY, *(["--devices", given] if given else [])]) == 0
     assert started == expected
 
@@ -280,7 +288,7 @@ def test_a_device_named_by_the_environment_is_the_one(monkeypatch: pytest.Monkey
     started: list[str] = []
     monkeypatch.setenv("CONVOY_DEVICE", "cpu")
     monkeypatch.setattr("convoy.machine.accelerator.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
-    monkeypatch.setattr("convoy.cli.train.run_device", lambda _: started.append("alone"))
+    monkeypatch.setattr("convoy.cli.train_job.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY]) == 0
     assert started == ["alone"]
 

@@ -205,9 +205,9 @@ def test_connections_to_devices_that_are_gone_are_closed() -> None:
     try:
         for other in servers[1:]:
             assert servers[0].ask(other.address, "health") == {"waits_for": None, "done": False, "line": ANY}
-        gone, stays = (servers[0]._calls[other.address] for other in servers[1:])
-        servers[0].keep_calls([servers[2].address])
-        assert (gone.connection.fileno() < 0, stays.connection.fileno() < 0) == (True, False)
+        gone, stays = (servers[0]._open[other.address] for other in servers[1:])
+        servers[0].keep_open([servers[2].address])
+        assert (gone.socket.fileno() < 0, stays.socket.fileno() < 0) == (True, False)
         assert not isinstance(servers[0].ask(servers[1].address, "health"), NoAnswer), "it is called again"
     finally:
         for server in servers:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from convoy.comm import processes
+from convoy.comm.connection import credentials_of
 from convoy.comm.environment import ProcessEnv
 from convoy.comm.failure import Health, HealthServer, NoAnswer
 from convoy.comm.processes import meet
-from convoy.comm.rendezvous import close_store, credentials_of, host_store
+from convoy.comm.store import close_store, host_store
 from convoy.errors import DeviceLostError
 
 
@@ -30,7 +31,7 @@ def met(monkeypatch: pytest.MonkeyPatch, slow: int) -> list[int | str]:
     def live(device: int) -> None:
         env = ProcessEnv(device, 2, device, 2, "127.0.0.1", port, hosted=False, attempt=0)
         try:
-            group = meet(env, torch.device("cpu"), 1.5, False, 0, credentials)
+            group = meet(env, torch.device("cpu"), 1.5, 0, credentials)
         except DeviceLostError as error:
             found[device] = str(error)
             return

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from convoy.comm import environment, rendezvous
-from convoy.comm.group import Group, Message, present
+from convoy.comm.environment import listen_at
+from convoy.comm.group import Message
 from convoy.comm.processes import join
 from convoy.comm.rendezvous import ProcessInfo, check_infos, own_info
+from convoy.comm.store import connect_torch_store, host_torch_store
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
 from tests.support.networks import on_each_network, on_each_network_slowly
 from tests.support.processes import on_processes
@@ -192,26 +194,8 @@ def test_greetings_of_other_versions_are_read() -> None:
         check_infos([INFO, ProcessInfo("cpu", "x", "lab2", "a", "2", "1.0", "2.12"), INFO])
 
 
-@dataclass
-class _Gathering:
-    """As a meeting, over the group that came of it."""
-
-    group: Group
-    deadline_s: float
-
-    def gather(self, topic: str, text: str) -> list[str]:
-        return list(self.group.agree(topic, text))
-
-
-def tell_over_the_store_for_nccl(group: Group) -> list[str]:
-    joined: Any = present(group)
-    store = joined._nccl_store(_Gathering(group, time.monotonic() + 10), "127.0.0.1")
-    store.set(f"by {group.device}", str(group.device))
-    group.agree("both have told", "")
-    told = [store.get(f"by {device}").decode() for device in range(group.devices)]
-    group.agree("both have read", "")
-    return told
-
-
-def test_the_gpus_of_one_host_meet_at_a_store_of_torchs() -> None:
-    assert on_processes(2, "tests.comm.test_rendezvous:tell_over_the_store_for_nccl") == [["0", "1"]] * 2
+def test_a_store_of_torch_for_nccl_is_shared() -> None:
+    hosted = host_torch_store(listen_at("127.0.0.1", 0))
+    connected = connect_torch_store("127.0.0.1", hosted.port, time.monotonic() + 10)
+    connected.set("key", "text")
+    assert hosted.get("key") == b"text"

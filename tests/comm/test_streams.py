@@ -243,7 +243,7 @@ def test_a_message_arrives_whole_wherever_the_kernel_cuts_it(takes: int, monkeyp
     """Also within the eight bytes of its header."""
     with connected(two_listeners()) as pair:
         channel = pair[0]._out[0, 1]._channel
-        monkeypatch.setattr(channel, "connection", Full(channel.connection, takes))
+        monkeypatch.setattr(channel, "socket", Full(channel.socket, takes))
         sent, arrived = torch.arange(20_000).to(torch.uint8), torch.zeros(20_000, dtype=torch.uint8)
         small, came = torch.ones(5), torch.zeros(5)
         work = begin(pair[0], 1, [sent, small], [])

@@ -5,19 +5,19 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from convoy.comm.environment import ProcessEnv
-from convoy.doctor import command, examine, exchange
-from convoy.doctor.examine import examine_fleet, examine_job
-from convoy.doctor.exchange import Exchange
+from convoy.comm.connection import Credentials
+from convoy.comm.environment import ProcessEnv, listen_at
+from convoy.comm.store import HostedStore
+from convoy.doctor import doctor, examine
+from convoy.doctor.examine import Exchange, examine_fleet, examine_job, reach, try_ways
 from convoy.doctor.facts import (
     CONTEXT,
     Context,
@@ -30,7 +30,6 @@ from convoy.doctor.facts import (
     measure_pace,
 )
 from convoy.doctor.findings import diagnose
-from convoy.doctor.links import reach, try_ways
 from convoy.errors import DeviceLostError, InputError
 from convoy.fleet import Fleet, Host
 from convoy.launch.survey import Answer
@@ -116,15 +115,15 @@ def test_closed_ways_are_told_apart() -> None:
 
 def side_by_side(devices: Sequence[int], of: int, work: Callable[[Exchange], Any]) -> list[Any]:
     """What each of some devices of a job gets, or the error it meets."""
-    store = HashStore()
+    store = HostedStore(listen_at("127.0.0.1", 0), Credentials(None))
 
     def run(device: int) -> Any:
         try:
-            return work(Exchange(store, device, tuple(range(of))))
+            return work(Exchange(store, "a test", device, tuple(range(of))))
         except (InputError, DeviceLostError) as error:
             return error
 
-    with ThreadPoolExecutor(len(devices)) as pool:
+    with closing(store), ThreadPoolExecutor(len(devices)) as pool:
         return list(pool.map(run, devices, timeout=HANG_S))
 
 
@@ -137,7 +136,7 @@ def test_absent_devices_are_waited_for_once() -> None:
 
 
 def test_errors_of_the_exchange_name_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "SLACK_S", 0.2)
+    monkeypatch.setattr(examine, "SLACK_S", 0.2)
 
     def come_late(exchange: Exchange) -> Any:
         if exchange.device == 1:
@@ -258,7 +257,7 @@ def test_hosts_that_ssh_does_not_reach_are_reported_and_the_others_examined(monk
 
 def test_alone_it_prints_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "facts.json"
-    assert command.run_doctor(None, file, 5.0) == 0
+    assert doctor.run_doctor(None, file, 5.0) == 0
     assert "Ready to train" in capsys.readouterr().out.splitlines()[-1]
     written = json.loads(file.read_text())
     assert written["examination"]["facts"][0]["info"]["host"]
@@ -269,24 +268,24 @@ def test_an_error_is_status_1_and_2_for_a_launcher(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo")
-    assert command.run_doctor(None, None, 5.0) == 1
+    assert doctor.run_doctor(None, None, 5.0) == 1
     assert "Not ready to train: 1 error" in capsys.readouterr().out
-    assert command.run_doctor(None, None, 5.0, CONTEXT.dump_json(Context()).decode()) == 2
+    assert doctor.run_doctor(None, None, 5.0, CONTEXT.dump_json(Context()).decode()) == 2
 
 
 def test_a_stranded_device_prints_why(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(command, "LINGER_S", 0.0)
-    assert command.run_doctor(None, None, 0.2) == 1
+    monkeypatch.setattr(doctor, "LINGER_S", 0.0)
+    assert doctor.run_doctor(None, None, 0.2) == 1
     assert "ERROR: device 1 cannot come to the meeting point 127.0.0.1" in capfd.readouterr().err
 
 
 def test_options_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--wait 0: give a number of seconds above 0"):
-        command.run_doctor(None, None, 0.0)
+        doctor.run_doctor(None, None, 0.0)
     path = tmp_path / "fleet.toml"
     path.write_text(described().to_toml())
     with pytest.raises(InputError, match="its hosts have no address"):
-        command.run_doctor(path, None, 5.0)
+        doctor.run_doctor(path, None, 5.0)

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from convoy.comm.rendezvous import ProcessInfo
+from convoy.doctor.doctor import show
 from convoy.doctor.examine import absent
 from convoy.doctor.facts import (
     CONTEXT,
@@ -24,11 +25,10 @@ from convoy.doctor.facts import (
     from_text,
 )
 from convoy.doctor.findings import diagnose, usual_rate
-from convoy.doctor.report import show
 from convoy.errors import MismatchError
 from convoy.fleet import Device, Fleet, Host, Link, Nic
 from convoy.launch.survey import Answer
-from convoy.measure.describe import Own
+from convoy.measure.device_info import DeviceInfo
 
 GB = 10**9
 
@@ -36,7 +36,7 @@ GB = 10**9
 def facts(device: int, devices: int = 3, *, info: dict[str, Any] | None = None, **changed: Any) -> DeviceFacts:
     """A healthy machine, a, b, c, ...; `info` changes what it would report when joining a job."""
     name = "abcdefghij"[device]
-    own = Own(name, f"machine {name}", "cpu", 4, 12 * GB, 1.0)
+    own = DeviceInfo(name, f"machine {name}", "cpu", 4, 12 * GB, 1.0)
     reported = ProcessInfo("cpu", "x86_64", name, f"10.0.0.{device + 1}", str(devices), "0.1.0", "2.13", accelerator="")
     healthy: dict[str, Any] = {
         "own": own, "inventory": Answer("Linux", 4, 16 * GB, "Xeon", ()), "cores": 4.0, "free_bytes": 12 * GB,

@@ -7,14 +7,12 @@ import pytest
 
 from convoy.elastic.agreement import (
     Ask,
-    Asked,
     Called,
     Event,
     Excluded,
     Gather,
     Generation,
     Granted,
-    Heard,
     Interrupted,
     Lost,
     Meet,
@@ -22,6 +20,8 @@ from convoy.elastic.agreement import (
     Met,
     Missed,
     NotReached,
+    Reached,
+    Requested,
     Stop,
     Train,
     answer,
@@ -48,9 +48,17 @@ def after(me: int, *events: Event, generation: Generation = FOUR) -> Member:
         (0, (Interrupted(),), Gather((1, 2, 3))),
         (1, (Lost(0, dead=True),), Gather((2, 3))),
         (2, (Lost(0, dead=True),), Ask(1)),
-        (0, (Lost(3, dead=True), Asked(1, FOUR, 0)), Gather((2,))),
-        (0, (Lost(3, dead=True), Asked(1, FOUR, 0), Asked(2, FOUR, 0)), Meet(Generation(1, (0, 1, 2)), hosts=True)),
-        (0, (Interrupted(), *(Asked(d, FOUR, 0) for d in (1, 2, 3))), Meet(Generation(1, (0, 1, 2, 3)), hosts=True)),
+        (0, (Lost(3, dead=True), Requested(1, FOUR, 0)), Gather((2,))),
+        (
+            0,
+            (Lost(3, dead=True), Requested(1, FOUR, 0), Requested(2, FOUR, 0)),
+            Meet(Generation(1, (0, 1, 2)), hosts=True),
+        ),
+        (
+            0,
+            (Interrupted(), *(Requested(d, FOUR, 0) for d in (1, 2, 3))),
+            Meet(Generation(1, (0, 1, 2, 3)), hosts=True),
+        ),
         (1, (Interrupted(), Called(0, Generation(1, (0, 1)))), Meet(Generation(1, (0, 1)), hosts=False)),
         (1, (Interrupted(), Called(0, Generation(1, (0, 2)))), Ask(0)),  # not called
         (1, (Interrupted(), Called(2, Generation(1, (1, 2)))), Ask(0)),  # not by the leader
@@ -66,23 +74,31 @@ def after(me: int, *events: Event, generation: Generation = FOUR) -> Member:
         (2, (Granted((4, 5)),), Ask(0)),
         (
             0,
-            (Interrupted(), Granted((4,)), *(Asked(d, FOUR, 0) for d in (1, 2, 3))),
+            (Interrupted(), Granted((4,)), *(Requested(d, FOUR, 0) for d in (1, 2, 3))),
             Meet(Generation(1, (0, 1, 2, 3)), True),
         ),
-        (0, (Granted((4,)), *(Asked(d, FOUR, 0) for d in (1, 2, 3))), Meet(Generation(1, (0, 1, 2, 3, 4)), hosts=True)),
-        (0, (Granted((4,)), *(Asked(d, FOUR, 0) for d in (1, 2, 3)), Missed()), Gather((1, 2, 3, 4))),  # it was called
         (
             0,
-            (Granted((4,)), Lost(3, dead=True), *(Asked(d, FOUR, 0) for d in (1, 2))),
+            (Granted((4,)), *(Requested(d, FOUR, 0) for d in (1, 2, 3))),
+            Meet(Generation(1, (0, 1, 2, 3, 4)), hosts=True),
+        ),
+        (
+            0,
+            (Granted((4,)), *(Requested(d, FOUR, 0) for d in (1, 2, 3)), Missed()),
+            Gather((1, 2, 3, 4)),
+        ),  # it was called
+        (
+            0,
+            (Granted((4,)), Lost(3, dead=True), *(Requested(d, FOUR, 0) for d in (1, 2))),
             Meet(Generation(1, (0, 1, 2)), True),
         ),
         (1, (Interrupted(), Called(0, Generation(1, (0, 1, 4)))), Meet(Generation(1, (0, 1, 4)), hosts=False)),
-        (0, (Asked(2, FOUR, 0),), Gather((1, 3))),
-        (0, (Lost(1, dead=False), Asked(2, FOUR, 0)), Gather((3,))),
-        (0, (Lost(1, dead=False), Asked(2, FOUR, 0), Asked(1, FOUR, 0)), Gather((3,))),  # it is there after all
-        (1, (Lost(0, dead=False), Heard(0, FOUR)), Ask(0)),
-        (1, (Lost(0, dead=True), Heard(0, FOUR)), Gather((2, 3))),
-        (1, (Lost(0, dead=False), Heard(0, Generation(1, (0, 2)))), Gather((2, 3))),  # it is elsewhere already
+        (0, (Requested(2, FOUR, 0),), Gather((1, 3))),
+        (0, (Lost(1, dead=False), Requested(2, FOUR, 0)), Gather((3,))),
+        (0, (Lost(1, dead=False), Requested(2, FOUR, 0), Requested(1, FOUR, 0)), Gather((3,))),  # it is there after all
+        (1, (Lost(0, dead=False), Reached(0, FOUR)), Ask(0)),
+        (1, (Lost(0, dead=True), Reached(0, FOUR)), Gather((2, 3))),
+        (1, (Lost(0, dead=False), Reached(0, Generation(1, (0, 2)))), Gather((2, 3))),  # it is elsewhere already
     ],
 )
 def test_what_is_to_be_done_after_events(me: int, events: tuple[Event, ...], expected: object) -> None:
@@ -90,7 +106,7 @@ def test_what_is_to_be_done_after_events(me: int, events: tuple[Event, ...], exp
 
 
 def test_a_newcomer_that_is_dead_is_left_out_of_the_next_meeting() -> None:
-    asked = [Asked(d, FOUR, 0) for d in (1, 2, 3)]
+    asked = [Requested(d, FOUR, 0) for d in (1, 2, 3)]
     called = after(0, Granted((4,)), *asked)
     assert answer(called, 4) == Generation(1, (0, 1, 2, 3, 4))
     again = observe(observe(called, Missed()), Lost(4, dead=True))
@@ -105,7 +121,7 @@ def test_no_more_newcomers_than_members_are_let_in_at_once() -> None:
 
 
 def test_a_device_that_was_silent_is_told_that_it_is_out() -> None:
-    state = after(0, Lost(3, dead=False), Asked(1, FOUR, 0), Asked(2, FOUR, 0), Met())
+    state = after(0, Lost(3, dead=False), Requested(1, FOUR, 0), Requested(2, FOUR, 0), Met())
     assert state.generation == Generation(1, (0, 1, 2))
     assert answer(state, 3) == Generation(1, (0, 1, 2))
     woken = after(3, Interrupted(), Excluded(Generation(1, (0, 1, 2))))
@@ -149,7 +165,7 @@ class World:
     knocks: list[tuple[int, int]] = field(default_factory=list)  # (device, leader) on their way
     waits: dict[int, Generation] = field(default_factory=dict)  # who waits in which meeting
     generations: set[Generation] = field(default_factory=set)  # of which somebody is a member
-    comes: list[int] = field(default_factory=list)  # newcomers that ask
+    comes: list[int] = field(default_factory=list)  # joining that ask
     apart: set[frozenset[int]] = field(default_factory=set)  # pairs of which neither reaches the other
     patience: float = 0.0  # part of the questions to one that stands still whose time is not over yet
     hiccups: float = 0.0  # part of the questions that get no answer in time though the device is there
@@ -189,9 +205,9 @@ class World:
         elif interrupts:
             if not beats:
                 theirs = observe(theirs, Interrupted())
-                self.members[peer] = observe(theirs, Heard(device, state.generation))
+                self.members[peer] = observe(theirs, Reached(device, state.generation))
         else:
-            asked = Asked(device, state.generation, state.highest, tuple(state.unreachable))
+            asked = Requested(device, state.generation, state.highest, tuple(state.unreachable))
             self.members[peer] = theirs = observe(theirs, asked)
             called = answer(theirs, device)
             if called is not None and device in called.members and peer in self.waits and self.dice.random() < 0.8:
@@ -255,12 +271,12 @@ class World:
 
 def test_of_two_that_do_not_reach_each_other_the_higher_is_left_out() -> None:
     """Every meeting failed while a third device reached both, and each began the time limit anew: all waited for ever."""
-    state = after(0, *(Asked(d, FOUR, 0) for d in (1, 2, 3)), Missed())
+    state = after(0, *(Requested(d, FOUR, 0) for d in (1, 2, 3)), Missed())
     for device, unreachable in ((1, (2,)), (2, (1,)), (3, ())):
-        state = observe(state, Asked(device, FOUR, 1, unreachable))
+        state = observe(state, Requested(device, FOUR, 1, unreachable))
     assert instruction(state) == Meet(Generation(2, (0, 1, 3)), hosts=True)
     gone_on = observe(state, Met())
-    assert answer(observe(gone_on, Asked(2, FOUR, 1, (1,))), 2) == Generation(2, (0, 1, 3))
+    assert answer(observe(gone_on, Requested(2, FOUR, 1, (1,))), 2) == Generation(2, (0, 1, 3))
     # All are told which two; the one that is out, too.
     assert gone_on.parted == {(1, 2)}
     three = observe(after(3, Interrupted()), Called(0, Generation(2, (0, 1, 3)), gone_on.parted))
@@ -279,10 +295,10 @@ def test_who_stood_still_in_one_meeting_is_called_to_the_next() -> None:
     assert three.unreachable == {1}  # after both meetings
     assert observe(three, NotReached(frozenset())).unreachable == frozenset()
     five = Generation(0, (0, 1, 2, 3, 4))
-    state = after(0, *(Asked(d, five, 0) for d in (1, 2, 3, 4)), Missed(), generation=five)
+    state = after(0, *(Requested(d, five, 0) for d in (1, 2, 3, 4)), Missed(), generation=five)
     for device in (1, 3, 4):
-        state = observe(state, Asked(device, five, 1, (2,)))
-    state = observe(state, Asked(2, five, 1, ()))
+        state = observe(state, Requested(device, five, 1, (2,)))
+    state = observe(state, Requested(2, five, 1, ()))
     assert instruction(state) == Meet(Generation(2, (0, 1, 3, 4)), hosts=True)
     assert state.parted == {(1, 2), (3, 2), (4, 2)}
 
@@ -290,9 +306,9 @@ def test_who_stood_still_in_one_meeting_is_called_to_the_next() -> None:
 def test_a_leader_that_is_asked_is_reached() -> None:
     """All others said that they had not reached device 0, which had stood still; it left all of them out, and stopped (churn,
     seed 3)."""
-    state = after(0, *(Asked(d, FOUR, 0) for d in (1, 2, 3)), Missed())
+    state = after(0, *(Requested(d, FOUR, 0) for d in (1, 2, 3)), Missed())
     for device in (1, 2, 3):
-        state = observe(state, Asked(device, FOUR, 1, (0,)))
+        state = observe(state, Requested(device, FOUR, 1, (0,)))
     assert instruction(state) == Meet(Generation(2, FOUR.members), hosts=True)
 
 
@@ -303,7 +319,7 @@ def test_a_device_that_took_the_leader_for_lost_follows_it_again() -> None:
     two = after(2, Interrupted())
     assert instruction(one) == Gather((2, 3))
     assert instruction(two) == Ask(0)
-    one = observe(one, Heard(0, zero.generation))  # device 0 asks whom it waits for whether they are there
+    one = observe(one, Reached(0, zero.generation))  # device 0 asks whom it waits for whether they are there
     assert instruction(one) == Ask(0)
 
 

@@ -1,4 +1,4 @@
-"""A training of one device that is asked to leave, or to end: it finishes the step, saves it, and says so."""
+"""A training of one device that is asked to leave, or to end, finishes the step and saves it."""
 
 import os
 import re
@@ -12,8 +12,8 @@ import convoy
 from convoy.checkpoint import Checkpointer
 from convoy.checkpoint.run_folder import latest
 from convoy.comm.group import AloneGroup
-from convoy.elastic.recovery import StoppedError
-from convoy.machine.signals import END, LEAVE, LEAVE_TOO, handle_signals
+from convoy.elastic.members import StoppedError
+from convoy.machine.process import END, LEAVE, LEAVE_TOO, handle_signals
 from convoy.runtime.module import Distributed
 from convoy.train import Members
 from convoy.train.loader import Loader
@@ -49,8 +49,7 @@ def distributed() -> Distributed:
 
 
 @pytest.mark.parametrize("signum", [LEAVE, END, LEAVE_TOO])
-def test_it_finishes_the_step_and_saves_it(signum: signal.Signals, tmp_path: Path) -> None:
-    """A spot instance's notice killed it within the step, with all since the last checkpoint."""
+def test_a_signal_ends_the_training_after_the_step_and_saves_it(signum: signal.Signals, tmp_path: Path) -> None:
     model = distributed()
     training = Training(model, made_optimizer(model))
     keeper = Checkpointer(tmp_path / "run", model, training.optimizer)
@@ -73,7 +72,7 @@ def test_it_finishes_the_step_and_saves_it(signum: signal.Signals, tmp_path: Pat
         assert torch.equal(value, weights[name]), name
 
 
-def test_a_script_of_one_device_ends_after_the_step() -> None:
+def test_a_script_of_one_device_ends_after_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     model = distributed()
     optimizer = made_optimizer(model)
     members = Members(model, optimizer)
@@ -89,12 +88,13 @@ def test_a_script_of_one_device_ends_after_the_step() -> None:
                     optimizer.step()
                 assert attempt.finished
 
-    with pytest.raises(StoppedError, match=f"^the training was stopped after step {LAST}, as it was asked to$"):
+    with pytest.raises(SystemExit, match="2"):
         script()
+    assert capsys.readouterr().err == f"error: the training was stopped after step {LAST}, as it was asked to\n"
     members.close()
 
 
-def test_before_the_first_step_there_is_nothing_to_finish() -> None:
+def test_before_the_first_step_a_signal_ends_the_process() -> None:
     members = Members(model := distributed(), made_optimizer(model))
     assert members.generation is None, "the signal ends the process then"
     members.begin()

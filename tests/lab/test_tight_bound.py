@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
+from torch import Tensor, nn
 
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, holders
 from convoy.layout.shares import Shares
@@ -16,18 +17,31 @@ from convoy.plan.lower import lower
 from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.planner.planner import candidates
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
-from convoy.simulate.simulate import simulate
+from convoy.simulate.simulator import simulate
 from lab.bound_shares import PLACES, Sums
 from lab.bound_wire import Kinds, path_of, wire_s
 from lab.share_places import STEPS, square
 from lab.tight_bound import tight_bound
-from tests.planner.test_bound import Block, Normed, network, of_rates
+from tests.planner.test_bound import Block, network, of_rates
 from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 from tests.support.stacks import Stack
+
+
+class Normed(nn.Module):
+    """Convolutions one behind the other, each with its norm, and a Linear."""
+
+    def __init__(self, width: int, convolutions: int) -> None:
+        super().__init__()
+        widths = itertools.pairwise([3, *[width] * convolutions])
+        rows = [(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in widths]
+        self.layers, self.head = nn.Sequential(*itertools.chain(*rows)), nn.Linear(width, 10)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layers(x_NCHW).mean((2, 3)))
+        return out
 
 
 def sixteenths(rng: random.Random, total: int, devices: int) -> Shares:
@@ -92,18 +106,6 @@ def test_no_plan_has_a_sum_that_is_longer_than_its_step(case: int) -> None:
                 waited_s, passed_s = each.waited_s(source, layer), each.passed_s(source, layer)
                 total += np.array([waited_s[before, after], 0.0, passed_s[before, after]])
             assert (total <= step_s * (1 + 1e-9)).all(), (total, step_s, places, plan.layers)
-
-
-def test_norms_that_share_their_statistics_are_counted() -> None:
-    """Where samples are shared out, norms take four times as long and wait for each other; together they could come only by a
-    wire that takes longer."""
-    graph = graph_without_weights(lambda: Normed(16, 4), (3, 32, 32))
-    rates = (88e9, 55e9, 33e9, 22e9)
-    costs = Costs(Roofline(tuple(Rate(rate, rate / 8) for rate in rates)), network(4, 125e6))
-    bound = tight_bound(asked(graph, 64, costs))
-    assert bound.step_s > 1.2 * bound.compute_s
-    found = candidates(asked(graph, 64, costs))[0]
-    assert bound.step_s <= found.step_s <= 1.4 * bound.step_s
 
 
 def test_who_comes_last_to_a_norm_has_the_messages_of_the_others() -> None:

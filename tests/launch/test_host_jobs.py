@@ -14,8 +14,8 @@ from convoy.config.run_file import resolve_settings
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic, read_fleet
 from convoy.launch.agent import from_line, meeting_point, to_line
-from convoy.launch.command import train_on_fleet
 from convoy.launch.fleet import startable
+from convoy.launch.fleet_command import train_on_fleet
 from convoy.launch.host_job import JobOptions, device_environments, host_jobs
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import by_line
@@ -168,14 +168,16 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
     )
     settled = resolve_settings(run, {"compare": False, "data_dir": Path("it's there"), "plan": "hybrid"})
     told: list[Any] = []
-    monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda *given, **named: told.append((given, named)) or 0)
+    monkeypatch.setattr(
+        "convoy.launch.fleet_command.run_on_fleet", lambda *given, **named: told.append((given, named)) or 0
+    )
     assert train_on_fleet(settled, FLEET, False) == 0
     (((fleet, argv, options), named),) = told
     assert fleet == FLEET
     assert options == JobOptions(goes_on=True)
     assert named == {"files": []}
     given: list[Any] = []
-    monkeypatch.setattr("convoy.cli.train.run_device", given.append)
+    monkeypatch.setattr("convoy.cli.train_job.run_device", given.append)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
         monkeypatch.setenv(name, value)
     cli.app(args=list(argv), standalone_mode=False)
@@ -185,7 +187,7 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_files_that_the_devices_read_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(
-        "convoy.launch.command.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
+        "convoy.launch.fleet_command.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
     )
     settled = resolve_settings(None, {"plan": "auto", "fleet": Path("fleet.toml"), "port": 4000})
     assert train_on_fleet(settled, FLEET, False) == 0
@@ -220,7 +222,7 @@ def fleet_file(tmp_path: Path) -> Path:
 def test_options_that_do_not_go_with_a_fleet(
     argv: list[str], words: str, fleet_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr("convoy.launch.fleet_command.run_on_fleet", lambda *_, **__: pytest.fail("it went on"))
     assert convoy_in_process(monkeypatch, [*argv, "--fleet", str(fleet_file)]) == 2
     assert words in capsys.readouterr().err
 
@@ -239,7 +241,7 @@ def test_measuring_is_started_with_the_same_words(
     argv = ["measure", "--fleet", str(fleet_file), "-o", "out.toml", "--budget", "3"]
     told: list[Any] = []
     monkeypatch.setattr(
-        "convoy.launch.command.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
+        "convoy.launch.fleet_command.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
     )
     assert convoy_in_process(monkeypatch, argv) == 0
     assert told == [
@@ -255,8 +257,8 @@ def test_measuring_is_started_with_the_same_words(
 def test_in_a_job_a_fleet_file_starts_nothing(fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command under torchrun is one of its processes."""
     given: list[Any] = []
-    monkeypatch.setattr("convoy.cli.train.run_device", given.append)
-    monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda *_, **__: pytest.fail("it started a fleet"))
+    monkeypatch.setattr("convoy.cli.train_job.run_device", given.append)
+    monkeypatch.setattr("convoy.launch.fleet_command.run_on_fleet", lambda *_, **__: pytest.fail("it started a fleet"))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
         monkeypatch.setenv(name, value)
     assert convoy_in_process(monkeypatch, ["train", *TINY, "--plan", "auto", "--fleet", str(fleet_file)]) == 0

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from convoy.comm.group import Group
-from convoy.measure import energy
-from convoy.measure.energy import Counter, EnergyMeter, counted_with, meter_of, once_each
+from convoy.measure import energy_meter
+from convoy.measure.energy_meter import Counter, counted_with, meter_of, once_each
 from convoy.runlog.observers import Meters
 from convoy.runlog.schema import SystemLine
 from tests.support.threads import run_on_threads
@@ -101,11 +101,10 @@ class NotSupportedError(NVMLError):
 
 
 class Nvml(SimpleNamespace):
-    """A GPU of known energy and power; what it cannot tell is None."""
+    """A GPU of known energy; None: it has no counter."""
 
     NVMLError, NVMLError_NotSupported = NVMLError, NotSupportedError
     energy_mj: int | None = 1_000_000
-    power_mw: int | None = 50_000
 
     def nvmlInit(self) -> None: ...
 
@@ -120,48 +119,27 @@ class Nvml(SimpleNamespace):
             raise NotSupportedError("Not Supported")
         return self.energy_mj
 
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
-        assert handle == "GPU-1"
-        if self.power_mw is None:
-            raise NotSupportedError("Not Supported")
-        return self.power_mw
-
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     found = Nvml()
-    monkeypatch.setitem(sys.modules, energy.NVML, found)
-    monkeypatch.setattr(energy, "uuid_of", lambda device: f"GPU-{device.index}")
+    monkeypatch.setitem(sys.modules, energy_meter.NVML, found)
+    monkeypatch.setattr(energy_meter, "uuid_of", lambda device: f"GPU-{device.index}")
     return found
 
 
 def test_a_gpu_counts_its_energy(nvml: Nvml) -> None:
     meter = meter_of(GPU)
-    assert (meter.source, meter.key) == ("GPU (NVML, energy)", "GPU-1")
+    assert (meter.source, meter.key) == ("GPU (NVML)", "GPU-1")
     nvml.energy_mj = 1_002_500
     assert meter.joules() == pytest.approx(2.5)
 
 
-def test_a_gpu_without_that_counter_has_its_power_sampled(nvml: Nvml) -> None:
-    nvml.energy_mj = None
-    now_s = iter([0.0, 0.0, 0.05, 1.0, 1.0, 1.0, 3.0, 3.0])
-    found = meter_of(GPU)
-    assert found.source == "GPU (NVML, sampled power)"
-    meter = EnergyMeter(found.source, found.key, power_w=found.power_w, now=lambda: next(now_s))
-    meter.sample()  # at 0.05 s: too soon
-    nvml.power_mw = 150_000
-    meter.sample()  # at 1 s
-    assert meter.joules() == pytest.approx(100.0), "from 50 W to 150 W in a second"
-    nvml.power_mw = None
-    assert meter.joules() is None
-    assert meter.source == "not available here: Not Supported"
-
-
 def test_gpus_that_nvml_does_not_tell_of(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert meter_of(torch.device("cuda:0")).source == "not available here: NVML: Not Found"
-    nvml.energy_mj = nvml.power_mw = None
+    nvml.energy_mj = None
     assert meter_of(GPU).source == "not available here: NVML: Not Supported"
-    monkeypatch.setattr(energy, "NVML", "no_such_module")
+    monkeypatch.setattr(energy_meter, "NVML", "no_such_module")
     assert meter_of(GPU).source == 'not available here: NVML is not installed: pip install "convoy-train[energy]"'
     monkeypatch.undo()
     assert meter_of(torch.device("meta")).source == "not available here: meta has no UUID by which NVML would know it"

@@ -7,8 +7,7 @@ import torch
 
 from convoy.comm.group import Arrived, Group, Message, Pending
 from convoy.fleet import Device, Fleet, Host, NetworkSegment, Nic
-from convoy.measure.describe import spreads, with_wire
-from convoy.measure.links import WireTimes, measure_links, meetings
+from convoy.measure.link_probe import WireTimes, measure_links, pairs_to_measure
 from tests.support.threads import run_on_threads
 
 
@@ -129,11 +128,10 @@ def test_a_synthetic_wire_is_found_again() -> None:
         assert pair.latency_s == pytest.approx(net.latency_s(a, b), rel=1e-6)
         assert pair.bandwidth_spread == pytest.approx(0, abs=1e-6)
     # Alone, each link carries a whole card; all at once, they share it. The slow card's peers do not hide the fast ones.
-    for card in wire.cards:
-        feeding = sum(net.send[h] for h in range(3) if h != card.host)
-        assert card.send_bytes_per_s == pytest.approx(net.send[card.host], rel=0.02)
-        assert card.receive_bytes_per_s == pytest.approx(min(net.receive[card.host], feeding), rel=0.02)
-    assert wire.cards[2].ring_bytes_per_s == pytest.approx(10e6, rel=0.02)
+    for host, nic in enumerate(wire.nics):
+        feeding = sum(net.send[h] for h in range(3) if h != host)
+        assert nic.send_bytes_per_s == pytest.approx(net.send[host], rel=0.02)
+        assert nic.receive_bytes_per_s == pytest.approx(min(net.receive[host], feeding), rel=0.02)
     for device, traffic in enumerate(wire.traffic):
         assert traffic.send_s_per_byte == pytest.approx(net.out_s_per_byte[device] / 0.5, rel=1e-4)
         assert traffic.receive_s_per_byte == pytest.approx(net.in_s_per_byte[device] / 0.5, rel=1e-4)
@@ -147,8 +145,8 @@ def test_links_without_a_shared_card_show_as_a_faster_card() -> None:
     """Two slow hosts behind a fast card: what it sends to both at once is more than either link alone."""
     wire = measured_wire(Net(host=[0, 1, 2], send=[50e6, 10e6, 10e6], receive=[50e6, 10e6, 10e6]))
     assert max(pair.bytes_per_s for pair in wire.pairs) == pytest.approx(10e6, rel=1e-6)
-    assert wire.cards[0].send_bytes_per_s == pytest.approx(20e6, rel=0.02)
-    fleet = with_wire(Fleet(tuple(map(Host, "abc")), tuple(Device(n, n, "cpu") for n in "abc"), Nic(1, 1, 0)), wire)
+    assert wire.nics[0].send_bytes_per_s == pytest.approx(20e6, rel=0.02)
+    fleet = wire.into(Fleet(tuple(map(Host, "abc")), tuple(Device(n, n, "cpu") for n in "abc"), Nic(1, 1, 0)))
     assert fleet.nic("a").send_bytes_per_s == pytest.approx(20e6, rel=0.02)
     assert fleet.path("a", "b").bandwidth_bytes_per_s == pytest.approx(10e6, rel=1e-6)
 
@@ -170,24 +168,22 @@ def test_a_slow_link_is_not_measured_for_long() -> None:
     assert max(clocks) < 10
 
 
-def test_everybody_meets_everybody_once() -> None:
-    pairs, speakers = meetings([0, 1, 1, 2, 0])
+def test_every_pair_of_hosts_is_measured_once() -> None:
+    pairs, speakers = pairs_to_measure([0, 1, 1, 2, 0])
     assert speakers == [0, 1, 3]
     assert pairs == [(0, 1), (0, 3), (1, 3), (1, 2), (0, 4)]
-    assert meetings([0]) == ([], [0])
+    assert pairs_to_measure([0]) == ([], [0])
 
 
 def test_cards_and_links_take_the_place_of_the_described_ones() -> None:
     wire = measured_wire(Net(host=[0, 1], send=[50e6, 20e6], receive=[40e6, 30e6]))
     described = Fleet(tuple(map(Host, "ab")), tuple(Device(n, n, "cpu") for n in "ab"), Nic(1, 1, 0))
-    fleet = with_wire(described, wire)
+    fleet = wire.into(described)
     assert fleet.network is None
     assert fleet.path("a", "b").bandwidth_bytes_per_s == pytest.approx(30e6)
     assert fleet.path("b", "a").bandwidth_bytes_per_s == pytest.approx(20e6)
     assert fleet.nic("a").latency_s == pytest.approx(2e-4)
-    links, hosts = spreads(fleet, wire)
-    assert [(link.source, link.target) for link in links] == [("a", "b"), ("b", "a")]
-    assert [host.host for host in hosts] == ["a", "b"]
+    assert [(link.source, link.target) for link in wire.spreads(fleet)] == [("a", "b"), ("b", "a")]
 
 
 def test_an_uplink_is_as_fast_as_the_links_that_it_alone_holds_back() -> None:
@@ -196,7 +192,7 @@ def test_an_uplink_is_as_fast_as_the_links_that_it_alone_holds_back() -> None:
     wire = measured_wire(Net(host=[0, 1], send=[7.5e6, 20e6], receive=[40e6, 30e6]))
     segment = NetworkSegment("attic", ("a",), Nic(8e6, 1e9, 1e-4))
     devices = tuple(Device(n, n, "cpu") for n in "ab")
-    fleet = with_wire(Fleet(tuple(map(Host, "ab")), devices, Nic(50e6, 50e6, 0), segments=(segment,)), wire)
+    fleet = wire.into(Fleet(tuple(map(Host, "ab")), devices, Nic(50e6, 50e6, 0), segments=(segment,)))
     (found,) = fleet.segments
     assert found.uplink.send_bytes_per_s == pytest.approx(7.5e6)
     assert found.uplink.receive_bytes_per_s == 1e9

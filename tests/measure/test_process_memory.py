@@ -1,6 +1,6 @@
 """What a process takes before it trains: measured with the devices, predicted beside a plan's tensors, kept free by plans."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ from convoy.comm.group import AloneGroup, Group
 from convoy.errors import PlanError
 from convoy.fleet import Device, Fleet, Host
 from convoy.machine.accelerator import process_bytes
-from convoy.measure.describe import Own, describe, fleet_of
-from convoy.measure.job import MeasureOptions, _model_bytes, measure_job
+from convoy.measure.device_info import DeviceInfo, describe_device, fleet_of
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.planner.planner import candidates
-from convoy.simulate.memory import memory_of, room_of
+from convoy.simulate.memory import MemoryLimits, memory_of
 from convoy.simulate.table import Measurement
 from studies.roofline import roofline_costs
 from tests.support.plan_requests import asked
@@ -37,7 +37,7 @@ def resident_bytes(group: Group) -> tuple[int, int]:
     """Before it trains, without the model, as `measure_job` has it; and while it trains."""
     model = net()
     plan = named_plan("data", trace(model, torch.zeros(2, 3, 32, 32)).graph, BATCH, Speeds((1.0, 1.0)))
-    before = describe(CPU, 1.0).process_bytes - _model_bytes(model)
+    before = describe_device(CPU, 1.0).process_bytes - 4 * sum(p.numel() for p in model.parameters())
     part = distribute(model, plan, group, torch.zeros(2, 3, 32, 32))
     del model
     optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9)
@@ -68,10 +68,10 @@ def test_it_is_measured_with_the_devices_beside_the_model_and_stands_in_their_fi
 ) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
     model_bytes = 4 * (12 * 10 + 10)
-    monkeypatch.setattr("convoy.measure.describe.process_bytes", lambda _: 70 * MB + model_bytes)
+    monkeypatch.setattr("convoy.measure.device_info.process_bytes", lambda _: 70 * MB + model_bytes)
     with AloneGroup(CPU) as group:
         traced = trace(model, torch.zeros(2, 3, 2, 2))
-        measured = measure_job(group, traced, model, 4, MeasureOptions("small", budget_s=0.2, stretch_s=1e-4))
+        measured = measure_job(group, traced, model, 4, MeasureOptions("small", budget_s=0.2, slice_s=1e-4))
     assert measured.device[0].process_bytes == 70 * MB
     assert Measurement.from_toml(measured.to_toml()) == measured
     assert measured.costs(traced.graph).process_bytes == (70 * MB,)
@@ -81,20 +81,19 @@ def test_it_is_measured_with_the_devices_beside_the_model_and_stands_in_their_fi
 
 def test_devices_of_a_host_share_what_is_free_and_each_has_its_own() -> None:
     """900 MB are free beside two processes of 100 MB each; a limit below what a process has stays a limit."""
-    rows = [Own("a", "m", "cpu", 1, 1000 * MB, 1.0, 100 * MB) for _ in range(2)]
+    rows = [DeviceInfo("a", "m", "cpu", 1, 1000 * MB, 1.0, 100 * MB) for _ in range(2)]
     assert [device.memory_bytes for device in fleet_of(rows).devices] == [550 * MB, 550 * MB]
     assert fleet_of([replace(rows[0], memory_bytes=MB)]).devices[0].memory_bytes == MB
-    assert Own(**asdict(rows[0])) == rows[0]
 
 
 def test_plans_may_fill_what_the_process_leaves() -> None:
     fleet = Fleet((Host("a"),), (Device("a-0", "a", "cpu", memory_bytes=100 * MB), Device("a-1", "a", "cpu")))
-    room = room_of(fleet, process_bytes=(70 * MB, 70 * MB))
+    room = MemoryLimits.of(fleet, process_bytes=(70 * MB, 70 * MB))
     assert (room.bytes_of(0), room.bytes_of(1)) == (30 * MB, float("inf"))
     assert room.excess([31 * MB, 31 * MB]) == {0: MB}
     (words,) = room.overfull([31 * MB, 31 * MB])
     assert words == "a-0 needs 101 MB (70 MB of them its process before it trains) of 100 MB"
-    assert room_of(fleet, process_bytes=(200 * MB, 0)).excess([MB, 0]) == {0: MB - 1}  # no division by nothing
+    assert MemoryLimits.of(fleet, process_bytes=(200 * MB, 0)).excess([MB, 0]) == {0: MB - 1}  # no division by nothing
 
 
 def test_a_limit_that_holds_the_tensors_alone_is_too_small() -> None:

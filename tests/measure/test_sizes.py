@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from convoy.comm.group import Group
-from convoy.measure.job import MeasureOptions, measure_job
-from convoy.measure.layers import Bench
-from convoy.measure.sizes import sizes_to_profile
-from convoy.measure.timing import Times
+from convoy.measure.layer_timer import LayerTimer
+from convoy.measure.measure_job import MeasureOptions, measure_job
+from convoy.measure.timed_sizes import sizes_of_plans
+from convoy.measure.timing import LEAST_KNOWN, Timing
 from convoy.model.graph import Layer
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -20,7 +20,7 @@ from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import ComputeStep
 from convoy.planner.planner import candidates
 from convoy.simulate.compute import Correction, Grid, LayerTimes
-from convoy.simulate.overhead import Overheads
+from convoy.simulate.costs import Overheads
 from convoy.simulate.table import LayerPoint, Measurement, layer_times
 from tests.support.plan_requests import asked
 from tests.support.threads import run_on_threads
@@ -57,7 +57,7 @@ def test_beyond_the_grid_by_hand() -> None:
     """The grid ends at 8 samples with 32 s. This layer does more than ten FLOP for a byte, so in proportion: 16 take 64 s.
 
     Timed: 32 samples in twice the 128 s that follow. At 16, half way between the grid's edge (1 times) and there (2 times),
-    sqrt(2); at 64, three doublings from the edge and one from there, the logarithm is (1 * log 2 + 1/9 * 0) / (1 + 1/9).
+    sqrt(2); at 64, three doublings from the edge and one from there, the exponent is 3/4.
     """
     alone = LayerTimes(grid(1.0), grid(1.0))
     assert alone.seconds(LAYER, "forward", LocalSize(16, 4, 3)) == pytest.approx(64)
@@ -66,7 +66,7 @@ def test_beyond_the_grid_by_hand() -> None:
     assert at(8) == pytest.approx(32)
     assert at(16) == pytest.approx(64 * math.sqrt(2))
     assert at(32) == pytest.approx(256)
-    assert at(64) == pytest.approx(256 * 2 ** (1 / (1 + 1 / 9)))
+    assert at(64) == pytest.approx(256 * 2**0.75)
 
 
 def test_what_lies_beyond_the_grid_joins_it_without_a_step() -> None:
@@ -116,10 +116,11 @@ def takes_s(layer: Layer, size: LocalSize) -> float:
     return float(1e-6 * entries**0.9)
 
 
-class Synthetic(Bench):
-    def _time(self, layer: Layer, size: LocalSize) -> Times:
-        seconds = takes_s(layer, size)
-        return Times(seconds, 2 * seconds, 0.0)
+class Synthetic(LayerTimer):
+    def time(self, name: str, size: LocalSize) -> float:
+        seconds = takes_s(self.traced.graph[name], size)
+        self.timings[name, size] = Timing(([seconds] * LEAST_KNOWN, [2 * seconds] * LEAST_KNOWN))
+        return 3 * seconds
 
 
 NET, IMAGE, BATCH = "two-conv:16:32", (3, 16, 16), 16
@@ -131,12 +132,12 @@ def measured() -> list[Measurement]:
     traced = trace(model, torch.zeros(2, *IMAGE))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("convoy.measure.job.Bench", Synthetic)
+        patch.setattr("convoy.measure.measure_job.LayerTimer", Synthetic)
         # It trains on one device, and torch's hooks on gradients want a process each for that.
-        patch.setattr("convoy.measure.job.measure_overheads", lambda *_: Overheads())
+        patch.setattr("convoy.measure.measure_job.measure_overheads", lambda *_: Overheads())
 
         def work(group: Group) -> Measurement:
-            options = MeasureOptions(NET, budget_s=60.0, links_budget_s=0.5, stretch_s=1e-4)
+            options = MeasureOptions(NET, budget_s=60.0, links_budget_s=0.5, slice_s=1e-4)
             return measure_job(group, traced, model, BATCH, options)
 
         return run_on_threads(3, work, timeout_s=60.0)
@@ -177,7 +178,7 @@ def test_what_is_on_the_grid_or_small_is_not_profiled_again(measured: list[Measu
     graph = trace(build_net(NET, IMAGE, 10), torch.zeros(2, *IMAGE)).graph
     alone = by_grids(measured[0])
     alike = {name: name for name in graph.layers}
-    rows = sizes_to_profile(alone, graph, BATCH, alike)
+    rows = sizes_of_plans(alone, graph, BATCH, alike)
     assert len(rows) == 3
     on_grid = {(p.layer, p.samples, p.outputs, p.inputs) for p in alone.points_of(alone.fleet.devices[0].name)["3"]}
     for each in rows[0]:
@@ -189,6 +190,6 @@ def test_what_is_on_the_grid_or_small_is_not_profiled_again(measured: list[Measu
         LayerPoint(names[d], w.layer, w.size.samples, w.size.outputs, w.size.inputs, 1.0, 1.0, 0.0, beside=True)
         for d, each in enumerate(rows) for w in each
     ]  # fmt: skip
-    again = sizes_to_profile(replace(alone, layer=alone.layer + tuple(more)), graph, BATCH, alike)
+    again = sizes_of_plans(replace(alone, layer=alone.layer + tuple(more)), graph, BATCH, alike)
     for device, each in enumerate(again):
         assert not {(w.layer, w.size) for w in each} & {(w.layer, w.size) for w in rows[device]}

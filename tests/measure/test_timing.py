@@ -1,15 +1,16 @@
-"""Timing: quotas, long calls, the optimizer, and what a step takes beside its layers."""
+"""Timing: quotas, long calls, cold caches, the optimizer, and what a step takes in addition to its layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from convoy.measure import overheads, timing
-from convoy.measure.timing import Piece, Times
+from convoy.measure import overhead_probe, timing
+from convoy.measure.timing import RoundTimer, Timing, Workload
 from convoy.runtime.clock import Clock
 
 CPU = torch.device("cpu")
@@ -42,8 +43,17 @@ class FakeRun:
         self.processor.used_s += self.backward_s
 
 
-def seconds_of(piece: Piece, clock: Clock, now: Callable[[], float]) -> Times:
-    return timing.sampled(piece, clock, now).times()
+def fake_layer(run: FakeRun, gradient: Any = True) -> Workload:
+    return Workload("layer", run, [], 1, (), gradient, 0)
+
+
+def both_s(timing: Timing, *, steady: bool = False) -> float:
+    times = timing.times(steady=steady)
+    return times.forward_s + times.backward_s
+
+
+def timer_of(processor: Processor) -> RoundTimer:
+    return RoundTimer(Clock(CPU), processor.now)
 
 
 @pytest.mark.parametrize("forward_s", [1e-5, 3e-4, 2e-3, 0.07])
@@ -53,7 +63,7 @@ def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, for
     """Each phase meets its part of the pauses, also where it is much shorter than the other one."""
     processor = Processor(quota)
     run = FakeRun(processor, forward_s, times_backward * forward_s)
-    times = seconds_of(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now)
+    times = timer_of(processor).time(fake_layer(run)).times()
     slack = 1e-9 if quota == 1.0 else 0.25
     assert times.forward_s == pytest.approx(forward_s / quota, rel=slack)
     assert times.backward_s == pytest.approx(times_backward * forward_s / quota, rel=slack)
@@ -63,7 +73,7 @@ def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, for
 def test_a_long_call_runs_twice_and_the_faster_counts() -> None:
     processor = Processor()
     run = FakeRun(processor, 1.0, 2.0)
-    assert seconds_of(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now).both_s == pytest.approx(3.0)
+    assert both_s(timer_of(processor).time(fake_layer(run))) == pytest.approx(3.0)
     assert processor.used_s == pytest.approx(6.0, abs=0.01)
 
 
@@ -76,30 +86,27 @@ def test_what_a_median_is_known_to() -> None:
 def test_a_steady_clock_is_read_by_its_median_and_the_wall_by_its_mean() -> None:
     """A pause that a quota makes is part of a step. On a clock without pauses, longer rounds were disturbed by others."""
     rounds = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0]
-    sample = timing.Sample(timing.Repetition(1, rounds), timing.Repetition(1, [0.0] * 12))
+    sample = Timing((rounds, [0.0] * 12))
     assert sample.times(steady=True).forward_s == 1.0
     assert sample.times().forward_s == pytest.approx((4 * 1.0 + 2 * 9.0) / 6)
 
 
-def test_turns_of_one_piece_add_up_until_it_is_known() -> None:
+def test_turns_of_one_layer_add_up_until_it_is_known() -> None:
     processor = Processor()
-    part = Piece("layer", FakeRun(processor, 1e-3, 2e-3), [], 1, (), True, 0)
-    first = timing.sampled(part, Clock(CPU), processor.now, rounds=2)
-    assert (len(first.forward.each_s), first.is_known) == (2, False)
-    slow = Piece("layer", FakeRun(processor, 5e-3, 10e-3), [], 1, (), True, 0)  # a disturbance: in one turn of four
-    for piece in (slow, part, part):
-        again = timing.sampled(piece, Clock(CPU), processor.now, before=first, rounds=2)
-    assert again is first
-    assert len(first.forward.each_s) == len(first.backward.each_s) >= 8
+    layer, timer = fake_layer(FakeRun(processor, 1e-3, 2e-3)), timer_of(processor)
+    first = timer.time(layer, rounds=2)
+    assert (len(first.rounds_s), first.is_known) == (2, False)
+    slow = fake_layer(FakeRun(processor, 5e-3, 10e-3))  # a disturbance: in one turn of four
+    for each in (slow, layer, layer):
+        assert timer.time(each, first, rounds=2) is first
+    assert len(first.rounds_s) >= 8
     assert first.is_known
-    assert first.times(steady=True).both_s == pytest.approx(3e-3)
+    assert both_s(first, steady=True) == pytest.approx(3e-3)
     assert first.times(steady=True).spread == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize(("forward_s", "counted_s"), [(0.05, 0.05), (2.0, 2.0)])
-def test_a_round_for_which_the_process_grows_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, forward_s: float, counted_s: float
-) -> None:
+@pytest.mark.parametrize("forward_s", [0.05, 2.0])
+def test_a_round_for_which_the_process_grows_does_not_count(monkeypatch: pytest.MonkeyPatch, forward_s: float) -> None:
     """A U-Net's first layer was timed at 11 ms a sample where it takes 0.4: pages for its output had to be filled with zeros
     first, by a kernel on a machine whose memory nobody had touched. The plan's step was predicted twice too long."""
     processor, resident = Processor(), [0]
@@ -112,33 +119,33 @@ def test_a_round_for_which_the_process_grows_does_not_count(
             return super().forward(*args)
 
     monkeypatch.setattr(timing, "_resident_bytes", lambda: resident[0])
-    part = Piece("layer", Growing(processor, forward_s, 0.01), [], 1, (), True, timing.HELD_BYTES)
-    found = timing.sampled(part, Clock(CPU), processor.now, rounds=2)
-    assert found.forward.each_s == pytest.approx([counted_s] * len(found.forward.each_s))
+    layer = replace(fake_layer(Growing(processor, forward_s, 0.01)), held_bytes=timing.HELD_BYTES)
+    found = timer_of(processor).time(layer, rounds=2).seconds[0]
+    assert found == pytest.approx([forward_s] * len(found))
 
 
 def test_a_process_that_never_stops_growing_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = iter(range(0, 1 << 60, timing.FRESH_BYTES))
     monkeypatch.setattr(timing, "_resident_bytes", lambda: next(resident))
     processor = Processor()
-    part = Piece("layer", FakeRun(processor, 1e-3, 1e-3), [], 1, (), True, 0)
-    assert timing.sampled(part, Clock(CPU), processor.now).times().both_s == pytest.approx(2e-3)
+    assert both_s(timer_of(processor).time(fake_layer(FakeRun(processor, 1e-3, 1e-3)))) == pytest.approx(2e-3)
 
 
 def test_no_backward_where_no_gradient_comes() -> None:
     processor = Processor()
-    times = seconds_of(Piece("l", FakeRun(processor, 1e-3, 5.0), [], 1, (), None, 0), Clock(CPU), processor.now)
+    times = timer_of(processor).time(fake_layer(FakeRun(processor, 1e-3, 5.0), gradient=None)).times()
     assert times.backward_s == 0
     assert times.forward_s == pytest.approx(1e-3)
 
 
-def test_the_optimizer_takes_time_per_entry() -> None:
-    per_entry_s, spread = timing.time_update(CPU, timing.device_now(CPU), 1e-3, entries=10_000)
+def test_the_optimizer_takes_time_per_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead_probe, "PROCESSOR_BYTES", 1 << 10)
+    per_entry_s, spread = overhead_probe.time_update(CPU, timing.device_now(CPU), 1e-3, entries=10_000)
     assert 0 < per_entry_s < 1e-3
     assert spread >= 0
 
 
-def test_overheads_are_what_a_step_takes_beside_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overheads_are_what_a_step_takes_without_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device whose step takes 100 ms, and 20 for each layer with its two rounds and its two tensors.
 
     Flatten takes 1 ms, the Linear 2, the optimizer 3 for each tensor. A round takes 1 ms and 0.4 for each peer, of whom each
@@ -158,31 +165,28 @@ def test_overheads_are_what_a_step_takes_beside_its_layers(monkeypatch: pytest.M
 
         return build
 
-    monkeypatch.setattr(overheads, "_training", taking(lambda n: 0.1 + 0.02 * n))
-    monkeypatch.setattr(overheads, "_optimizer", taking(lambda n: 0.008 + 0.003 * n))
-    monkeypatch.setattr(overheads, "_round", taking(lambda n: 0.001 + 0.0004 * n))
-    monkeypatch.setattr(overheads, "_copy", taking(lambda _: 0.02))
-    monkeypatch.setattr(overheads, "_add", taking(lambda _: 0.03))
-    monkeypatch.setattr(overheads, "_fresh_s_per_byte", lambda *_: 0.5)
+    for name in ("CORE_BYTES", "PROCESSOR_BYTES", "FRESH_BYTES"):
+        monkeypatch.setattr(overhead_probe, name, 1 << 10)
+    monkeypatch.setattr(overhead_probe, "_training", taking(lambda n: 0.1 + 0.02 * n))
+    monkeypatch.setattr(overhead_probe, "_round", taking(lambda n: 0.001 + 0.0004 * n))
+    optimizer = taking(lambda n: 0.008 + 0.003 * n)
+    monkeypatch.setattr(overhead_probe, "_optimizer", lambda sizes, _: SimpleNamespace(step=optimizer(len(sizes))))
     layers = {"flatten": 0.001, "linear": 0.002}
-    monkeypatch.setattr(overheads, "_layer_s", lambda kind, *_: layers[kind])
-    found = overheads.measure_overheads(CPU, processor.now, 0.02, message_s=0.0007, share=0.5)
+    monkeypatch.setattr(overhead_probe, "_layer_s", lambda kind, *_: layers[kind])
+    found = overhead_probe.measure_overheads(CPU, processor.now, 0.02, message_s=0.0007, share=0.5)
     assert found.layer_s == pytest.approx(0.0092)
     assert found.step_s == pytest.approx(0.1 - 0.001 - 0.0092)
     assert found.update_s_per_tensor == pytest.approx(0.003)
     assert found.round_s == pytest.approx(0.001 + 0.0009 - 0.00035)
     assert found.message_s == pytest.approx(0.0007 + 0.0002)
-    assert found.copy_s_per_byte == pytest.approx(0.02 / overheads.COPIED_BYTES)
-    assert found.add_s_per_byte == pytest.approx(0.03 / overheads.COPIED_BYTES)
-    assert found.fresh_s_per_byte == 0.5
 
 
 def test_filling_the_caches_does_not_count() -> None:
     """A look at the clock takes a second, and nothing else any: of filling, then working, only the work's own look is told."""
     looks = iter(range(1_000_000))
-    cold = timing.Cold(CPU, lambda: float(next(looks)), 1 << 10)
+    cold = timing.ColdCaches(CPU, lambda: float(next(looks)), 1 << 10)
     filled: list[float] = []
-    each_s = cold.seconds(lambda: filled.append(float(cold._bytes[0])), stretch_s=1e-9)
+    each_s = cold.seconds(lambda: filled.append(float(cold._bytes[0])), slice_s=1e-9)
     assert each_s == [1.0] * timing.COLD_ROUNDS
     assert filled == [
         *map(float, range(timing.COLD_ROUNDS + 1))
@@ -200,7 +204,7 @@ def test_calls_of_an_accelerator_are_timed_a_stretch_at_a_time() -> None:
     def work() -> None:
         processor.used_s += 5e-4
 
-    each_s = timing.Cold(torch.device("meta"), waited, timing.CORE_BYTES).seconds(work, 20e-3)
+    each_s = timing.ColdCaches(torch.device("meta"), waited, timing.CORE_BYTES).seconds(work, 20e-3)
     count = round(20e-3 / 1.5e-3)
     assert each_s == pytest.approx([5e-4 + 1e-3 / count] * len(each_s))
 
@@ -223,31 +227,32 @@ def test_layers_are_timed_with_caches_as_another_layer_leaves_them(monkeypatch: 
     filling are three calls to a stretch of 20, and not twenty.
     """
     processor = Processor()
-    cold = timing.Cold(CPU, processor.now, 4)
+    cold = timing.ColdCaches(CPU, processor.now, 4)
     filled = Filled(processor)
     monkeypatch.setattr(cold, "_bytes", filled)
     read: list[Tensor] = []
     x, g = torch.ones(2), torch.ones(3)
     monkeypatch.setattr(torch.Tensor, "sum", lambda self: read.append(self))
-    small = Piece("layer", FakeRun(processor, 1e-3, 2e-3), [x], 1, (), g, timing.CORE_BYTES - 1)
-    timing.sampled(small, Clock(CPU), processor.now, cold=cold)
+    timer = RoundTimer(Clock(CPU), processor.now)
+    timer.cold = cold
+    small = Workload("layer", FakeRun(processor, 1e-3, 2e-3), [x], 1, (), g, timing.CORE_BYTES - 1)
+    timer.time(small)
     assert filled.times == 0
-    part = replace(small, held_bytes=timing.CORE_BYTES)
-    found = timing.sampled(part, Clock(CPU), processor.now, cold=cold)
-    assert found.times().both_s == pytest.approx(3e-3)
-    assert found.forward.total_calls == 3 * len(found.forward.each_s)
+    found = timer.time(replace(small, held_bytes=timing.CORE_BYTES))
+    assert both_s(found) == pytest.approx(3e-3)
+    assert found.calls[0] == 3 * len(found.rounds_s)
     uncounted = 2 * 2  # two first rounds of a call each way
-    assert filled.times == found.forward.total_calls + found.backward.total_calls + uncounted
-    assert sum(each is x for each in read) == found.forward.total_calls + 2
-    assert sum(each is g for each in read) == found.backward.total_calls + 2
+    assert filled.times == sum(found.calls) + uncounted
+    assert sum(each is x for each in read) == found.calls[0] + 2
+    assert sum(each is g for each in read) == found.calls[1] + 2
 
 
 def test_layers_of_the_overheads_leave_cold_caches() -> None:
     """Each layer of a step is followed by a filling of the caches: forward, and backward in two parts."""
-    cold = timing.Cold(CPU, timing.device_now(CPU), 1 << 10)
+    cold = timing.ColdCaches(CPU, timing.device_now(CPU), 1 << 10)
     filled: list[float] = []
     for layers in (1, 4):
-        step = overheads._training(layers, CPU, cold)
+        step = overhead_probe._training(layers, CPU, cold)
         before = float(cold._bytes[0])
         step()
         filled.append(float(cold._bytes[0]) - before)
@@ -255,7 +260,7 @@ def test_layers_of_the_overheads_leave_cold_caches() -> None:
 
 
 def test_overheads_of_this_machine_are_small_and_there() -> None:
-    found = overheads.measure_overheads(CPU, timing.device_now(CPU), QUICK_S, message_s=1e-4)
+    found = overhead_probe.measure_overheads(CPU, timing.device_now(CPU), QUICK_S, message_s=1e-4)
     assert 0 <= found.step_s < 0.5
     assert 1e-4 <= found.message_s < 0.1
     for name in ("layer_s", "round_s", "update_s_per_tensor", "fresh_s_per_byte"):

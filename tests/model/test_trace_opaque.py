@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.tracing import disable_in_place, run_traced, trace
+from convoy.model.tracing import disable_in_place, trace
 from tests.support import nets
-from tests.support.traced_models import Calls, last, layers_of
+from tests.support.odd_nets import Negative
+from tests.support.traced_models import Calls, last, layers_of, run_traced
 
 # --- what depends on the batch ---------------------------------------------------------------------------------------
 
@@ -129,24 +130,41 @@ def test_flop_of_an_opaque_layer_are_counted() -> None:
 
 
 def test_hooks_make_a_layer_opaque() -> None:
-    """The executor computes convolutions by itself: what hung on them from outside was left out. What a hook sees must be the
-    whole batch, so every device computes its layer; weight_norm looks at no sample."""
+    """A hook must see the global batch, so every device computes its layer; those of weight_norm see no sample."""
     layers = layers_of(nets.Hooked())
-    assert [(name, layers[name].kind, layers[name].per_sample) for name in ("conv1", "conv2", "fc")] == [
+    assert [(name, layers[name].kind, layers[name].per_sample) for name in ("conv1", "conv2d", "fc")] == [
         ("conv1", "opaque", False),
-        ("conv2", "filters", True),
+        ("conv2d", "filters", True),
         ("fc", "linear", True),
     ]
     assert [name for name, layer in layers.items() if layer.everywhere] == ["conv1"]
     assert layers["conv1"].reason == "it has a forward hook, so every device computes it for the whole batch"
-    assert "parametrizations.weight.original0" in layers["conv2"].parameters
+    assert "original0" in layers["conv2.parametrizations.weight"].parameters
 
 
-def test_a_backward_of_ones_own_is_a_layer() -> None:
-    """torch.fx traced through the forward of an autograd.Function: its gradients were those of autograd."""
-    layers = layers_of(nets.OwnBackward())
-    assert list(layers) == ["x", "conv", "relu", "apply", "mean", "fc"]
-    assert (layers["apply"].kind, layers["apply"].per_sample) == ("opaque", False)
+class Reversed(torch.autograd.Function):
+    """Its forward is no operation, so a trace would lose its backward."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(_ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+reverse = Reversed.apply
+
+
+@pytest.mark.parametrize(
+    "function", [lambda _, x: Negative.apply(x), lambda _, x: Reversed.apply(x), lambda _, x: reverse(x)]
+)  # fmt: skip
+def test_a_forward_with_its_own_backward_is_called_live(function: Callable[..., Any]) -> None:
+    """torch.fx would trace through the forward of an autograd.Function: its gradients would be those of autograd."""
+    layers = layers_of(nn.Sequential(nn.Conv2d(3, 3, 1), Calls(function)))
+    assert [(layer.kind, layer.per_sample) for layer in layers.values()][1:] == [("conv", True), ("opaque", False)]
+    assert "has its own backward" in layers["1"].reason
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")

@@ -20,13 +20,14 @@ from convoy.plan.presets import PLANS, Speeds
 from convoy.plan.steps import SumGradients
 from convoy.plan.strategy import Batch
 from convoy.planner.planner import plan_auto
-from convoy.planner.predict import working
+from convoy.planner.prediction import working
 from convoy.runtime.module import Distributed
 from studies.roofline import roofline_costs
 from tests.support import nets
 from tests.support.one_device import (
     EXACT,
     OPTIMIZERS,
+    TWENTY_STEPS,
     Training,
     by_name,
     check,
@@ -53,11 +54,11 @@ EVERY_SUM = [(plan, reduce) for reduce in SUMS for plan in PLANS]
 
 @pytest.mark.parametrize(("plan", "reduce"), most_slow(len(PLANS), EVERY_SUM))
 def test_twenty_steps_by_every_plan_and_every_sum(plan: str, reduce: str) -> None:
-    check(Training("two-conv"), by_name(plan, "two-conv", reduce))
+    check(Training("two-conv", TWENTY_STEPS), by_name(plan, "two-conv", reduce))
 
 
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile"])
-def test_twenty_steps_by_the_plan_that_the_planner_chooses(net: str) -> None:
+def test_the_planners_choice_follows_one_device(net: str) -> None:
     """For slow devices on a fast network, where each of them pays."""
     host = Host("lab", card=Nic(1e10, 1e10, 1e-7))
     rates = (4e8, 3e8, 2e8)
@@ -83,9 +84,8 @@ def test_large_gradients_are_summed_where_they_lie_in_segments(
     check(Training(net, SHORT), plan)
 
 
-@pytest.mark.parametrize("net", ["resnet", "mobile"])
-@pytest.mark.parametrize("plan", [*PLANS])
-def test_twenty_steps_with_batch_norm(plan: str, net: str) -> None:
+@pytest.mark.parametrize(("plan", "net"), each_value([*PLANS], ["resnet", "mobile"]))
+def test_batch_norm_over_devices_follows_one_device(plan: str, net: str) -> None:
     check(Training(net), by_name(plan, net, "butterfly"))
 
 
@@ -102,8 +102,8 @@ def test_the_shares_are_as_uneven_as_intended() -> None:
 
 
 @pytest.mark.parametrize(("net", "reduce"), each_value(["two-conv", "resnet", "tokens"], SUMS))
-def test_twenty_steps_with_every_strategy_at_once(net: str, reduce: str) -> None:
-    check(Training(net), mixed(net, reduce))
+def test_every_strategy_in_one_plan_follows_one_device(net: str, reduce: str) -> None:
+    check(Training(net, TWENTY_STEPS), mixed(net, reduce))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 5])

@@ -47,7 +47,7 @@ def by_speed(net: str, shares: tuple[int, ...] = SHARES, form: Form = "keep") ->
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shares", [SHARES, (0, 1, 0, 0), (1, 1, 1, 1)])
-def test_twenty_steps(shares: tuple[int, ...], form: Form) -> None:
+def test_sharded_parameters_follow_one_device(shares: tuple[int, ...], form: Form) -> None:
     check(Training("two-conv"), by_speed("two-conv", shares, form))
 
 

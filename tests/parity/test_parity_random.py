@@ -17,7 +17,7 @@ from convoy.plan import strategy
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from tests.support.one_device import OPTIMIZERS, Training, check, graph_of, traffic_of
+from tests.support.one_device import OPTIMIZERS, TWENTY_STEPS, Training, check, graph_of, traffic_of
 
 BATCH = 10
 NETS = (
@@ -110,7 +110,7 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_bl
 @given(plans())
 def test_random_plans_follow_one_device_for_twenty_steps(case: tuple[str, Plan]) -> None:
     net, plan = case
-    try_plan(net, plan, Training(net, (10, 10, 10, 3) * 5))
+    try_plan(net, plan, Training(net, TWENTY_STEPS))
 
 
 @settings(max_examples=16, derandomize=True, **QUIET)

@@ -14,7 +14,7 @@ from convoy.errors import PlanError
 from convoy.layout.comm_dtype import CommDtype
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.plan.compile import compile_all, compile_device
+from convoy.plan.compile import check_programs, compile_all, compile_device
 from convoy.plan.device_program import (
     BeginSum,
     Compute,
@@ -36,7 +36,6 @@ from convoy.plan.device_program import (
 )
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.program_check import check_programs
 from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.gradients import SumLane
 from tests.support import nets
@@ -241,9 +240,9 @@ def moved_to_front(kind: type) -> Callable[[list[Operation]], Sequence[Operation
         (with_message("receives", 0, lambda m: [replace(m, narrow=True)]), "forward", "one width"),
         (changed(ExchangeRound, step=999), "forward", "meets"),
         (without(Make), "forward", "is not there to receive into"),
-        (without(WaitRound), "forward", "travels: wait for it first"),
-        (without(WaitRound, -1), "forward", "(nobody waits for round|travels: wait for it first)"),
-        (without(TakeSum), "sums", "(wait for each other for ever|travels: wait for it first|read before)"),
+        (without(WaitRound), "forward", "wait for it first"),
+        (without(WaitRound, -1), "forward", "(nobody waits for round|wait for it first)"),
+        (without(TakeSum), "sums", "(wait for each other for ever|wait for it first|read before)"),
         (without(Fused), "forward", "is read before it is made"),
         (without(Compute), "forward", "is read before it is made"),
         (without(Pack), "backward", "is read before it is made|is not there"),

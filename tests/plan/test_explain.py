@@ -38,7 +38,7 @@ forward:
      4  compute  3: 2 on(0) -> on(0)  after 3
      5  move     3: on(0) -> copies(0,1)  (32 bytes in 1 round)  after 4
 backward:
-     6  gradient 3: from the loss, copies(0,1) -> on(0)  (nothing travels)  after 5
+     6  gradient 3: from the loss, copies(0,1) -> on(0)  (nothing is sent)  after 5
      7  compute  3: on(0) -> 2 on(0)  after 6
      8  compute  2: on(0) -> 1 on(0)  after 7
      9  compute  1: on(0) -> 0 on(0)  after 8
@@ -56,7 +56,7 @@ forward:
      4  compute  3: 2 copies(0,2) -> channel(1,0,1)  after 3
      5  move     3: channel(1,0,1) -> copies(0,1,2)  (96 bytes in 1 round)  after 4
 backward:
-     6  gradient 3: from the loss, copies(0,1,2) -> channel(1,0,1)  (nothing travels)  after 5
+     6  gradient 3: from the loss, copies(0,1,2) -> channel(1,0,1)  (nothing is sent)  after 5
      7  compute  3 (input gradient): channel(1,0,1) -> 2 copies(0,2)  after 6
      8  gradient 2: copies(0,2) -> batch(4,0,2)  (384 bytes in 1 round)  after 7
      9  compute  3 (weight gradient): channel(1,0,1) -> 2 copies(0,2)  after 6

@@ -22,10 +22,9 @@ from convoy.plan.steps import ComputeStep, Step, StepList, Value
 from convoy.plan.strategy import Batch, Filter, One
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import UnderAutocast, compute_in
-from convoy.simulate.costs import Costs
+from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.events import Work
-from convoy.simulate.overhead import Overheads
-from convoy.simulate.simulate import programs
+from convoy.simulate.simulator import programs
 from tests.simulate.test_simulate import Table, hosts
 from tests.support import nets
 from tests.support.one_device import Training, by_name, check, graph_of

@@ -8,18 +8,17 @@ import pytest
 from convoy.errors import PlanError
 from convoy.layout.layout import Replicated, Split
 from convoy.layout.redistribute import gather_shares, sum_into_shares, traffic
-from convoy.plan.compile import compile_all
+from convoy.plan.compile import check_programs, compile_all
 from convoy.plan.device_program import Compute as DeviceCompute
 from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights
 from convoy.plan.explain import step_lines
 from convoy.plan.lower import lower
 from convoy.plan.placing import parameter_layouts
 from convoy.plan.plan import Plan
-from convoy.plan.program_check import check_programs
 from convoy.plan.steps import ComputeStep, GatherWeights, SumGradients
 from convoy.plan.strategy import Batch, Filter, Form, Sharding
-from convoy.simulate.memory import memory_of, memory_of_passes, memory_of_steps, parameter_entries
-from convoy.simulate.overhead import NOTHING, Overheads, handling_of
+from convoy.simulate.costs import NOTHING, Overheads, handling_of
+from convoy.simulate.memory import memory_of, memory_of_steps, parameter_entries
 from tests.support.in_shares import in_shares
 from tests.support.one_device import by_name, graph_of
 from tests.support.stacks import Stack
@@ -162,13 +161,13 @@ def test_what_stays_from_pass_to_pass_is_counted() -> None:
     graph, plan = graph_of("two-conv"), plan_of("two-conv")
     own = parameter_entries(lower(plan, graph), graph, 1)[0]
     needs = {
-        kind: memory_of_steps(lower(plan, graph, micro_batch=kind), graph, itemsize=1)[1].weights_bytes
+        kind: memory_of_steps([lower(plan, graph, micro_batch=kind)], graph, itemsize=1)[1].weights_bytes
         for kind in ("only", "first", "middle", "last")
     }
     assert needs == {"only": own, "first": 2 * own, "middle": 2 * own, "last": 2 * own}
     passes = [lower(plan, graph, micro_batch=kind) for kind in ("first", "last")]
-    for device, most in enumerate(memory_of_passes(passes, graph)):
-        assert most in [memory_of_steps(steps, graph)[device] for steps in passes]
+    for device, most in enumerate(memory_of_steps(passes, graph)):
+        assert most in [memory_of_steps([steps], graph)[device] for steps in passes]
     whole = {kind: lower(plan_of("two-conv", "free"), graph, micro_batch=kind) for kind in ("only", "middle")}
     assert whole["only"].steps == whole["middle"].steps, "what is freed is gathered in every pass"
 
@@ -177,7 +176,8 @@ def test_passes_behind_the_first_print_and_parse() -> None:
     graph, plan = graph_of("two-conv"), plan_of("two-conv")
     steps = lower(plan, graph, micro_batch="middle")
     assert any(
-        "have     " in line and "whole since the first pass  (nothing travels)" in line for line in step_lines(steps)
+        "have     " in line and "whole since the first micro-batch  (nothing is sent)" in line
+        for line in step_lines(steps)
     )
     programs = compile_all(steps, graph)
     check_programs(programs)

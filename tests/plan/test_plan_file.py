@@ -211,11 +211,11 @@ def test_a_layer_named_twice_is_refused() -> None:
     """Someone copied a line and changed its shares but not its name: JSON keeps the last and tells nobody."""
     line = '    "grouped": {"strategy": "filter", "shares": [4, 2, 2]},\n'
     assert line in TEXT
-    with pytest.raises(PlanError, match=r"the key 'grouped' stands there twice.*correct it"):
+    with pytest.raises(PlanError, match=r"the key 'grouped' occurs twice.*correct it"):
         Plan.from_json(TEXT.replace(line, line + line.replace("4, 2, 2", "2, 2, 4")))
-    with pytest.raises(PlanError, match=r"the key 'batch' stands there twice"):
+    with pytest.raises(PlanError, match=r"the key 'batch' occurs twice"):
         Plan.from_json(TEXT.replace('"batch": 12,', '"batch": 12, "batch": 24,'))
-    with pytest.raises(PlanError, match=r"the key 'shares' stands there twice"):
+    with pytest.raises(PlanError, match=r"the key 'shares' occurs twice"):
         Plan.from_json(TEXT.replace('"shares": [4, 2, 2]', '"shares": [4, 2, 2], "shares": [4, 2, 2]'))
 
 

@@ -14,12 +14,11 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
 from convoy.plan.strategy import Batch, One
 from convoy.planner.analytic import CostModel
-from convoy.planner.anew import BETTER, plan_anew, with_newcomer
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
+from convoy.planner.replan import BETTER, plan_anew, with_joining_device
 from convoy.planner.request import PlanRequest
 from convoy.planner.search import model_s
-from convoy.simulate.regrouped import of_devices, with_device
 from convoy.simulate.table import Measurement
 from tests.support.described_fleets import measured_fleet
 from tests.support.plain_nets import TwoConv
@@ -84,7 +83,7 @@ def test_what_runs_stays_where_no_other_plan_is_faster_beyond_doubt(
     runs = replace(by_speed(graph, 1, 1, 1), otherwise=Batch((15, 16, 17)))
     same = plan_for(runs, graph, [0, 2])
     for better, stays in ((0.9, True), (0.98, False)):
-        monkeypatch.setattr("convoy.planner.anew.BETTER", better)
+        monkeypatch.setattr("convoy.planner.replan.BETTER", better)
         assert (plan_anew(request(of, graph), runs, (0, 1, 2), (0, 2)).plan == same) == stays
 
 
@@ -144,7 +143,7 @@ def test_where_nothing_is_known_shares_are_in_proportion_and_newcomers_get_a_mea
     assert plan_anew(request(of, graph, None), old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((8, 24, 16))
     more = of.with_device(2, by_speeds(8.0))
     assert plan_anew(request(more, graph, None), old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((4, 12, 32))
-    assert with_newcomer(request(of, graph, None), old, (0, 1), 2)[1] is None
+    assert with_joining_device(request(of, graph, None), old, (0, 1), 2)[1] is None
 
 
 def test_a_device_that_comes_is_given_work_and_the_fleet_gains(graph: Graph) -> None:
@@ -155,7 +154,7 @@ def test_a_device_that_comes_is_given_work_and_the_fleet_gains(graph: Graph) -> 
     found = plan_anew(request(more, graph), old, (0, 1), (0, 1, 7))
     assert isinstance(found.plan.otherwise, Batch)
     assert found.plan.otherwise.shares == (12, 12, 24)
-    _, gain = with_newcomer(request(more, graph), old, (0, 1), 7)
+    _, gain = with_joining_device(request(more, graph), old, (0, 1), 7)
     assert gain is not None
     assert 1.5 < gain < 2.1
     back = plan_anew(request(more, graph), found.plan, (0, 1, 7), (1, 7))
@@ -167,7 +166,7 @@ def test_a_device_that_comes_over_a_slow_link_brings_nothing(graph: Graph) -> No
     of = known(graph, 1e8, 1e8, link=2e3)
     old = plan_anew(request(of, graph), by_speed(graph, 1, 1), (0, 1), (0, 1)).plan
     more = of.with_device(2, joining(0.1, measured_fleet(graph, [1e7], BATCH, ["d2"], link_bytes_per_s=1e3)))
-    _, gain = with_newcomer(request(more, graph), old, (0, 1), 2)
+    _, gain = with_joining_device(request(more, graph), old, (0, 1), 2)
     assert gain is not None
     assert gain <= 1.01
 
@@ -187,7 +186,7 @@ def test_another_model_is_refused(graph: Graph) -> None:
     of = known(graph, 1e9, 1e9)
     assert of.measured is not None
     with pytest.raises(MismatchError, match="fingerprint"):
-        with_device(of.measured, replace(measured_fleet(graph, [1e9], BATCH, ["x"]), fingerprint="other"))
+        of.measured.with_device(replace(measured_fleet(graph, [1e9], BATCH, ["x"]), fingerprint="other"))
 
 
 def test_a_plan_that_fits_is_taken_before_one_in_proportion_that_does_not(graph: Graph) -> None:
@@ -204,7 +203,7 @@ def test_a_plan_that_fits_is_taken_before_one_in_proportion_that_does_not(graph:
 
 
 def test_many_devices_are_compared_by_the_analytic_model(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.planner.anew.SIMULATED_WORK", 0)
+    monkeypatch.setattr("convoy.planner.replan.SIMULATED_WORK", 0)
     of = known(graph, 1e9, 5e8, 2e8)
     found = plan_anew(request(of, graph), by_speed(graph, 4, 2, 1), (0, 1, 2), (0, 1))
     assert found.step_s == model_s(CostModel(some_of(of, graph, [0, 1])), [0, 1], found.plan)
@@ -213,7 +212,7 @@ def test_many_devices_are_compared_by_the_analytic_model(graph: Graph, monkeypat
 def test_rows_of_some_devices_in_any_order(graph: Graph) -> None:
     of = known(graph, 1e9, 2e9, 3e9)
     assert of.measured is not None
-    some = of_devices(of.measured, [2, 0])
+    some = of.measured.of_devices([2, 0])
     assert [each.device for each in some.device] == ["d2", "d0"]
     assert {host.name for host in some.fleet.hosts} == {"host-d0", "host-d2"}
-    assert some.times().alike(0) == 0
+    assert some.costs(graph).times.alike(0) == 0

@@ -23,15 +23,14 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Sharding, Strategy
 from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.planner import candidates
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.report.numbers import seconds
 from convoy.report.plans import least_words, show_predictions
 from convoy.simulate.compute import Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
-from convoy.simulate.costs import Costs
+from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.network import Network
-from convoy.simulate.overhead import Overheads
-from convoy.simulate.simulate import simulate
+from convoy.simulate.simulator import simulate
 from studies.roofline import roofline_costs
 from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
@@ -220,37 +219,6 @@ def plans_of_each_layer(
         yield replace(plan, chunks=rng.choice((1, 1, 3)), sharded=dict.fromkeys(copied, how))
 
 
-@pytest.mark.parametrize("case", most_slow(2, range(40)))
-def test_no_plan_of_a_net_that_branches_is_faster(case: int) -> None:
-    rng = random.Random(case)
-    width, normed, batch = rng.choice([4, 16, 32]), rng.random() < 0.5, rng.choice([4, 12])
-    graph = graph_without_weights(lambda: Block(width, normed), (3, 8, 8))
-    rates = [rng.choice([1e9, 2e9, 5e9]) for _ in range(rng.choice([2, 2, 3]))]
-    alone_s = 3 * batch * sum(layer.flop for layer in graph.weighted) / max(rates)
-    # An exchange of the largest tensor takes about as long as the arithmetic, or a tenth, or ten times as long.
-    wire = batch * width * 64 * 4 / alone_s * rng.choice([0.1, 0.5, 1.0, 2.0, 10.0])
-    costs = of_rates(rates, wire) if rng.random() < 0.7 else measured(rng, graph, batch, rates, wire)
-    bound = lower_bound(asked(graph, batch, costs))
-    plans = plans_of_each_layer(rng, graph, batch, rates, 20)
-    least_s = min(simulate(lower(plan, graph), graph, costs).step_s for plan in plans)
-    found_s = candidates(asked(graph, batch, costs))[0].step_s
-    assert bound.step_s <= min(least_s, found_s) * (1 + 1e-9)
-
-
-class Normed(nn.Module):
-    """Convolutions one behind the other, each with its norm, and a Linear."""
-
-    def __init__(self, width: int, convolutions: int) -> None:
-        super().__init__()
-        widths = itertools.pairwise([3, *[width] * convolutions])
-        rows = [(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in widths]
-        self.layers, self.head = nn.Sequential(*itertools.chain(*rows)), nn.Linear(width, 10)
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        out: Tensor = self.head(self.layers(x_NCHW).mean((2, 3)))
-        return out
-
-
 def with_others(rng: random.Random, plan: Plan, graph: Graph, speeds: list[float]) -> Plan:
     """The plan with strategies for some layers that have no weights, too."""
     layers = dict(plan.layers)
@@ -266,21 +234,21 @@ def with_others(rng: random.Random, plan: Plan, graph: Graph, speeds: list[float
     return replace(plan, layers=layers)
 
 
-@pytest.mark.parametrize("case", most_slow(2, [0, 2, 1, *range(3, 40)]))
-def test_no_plan_is_faster_where_layers_between_change_hands(case: int) -> None:
-    """Norms that share their statistics, and norms whose samples come together first, by the costs of an exchange."""
+@pytest.mark.parametrize("case", most_slow(3, range(40)))
+def test_no_plan_of_a_net_that_branches_is_faster(case: int) -> None:
+    """Layers without weights have strategies of their own; batch norms share their statistics."""
     rng = random.Random(case)
-    width, batch = rng.choice([4, 16, 32]), rng.choice([4, 12])
-    make = (lambda: Block(width, normed=True)) if case % 3 == 0 else (lambda: Normed(width, 2 + case % 2))
-    graph = graph_without_weights(make, (3, 8, 8))
-    rates = [rng.choice([1e9, 2e9, 5e9]) for _ in range(rng.choice([2, 2, 3, 4]))]
+    width, normed, batch = rng.choice([4, 16, 32]), rng.random() < 0.5, rng.choice([4, 12])
+    graph = graph_without_weights(lambda: Block(width, normed), (3, 8, 8))
+    rates = [rng.choice([1e9, 2e9, 5e9]) for _ in range(rng.choice([2, 2, 3]))]
     alone_s = 3 * batch * sum(layer.flop for layer in graph.weighted) / max(rates)
-    wire = batch * width * 64 * 4 / alone_s * rng.choice([0.1, 1.0, 10.0, 100.0])
+    # An exchange of the largest tensor takes about as long as the arithmetic, or a tenth, or ten times as long.
+    wire = batch * width * 64 * 4 / alone_s * rng.choice([0.1, 0.5, 1.0, 2.0, 10.0])
     costs = of_rates(rates, wire) if rng.random() < 0.7 else measured(rng, graph, batch, rates, wire)
     bound = lower_bound(asked(graph, batch, costs))
     best = candidates(asked(graph, batch, costs))[0]
-    plans = [with_others(rng, plan, graph, rates) for plan in plans_of_each_layer(rng, graph, batch, rates, 12)]
-    plans += [with_others(rng, replace(best.plan, sharded={}), graph, rates) for _ in range(8)]
+    plans = [with_others(rng, plan, graph, rates) for plan in plans_of_each_layer(rng, graph, batch, rates, 20)]
+    plans += [with_others(rng, replace(best.plan, sharded={}), graph, rates) for _ in range(4)]
     least_s = min(simulate(lower(plan, graph), graph, costs).step_s for plan in plans)
     assert bound.step_s <= min(least_s, best.step_s) * (1 + 1e-9)
 
@@ -356,40 +324,17 @@ def test_every_plan_of_the_table_says_how_far_above_the_bound_it_is() -> None:
     mixing = Plan("mixing", graph.fingerprint, 2, 16, {}, Batch((8, 8)), "inexact-butterfly-mixing")
     rows = [predict_plan(plan, context) for plan in (context.named("data"), context.named("model"), mixing)]
     printed = io.StringIO()
-    show_predictions(Console(file=printed, width=200), rows, context)
+    show_predictions(Console(file=printed, width=200), rows, context, lower_bound(context))
     cells = [re.findall(r"[^\s│|]+", line) for line in printed.getvalue().splitlines()]
     for row in rows:
         (found,) = (line for line in cells if line[:1] == [row.plan.name])
         assert ("-" if row is rows[-1] else f"{row.step_s / lower_bound(context).step_s:.2f}x") in found
 
 
-def test_a_size_that_was_timed_beside_a_grid_makes_only_sizes_near_it_faster() -> None:
-    """Samples are 2, 1.5, 3 and 4 s each, at 1, 2, 8 and 16. What was timed at 12 takes a third less than the line says: that
-    counts for 6 to 24 samples, the cells from 2 on; where 16 alone take 2.9 s each, for the whole grid it did, on one even4 of
-    measured tables, and the bound was a fifth of what any plan took."""
-    graph = Stack((6, 1, 1)).conv(1, 1).graph()
-    layer = graph.weighted[0]
-    grid = Grid((1, 2, 8, 16), (1,), ((2.0,), (3.0,), (24.0,), (64.0,)))
-    assert grid.least() == 1.5
-    assert grid.least(12, 1) == 1.5, "6 samples lie in the cell that begins with 2"
-    assert grid.least(16, 1) == 3.0
-    assert grid.least(1, 1) == 1.5
-    assert grid.least(0.5, 1) == 1.5, "up to one sample, which is where the first cell begins"
-    timed = Correction(LocalSize(16, 1, 6), 0.25 * 64.0, 0.0)
-    times = LayerTimes(grid, grid, corrections=(timed,))
-    assert times.least_s(layer, "forward", 16) == pytest.approx(16 * 0.25 * 3.0)
-    for samples in range(1, 17):
-        assert times.seconds(layer, "forward", LocalSize(samples, 1, 6)) >= 0.75 * samples
-
-
-@pytest.mark.parametrize("case", range(40))
+@pytest.mark.parametrize("case", most_slow(10, range(40)))
 def test_no_size_takes_less_than_its_part_of_the_least(case: int) -> None:
-    """Every size of every layer of a small net, inside and beyond grids that may end early on any axis, near sizes timed beside
-    them and far from them. And nothing is given away: of most layers some size takes no more than that.
-
-    Beyond a grid the bound once took the fewest channels for the one size and the most for the other: where a device of 0.2
-    cores was timed up to half of a batch, a layer was said to take a ninth of its time there.
-    """
+    """Every size of every layer of a small net, inside and beyond grids that may end early on any axis, near corrections
+    and far from them."""
     rng = random.Random(case)
     channels, filters, side = rng.choice([2, 6, 16]), rng.choice([2, 4, 12]), rng.choice([1, 2, 5, 9])
     model = nn.Sequential(
@@ -410,11 +355,11 @@ def test_no_size_takes_less_than_its_part_of_the_least(case: int) -> None:
         parts = ((size, part * size.samples / batch) for size, part in rows)
         nearest.append(min(times.seconds(layer, "forward", size) / (least_s * part) for size, part in parts))
     assert min(nearest) >= 1 - 1e-9
-    assert min(nearest) < 1.3
+    assert min(nearest) < 3, "the bound is not trivial"
 
 
 def drawn_times(rng: random.Random, layer: Layer, batch: int) -> LayerTimes:
-    """Tables of anything, with up to two sizes beside them."""
+    """Tables of anything, with up to two corrections."""
     whole, noise = whole_size(layer, batch), rng.choice([1.0, 2.0])
 
     def axis(total: int) -> tuple[int, ...]:

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cli.predict import fleet_on
+from convoy.cli.planning import fleet_on
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.plan import OutputPlace
-from convoy.planner.forecast import BATCHES, LINKS, Forecast, _first, forecast
 from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.payoff import BATCHES, LINKS, Forecast, _first, forecast
 from convoy.planner.request import PlanRequest
-from convoy.simulate.described import CPU, ENCRYPTION_S_PER_BYTE, TF32_GPU, UNKNOWN, described_costs, reached_by
+from convoy.simulate.costs import CPU, ENCRYPTION_S_PER_BYTE, TF32_GPU, UNKNOWN, described_costs, reached_by
 
 NET = graph_of("two-conv:50:500")
 

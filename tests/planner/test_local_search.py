@@ -14,12 +14,12 @@ from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.planner.analytic import CostModel
-from convoy.planner.local_search import LocalSearch, Replay
+from convoy.planner.local_search import LocalSearch
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
-from convoy.simulate.events import Event, Timeline
+from convoy.simulate.events import Timeline
 from convoy.simulate.network import Network
-from convoy.simulate.simulate import computing_s, simulate
+from convoy.simulate.simulator import computing_s, simulate
 from tests.support.plan_requests import asked
 
 
@@ -36,28 +36,19 @@ def search(graph: Graph, costs: Costs) -> LocalSearch:
     return LocalSearch(CostModel(asked(graph, 8, costs)))
 
 
-def balanced(plan: Plan, graph: Graph, timeline: Timeline) -> Plan:
+def balanced(plan: Plan, graph: Graph, busy_s: tuple[float, ...]) -> Plan:
     """With costs that do not count here."""
     devices = plan.devices
     times = Roofline((Rate(1e9, 1e9),) * devices)
     near, wide = ((0.0,) * devices,) * devices, (1e9,) * devices
     network = Network(tuple(range(devices)), wide, wide, wide, near, (wide,) * devices, (0.0,) * devices)
-    return search(graph, Costs(times, network)).balanced(plan, Replay.of(timeline).busy_s)
-
-
-def busy(*spans_s: tuple[float, ...]) -> Timeline:
-    """Each device computes for these spans, and waits between."""
-    events = [
-        Event(d, "compute", "x", 10.0 * i, 10.0 * i + s, 0) for d, row in enumerate(spans_s) for i, s in enumerate(row)
-    ]
-    waits = [Event(d, "wait", "x", 5.0, 9.0, 0) for d in range(len(spans_s))]
-    return Timeline(tuple(events + waits), 20.0, tuple(map(sum, spans_s)), (0.0,) * len(spans_s))
+    return search(graph, Costs(times, network)).balanced(plan, busy_s)
 
 
 def test_shares_are_divided_by_the_time_that_a_device_is_busy() -> None:
     """6 and 2 samples with 1 + 2 s and 1 s: weights 2 and 2. 24 filters as 18 and 6: 12 and 12."""
     plan = plan_of({"0": Filter((18, 6)), "2": Batch((6, 2))}, Batch((6, 2)), 2)
-    better = balanced(plan, small_graph(), busy((1.0, 2.0), (1.0,)))
+    better = balanced(plan, small_graph(), (3.0, 1.0))
     assert better.layers == {"0": Filter((12, 12)), "2": Batch((4, 4))}
     assert better.otherwise == Batch((4, 4))
 
@@ -65,7 +56,7 @@ def test_shares_are_divided_by_the_time_that_a_device_is_busy() -> None:
 def test_features_stay_with_their_channels() -> None:
     """16 features of each of 48 filters: rounding them apart would bring a move that was not there."""
     plan = plan_of({"2": Filter((30, 18)), "5": Channel((480, 288))}, One(0), 2)
-    better = balanced(plan, small_graph(), busy((3.0,), (2.0,)))
+    better = balanced(plan, small_graph(), (3.0, 2.0))
     assert better.layers["2"] == Filter((25, 23))  # 10 : 9 of 48
     assert better.layers["5"] == Channel((25 * 16, 23 * 16))
     assert better.otherwise == One(0)
@@ -75,7 +66,7 @@ def test_features_follow_the_filters_that_they_are_made_of() -> None:
     """Samples as (4, 2, 2), filters as (12, 6, 6) and (24, 12, 12), features as (384, 192, 192): all in one proportion. The
     features follow the second convolution, which feeds them, and nothing follows the samples or the first."""
     layers = {"0": Filter((12, 6, 6)), "2": Filter((24, 12, 12)), "5": Channel((384, 192, 192))}
-    better = balanced(plan_of(layers, Batch((4, 2, 2)), 3), small_graph(), busy((1.1,), (1.0,), (1.0,)))
+    better = balanced(plan_of(layers, Batch((4, 2, 2)), 3), small_graph(), (1.1, 1.0, 1.0))
     assert better.layers["0"] == Filter((12, 6, 6))  # 11.4, 6.3, 6.3
     assert better.layers["2"] == Filter((23, 13, 12))  # 22.9, 12.6, 12.6
     assert better.layers["5"] == Channel((23 * 16, 13 * 16, 12 * 16))
@@ -86,7 +77,7 @@ def test_groups_stay_whole() -> None:
     net = nn.Sequential(nn.Conv2d(4, 32, 3, padding=1, groups=4), nn.Flatten(), nn.Linear(32 * 64, 4))
     graph = trace(net, torch.zeros(2, 4, 8, 8)).graph
     plan = Plan("hand", graph.fingerprint, 2, 8, {"0": Filter((16, 16))}, One(0))
-    assert balanced(plan, graph, busy((2.0,), (1.0,))).layers["0"] == Filter((8, 24))
+    assert balanced(plan, graph, (2.0, 1.0)).layers["0"] == Filter((8, 24))
 
 
 def test_a_variant_that_does_not_fit_leads_nowhere() -> None:
@@ -119,7 +110,7 @@ def test_as_many_filters_for_each_sample_are_not_coupled() -> None:
 
 
 def test_a_device_without_a_share_gets_none() -> None:
-    better = balanced(plan_of({"0": Filter((12, 0, 12))}, One(0), 3), small_graph(), busy((2.0,), (), (1.0,)))
+    better = balanced(plan_of({"0": Filter((12, 0, 12))}, One(0), 3), small_graph(), (2.0, 0.0, 1.0))
     assert better.layers["0"] == Filter((8, 0, 16))
 
 
@@ -240,24 +231,6 @@ def fast_wire(rates: tuple[float, ...], update_s: float = 0.0) -> Costs:
     near, wide = ((0.0,) * devices,) * devices, (1e12,) * devices
     network = Network(tuple(range(devices)), wide, wide, wide, near, (wide,) * devices, (0.0,) * devices)
     return Costs(Roofline(tuple(Rate(rate, rate) for rate in rates)), network, 4, (update_s,) * devices)
-
-
-def test_an_idle_device_joins_with_a_part_by_its_speed() -> None:
-    """A device of a seventh of all speed gets 3 of 24 filters at once; of 8 samples it gets one."""
-    graph, costs = small_graph(), fast_wire((3e9, 3e9, 1e9))
-    plan = plan_of({"0": Filter((12, 12, 0)), "2": Batch((4, 4, 0))}, Batch((4, 4, 0)), 3)
-    found = list(search(graph, costs).let_join(plan, (3.0, 3.0, 1.0)))
-    seconds = [step_s for step_s, _ in found]
-    assert seconds
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[-1] < simulate(lower(plan, graph), graph, costs).step_s
-    assert found[-1][1].layers["0"] == Filter((11, 10, 3))
-
-
-def test_nobody_joins_where_that_is_slower() -> None:
-    """A device a thousand times slower would take longer for one sample than the others for all."""
-    plan = plan_of({}, Batch((4, 4, 0)), 3)
-    assert not list(search(small_graph(), fast_wire((3e9, 3e9, 3e6))).let_join(plan, (3.0, 3.0, 0.003)))
 
 
 def test_a_device_that_computes_nothing_keeps_a_share_of_the_weights() -> None:

@@ -11,9 +11,9 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Placement, place
 from convoy.planner.analytic import CostModel
 from convoy.planner.planner import candidates
-from convoy.planner.predict import predict_plan
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
-from convoy.simulate.overhead import Overheads
+from convoy.simulate.costs import Overheads
 from tests.planner.test_passes import fleet, roofline_costs
 from tests.support.odd_nets import UNet
 from tests.support.plan_requests import asked

@@ -12,11 +12,11 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS
 from convoy.plan.steps import ComputeStep, GatherWeights, SumGradients, micro_batches, traffic
 from convoy.planner.planner import candidates
-from convoy.planner.predict import MUCH, predict_plan, proposal, working
+from convoy.planner.prediction import MUCH, predict_plan, proposal, working
 from convoy.planner.request import PlanRequest
-from convoy.simulate.memory import fewest_passes, memory_of, room_of, sees_batch
-from convoy.simulate.overhead import Overheads
-from convoy.simulate.simulate import simulate
+from convoy.simulate.costs import Overheads
+from convoy.simulate.memory import MemoryLimits, fewest_micro_batches, memory_of, sees_batch
+from convoy.simulate.simulator import simulate
 from studies.roofline import roofline_costs
 from tests.support.described_fleets import fleet
 from tests.support.one_device import by_name, graph_of
@@ -112,12 +112,12 @@ def test_where_no_plan_fits_passes_are_proposed_in_which_one_does() -> None:
     """Activations of 64 samples do not fit, those of a part do: the message says which, and it is true."""
     tight = fleet((1e11, 30_000_000), (1e11, 30_000_000))
     context = context_of(tight, CONVOLUTIONS, 64, 1)
-    with pytest.raises(PlanError, match=r"Make a step of \d+ passes \(--accumulate \d+; in Python") as caught:
+    with pytest.raises(PlanError, match=r"Make a step of \d+ micro-batches \(--accumulate \d+; in Python") as caught:
         candidates(context)
     passes = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
     fewer = context_of(tight, CONVOLUTIONS, 64 // passes, passes)
     plan = candidates(fewer)[0].plan
-    assert not room_of(tight).excess([each.total_bytes for each in memory_of(plan, CONVOLUTIONS)])
+    assert not MemoryLimits.of(tight).excess([each.total_bytes for each in memory_of(plan, CONVOLUTIONS)])
     with pytest.raises(PlanError, match=f"--accumulate {passes};"):  # half of them are already made, and do not do
         candidates(context_of(tight, CONVOLUTIONS, 64 // passes * 2, passes // 2))
 
@@ -128,10 +128,10 @@ def test_where_not_even_one_sample_fits_no_passes_are_proposed() -> None:
 
 
 def test_the_fewest_passes_are_a_divisor_of_the_batch() -> None:
-    assert fewest_passes(12, lambda samples: samples <= 5) == 3
-    assert fewest_passes(7, lambda samples: samples <= 5) == 7
-    assert fewest_passes(8, lambda samples: samples < 1) is None
-    assert fewest_passes(1, lambda _: True) is None
+    assert fewest_micro_batches(12, lambda samples: samples <= 5) == 3
+    assert fewest_micro_batches(7, lambda samples: samples <= 5) == 7
+    assert fewest_micro_batches(8, lambda samples: samples < 1) is None
+    assert fewest_micro_batches(1, lambda _: True) is None
 
 
 def test_the_message_says_how_long_a_step_in_passes_takes() -> None:
@@ -141,7 +141,9 @@ def test_the_message_says_how_long_a_step_in_passes_takes() -> None:
     found = proposal(tight, None)
     assert found is not None
     count = 64 // found.plan.batch
-    assert f"{count} passes (--accumulate {count}; in Python, model.no_sync()), which fits: " in str(caught.value)
+    assert f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync()), which fits: " in str(
+        caught.value
+    )
     assert f"{found.step_s * count:.3g} s a step; or use a smaller batch" in str(caught.value)
     assert candidates(tight.split(count))[0].step_s <= found.step_s
     assert not found.overfull
@@ -173,7 +175,7 @@ def test_the_message_says_that_batch_norm_sees_a_micro_batch() -> None:
     need = max(each.total_bytes for each in memory_of(by_name("data", "resnet", batch=64), norm))
     tight = context_of(fleet((1e11, need // 2), (1e11, need // 2)), norm, 64, 1)
     with pytest.raises(
-        PlanError, match=r"with other numbers than in one pass, since batch norm '\S+' and \d more would see"
+        PlanError, match=r"with other numbers than in one, since batch norm '\S+' and \d more would see"
     ):
         candidates(tight)
 

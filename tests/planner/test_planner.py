@@ -30,8 +30,9 @@ from convoy.planner.analytic import CostModel
 from convoy.planner.load_balance import balance
 from convoy.planner.planner import candidates, plan_auto
 from convoy.simulate.compute import Rate, Roofline
+from convoy.simulate.costs import Costs
 from convoy.simulate.network import Network
-from convoy.simulate.simulate import Costs, simulate
+from convoy.simulate.simulator import simulate
 from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 

@@ -16,12 +16,13 @@ from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
 from convoy.planner.analytic import CostModel
 from convoy.planner.planner import candidates, plan_auto, quick_candidates
-from convoy.planner.predict import predict_all
+from convoy.planner.prediction import predict_all
 from convoy.planner.request import PlanRequest
 from convoy.planner.search import Search
-from convoy.simulate.energy import energy_of
-from convoy.simulate.memory import Room, memory_of, most_bytes
-from convoy.simulate.simulate import Costs, simulate
+from convoy.simulate.costs import Costs
+from convoy.simulate.memory import MemoryLimits, memory_of, most_bytes
+from convoy.simulate.power import energy_of
+from convoy.simulate.simulator import simulate
 from studies.roofline import roofline_costs
 from tests.support.described_fleets import fleet
 from tests.support.plan_requests import asked
@@ -153,7 +154,7 @@ def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
 
 def test_devices_without_a_known_limit_hold_anything() -> None:
     unknown = context_of(fleet((1e11, None), (5e10, None)))
-    assert not unknown.room.limited
+    assert not unknown.limits.limited
     half = context_of(fleet((1e11, 1_000_000), (5e10, None)))
     assert needs(plan_auto(half))[0] <= 1_000_000
 
@@ -176,7 +177,7 @@ def test_named_plans_that_do_not_fit_are_marked() -> None:
 
 
 def test_excess_by_hand() -> None:
-    room = Room((100, None, 50), ("a", "b", "c"))
+    room = MemoryLimits((100, None, 50), ("a", "b", "c"))
     assert room.excess((101, 10**12, 50)) == {0: 1.0}
     assert room.overfull((2_000_000, 0, 0)) == ["a needs 2 MB of 0.0001 MB"]
 

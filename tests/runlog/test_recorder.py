@@ -13,7 +13,7 @@ from convoy.plan.presets import Speeds
 from convoy.report.page import write_report
 from convoy.runlog.reader import read_log
 from convoy.train import EpochResult, Evaluation, Observer, StepResult
-from convoy.train.rebalance import Reshare
+from convoy.train.rebalance import Reshard
 from tests.support import nets
 from tests.support.one_device import by_name
 from tests.support.threads import run_on_threads
@@ -58,7 +58,7 @@ def test_a_loop_of_ones_own_on_two_devices_makes_a_page(tmp_path: Path) -> None:
                         run.evaluation(0.25)
                 optimizer.param_groups[0]["lr"] *= 0.5
                 run.epoch(0.5 - 0.1 * epoch)
-            run.tell(5, Reshare(part.plan, (), "because"))
+            run.tell(5, Reshard(part.plan, (), "because"))
         return losses, noted.told, str(run.folder)
 
     (losses, told, place), other = run_on_threads(2, work)

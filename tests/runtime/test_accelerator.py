@@ -38,8 +38,8 @@ FILES = (
 )  # fmt: skip
 HEART = (
     "(every_plan_and_every_sum and ring and (speed or model))",
-    "(planner_chooses and two-conv)",
-    "(test_twenty_steps and shares0)",
+    "(planners_choice and two-conv)",
+    "(sharded_parameters_follow and shares0)",
     "tied-mixed",  # every strategy at once
     "(autocast_of_the_caller and both and hybrid)",
     "(every_move_on_threads and float64-strided)",

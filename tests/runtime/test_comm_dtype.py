@@ -29,9 +29,9 @@ from convoy.plan.steps import GatherStatistics, GatherWeights, Move, StepList, S
 from convoy.planner.planner import candidates
 from convoy.runtime.exchange import Buffers, Lane, run_move
 from convoy.runtime.module import Distributed
+from convoy.simulate.costs import Costs, Handling
 from convoy.simulate.memory import memory_of
-from convoy.simulate.overhead import Handling
-from convoy.simulate.simulate import Costs, simulate
+from convoy.simulate.simulator import simulate
 from tests.planner.test_planner import costs_of
 from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_piece
 from tests.simulate.test_energy_memory import GRAPH as SMALL
@@ -307,7 +307,7 @@ def test_explain_names_it() -> None:
     plan = narrow(named_plan("master", graph, 4, Speeds((3.0, 1.0))))
     lines = step_lines(lower(plan, graph))
     assert lines[3] == "     1  move     0: channel(3,1) -> on(0)  (32 bytes in 1 round, inexact-bf16)  after 0"
-    assert "(nothing travels)" in lines[9]
+    assert "(nothing is sent)" in lines[9]
     assert sum(row.bytes_ for row in layer_rows(plan, graph)) == lower(plan, graph).traffic().total() == 32 + 32 + 16
 
 

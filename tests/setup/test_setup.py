@@ -15,8 +15,7 @@ import pytest
 from convoy.errors import InputError
 from convoy.fleet import Host, read_fleet
 from convoy.launch.supervisor import Interrupts
-from convoy.setup.command import INSTALL, _run, host_script, sent_modules, setup_fleet
-from convoy.setup.parcel import data_paths, pack, project_files
+from convoy.setup.setup import INSTALL, _run, data_paths, host_script, pack, project_files, sent_modules, setup_fleet
 from tests.support.processes import ROOT
 from tests.support.programs import needs
 from tests.support.ssh_hosts import eventually
@@ -80,7 +79,7 @@ def test_in_a_repository_git_says_what_is_ignored(tmp_path: Path, monkeypatch: p
         subprocess.check_call(["git", "-C", str(tmp_path), *words])
     (tmp_path / "gone.py").unlink()
     assert project_files(tmp_path) == [".gitignore", ".tracked", "new.py", "train.py"]
-    monkeypatch.setattr("convoy.setup.parcel.MOST_BYTES", 10)
+    monkeypatch.setattr("convoy.setup.setup.MOST_BYTES", 10)
     with pytest.raises(InputError, match=r"the largest file is .*let git ignore the data, and name .* with --data"):
         project_files(tmp_path)
 
@@ -302,7 +301,7 @@ def test_what_a_person_has_set_up_is_left_alone_and_print_changes_nothing(
 def test_an_interrupted_setup_ends_what_it_has_started(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUICK_UV_SLOW", "100")
     code = (
-        "import sys; from pathlib import Path; from convoy.setup.command import setup_fleet as setup; "
+        "import sys; from pathlib import Path; from convoy.setup.setup import setup_fleet as setup; "
         "sys.exit(setup(Path('lab.toml'), wheels=Path('../wheels'), index='none', doctor=False))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

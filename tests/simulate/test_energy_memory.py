@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.errors import InputError, PlanError
-from convoy.fleet import Device, Fleet, Host, Nic
+from convoy.errors import InputError
+from convoy.fleet import Device, Fleet, Host
 from convoy.layout.layout import local_shape
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all
@@ -15,15 +15,14 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move
 from convoy.runtime.module import Distributed
-from convoy.simulate.energy import Energy, Power, energy_of, least_energy, power_of
-from convoy.simulate.memory import DeviceMemory, exchange_bytes, memory_of, update_s_per_entry
-from convoy.simulate.simulate import Timeline
+from convoy.simulate.events import Timeline
+from convoy.simulate.memory import DeviceMemory, exchange_bytes, memory_of
+from convoy.simulate.power import Power, energy_of, power_of
 from tests.support.stacks import Stack
 from tests.support.threads import run_on_threads
 
 # 2x4x4 -> conv 3x3, 4 filters -> ReLU -> pool 2 -> flatten (16) -> Linear (3).
 GRAPH = Stack((2, 4, 4)).conv(4, 3).pool().flatten().linear(3).graph()
-CARD = Nic(125e6, 125e6, 1e-4)
 
 
 def memory(plan: str, devices: int = 2, optimizer: str = "sgd-momentum") -> tuple[DeviceMemory, ...]:
@@ -92,11 +91,6 @@ def test_one_device_exchanges_nothing():
 def test_an_unknown_optimizer_is_named():
     with pytest.raises(InputError, match="sgd-momentum"):
         memory("data", optimizer="lion")
-
-
-def test_update_moves_every_number_once():
-    # sgd with momentum: read w, g, v and write w, v: 5 numbers of 4 bytes at 10 bytes/s.
-    assert update_s_per_entry("sgd-momentum", 10.0) == 2.0
 
 
 class Net(nn.Module):
@@ -185,27 +179,8 @@ def test_energy_wants_watts_for_every_device():
         Power(30.0, 20.0)
 
 
-def test_least_energy_under_a_limit():
-    slow, fast = Energy((100.0,), 10.0, 10), Energy((300.0,), 2.0, 10)
-    # Half of the images in the same time: twice the joules per image, however few per step.
-    small = Energy((160.0,), 2.0, 5)
-    found = [("slow", slow), ("fast", fast), ("small", small)]
-    assert least_energy(found, 10.0)[0] == "slow"
-    assert least_energy(found, 5.0)[0] == "fast"
-    with pytest.raises(PlanError, match=r"fast, takes 2 s"):
-        least_energy(found, 1.0)
-    with pytest.raises(PlanError, match="no candidate"):
-        least_energy([], 1.0)
-
-
-def test_least_energy_prefers_the_shorter_of_equals():
-    equal = [("longer", Energy((10.0,), 3.0, 1)), ("shorter", Energy((10.0,), 2.0, 1))]
-    assert least_energy(equal, 9.0)[0] == "shorter"
-
-
-def test_a_fleet_without_watts_says_what_to_add():
+def test_a_fleet_without_watts_has_no_power():
     fleet = Fleet((Host("h"),), (Device("d", "h", "cpu"),))
-    with pytest.raises(InputError, match="idle_w and busy_w"):
-        power_of(fleet)
+    assert power_of(fleet) is None
     with_watts = replace(fleet, devices=(Device("d", "h", "cpu", idle_w=1.0, busy_w=2.0),))
     assert power_of(with_watts) == (Power(1.0, 2.0),)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from convoy.simulate.interval import OF_REPEATS, REPLAY, Errors, around, of_repeats, together
+from convoy.simulate.interval import OF_REPEATS, SIMULATION, Errors, around, of_repeats, together
 
 
 def test_independent_causes_add_up_as_squares():
@@ -32,7 +32,7 @@ def test_many_layers_err_less_than_one():
 
 def test_a_device_counts_by_what_it_computes_and_the_wire_by_the_rest():
     errors = Errors("measured", (1.5, 1.0), 1.2)
-    replay = REPLAY["measured"].step
+    replay = SIMULATION["measured"].step
     assert errors.step([1.0, 0.5]) == pytest.approx(together([replay, 1.5]))
     assert errors.step([0.0, 0.5]) == errors.alone(1)
     half = math.sqrt(math.log(replay) ** 2 + (0.5 * math.log(1.5)) ** 2 + (0.5 * math.log(1.2)) ** 2)
@@ -42,9 +42,9 @@ def test_a_device_counts_by_what_it_computes_and_the_wire_by_the_rest():
 def test_a_gain_over_a_device_of_the_same_kind_errs_by_what_is_not_computing():
     """All devices of a kind half as fast as they are described to be, or twice: where all computes, the gain is the same."""
     alike, others = (Errors("described", (1.4, 1.4), kinds=kinds) for kinds in (("a", "a"), ("a", "b")))
-    assert alike.gain([1.0, 1.0], 0) == pytest.approx(REPLAY["described"].gain)
-    assert others.gain([1.0, 1.0], 0) == pytest.approx(together([1.4, REPLAY["described"].gain]))
-    assert alike.gain([0.3, 0.3], 0) == pytest.approx(together([1.4**0.7, REPLAY["described"].gain]))
+    assert alike.gain([1.0, 1.0], 0) == pytest.approx(SIMULATION["described"].gain)
+    assert others.gain([1.0, 1.0], 0) == pytest.approx(together([1.4, SIMULATION["described"].gain]))
+    assert alike.gain([0.3, 0.3], 0) == pytest.approx(together([1.4**0.7, SIMULATION["described"].gain]))
 
 
 def test_what_was_measured_badly_has_a_wider_interval():

@@ -7,14 +7,13 @@ import torch
 
 from convoy.comm.group import AloneGroup
 from convoy.errors import MismatchError
-from convoy.measure.job import MeasureOptions, measure_job
+from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.nets import build_net, graph_of
 from convoy.model.tracing import trace
 from convoy.plan.device_program import whole_size
 from convoy.report.measured import remarks
 from convoy.simulate.compute import bytes_moved
-from convoy.simulate.described import OTHER_NET, fleet_costs
-from convoy.simulate.interval import OF_REPEATS
+from convoy.simulate.interval import OF_REPEATS, OTHER_NET
 from convoy.simulate.table import Measurement
 from tests.support.plan_requests import asked
 
@@ -31,7 +30,7 @@ def measured() -> Measurement:
     model = build_net("two-conv:4:6", IMAGE, 10)
     traced = trace(model, torch.zeros(2, *IMAGE))
     with AloneGroup(torch.device("cpu")) as group:
-        found = measure_job(group, traced, model, BATCH, MeasureOptions("two-conv:4:6", budget_s=0.5, stretch_s=1e-4))
+        found = measure_job(group, traced, model, BATCH, MeasureOptions("two-conv:4:6", budget_s=0.5, slice_s=1e-4))
     return reaching(found, other_load=0.0)
 
 
@@ -45,28 +44,28 @@ def test_what_a_device_reached_is_kept_in_the_file(measured: Measurement) -> Non
 def test_another_net_is_predicted_by_what_the_devices_reached(measured: Measurement) -> None:
     other = graph_of("two-conv:8:16", IMAGE)
     slow, fast = (reaching(measured, flop_per_s=rate, memory_bytes_per_s=1e15) for rate in (1e8, 2e8))
-    costs = fleet_costs(slow.fleet, slow, other)
+    costs = slow.best_costs(other)
     assert costs.errors.basis == "rates"
     assert costs.errors.alone(0) >= OTHER_NET
     conv = next(layer for layer in other.weighted if layer.kind == "conv")
     size = whole_size(conv, BATCH)
     assert costs.times.seconds(0, conv, "forward", size) == pytest.approx(BATCH * conv.flop / 1e8)
-    a, b = (asked(other, 512, fleet_costs(each.fleet, each, other)).speeds.devices[0] for each in (slow, fast))
+    a, b = (asked(other, 512, each.best_costs(other)).speeds.devices[0] for each in (slow, fast))
     assert b / a == pytest.approx(2, rel=0.15)
-    assert costs.overheads == slow.costs_with(costs.times).overheads, "the rest is as it was measured"
+    assert costs.overheads == slow._costs_with(costs.times, 4).overheads, "the rest is as it was measured"
     pool = next(layer for layer in other.layers.values() if layer.kind == "pool")
     assert bytes_moved(pool, whole_size(pool, 2), 4) == 2 * bytes_moved(pool, whole_size(pool, 1), 4)
 
 
 def test_the_net_that_was_measured_is_predicted_by_its_own_times(measured: Measurement) -> None:
-    costs = fleet_costs(measured.fleet, measured, graph_of("two-conv:4:6", IMAGE))
+    costs = measured.best_costs(graph_of("two-conv:4:6", IMAGE))
     assert costs.errors.basis == "measured"
 
 
 def test_a_file_of_before_says_nothing_of_another_net(measured: Measurement) -> None:
     old = reaching(measured, flop_per_s=0.0)
     with pytest.raises(MismatchError, match="measure this model on this fleet first"):
-        fleet_costs(old.fleet, old, graph_of("two-conv:8:16", IMAGE))
+        old.best_costs(graph_of("two-conv:8:16", IMAGE))
 
 
 def test_times_that_do_not_repeat_are_told_and_widen_the_interval(measured: Measurement) -> None:
@@ -77,7 +76,7 @@ def test_times_that_do_not_repeat_are_told_and_widen_the_interval(measured: Meas
     (told,) = remarks(wild)
     assert "did not repeat" in told
     assert "100% of its step" in told
-    low, high = (each.errors().devices[0] for each in (calm, wild))
+    low, high = (each._errors().devices[0] for each in (calm, wild))
     assert 1 < low < 1 + 0.1 * OF_REPEATS + 1e-9
     assert high > 1 + 5 * (low - 1)
 
@@ -87,5 +86,5 @@ def test_other_programs_are_told_and_widen_the_interval(measured: Measurement) -
     assert any(
         "Measured beside other programs" in told and "up to 2.5 times as long" in told for told in remarks(beside)
     )
-    assert beside.errors().devices[0] >= 2.5
-    assert beside.errors().step([0.9]) > measured.errors().step([0.9])
+    assert beside._errors().devices[0] >= 2.5
+    assert beside._errors().step([0.9]) > measured._errors().step([0.9])

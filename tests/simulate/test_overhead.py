@@ -11,8 +11,8 @@ from convoy.plan.exchange_program import is_block
 from convoy.plan.steps import ComputeStep, GatherStatistics, Move, ReturnGradient, StepList, SumGradients, Value
 from convoy.planner.analytic import CostModel
 from convoy.simulate.compute import Grid, LayerTimes, MeasuredTimes
-from convoy.simulate.overhead import FRESH_BYTES, Handling, Overheads
-from convoy.simulate.simulate import Costs, simulate
+from convoy.simulate.costs import FRESH_BYTES, Costs, Handling, Overheads
+from convoy.simulate.simulator import simulate
 from tests.simulate.test_simulate import GRAPH, Table, hosts, spans, work
 from tests.support.device_programs import handled, messages, program_of
 from tests.support.plan_requests import asked

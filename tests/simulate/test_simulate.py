@@ -14,10 +14,11 @@ from convoy.plan.device_program import LocalSize
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep, Move, Part, Phase, StepList, SumGradients, Value
-from convoy.simulate.events import Await, Begin, Work, play
+from convoy.simulate.costs import Costs
+from convoy.simulate.events import Await, Begin, Event, Timeline, Work, play
 from convoy.simulate.network import Network, network_of, rates
 from convoy.simulate.noise import QuotaNoise
-from convoy.simulate.simulate import Costs, Event, Timeline, simulate
+from convoy.simulate.simulator import simulate
 from tests.support.stacks import Stack
 
 LAYER = Layer("work", "elementwise", (), (1,))
@@ -36,7 +37,7 @@ class Table:
     def alike(self, device: int) -> int:
         return device
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:  # noqa: ARG002
         return 0.0
 
 
@@ -96,7 +97,7 @@ def test_one_message_waits_for_its_latency():
 
 
 def test_who_sends_more_than_its_kernel_takes_waits_until_it_is_there(monkeypatch):
-    monkeypatch.setattr("convoy.simulate.simulate.HELD_BYTES", 199)
+    monkeypatch.setattr("convoy.simulate.simulator.HELD_BYTES", 199)
     timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 2, hosts(2), {})
     assert timeline.exchange_s == (2.5, 2.5)
 
@@ -307,7 +308,7 @@ def test_a_filter_split_of_unequal_devices():
         def alike(self, device: int) -> int:
             return device
 
-        def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
+        def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:  # noqa: ARG002
             return 0.0
 
     plan = named_plan("master", graph, 5, Speeds((3.0, 2.0)))

@@ -14,12 +14,11 @@ from convoy.model.tracing import trace
 from convoy.plan.device_program import LocalSize
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
+from convoy.simulate.costs import Overheads
 from convoy.simulate.noise import QuotaNoise
-from convoy.simulate.overhead import Overheads
-from convoy.simulate.simulate import simulate
+from convoy.simulate.simulator import simulate
 from convoy.simulate.table import (
     DeviceCosts,
-    HostRates,
     LayerPoint,
     LinkSpread,
     Measurement,
@@ -66,7 +65,6 @@ def measurements(draw: st.DrawFn) -> Measurement:
         tuple(DeviceCosts(name, *(draw(seconds) for _ in range(13)), noise=draw(noises)) for name in devices),
         tuple(points),
         tuple(LinkSpread(link.source, link.target, draw(seconds), draw(seconds)) for link in fleet.links),
-        tuple(HostRates(host, draw(above_zero), draw(seconds), draw(seconds)) for host in hosts),
     )  # fmt: skip
 
 
@@ -221,8 +219,8 @@ def test_times_are_interpolated_over_filters_and_over_inputs() -> None:
     layer = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph["conv1"]
     points = [point(samples=s, outputs=o, forward_s=1.0 + s * o, backward_s=0.0) for s in (2, 4) for o in (2, 6)]
     points += [point(samples=s, inputs=1, forward_s=1.0 + s * 2, backward_s=0.0) for s in (2, 4)]
-    times = measured_by(*points).times()
-    at = lambda *size: times.seconds(0, layer, "forward", LocalSize(*size))  # noqa: E731
+    times = layer_times(points)
+    at = lambda *size: times.seconds(layer, "forward", LocalSize(*size))  # noqa: E731
     assert at(2, 6, 3) == pytest.approx(13.0)
     assert at(3, 4, 3) == pytest.approx(13.0)
     assert at(8, 6, 3) == pytest.approx(2 * 25.0)  # beyond the largest, in proportion to FLOP, which bound this layer

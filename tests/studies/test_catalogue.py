@@ -5,7 +5,7 @@ import pytest
 from convoy.errors import InputError
 from convoy.fleet import Fleet, Nic
 from convoy.fleet.catalogue import device_class
-from convoy.simulate.energy import power_of
+from convoy.simulate.power import power_of
 from studies.catalogue import KINDS, fleet_of, power_of_class
 
 CARD = Nic(125e6, 125e6, 1e-4)

@@ -22,11 +22,12 @@ from convoy.plan.presets import PLANS as NAMED
 from convoy.plan.presets import Speeds, named_plan
 from convoy.report import timeline as pictures
 from convoy.simulate.compute import Rate, Roofline
-from convoy.simulate.energy import Power, energy_of
-from convoy.simulate.events import play
-from convoy.simulate.memory import memory_of, update_s_per_entry
+from convoy.simulate.costs import Costs
+from convoy.simulate.events import Event, Timeline, play
+from convoy.simulate.memory import memory_of
 from convoy.simulate.network import network_of
-from convoy.simulate.simulate import Costs, Event, Timeline, programs, simulate
+from convoy.simulate.power import Power, energy_of
+from convoy.simulate.simulator import programs, simulate
 from studies import figures, figures_fleets, fleets, published
 from studies.__main__ import main
 from studies.catalogue import fleet_of
@@ -110,7 +111,7 @@ def equal_fleet(devices: int, card: Nic = GIGABIT) -> Fleet:
 
 def replayed(graph: Graph, plan: str, devices: int, batch: int, reduce=None) -> Timeline:
     steps = lower(named_plan(plan, graph, batch, Speeds((1.0,) * devices), reduce), graph)
-    update = (update_s_per_entry("sgd-momentum", MEMORY),) * devices
+    update = (5 * 4 / MEMORY,) * devices
     times = Roofline((Rate(FLOP_PER_S, MEMORY),) * devices)
     return simulate(steps, graph, Costs(times, network_of(equal_fleet(devices)), 4, update), overlap=False)
 

@@ -13,7 +13,7 @@ from convoy.plan.device_program import Add, Copy, DeviceProgram, ExchangeRound, 
 from convoy.plan.exchange_program import sum_operations
 from convoy.plan.steps import Exchange, StepList
 from convoy.runtime.exchange import Lane, Slots
-from convoy.simulate.overhead import NOTHING, Handling, handling_of
+from convoy.simulate.costs import NOTHING, Handling, handling_of
 
 _GRAPH = Graph("One", {"work": Layer("work", "elementwise", (), (1,))}, ("work",))
 

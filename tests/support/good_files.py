@@ -13,7 +13,7 @@ from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.presets import Speeds, named_plan
-from convoy.simulate.overhead import Overheads
+from convoy.simulate.costs import Overheads
 from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 from tests.support.run_logs import whole_run
 

@@ -63,7 +63,6 @@ class _Island:
         self.group, self.me, self.is_out, self.parted = group, present.device, False, frozenset[tuple[int, int]]()
         self.place: _Place = present.place  # type: ignore[attr-defined]
         self.generation = self.place.generation
-        self.doors: list[tuple[str, int]] = []  # nobody comes
 
     def regroup(self, error: DeviceLostError) -> None:
         self.group.close(error)

@@ -32,6 +32,7 @@ from tests.support.torch_seed import torch_seed
 Labelled = tuple[Tensor, Tensor]
 """Images, and the label of each."""
 EXACT = 1e-10
+TWENTY_STEPS = (10, 10, 10, 3) * 5
 
 # A bias before a batch norm has the gradient zero, up to rounding. Divided by an eps of 1e-8, rounding would be all there is.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -55,7 +56,7 @@ class Training:
     """
 
     net: str
-    sizes: tuple[int, ...] = (10, 10, 10, 3) * 5
+    sizes: tuple[int, ...] = (10, 10, 10, 3) * 2
     optimizer: str = "sgd"
     accumulate: int = 1
     one_sum: bool = False

@@ -38,7 +38,6 @@ def on_processes(
     target: str,
     *arguments: Any,
     timeout_s: float = 20.0,
-    staged: bool = False,
     joined: bool = True,
     limit_s: float = 60.0,
     environment: dict[str, str] | None = None,
@@ -49,7 +48,7 @@ def on_processes(
 
     Args:
         target: "tests.comm.test_group:function".
-        timeout_s, staged: for the group.
+        timeout_s: for the group.
         joined: if false the function gets the device's index in place of a group, and joins by itself.
         limit_s: after this time everything is ended, and the test fails.
         environment: further variables for the devices.
@@ -61,7 +60,7 @@ def on_processes(
             "arguments": arguments,
             "devices": devices,
             "joined": joined,
-            "join": {"timeout_s": timeout_s, "staged": staged},
+            "join": {"timeout_s": timeout_s},
             "environment": environment or {},
         }
         nursery = _started_nursery()

@@ -19,12 +19,12 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.planner.planner import Candidate, candidates
-from convoy.planner.predict import FEWER, REACH, REACH_ALONE, TRIED, worth_trying
+from convoy.planner.prediction import FEWER, REACH, REACH_ALONE, TRIED, worth_trying
 from convoy.train.autotune import FAR_BEHIND, Autotune, observe
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
-from convoy.train.rebalance import Keep, Reshare
+from convoy.train.rebalance import Keep, Reshard
 from convoy.train.record import History
 from tests.planner.test_planner import costs_of
 from tests.support import nets
@@ -41,7 +41,7 @@ def some_plans(count: int) -> list[Plan]:
     return [Plan(f"plan {number}", "model", 2, 8, {}, Batch((8 - number, number))) for number in range(1, count + 1)]
 
 
-def tried(step_s: Step, count: int, most: int = 500) -> tuple[Autotune, list[int], list[Reshare | Keep]]:
+def tried(step_s: Step, count: int, most: int = 500) -> tuple[Autotune, list[int], list[Reshard | Keep]]:
     """The state when it is over, which plan made each step, and what was decided."""
     state, ran, decisions = Autotune.start(some_plans(count)), [], []
     while not state.is_over:
@@ -50,8 +50,8 @@ def tried(step_s: Step, count: int, most: int = 500) -> tuple[Autotune, list[int
         before = state.plan
         state, decision = observe(state, step_s(state.running, len(ran)))
         decisions.append(decision)
-        assert isinstance(decision, Reshare) == (state.plan != before), "it says so whenever the plan changes"
-        assert not isinstance(decision, Reshare) or decision.plan == state.plan
+        assert isinstance(decision, Reshard) == (state.plan != before), "it says so whenever the plan changes"
+        assert not isinstance(decision, Reshard) or decision.plan == state.plan
     return state, ran, decisions
 
 
@@ -137,7 +137,7 @@ def test_by_a_noise_of_a_tenth_the_better_plan_is_missed_seldom_and_a_bad_one_ne
 
 def test_the_words_name_every_plan_and_its_seconds() -> None:
     _, _, decisions = tried(lambda plan, _: [1.0, 0.8][plan], 2)
-    assert [d.reason for d in decisions if isinstance(d, Reshare)] == ["autotune: plan 1 1 s a step; now plan 2"]
+    assert [d.reason for d in decisions if isinstance(d, Reshard)] == ["autotune: plan 1 1 s a step; now plan 2"]
     assert decisions[-1] == Keep("autotune: plan 1 1 s, plan 2 0.8 s a step; plan 2 goes on")
 
 
@@ -217,7 +217,7 @@ def test_training_while_plans_are_tried_is_that_of_one_device(monkeypatch: pytes
         told: list[str] = []
         followed: list[Plan] = []
 
-        def tell(_: int, decision: Reshare | Keep) -> None:
+        def tell(_: int, decision: Reshard | Keep) -> None:
             told.append(decision.reason)
             followed.append(here.plan)
 

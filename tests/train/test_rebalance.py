@@ -22,7 +22,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One
-from convoy.train.rebalance import FIRST, LEAST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
+from convoy.train.rebalance import FIRST, LEAST, MOST, STARTING, Balancer, Keep, Reshard, best, observe
 from tests.support.plain_nets import TwoConv
 from tests.support.slow import most_slow
 
@@ -133,12 +133,12 @@ def _least_s(rates: Sequence[float], units: int) -> float:
     )
 
 
-def run(world: World, state: Balancer, steps: int) -> tuple[Balancer, list[tuple[int, Reshare]]]:
+def run(world: World, state: Balancer, steps: int) -> tuple[Balancer, list[tuple[int, Reshard]]]:
     """So many steps; what changed, and when."""
     changes = []
     for step in range(steps):
         state, decision = observe(state, world.seconds(state.plan))
-        if isinstance(decision, Reshare):
+        if isinstance(decision, Reshard):
             assert decision.plan == state.plan
             changes.append((step, decision))
     return state, changes
@@ -280,13 +280,13 @@ def test_nor_does_one_just_after_the_shares_have_changed() -> None:
 @pytest.mark.parametrize("kind", PLANS)
 def test_noise_that_alternates_from_step_to_step_does_not_make_shares_alternate(kind: str) -> None:
     world = World([4.0, 4.0, 4.0, 4.0], noise=0.01)
-    state, reshares = Balancer.start(PLANS[kind](world.speeds), graph()), 0
+    state, reshards = Balancer.start(PLANS[kind](world.speeds), graph()), 0
     for step in range(300):
         world.speeds[step % 2] = 4.0
         world.speeds[1 - step % 2] = 2.0
         state, decision = observe(state, world.seconds(state.plan))
-        reshares += isinstance(decision, Reshare)
-    assert reshares == 0
+        reshards += isinstance(decision, Reshard)
+    assert reshards == 0
 
 
 @pytest.mark.parametrize("period", [4, 6, 8, 12, 16, 30])
@@ -297,7 +297,7 @@ def test_two_splits_do_not_alternate_with_a_load_that_comes_and_goes(period: int
     for step in range(600):
         world.speeds[0] = 4.0 if step // period % 2 else 2.0
         state, decision = observe(state, world.seconds(state.plan))
-        if isinstance(decision, Reshare):
+        if isinstance(decision, Reshard):
             at.append(step)
     assert len(at) <= 12
     assert sum(step >= 300 for step in at) <= 1 + 300 // MOST
@@ -309,7 +309,7 @@ def test_after_a_long_quiet_time_a_change_is_answered_soon_again() -> None:
     for _ in range(6):
         world.speeds[0] = 6.0 - world.speeds[0]
         state, _ = run(world, state, 20)
-    assert state.watches[0].asks > 10
+    assert state.observed[0].asks > 10
     state, _ = run(world, state, 250)
     world.speeds[1] = 2.0
     _, changes = run(world, state, 10)
@@ -338,7 +338,7 @@ def test_a_device_without_a_share_is_not_asked_for_its_time() -> None:
     seconds = {"conv1": [2.0, 0.0, 1.0]}
     for _ in range(10):
         state, decision = observe(state, seconds)
-        if isinstance(decision, Reshare):
+        if isinstance(decision, Reshard):
             assert decision.plan.otherwise == Batch((80, 0, 160))
             return
     raise AssertionError("it never changed")
@@ -414,8 +414,8 @@ def test_the_first_steps_of_all_and_the_first_with_new_shares_are_not_looked_at(
         if step == 20:
             world.speeds[2] = 2.0
         state, decision = observe(state, seconds)
-        fresh = 1 if isinstance(decision, Reshare) else max(0, fresh - 1)
-        watched = {watch.rates[0][0] for watch in state.watches if watch.rates}
+        fresh = 1 if isinstance(decision, Reshard) else max(0, fresh - 1)
+        watched = {each.rates[0][0] for each in state.observed if each.rates}
         assert all(rate == pytest.approx(min(watched)) for rate in watched)
-        assert all(row[0] == pytest.approx(state.watches[0].rates[0][0]) for row in state.watches[0].rates)
+        assert all(row[0] == pytest.approx(state.observed[0].rates[0][0]) for row in state.observed[0].rates)
     assert shares_of(state.plan, state.axes[0]) == (69, 69, 34, 68)

@@ -1,24 +1,39 @@
-"""What a node of a trace does beside giving a result: writing in place, drawing random numbers, counting batches."""
+"""Side effects of the nodes of a trace: writing in place, drawing random numbers, counting batches."""
 
 import inspect
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from convoy.model.tracing.kinds import IN_PLACE
-from convoy.model.tracing.sizes import called
+IN_PLACE: dict[str, str] = {
+    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv", "add_": "add", "sub_": "sub", "mul_": "mul",
+    "div_": "div", "relu_": "relu", "relu6_": "relu6", "sigmoid_": "sigmoid", "tanh_": "tanh", "clamp_": "clamp",
+    "leaky_relu_": "leaky_relu", "elu_": "elu", "selu_": "selu", "celu_": "celu", "hardtanh_": "hardtanh",
+    "threshold_": "threshold", "dropout_": "dropout",
+}  # fmt: skip
+"""In-place call -> the out-of-place function that replaces it in a trace."""
+_OTHER_IN_PLACE = frozenset(
+    ("setitem", "ipow", "imod", "imatmul", "ifloordiv", "iand", "ior", "ixor", "ilshift", "irshift", "iconcat")
+)
+_VIEWS = frozenset(("getattr", "detach", "view", "reshape", "getitem", "flatten", "t", "transpose", "permute", "squeeze",
+                    "unsqueeze", "narrow", "select", "expand", "view_as", "copy_", "zero_", "fill_"))  # fmt: skip
+
+
+def called(node: fx.Node) -> str:
+    """Return the name of the function or method that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def has_effect(model: nn.Module, node: fx.Node) -> bool:
-    """Whether a node must stay in a trace though nobody reads its result."""
+    """Return whether a node must stay in a trace though nobody reads its result."""
     if node.op in ("placeholder", "output"):
         return True
     return (mutates(model, node) or unsupported_in_place(node)) and written(node) is None
 
 
 def written(node: fx.Node) -> fx.Node | None:
-    """The parameter or buffer that an in-place call writes into, under whatever view."""
+    """Return the parameter or buffer that an in-place call writes into, through any view."""
     place: Any = node
     while isinstance(place, fx.Node) and place.op in ("call_function", "call_method"):
         reads = place is node or called(place) in _VIEWS or called(place) in IN_PLACE
@@ -26,18 +41,14 @@ def written(node: fx.Node) -> fx.Node | None:
     return place if isinstance(place, fx.Node) and place.op == "get_attr" else None
 
 
-_VIEWS = frozenset(("getattr", "detach", "view", "reshape", "getitem", "flatten", "t", "transpose", "permute", "squeeze",
-                    "unsqueeze", "narrow", "select", "expand", "view_as", "copy_", "zero_", "fill_"))  # fmt: skip
-
-
 def counts_batches(model: nn.Module, node: fx.Node) -> bool:
-    """Whether a node is the count of a batch norm whose normalisation is known for what it is (see `batch_norm_of`)."""
+    """Return whether a node is the `num_batches_tracked` of a batch norm, which its layer counts itself."""
     holder, _, name = str(node.target).rpartition(".")
     return name == "num_batches_tracked" and isinstance(model.get_submodule(holder), _BatchNorm)
 
 
 def mutates(model: nn.Module, node: fx.Node) -> bool:
-    """Whether a call overwrites its first argument."""
+    """Return whether a call overwrites its first argument."""
     if node.op == "call_module":
         return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
     if node.op not in ("call_function", "call_method"):
@@ -46,7 +57,7 @@ def mutates(model: nn.Module, node: fx.Node) -> bool:
 
 
 def unsupported_in_place(node: fx.Node) -> bool:
-    """Whether a call works in place and has no out-of-place form in `IN_PLACE`: `x.zero_()`, say."""
+    """Return whether a call works in place and has no out-of-place form in `IN_PLACE`: `x.zero_()`, say."""
     name = called(node)
     if node.op not in ("call_function", "call_method") or name in IN_PLACE:
         return False
@@ -54,9 +65,9 @@ def unsupported_in_place(node: fx.Node) -> bool:
 
 
 def batch_norm_of(model: nn.Module, node: fx.Node) -> str | None:
-    """Path of the batch norm whose normalisation a call of `F.batch_norm` is; None where it is none, or another one.
+    """Return the path of the batch norm that a call of `F.batch_norm` computes exactly; None where there is none.
 
-    So a subclass of torch's batch norm with an activation in its forward (timm's `BatchNormAct2d`) is taken apart.
+    So a subclass of torch's batch norm with an activation in its forward (timm's `BatchNormAct2d`) becomes two layers.
     """
     if node.op != "call_function" or node.target is not nn.functional.batch_norm:
         return None
@@ -69,27 +80,21 @@ def batch_norm_of(model: nn.Module, node: fx.Node) -> str | None:
     if not isinstance(norm, _BatchNorm):
         return None
     by_batch = norm.training or norm.running_mean is None
-    noted = (norm.running_mean, norm.running_var) if not norm.training or norm.track_running_stats else (None, None)
+    recorded = (norm.running_mean, norm.running_var) if not norm.training or norm.track_running_stats else (None, None)
     rows = zip(
-        tensors, ("running_mean", "running_var", "weight", "bias"), (*noted, norm.weight, norm.bias), strict=True
+        tensors, ("running_mean", "running_var", "weight", "bias"), (*recorded, norm.weight, norm.bias), strict=True
     )
-    same = all((t.target if isinstance(t, fx.Node) else t) == _path(path, n, held) for t, n, held in rows)
-    # In evaluation nothing is noted, so the momentum does not matter.
+    same = all(
+        (t.target if isinstance(t, fx.Node) else t) == (None if held is None else f"{path}.{n}".lstrip("."))
+        for t, n, held in rows
+    )
+    # In evaluation no statistics are recorded, so the momentum does not matter.
     momenta = momentum == norm.momentum or not norm.training or norm.running_mean is None
     return path if same and (training, eps) == (by_batch, norm.eps) and momenta else None
 
 
-def _path(module: str, name: str, held: Tensor | None) -> str | None:
-    return None if held is None else f"{module}.{name}" if module else name
-
-
-_OTHER_IN_PLACE = frozenset(
-    ("setitem", "ipow", "imod", "imatmul", "ifloordiv", "iand", "ior", "ixor", "ilshift", "irshift", "iconcat")
-)
-
-
 def draws_random(node: fx.Node) -> bool:
-    """Whether a function or method draws random numbers: noise, or a dropout that is switched on."""
+    """Return whether a function or method draws random numbers: noise, or a dropout that is switched on."""
     name = called(node)
     if name == "scaled_dot_product_attention":
         return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))

@@ -1,21 +1,35 @@
-"""The table of torch's layers: which module, function or method may be cut along which axes.
+"""The table of torch's layers: along which axes a module, function or method may be cut.
 
-Each is registered as `register_layer` registers other people's; `axis_rules.py` has the rules that look at arguments.
+Each entry is a rule, as `register_layer` registers for other layers. It looks at the arguments of a call.
 """
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
+from convoy.layout.layout import Shape
 from convoy.model.graph import Cut
-from convoy.model.layer_rules import FUNCTIONS, MODULES, Call, Known, Rule, builtin, rule_of
-from convoy.model.tracing import axis_rules as by_axes
+from convoy.model.layer_rules import (
+    FUNCTIONS,
+    MODULES,
+    Call,
+    Known,
+    Rule,
+    SplitRule,
+    cut_with_parameters,
+    is_alone,
+    rule_of,
+)
+from convoy.model.operation import BatchExtent, Operation, PartExtent, Ref
 
-# Each entry for itself.
+# Each entry alone.
 _ENTRIES = (
     "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh", "hardswish",
     "hardsigmoid", "hardtanh", "softplus", "softsign", "logsigmoid", "tanhshrink", "softshrink", "hardshrink",
@@ -25,8 +39,7 @@ _ENTRIES = (
     "trunc", "reciprocal", "logit", "clip", "clamp_min", "clamp_max", "positive", "nan_to_num", "isnan", "isfinite",
     "isinf", "logical_not", "bitwise_not", "invert",
 )  # fmt: skip
-# Each channel for itself; the number says how many axes there are behind the channels (with fewer, torch takes the first axis
-# for the channels).
+# Each channel alone. The number counts the axes behind the channels (with fewer, torch takes the first axis for channels).
 _POOLS = (
     "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool", "dropout", "zero_pad",
     "reflection_pad", "replication_pad", "constant_pad", "circular_pad",
@@ -34,7 +47,7 @@ _POOLS = (
 _CHANNELS = {f"{name}{n}d": n for name in _POOLS for n in (1, 2, 3)} | {
     "dropout2d": 0, "upsampling_nearest2d": 2, "upsampling_bilinear2d": 2, "upsample": 1, "interpolate": 1,
 }  # fmt: skip
-# Entry by entry, with others as broadcasting has it.
+# Several tensors entry by entry, with broadcasting.
 _JOINS = (
     "add", "sub", "mul", "div", "truediv", "maximum", "minimum", "pow", "where", "masked_fill", "lerp", "addcmul",
     "addcdiv", "atan2", "fmod", "remainder", "hypot", "rsub", "floordiv", "true_divide", "multiply", "subtract",
@@ -42,32 +55,25 @@ _JOINS = (
 )  # fmt: skip
 
 
-def _spelled(name: str) -> str:
-    """As modules are spelled: "avg_pool2d" is AvgPool2d."""
-    return name.replace("_", "")
-
-
 def known(call: Call) -> Known | None:
-    """What is known of a call; None: only its samples may be shared out."""
-    if call.module is not None:
-        if has_hooks(call.module) or replaced_by_hand(call.module):
-            return None
-        if parametrize.is_parametrized(call.module):
-            return _weight_norm(call)
-    rule = rule_of(call.module, call.operation)
+    """Return what is known of a call; None if only its samples may be split."""
+    m = call.module
+    if m is not None and (has_hooks(m) or replaced_by_hand(m) or is_parametrized(m)):
+        return None
+    rule = rule_of(m, call.operation)
     return None if rule is None or not call.inputs else rule(call)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether forward or backward hooks are registered: they may do anything to a local part of a tensor."""
+    """Return whether a module has forward or backward hooks: they may do anything to a local shard."""
     m: Any = module
     return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
 
 
 def replaced_by_hand(module: nn.Module) -> str:
-    """Return the method of its class that an object has another function for (`layer.forward = ...`); "" where there is none.
+    """Return the method that an object has another function for (`layer.forward = ...`), or "".
 
-    One of its own methods is none (`self.forward = self.forward_quickly`): `chosen_forward` follows it.
+    `self.forward = self.forward_quickly` is no such replacement: `chosen_forward` follows it.
     """
     cls = type(module)
     rows = ((name, held) for name, held in vars(module).items() if callable(held) and hasattr(cls, name))
@@ -75,7 +81,7 @@ def replaced_by_hand(module: nn.Module) -> str:
 
 
 def chosen_forward(module: nn.Module) -> str:
-    """Return the name of the method of its own that a module has put in the place of its forward; "" where it has not."""
+    """Return the name of the method that a module uses as its forward (`self.forward = self.forward_quickly`), or ""."""
     held = vars(module).get("forward")
     if not isinstance(held, MethodType) or held.__self__ is not module:
         return ""
@@ -84,48 +90,34 @@ def chosen_forward(module: nn.Module) -> str:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module is computed as a batch norm, whose statistics several devices share."""
-    rule = MODULES.get(type(module))
+    """Return whether a module is computed as a batch norm, whose statistics several devices share."""
     changed = has_hooks(module) or bool(replaced_by_hand(module))
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and rule is not None and not changed
+    return isinstance(module, _BatchNorm) and type(module) in MODULES and not changed
+
+
+def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
+    """Return the zeros added on either side of each axis; None where 'same' padding needs one more on one side."""
+    if conv.padding == "valid":
+        return (0,) * len(conv.kernel_size)
+    if conv.padding == "same":
+        both = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        return None if any(total % 2 for total in both) else tuple(total // 2 for total in both)
+    assert not isinstance(conv.padding, str)
+    return tuple(conv.padding)
 
 
 # --- torch's modules -------------------------------------------------------------------------------------------------
 
 
 def _plain(call: Call) -> bool:
-    return len(call.inputs) == 1 and call.batched[0] and len(call.operation.args) + len(call.operation.kwargs) == 1
-
-
-def _of_channels(axes_behind: int) -> Rule:
-    def rule(call: Call) -> Known | None:
-        exact = axes_behind if axes_behind > 1 or "1d" in _name(call) else None
-        behind = len(call.inputs[0]) - 2
-        indices = getattr(call.module, "return_indices", False) or call.operation.kwargs.get("return_indices")
-        if len(call.inputs) != 1 or not call.batched[0] or indices or behind < axes_behind:
-            return None
-        return Known("pool") if exact is None or behind == exact else None
-
-    return rule
-
-
-def _name(call: Call) -> str:
-    target = call.operation.target
-    if call.module is not None:
-        return type(call.module).__name__.lower()
-    return target if isinstance(target, str) else getattr(target, "__name__", "")
+    return is_alone(call) and len(call.operation.args) + len(call.operation.kwargs) == 1
 
 
 def _convolution(call: Call) -> Known | None:
     m: Any = call.module
-    return Known("conv", groups=m.groups) if _plain(call) and len(call.inputs[0]) == len(m.kernel_size) + 2 else None
-
-
-def _conv_transpose(call: Call) -> Known | None:
-    m: Any = call.module
     if not _plain(call) or len(call.inputs[0]) != len(m.kernel_size) + 2:
         return None
-    return Known("conv_transpose", groups=m.groups)
+    return Known("conv_transpose" if m.transposed else "conv", groups=m.groups)
 
 
 def _linear(call: Call) -> Known | None:
@@ -137,103 +129,403 @@ def _batch_norm(call: Call) -> Known | None:
     return Known("batch_norm", statistics=m.training or m.running_mean is None) if _plain(call) else None
 
 
-def _weight_norm(call: Call) -> Known | None:
-    """A layer whose weight is computed row by row from parameters: each device computes the rows of its filters."""
-    m: Any = call.module
-    axes = {"parametrizations.weight.original0": 0, "parametrizations.weight.original1": 0, "bias": 0}
-    own = dict(m.named_parameters())
-    plain = issubclass(type(m), (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)) and type(m).__bases__[0] in _FILTERED
-    if not computes_its_rows(m) or not plain or not _plain(call) or not own.keys() <= axes.keys():
-        return None
-    rows, groups = len(own["parametrizations.weight.original1"]), getattr(m, "groups", 1)
-    axis = len(call.output) - 1 if isinstance(m, nn.Linear) else 1
-    given = {"axis": axis, "groups": "groups" if groups > 1 else None, "parameters": axes}
-    return builtin("filters", **given)(call) if rows == call.output[axis] else None
-
-
-_FILTERED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-
-
-def computes_its_rows(module: nn.Module) -> bool:
-    """Whether a module's only parametrization is weight norm with one length for each filter."""
-    found: Any = getattr(module, "parametrizations", {})
-    if list(found) != ["weight"] or len(found["weight"]) != 1:
-        return False
-    (each,) = found["weight"]
-    return isinstance(each, _WeightNorm) and each.dim == 0
-
-
 def _prelu(call: Call) -> Known | None:
     m: Any = call.module
     if not _plain(call) or len(call.inputs[0]) < 2:
         return None
-    cut = Cut(1, call.inputs[0][1], (1,), {"weight": 0} if m.num_parameters > 1 else {})
-    return Known("parts", (cut,))
+    return Known("parts", (Cut(1, call.inputs[0][1], (1,), {"weight": 0} if m.num_parameters > 1 else {}),))
 
 
-def _instance_norm(axes_behind: int) -> Rule:
+def _instance_norm(call: Call) -> Known | None:
+    m: Any = call.module
+    if not _plain(call) or len(call.inputs[0]) != int(type(m).__name__[-2]) + 2:
+        return None
+    found = SplitRule("channels", attributes=("num_features",))(call)
+    if found is None or not (m.track_running_stats and m.training):
+        return found
+    return replace(found, whole_batch="its running statistics are of the whole batch")
+
+
+def _of_channels(axes_behind: int) -> Rule:
     def rule(call: Call) -> Known | None:
-        x, m = call.inputs[0], call.module
-        if not _plain(call) or len(x) != axes_behind + 2:
+        exact = axes_behind > 1 or "1d" in call.name
+        behind = len(call.inputs[0]) - 2
+        indices = getattr(call.module, "return_indices", False) or call.operation.kwargs.get("return_indices")
+        if not is_alone(call) or indices or behind < axes_behind or (exact and behind != axes_behind):
             return None
-        known = builtin("channels", attributes=("num_features",))(call)
-        notes = getattr(m, "track_running_stats", False) and getattr(m, "training", False)
-        return replace(known, whole_batch="its running statistics are of the whole batch") if known and notes else known
+        return Known("pool")
 
     return rule
 
 
-def _with_no_check(table: dict[Any, Rule], rules: dict[Any, Rule]) -> None:
-    for key, rule in rules.items():
-        assert key not in table, key
-        table[key] = rule
+# --- several tensors -------------------------------------------------------------------------------------------------
 
 
-_entry, _join = builtin("entries"), by_axes.join
-_with_no_check(FUNCTIONS, dict.fromkeys(_ENTRIES, _entry))
-_with_no_check(FUNCTIONS, {name: _of_channels(n) for name, n in _CHANNELS.items()})
-_with_no_check(FUNCTIONS, dict.fromkeys(_JOINS, _join))
-_with_no_check(FUNCTIONS, by_axes.RULES)
-_with_no_check(
-    MODULES,
+def _join(call: Call) -> Known | None:
+    if len(call.inputs) > 1:
+        return Known("join")
+    return Known("elementwise") if call.inputs[0] == call.output else None
+
+
+def _cat(call: Call) -> Known | None:
+    axis = call.argument(1, "dim", call.argument(1, "axis", 0))
+    return Known("cat", axis=axis % len(call.output)) if isinstance(axis, int) else None
+
+
+def _stack(call: Call) -> Known | None:
+    new = call.argument(1, "dim", 0)
+    if not isinstance(new, int) or not all(call.batched) or not (new := new % len(call.output)):
+        return None
+    x, count = call.inputs[0], len(call.inputs)
+    return Known("parts", tuple(Cut(a if a < new else a + 1, x[a], (a,) * count) for a in range(1, len(x))))
+
+
+# --- along some axes -------------------------------------------------------------------------------------------------
+
+
+def _whole_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(v, int) and not isinstance(v, bool) for v in values)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _apart(call: Call, along: Iterable[int]) -> Known | None:
+    """Cut every axis except those, and the batch; input and output have the same shape."""
+    x, read = call.inputs[0], {a % len(call.inputs[0]) for a in along}
+    if 0 in read or not call.batched[0] or any(call.batched[1:]) or x != call.output:
+        return None
+    others = (None,) * (len(call.inputs) - 1)
+    return Known("parts", tuple(Cut(a, x[a], (a, *others)) for a in range(1, len(x)) if a not in read))
+
+
+def _along(place: int, name: str, default: int | None = None) -> Rule:
+    """Return the rule of softmax(x, dim) and similar functions."""
+
+    def rule(call: Call) -> Known | None:
+        value = call.argument(place, name, default) if call.module is None else getattr(call.module, name, default)
+        if value is None and name == "dim":
+            value = 0 if len(call.output) in (1, 3) else 1  # softmax takes this one, with a warning
+        # x.flip(2, 3) gives them one by one.
+        axes = call.operation.args[1:] if name == "dims" and place == 1 and isinstance(value, int) else _tuple(value)
+        return _apart(call, axes) if _whole_numbers(axes) else None
+
+    return rule
+
+
+def _softmax_2d(call: Call) -> Known | None:
+    return _apart(call, (-3,)) if len(call.inputs[0]) == 4 else None
+
+
+def _layer_norm(call: Call) -> Known | None:
+    """Cut the axes before the normalised ones; the parameters lie along those."""
+    shape: Any = getattr(call.module, "normalized_shape", None) or call.argument(1, "normalized_shape")
+    return _apart(call, range(-len(shape), 0)) if isinstance(shape, tuple | list) and shape else None
+
+
+def _reduction(call: Call) -> Known | None:
+    """Cut the axes that sum(x, dim) keeps."""
+    x, y = call.inputs[0], call.output
+    along = _tuple(call.argument(1, "dim", call.argument(1, "axis")))
+    if not is_alone(call) or not _whole_numbers(along) or 0 in (axes := {a % len(x) for a in along}):
+        return None
+    if call.name == "mean" and all(a >= 2 for a in axes):
+        return Known("pool")
+    kept = len(x) == len(y)
+    free = [a for a in range(1, len(x)) if a not in axes]
+    return Known("parts", tuple(Cut(a if kept else a - sum(r < a for r in axes), x[a], (a,)) for a in free))
+
+
+# --- norms as functions ----------------------------------------------------------------------------------------------
+
+
+def _group_norm(call: Call) -> Known | None:
+    groups, x, operation = call.argument(1, "num_groups"), call.inputs[0], call.operation
+    if not isinstance(groups, int) or len(operation.args) < 2:
+        return None
+    args = (operation.args[0], PartExtent(groups, 1, x[1]), *operation.args[2:])
+    changed = replace(operation, args=args)
+    return Known("parts", (Cut(1, groups, cut_with_parameters(call, 1, x[1])),), operation=changed)
+
+
+def _per_channel(call: Call) -> Known | None:
+    """Cut the channels of prelu and instance_norm, which have a parameter for each."""
+    x = call.inputs[0]
+    if len(x) < 2 or not call.batched[0] or any(call.batched[1:]):
+        return None
+    if call.name == "instance_norm" and call.input_at(1, "running_mean") is not None:
+        return None  # it would record the batch in them
+    return Known("parts", (Cut(1, x[1], cut_with_parameters(call, 1, x[1])),))
+
+
+# --- other shapes of the same numbers --------------------------------------------------------------------------------
+
+
+def _permuted(call: Call) -> Known | None:
+    """Follow the axes of permute, transpose, movedim."""
+    x, rest, kwargs = call.inputs[0], call.operation.args[1:], call.operation.kwargs
+    numbers = rest[0] if len(rest) == 1 and isinstance(rest[0], tuple | list) else rest
+    numbers = tuple(numbers or kwargs.get("dims", ()))
+    if not is_alone(call) or not _whole_numbers(numbers) or call.module is not None:
+        return None
+    try:
+        # torch itself moves axes of lengths 2, 3, ..., so the lengths afterwards name the axes.
+        own = torch.empty(tuple(range(2, len(x) + 2)), device="meta")
+        moved = getattr(torch, call.name)(own, *([numbers] if call.name == "permute" else rest), **kwargs)
+    except (RuntimeError, TypeError, IndexError):
+        return None
+    order = [n - 2 for n in moved.shape]
+    return Known("parts", tuple(Cut(to, x[a], (a,)) for to, a in enumerate(order) if a)) if order[0] == 0 else None
+
+
+def _reshaped(call: Call) -> Known | None:
+    """Cut an axis that becomes several, or the first of several that become one (view, reshape, unflatten)."""
+    x, y, args = call.inputs[0], call.output, call.operation.args
+    retyped = any(isinstance(a, torch.dtype) for a in (*args, *call.operation.kwargs.values()))
+    if not is_alone(call) or retyped:
+        return None
+    if len(y) == 2 and len(x) >= 2 and call.name not in ("squeeze", "unsqueeze"):
+        # With the batch as first axis before and after, one more axis can only be all the others. `x.view(n, 4096)` becomes a
+        # flatten, too: a local shard of a split layer has another width than the one in the source.
+        flat = call.operation if call.module is not None else Operation("function", torch.flatten, (Ref(0), 1))
+        return Known("flatten", operation=flat)
+    found = tuple(_regrouped(x, y)) if all((*x[1:], *y[1:])) else ()
+    sizes: list[Any] = [BatchExtent(1), *y[1:]]
+    for cut in found:
+        (read,) = cut.inputs
+        assert read is not None
+        sizes[cut.axis] = PartExtent(y[cut.axis], read, x[read])
+    return Known("parts", found, operation=Operation("function", torch.reshape, (Ref(0), tuple(sizes))))
+
+
+def _regrouped(x: Shape, y: Shape) -> Iterable[Cut]:
+    """Yield the cuts of a reshape: axes of both that cover the same numbers, of which the outermost may be cut."""
+    i = j = 1
+    while i < len(x) and j < len(y):
+        first, second, before, after = i, j, x[i], y[j]
+        while before != after:
+            if before < after:
+                i += 1
+                before *= x[i]
+            else:
+                j += 1
+                after *= y[j]
+        i, j = i + 1, j + 1
+        while first < i - 1 and x[first] == 1:
+            first += 1
+        while second < j - 1 and y[second] == 1:
+            second += 1
+        if (parts := math.gcd(x[first], y[second])) > 1:
+            yield Cut(second, parts, (first,))
+
+
+def _flattened(call: Call) -> Known | None:
+    m: Any = call.module
+    return _reshaped(call) if not isinstance(m, nn.Flatten) or m.start_dim > 0 else None
+
+
+def _blocks(call: Call) -> Known | None:
+    """Cut blocks of channels that become blocks of channels, in the same order: pixel shuffle, unfold."""
+    x, y = call.inputs[0], call.output
+    axes = {"unfold": (4, 3), "fold": (3, 4)}.get(call.name, (4, 4))  # x.unfold(1, 3, 2) is another function
+    if not is_alone(call) or (len(x), len(y)) != axes:
+        return None
+    parts = min(x[1], y[1])
+    return Known("parts", (Cut(1, parts, (1,)),)) if x[1] % parts == 0 and y[1] % parts == 0 else None
+
+
+def _pad(call: Call) -> Known | None:
+    widths, x = call.argument(1, "pad"), call.inputs[0]
+    if not isinstance(widths, tuple | list) or not is_alone(call):
+        return None
+    padded = [len(x) - 1 - i // 2 for i, n in enumerate(widths) if n]
+    if call.argument(2, "mode", "constant") != "constant":
+        padded = [len(x) - 1 - i for i in range(len(widths) // 2)]
+    if 0 in padded:
+        return None
+    if all(a >= 2 for a in padded):
+        return Known("pool") if len(x) > 2 else None
+    return Known("parts", tuple(Cut(a, x[a], (a,)) for a in range(1, len(x)) if a not in padded))
+
+
+def _item(call: Call) -> Known | None:
+    """Cut the axes that an index such as x[:, :, ::2] takes whole."""
+
+    def is_plain(i: Any) -> bool:
+        if isinstance(i, slice):
+            return all(n is None or isinstance(n, int) for n in (i.start, i.stop, i.step))
+        return i is None or i is Ellipsis or (isinstance(i, int) and not isinstance(i, bool))
+
+    x, given = call.inputs[0], call.argument(1, "index")
+    index = given if isinstance(given, tuple) else (given,)
+    if not is_alone(call) or not all(map(is_plain, index)):
+        return None
+    if Ellipsis in index:
+        here = index.index(Ellipsis)
+        fill = len(x) - sum(i is not None and i is not Ellipsis for i in index)
+        index = (*index[:here], *(slice(None),) * fill, *index[here + 1 :])
+    index = (*index, *(slice(None),) * (len(x) - sum(i is not None for i in index)))
+    cuts, read, to = [], 0, 0
+    for each in index:
+        if each == slice(None):
+            cuts.append(Cut(to, x[read], (read,)))
+        read += each is not None
+        to += not isinstance(each, int)
+    return Known("parts", tuple(cuts[1:])) if cuts and cuts[0].axis == 0 and cuts[0].inputs == (0,) else None
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def _einsum(call: Call) -> Known | None:
+    equation = call.argument(0, "equation")
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return None
+    read, _, written = equation.replace(" ", "").partition("->")
+    operands: Any = call.operation.args[1:]
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], tuple | list) else operands
+    letters: list[str] = [""] * len(call.inputs)
+    for operand, own in zip(operands, read.split(","), strict=True):
+        if not isinstance(operand, Ref) or letters[operand.index] not in ("", own) or len(set(own)) < len(own):
+            return None
+        letters[operand.index] = own
+    return _product(call, letters, written)
+
+
+def _product(call: Call, letters: Sequence[str], written: str) -> Known | None:
+    """Cut a product of tensors whose axes have letters, summed over those that are not written."""
+    batch = written[0]
+    for own, batched in zip(letters, call.batched, strict=True):
+        if not own or (own[0] == batch) != batched or batch in own[1:]:
+            return None
+    axes = ((axis, letter) for axis, letter in enumerate(written) if axis)
+    cuts = (Cut(a, call.output[a], tuple(own.find(i) if i in own else None for own in letters)) for a, i in axes)
+    return Known("parts", tuple(cuts))
+
+
+def _matmul(call: Call) -> Known | None:
+    if len(call.inputs) != 2 or tuple(call.operation.args[:2]) != (Ref(0), Ref(1)):
+        return None
+    x, w = call.inputs
+    if call.batched == (True, False) and len(w) == 2:
+        # As a fully connected layer: the columns are filters.
+        axis = len(call.output) - 1
+        return Known("filters", (Cut(axis, call.output[axis], (None, 1)),)) if len(x) > 1 else None
+    if call.batched != (True, True) or len(x) != len(w) or len(x) < 3 or x[1:-2] != w[1:-2]:
+        return None
+    outer = "bcdefgh"[: len(x) - 2]
+    return _product(call, [f"{outer}ik", f"{outer}kj"], f"{outer}ij")
+
+
+def _attention(call: Call) -> Known | None:
+    """Cut the heads of scaled_dot_product_attention of (N, heads, positions, entries)."""
+    q, y = call.inputs[0], call.output
+    order = [call.input_at(place, name) for place, name in enumerate(("query", "key", "value"))]
+    grouped = call.argument(8, "enable_gqa", False)
+    if grouped or len(q) < 4 or not all(i is not None and call.batched[i] for i in order):
+        return None
+    cuts = []
+    for axis in range(1, len(q) - 2):
+        axes = []
+        for shape, batched in zip(call.inputs, call.batched, strict=True):
+            own = axis - (len(y) - len(shape))
+            axes.append(own if own >= int(batched) and shape[own] == y[axis] else None)
+        if any(axes[i] is None for i in order if i is not None):
+            return None
+        cuts.append(Cut(axis, y[axis], tuple(axes)))
+    return Known("parts", tuple(cuts))
+
+
+def _sampled(call: Call) -> Known | None:
+    """Cut the channels of grid_sample(x, grid): all are read at the same places."""
+    if len(call.inputs) != 2 or call.operation.args[:1] != (Ref(0),):
+        return None
+    return Known("parts", (Cut(1, call.inputs[0][1], (1, None)),)) if call.batched[0] else None
+
+
+def _with_weight(call: Call) -> Known | None:
+    """Cut conv2d(x, w) and linear(x, w) by the filters of w, a parameter or computed from parameters."""
+    weight, bias = call.input_at(1, "weight"), call.input_at(2, "bias")
+    if call.operation.args[:1] != (Ref(0),) or not call.batched[0] or weight is None or any(call.batched[1:]):
+        return None
+    x, y, linear = call.inputs[0], call.output, call.name == "linear"
+    if (linear and len(y) < 2) or (not linear and len(x) != len(call.inputs[weight])):
+        return None
+    place = 6  # of `groups`, in both kinds of convolution
+    groups = 1 if linear else call.argument(place, "groups", 1)
+    if not isinstance(groups, int):
+        return None
+    axis = len(y) - 1 if linear else 1
+    axes: list[int | None] = [None] * len(call.inputs)
+    axes[weight] = 1 if call.name.startswith("conv_transpose") and groups == 1 else 0
+    if bias is not None:
+        axes[bias] = 0
+    if groups == 1:
+        return Known("filters", (Cut(axis, y[axis], tuple(axes)),))
+    axes[0] = 1
+    args, kwargs = list(call.operation.args), dict(call.operation.kwargs)
+    if len(args) > place:
+        args[place] = PartExtent(groups, 1, x[1])
+    else:
+        kwargs["groups"] = PartExtent(groups, 1, x[1])
+    changed = replace(call.operation, args=tuple(args), kwargs=kwargs)
+    return Known("filters", (Cut(1, groups, tuple(axes)),), groups, operation=changed)
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+_ALONG = ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp")
+_SUMS = ("sum", "mean", "amax", "amin", "var", "std", "prod", "logsumexp", "any", "all")
+_CONVOLVED = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+
+FUNCTIONS.update(
     {
-        **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
-        **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _conv_transpose),
-        **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
-        nn.Linear: _linear,
-        nn.modules.linear.NonDynamicallyQuantizableLinear: _linear,  # of attention
-        nn.GroupNorm: builtin("channels", groups="num_groups", attributes=("num_channels",)),
-        nn.InstanceNorm1d: _instance_norm(1),
-        nn.InstanceNorm2d: _instance_norm(2),
-        nn.InstanceNorm3d: _instance_norm(3),
-        nn.PReLU: _prelu,
-        **by_axes.MODULE_RULES,
-    },
+        **dict.fromkeys(_ENTRIES, SplitRule("entries")),
+        **{name: _of_channels(n) for name, n in _CHANNELS.items()},
+        **dict.fromkeys(_JOINS, _join),
+        **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+        "stack": _stack,
+        **dict.fromkeys(_ALONG, _along(1, "dim")),
+        "normalize": _along(2, "dim", 1),
+        "flip": _along(1, "dims"),
+        "roll": _along(2, "dims"),
+        **dict.fromkeys(_SUMS, _reduction),
+        **dict.fromkeys(("layer_norm", "rms_norm"), _layer_norm),
+        "local_response_norm": lambda call: _apart(call, (1,)),
+        "group_norm": _group_norm,
+        **dict.fromkeys(("prelu", "instance_norm"), _per_channel),
+        **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"), _permuted),
+        **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshaped),
+        **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "unfold", "fold"), _blocks),
+        "pad": _pad,
+        "getitem": _item,
+        "einsum": _einsum,
+        **dict.fromkeys(("matmul", "bmm"), _matmul),
+        "scaled_dot_product_attention": _attention,
+        "grid_sample": _sampled,
+        **dict.fromkeys(_CONVOLVED, _with_weight),
+    }
 )
-# torch's other modules are spelled like the functions they call.
-_BY_NAME = {_spelled(name): rule for name, rule in FUNCTIONS.items() if name in _ENTRIES or name in _CHANNELS}
+_modules: dict[type[nn.Module], Rule] = {
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _convolution),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
+    nn.Linear: _linear,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: _linear,  # of attention
+    nn.GroupNorm: SplitRule("channels", groups="num_groups", attributes=("num_channels",)),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm),
+    nn.PReLU: _prelu,
+    **dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin), _along(1, "dim")),
+    nn.Softmax2d: _softmax_2d,
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _layer_norm),
+    nn.LocalResponseNorm: lambda call: _apart(call, (1,)),
+    **dict.fromkeys((nn.Flatten, nn.Unflatten), _flattened),
+    **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold), _blocks),
+}
+MODULES.update(_modules)
+# torch's other modules are spelled like the functions they call: "avg_pool2d" is AvgPool2d.
+_BY_NAME = {name.replace("_", ""): FUNCTIONS[name] for name in (*_ENTRIES, *_CHANNELS)}
 for _class in vars(nn).values():
-    if isinstance(_class, type) and issubclass(_class, nn.Module) and _class not in MODULES:
-        _rule = _BY_NAME.get(_class.__name__.lower())
-        if _rule is not None:
-            MODULES[_class] = _rule
-
-
-def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
-    """Zeros added on either side of each axis; None where 'same' padding needs one more on one side."""
-    if conv.padding == "valid":
-        return (0,) * len(conv.kernel_size)
-    if conv.padding == "same":
-        both = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        return None if any(total % 2 for total in both) else tuple(total // 2 for total in both)
-    assert not isinstance(conv.padding, str)
-    return tuple(conv.padding)
-
-
-# In-place calls and the out-of-place functions that a trace puts in their place.
-IN_PLACE: dict[str, str] = {
-    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv", "add_": "add", "sub_": "sub", "mul_": "mul",
-    "div_": "div", "relu_": "relu", "relu6_": "relu6", "sigmoid_": "sigmoid", "tanh_": "tanh", "clamp_": "clamp",
-    "leaky_relu_": "leaky_relu", "elu_": "elu", "selu_": "selu", "celu_": "celu", "hardtanh_": "hardtanh",
-    "threshold_": "threshold", "dropout_": "dropout",
-}  # fmt: skip
+    if isinstance(_class, type) and issubclass(_class, nn.Module) and _class.__name__.lower() in _BY_NAME:
+        MODULES.setdefault(_class, _BY_NAME[_class.__name__.lower()])

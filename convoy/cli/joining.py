@@ -1,0 +1,92 @@
+"""What a device does to join a running `convoy train`: it takes over its settings, and measures itself."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from convoy.comm.connection import Fields
+from convoy.comm.group import Group
+from convoy.config.option_types import AUTO_DEVICE
+from convoy.config.run_file import RunSettings, resolve_settings
+from convoy.config.settings import FIELDS, Settings, key_of
+from convoy.elastic.entrance import Entrance
+from convoy.errors import InputError
+from convoy.files import parse_toml
+from convoy.machine.accelerator import random_state_kept
+from convoy.measure.measure_job import MeasureOptions, measure_job
+from convoy.measure.speeds import measure_speeds
+from convoy.model.entry_points import lies_here, names_callable
+from convoy.model.nets.imported import is_packaged
+from convoy.model.tracing import trace
+from convoy.plan.presets import AUTO, PLANS, Speeds
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.runtime.clock import Clock
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """The answer of a running job to a device that asked to join.
+
+    Attributes:
+        offer: made by `convoy.cli.admitting.TrainAdmission` there.
+    """
+
+    entrance: Entrance
+    offer: Fields
+
+
+def device_named(names: tuple[str, ...]) -> str | None:
+    """Return the device that an option names; None: in a job of several, the launcher gives each its own."""
+    return names[0] if len(names) == 1 and names[0] != AUTO_DEVICE else None
+
+
+def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()) -> RunSettings:
+    """Return the settings of a running job for a device that joins it.
+
+    Args:
+        own: settings that this device has for itself.
+        accepted: functions outside of the working folder that the job may name as its net or data.
+
+    Raises:
+        InputError: a folder for checkpoints, while the job saves none; a function that is not accepted.
+    """
+    table = parse_toml(str(offer["run"]), "the job's settings", "")
+    if "checkpoint" in own and "checkpoint" not in table:
+        raise InputError(f"--checkpoint {own['checkpoint']}: the job saves no checkpoints; leave it out")
+    values = {name: table[key_of(name)] for name in FIELDS if key_of(name) in table} | {**own}
+    # These describe the first fleet, or are the business of its device 0. A plan is for several devices; this one is alone.
+    for name in ("slowdown", "speeds", "memory", "fleet", "port", "save_plan", "compare", "explain", "page", "resume"):
+        values.pop(name, None)
+    if values["plan"] not in (*PLANS, AUTO):
+        values["plan"] = "data"
+    run = resolve_settings(None, values)
+    for option, text in (("--net", run.settings.net), ("--data", run.settings.data)):
+        own_code = names_callable(text) and not (option == "--net" and is_packaged(text))
+        if own_code and text not in accepted and not lies_here(text):
+            raise InputError(
+                f"the job trains with {option} {text}, a function that does not lie in this folder, so it is not called: if "
+                f"you trust the job, join with --accept {text}"
+            )
+    return run
+
+
+def measured_alone(
+    offer: Fields, settings: Settings, model: nn.Module, example: Tensor, group: Group, slowdown: float
+) -> FleetKnowledge:
+    """Measure this device alone, in the way that the job measured its devices."""
+    if not offer["timed"]:
+        return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,), measured=False))
+    traced, batch = trace(model, example), settings.micro_batch
+    with random_state_kept(group.torch_device):
+        if not offer["measured"]:
+            clock = Clock(group.torch_device, slowdown)
+            speeds = measure_speeds(group, traced, model, batch, clock, settings.precision)
+            return FleetKnowledge(ids=(0,), speeds=speeds)
+        options = MeasureOptions(
+            settings.net, budget_s=settings.budget_s, slowdown=slowdown, precision=settings.precision
+        )
+        measured = measure_job(group, traced, model, batch, options)
+        # Speeds follow from the layers' times.
+        return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,)), measured=measured)

@@ -1,0 +1,135 @@
+"""Starts `convoy train` on one device: as one of a job's first devices, or as one that joins a running job."""
+
+import os
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from convoy.checkpoint.checkpoint import check_settings, find_checkpoint
+from convoy.checkpoint.run_folder import holding, run_folder, starting_point
+from convoy.cli.joining import Invitation, device_named, run_of
+from convoy.cli.train_parts import compare_with_one_device
+from convoy.cli.train_session import Job, train_job
+from convoy.comm.collectives import difference, from_first, gather
+from convoy.comm.group import AloneGroup, ChangingGroup, Group
+from convoy.comm.processes import join, own_device
+from convoy.config.checks import check, check_outputs
+from convoy.config.run_file import RunSettings
+from convoy.config.settings import Settings, key_of
+from convoy.elastic.entrance import greet
+from convoy.elastic.regroup import home_at
+from convoy.errors import InputError, MismatchError
+from convoy.machine import roster
+from convoy.machine.accelerator import limit_memory, set_modes
+from convoy.machine.process import watch_parent
+from convoy.report.screen import Screen
+from convoy.runlog.directory import check_directory
+
+
+def run_device(run: RunSettings) -> None:
+    """Train as one of the devices that begin a job."""
+    settings = run.settings
+    _prepare(settings)
+    with ExitStack() as stack:
+        group = stack.enter_context(join(device_named(settings.device_names), timeout_s=settings.timeout_s))
+        if settings.listen is not None and group.devices == 1:
+            group = ChangingGroup(group)
+        screen = Screen(visible=group.device == 0)
+        _check_same_settings(settings, group)
+        if settings.listens_at is not None:
+            home_at(*settings.listens_at, group)  # refuse a wrong address before anything takes long
+        if settings.memory is not None:
+            limit_memory(group.torch_device, settings.memory[min(group.device, len(settings.memory) - 1)])
+        if group.device == 0:
+            check_outputs(settings)
+            check_directory(settings)
+            if settings.explain:
+                screen.settings(run.rows())
+        from_first(group, "checkpoint: to resume", lambda: _check_resume(settings))
+        done = train_job(Job(run, group, screen, stack))
+    if not screen.visible:
+        return
+    if settings.compare:  # after the group is closed: the other devices need not wait
+        compare_with_one_device(settings, done, screen)
+    if done.directory is not None:
+        folder = done.directory.run
+        page = f"convoy report {shlex.quote(str(folder))}"
+        if settings.page:
+            from convoy.report.page import write_report  # imports jinja2, which only a page needs
+
+            page = str(write_report(folder))
+        screen.line(f"A page of this run: {page}")
+
+
+def run_joining_device(
+    addresses: Sequence[tuple[str, int]], device: str | None, own: Mapping[str, Any], accepted: Collection[str] = ()
+) -> None:
+    """Join a running training.
+
+    Args:
+        addresses: of its devices.
+        device: to compute on; None: as in a job of one.
+        own: settings that this device has for itself, by name.
+        accepted: functions outside of the working folder that the job may name as its net or data.
+
+    Raises:
+        InputError, MismatchError: there is no such training, it does not admit this device, or another version started it.
+        DeviceLostError: it has ended, or continued without this device.
+    """
+    watch_parent()
+    entrance, offer = greet(addresses)
+    run = run_of(offer, {"devices": device or "auto", **own}, accepted)
+    settings = run.settings
+    _prepare(settings)
+    torch_device = own_device(device_named(settings.device_names), 0)
+    roster.enter(str(offer["job"]), 0, str(torch_device))
+    with ExitStack() as stack:
+        group = stack.enter_context(ChangingGroup(AloneGroup(torch_device, settings.timeout_s)))
+        train_job(Job(run, group, Screen(visible=False), stack, Invitation(entrance, offer)))
+
+
+def _prepare(settings: Settings) -> None:
+    check(settings)
+    set_modes(settings.tf32, settings.deterministic)
+    torch.manual_seed(settings.seed)
+
+
+def _check_same_settings(settings: Settings, group: Group) -> None:
+    """Compare the settings that decide what is computed. Raise MismatchError for the first that differs."""
+    rows = gather(group, "settings", settings.decisive)
+    for name in rows[0]:
+        if found := difference([row[name] for row in rows]):
+            raise MismatchError(
+                f"the devices were started with different options: --{key_of(name)} is {found}; start every device with the "
+                "same options"
+            )
+
+
+def _check_resume(settings: Settings) -> None:
+    """Refuse a run that cannot be resumed, by its files alone. Called on device 0, where these are.
+
+    Raises:
+        InputError: as `Checkpointer.begin`; or the run is complete.
+    """
+    if settings.checkpoint is None:
+        return
+    folder = run_folder(settings.checkpoint)
+    start = starting_point(settings.checkpoint, settings.resume)
+    if os.path.isdir(folder):
+        try:
+            with holding(folder):
+                pass
+        except OSError as error:
+            raise InputError(
+                f"cannot write into {folder}: {error.strerror}; name a folder that you may write"
+            ) from None
+    if start is None:
+        return
+    path, manifest = find_checkpoint(start)
+    check_settings(path, manifest, settings.lasting)
+    done = manifest.progress.epoch
+    if done >= settings.epochs:
+        raise InputError(f"the run in {folder} is complete: {done} epochs are done; give --epochs above {done}")

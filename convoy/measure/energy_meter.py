@@ -1,0 +1,135 @@
+"""Joules by the counters of the machine: RAPL of processor packages, NVML of GPUs. Nothing is estimated.
+
+RAPL counts whole packages, with everything that runs on them; Linux shows it under `POWERCAP`. NVML counts a whole GPU.
+A meter without a counter says why.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from convoy.machine.accelerator import uuid_of
+from convoy.measure.other_load import machine_name
+
+POWERCAP = Path("/sys/class/powercap")
+NVML = "pynvml"
+ABSENT = "not available here"
+
+
+class _UnavailableError(Exception):
+    """The reason why there is no meter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A counter of energy in units of `unit_j` joules, which wraps at `range_units` (0: never)."""
+
+    read: Callable[[], int]
+    unit_j: float
+    range_units: int = 0
+
+    def joules(self, before: int, now: int) -> float:
+        """Return the energy between two readings. A counter without a range that fell was reset."""
+        if self.range_units:
+            return (now - before) % self.range_units * self.unit_j
+        return (now - before if now >= before else now) * self.unit_j
+
+
+class EnergyMeter:
+    """The energy that one device uses, by counters that are added.
+
+    Args:
+        source: what measures, for messages; the reason if there are no counters.
+        key: of the counters; devices with the same key share them.
+    """
+
+    def __init__(self, source: str, key: str = "", counters: Sequence[Counter] = ()) -> None:
+        self.source, self.key, self.counters = source, key, counters
+        self._before: list[int] = []
+        self.joules()
+
+    def joules(self) -> float | None:
+        """Return the joules since the previous call, at first since the meter was made; None if nothing measures them."""
+        if not self.counters:
+            return None
+        try:
+            now = [each.read() for each in self.counters]
+        except Exception as error:  # NVML's share no base class, and a failing meter must not end a training
+            self.counters, self.key, self.source = (), "", f"{ABSENT}: {_reason(error)}"
+            return None
+        before, self._before = self._before or now, now
+        return sum(each.joules(old, new) for each, old, new in zip(self.counters, before, now, strict=True))
+
+
+def meter_of(device: torch.device, powercap: Path | None = None) -> EnergyMeter:
+    """Return the meter of a device."""
+    try:
+        return _package_meter(powercap or POWERCAP) if device.type == "cpu" else _gpu_meter(device)
+    except _UnavailableError as reason:
+        return EnergyMeter(f"{ABSENT}: {reason}")
+
+
+def once_each(
+    keys: Sequence[str], sources: Sequence[str], values: Sequence[float | None]
+) -> list[tuple[float | None, str]]:
+    """Return each device's value and its source; shared counters count for the first of their devices only."""
+    rows = []
+    for device, (key, source, value) in enumerate(zip(keys, sources, values, strict=True)):
+        first = keys.index(key) if key else device
+        rows.append((value, source) if first == device else (None, counted_with(first)))
+    return rows
+
+
+def counted_with(device: int) -> str:
+    """Return the source of a device that shares the counters of another one."""
+    return f"counted with device {device}"
+
+
+def _package_meter(powercap: Path) -> EnergyMeter:
+    """Return the meter of all packages. (psys counts them again with the rest of the machine; core and dram are parts.)"""
+    counters, names = [], []
+    try:
+        for zone in sorted(powercap.glob("intel-rapl:*")):
+            name = (zone / "name").read_text().strip()
+            if zone.name.count(":") == 1 and name.startswith("package"):
+                names.append(name.removeprefix("package-"))
+                range_uj = int((zone / "max_energy_range_uj").read_text())
+                file = zone / "energy_uj"
+                counters.append(Counter(lambda file=file: int(file.read_text()), 1e-6, range_uj))  # type: ignore[misc]
+                counters[-1].read()
+    except PermissionError as error:
+        raise _UnavailableError(f"{_reason(error)}; as root: chmod a+r {powercap}/intel-rapl:*/energy_uj") from None
+    except (OSError, ValueError) as error:
+        raise _UnavailableError(_reason(error)) from None
+    if not counters:
+        raise _UnavailableError(f"no RAPL counters of a processor in {powercap}")
+    source = f"processor package{'s' * (len(names) > 1)} {', '.join(names)} (RAPL)"
+    return EnergyMeter(source, f"rapl {machine_name()}", counters)
+
+
+def _gpu_meter(device: torch.device) -> EnergyMeter:
+    uuid = uuid_of(device)
+    if uuid is None:
+        raise _UnavailableError(f"{device} has no UUID by which NVML would know it")
+    try:
+        nvml: Any = importlib.import_module(NVML)
+    except ImportError:
+        raise _UnavailableError('NVML is not installed: pip install "convoy-train[energy]"') from None
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        counter = Counter(lambda: int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)), 1e-3)
+        counter.read()
+    except nvml.NVMLError as error:
+        raise _UnavailableError(f"NVML: {error}") from None
+    return EnergyMeter("GPU (NVML)", uuid, [counter])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename} cannot be read ({error.strerror})"
+    return str(error) or type(error).__name__

@@ -1,0 +1,303 @@
+"""Times the layers of a model on one device, at several numbers of samples, outputs and input channels.
+
+A layer at one size runs on random numbers, as the executor runs it.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from convoy.layout.layout import Shape, box, local_shape
+from convoy.layout.layout import whole as whole_box
+from convoy.machine.accelerator import to_device
+from convoy.measure.timed_sizes import POINT_LIMIT_S, Axes, choose_axes, full_axes
+from convoy.measure.timing import ROUNDS, Now, RoundTimer, Timing, Workload
+from convoy.model.graph import Graph, Layer
+from convoy.model.tracing import TracedModel, disable_in_place
+from convoy.model.tracing.copies import timed_copy
+from convoy.plan.device_program import LocalSize, flop, whole_size
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.steps import ComputeStep, Part
+from convoy.plan.strategy import Channel, Filter, One, Placement, place
+from convoy.runtime.batch_norm import GlobalBatchNorm
+from convoy.runtime.kernels import Gradients, arithmetic, in_precision
+from convoy.runtime.precision import dtype_named
+from convoy.simulate.compute import bytes_moved, shape_s
+
+DRAWN = 1 << 16
+"""Random numbers of an input at most; a larger one repeats them."""
+
+
+class LayerTimer:
+    """Times the layers of one model on one device.
+
+    Args:
+        traced: the model in training mode; `model` itself, whole, which stays as it is.
+        batch: the global batch, the largest number of samples that is timed.
+        rounds: of each size in one turn.
+        precision: what the layers compute in; see `convoy.runtime.precision`.
+
+    Attributes:
+        alike: for each layer of a step, in order, the first that computes the same on the same shapes: it is timed for both.
+        timings: by layer and size.
+        grids: the sizes of each layer's grid, which its first turn chooses.
+        plan_sizes: further sizes, which plans use.
+        wall_s, processor_s: wall-clock seconds of timing, and processor seconds of this process meanwhile.
+    """
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        model: nn.Module,
+        batch: int,
+        timer: RoundTimer,
+        rounds: int = ROUNDS,
+        precision: str = "float32",
+    ) -> None:
+        self.traced, self.batch, self.timer, self.rounds, self.precision = traced, batch, timer, rounds, precision
+        self.model = to_device(disable_in_place(timed_copy(model)), timer.clock.device)
+        plan = Plan("measure", traced.graph.fingerprint, 1, batch, {}, One(0))
+        computes = [step for step in lower(plan, traced.graph).steps if isinstance(step, ComputeStep)]
+        self.wants = {step.layer: step.wants for step in computes if step.phase == "forward"}
+        self.trained = frozenset(step.layer for step in computes if step.phase == "backward")
+        first: dict[str, str] = {}
+        self.alike = {name: first.setdefault(self._signature(name), name) for name in self.wants}
+        self.timings: dict[tuple[str, LocalSize], Timing] = {}
+        self.grids: dict[str, list[LocalSize]] = {}
+        self.plan_sizes: dict[str, list[LocalSize]] = {}
+        self.wall_s = self.processor_s = 0.0
+
+    def _signature(self, name: str) -> str:
+        layer, operation = self.traced.graph[name], self.traced.operations[name]
+        if layer.kind == "opaque" or layer.several or layer.kind == "pick":
+            return name
+        if operation.call == "module":
+            call = repr(self.model.get_submodule(str(operation.target)))
+        else:
+            # A local function has no other name than its address, so it is like no other.
+            target = getattr(operation.target, "__qualname__", operation.target)
+            call = repr((operation.call, target, operation.args, dict(operation.kwargs)))
+        inputs = [(self.traced.graph[i].shape, self.traced.graph[i].dtype) for i in layer.inputs]
+        parameters = [(key, p.shape, p.trainable) for key, p in layer.parameters.items()]
+        row = (layer.kind, layer.shape, layer.groups, layer.axis, layer.batched, layer.statistics, inputs, parameters)
+        return repr((row, self.wants[name], name in self.trained, call))
+
+    def turn(self, name: str, allowance_s: float, wall: Now = time.monotonic) -> None:
+        """Time the sizes of a layer's grid once more, as far as they are not known yet and the allowance reaches.
+
+        The first turn chooses the grid, one or two rectangles of sizes (see `Axes`), and times all of it.
+        """
+        if name not in self.grids:
+            self.grids[name] = self._choose_grid(name, allowance_s)
+            for size in self.grids[name]:
+                if (name, size) not in self.timings:
+                    self.time(name, size)
+            return
+        end_s = wall() + allowance_s
+        for size in self.unknown(name):
+            if wall() < end_s:
+                self.time(name, size)
+
+    def _choose_grid(self, name: str, allowance_s: float) -> list[LocalSize]:
+        layer = self.traced.graph[name]
+        whole, full = whole_size(layer, self.batch), full_axes(self.traced.graph, layer, self.batch)
+        known = Axes(full.samples[:1], full.outputs[:1]).sizes(whole)[0]
+        known_s = self.time(name, known)
+
+        def expected_s(size: LocalSize) -> float:
+            # A roofline: in proportion to the entries, a Linear that reads its weights seems to take far too long.
+            return known_s * shape_s(layer, size) / shape_s(layer, known)
+
+        samples, outputs = (axis[len(axis) // 2] for axis in (full.samples, full.outputs))
+        middle = LocalSize(samples, outputs, whole.inputs)
+        if middle != known and expected_s(middle) < min(POINT_LIMIT_S, allowance_s) / 4:
+            known_s = self.time(name, middle)  # says more about the largest size
+            known = middle
+        axes = choose_axes(full, whole, expected_s, allowance_s, self.timer.slice_s)
+        sizes = axes.sizes(whole)
+        if layer.statistics and layer.kind == "batch_norm":
+            sizes += [replace(whole, samples=samples, shares_statistics=True) for samples in axes.samples]
+        return sizes
+
+    def unknown(self, name: str) -> list[LocalSize]:
+        """Return the sizes of a layer's grid whose time further rounds would improve."""
+        return [size for size in self.grids[name] if not self.timings[name, size].is_known]
+
+    def time(self, name: str, size: LocalSize) -> float:
+        """Time a layer at one size for some more rounds; return its seconds, forward and backward."""
+        layer, backward = self.traced.graph[name], name in self.trained
+        # As in training, where autograd is off around the executor and layers that need it turn it on.
+        with (
+            torch.no_grad(),
+            workload(
+                self.model, self.traced, layer, size, self.wants[name], backward=backward, precision=self.precision
+            ) as work,
+        ):
+            wall_s, processor_s = time.perf_counter(), time.process_time()
+            timing = self.timer.time(work, self.timings.get((name, size)), self.rounds)
+            self.wall_s += time.perf_counter() - wall_s
+            self.processor_s += time.process_time() - processor_s
+        self.timings[name, size] = timing
+        times = timing.times(steady=self.timer.steady)
+        return times.forward_s + times.backward_s
+
+    def rows(self, factor: float = 1.0) -> dict[str, list[list[Any]]]:
+        """Return all points by layer, each as the values of a `LayerPoint` after device and layer.
+
+        Args:
+            factor: multiplies all seconds.
+        """
+        rows: dict[str, list[list[Any]]] = {name: [] for name in self.grids}
+        for sizes, beside in ((self.grids, False), (self.plan_sizes, True)):
+            for name, each in sizes.items():
+                for size in each:
+                    times = self.timings[name, size].times(steady=self.timer.steady)
+                    seconds = [factor * times.forward_s, factor * times.backward_s, times.spread]
+                    shared = size.shares_statistics
+                    rows[name].append([size.samples, size.outputs, size.inputs, *seconds, shared, beside])
+        return rows
+
+    def reached(self) -> dict[str, float]:
+        """Return FLOP/s of the weighted layers and bytes/s of the others, at the largest size of each; 0: there is none."""
+        work = work_s = moved = moved_s = 0.0
+        for name, first in self.alike.items():
+            layer = self.traced.graph[name]
+            sizes = [size for size in self.grids[first] if not size.shares_statistics]
+            size = max(sizes, key=lambda size: (size.samples, size.outputs, size.inputs))
+            times = self.timings[first, size].times(steady=self.timer.steady)
+            seconds, passes = times.forward_s + times.backward_s, 1 + (times.backward_s > 0)
+            if layer.weighted:
+                work, work_s = work + flop(layer, size) * (2 * passes - 1), work_s + seconds
+            else:
+                moved, moved_s = moved + bytes_moved(layer, size, 4) * passes, moved_s + seconds
+        rates = {"flop_per_s": (work, work_s), "memory_bytes_per_s": (moved, moved_s)}
+        return {name: amount / seconds if seconds else 0.0 for name, (amount, seconds) in rates.items()}
+
+
+# --- a layer at one size -------------------------------------------------------------------------------------------------
+
+
+class SharedStatistics:
+    """A batch norm as it runs where the batch is split over several devices, without the exchange of statistics."""
+
+    def __init__(self, model: nn.Module, traced: TracedModel, layer: Layer) -> None:
+        self.norm = GlobalBatchNorm(model.get_submodule(str(traced.operations[layer.name].target)), layer)
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
+        (x,) = inputs
+        by = self.norm.combine(self.norm.local_statistics(x), [batch], math.prod(x.shape[2:]))
+        return self.norm.normalise(x, by), (x, by) if keep else None
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:  # noqa: ARG002
+        x, by = saved
+        row = self.norm.local_sums(x, g, by)
+        return self.norm.backward(x, g, by, row, row, wants[0])
+
+
+@contextmanager
+def workload(
+    model: nn.Module,
+    traced: TracedModel,
+    layer: Layer,
+    size: LocalSize,
+    wants: Sequence[bool],
+    *,
+    backward: bool,
+    precision: str = "float32",
+) -> Iterator[Workload]:
+    """Give a layer's arithmetic at one size. Until the context ends, `model` holds only the local shard of its weights.
+
+    Args:
+        model: a copy on the device that is timed.
+        size: its outputs are a multiple of the layer's `granule`.
+        wants: which inputs need a gradient.
+    """
+    placed = placement_of(traced.graph, layer, size)
+    with _sliced(model, layer, placed):
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        run: Any = SharedStatistics(model, traced, layer) if size.shares_statistics else None
+        if run is None:
+            kernels = arithmetic(model, layer, traced.operations[layer.name])
+            run = in_precision(kernels, dtype_named(precision), device.type)
+        inputs = _inputs(model, traced, layer, size, placed, device)
+        y = run.forward(inputs, size.samples, False, wants)[0]
+        tensors = [
+            t for v in (*inputs, y) for t in (v if isinstance(v, tuple | list) else (v,)) if isinstance(t, Tensor)
+        ]
+        held_bytes = sum(math.prod(t.shape) * t.element_size() for t in tensors)
+        gradient = _gradient_like(y) if backward else None
+        yield Workload(layer.name, run, inputs, size.samples, wants, gradient, held_bytes)
+
+
+def placement_of(graph: Graph, layer: Layer, size: LocalSize) -> Placement:
+    """Place a layer on two devices, so that the first one has this size of it."""
+    whole = whole_size(layer, 1)
+    if size.inputs < whole.inputs:
+        return place(graph, layer, Channel((size.inputs, whole.inputs - size.inputs)), size.samples, 2)
+    if size.outputs == whole.outputs:
+        return place(graph, layer, One(0), size.samples, 2)
+    extent = graph[layer.inputs[0]].shape[0] if layer.kind == "flatten" else whole.outputs
+    part = size.outputs * extent // whole.outputs
+    return place(graph, layer, Filter((part, extent - part)), size.samples, 2)
+
+
+@contextmanager
+def _sliced(model: nn.Module, layer: Layer, placed: Placement) -> Iterator[None]:
+    """Replace the parameters of the layer's module by the first device's shards; restore them on exit."""
+    found: list[tuple[dict[str, Any], str, Tensor]] = []
+    for key, parameter in layer.parameters.items():
+        here = box(placed.parameters[key], 0, parameter.shape)
+        if here is not None and here != whole_box(parameter.shape):
+            holder, _, name = parameter.key.rpartition(".")
+            module = model.get_submodule(holder)
+            home: dict[str, Any] = module._buffers if parameter.buffer else module._parameters
+            found.append((home, name, home[name]))
+            new = home[name].detach()[tuple(slice(*span) for span in here)].clone()
+            home[name] = new if parameter.buffer else nn.Parameter(new, requires_grad=home[name].requires_grad)
+    try:
+        yield
+    finally:
+        for home, name, old in found:
+            home[name] = old
+
+
+def _inputs(
+    model: nn.Module, traced: TracedModel, layer: Layer, size: LocalSize, placed: Placement, device: torch.device
+) -> list[Any]:
+    """Return random inputs. Only a layer with several outputs itself knows their shapes, so it is run on random inputs."""
+    graph, inputs = traced.graph, list[Any]()
+    for layout, name in zip(placed.takes, layer.inputs, strict=True):
+        source = graph[name]
+        if source.several:
+            whole = whole_size(source, size.samples)
+            given = _inputs(model, traced, source, whole, placement_of(graph, source, whole), device)
+            run = arithmetic(model, source, traced.operations[name])
+            inputs.append(run.forward(given, size.samples, False, [])[0])
+        else:
+            shape = local_shape(layout, 0, source.batch_shape(size.samples))
+            inputs.append(_random(shape, getattr(torch, source.dtype), device))
+    return inputs
+
+
+def _random(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Drawing a number takes as long as computing with it, so a few are drawn and repeated.
+    count = math.prod(shape)
+    drawn = torch.randn(min(count, DRAWN), dtype=dtype, device=device)
+    return drawn.repeat(-(-count // max(1, len(drawn))))[:count].reshape(shape)
+
+
+def _gradient_like(y: Any) -> Any:
+    """Return a random gradient of a layer's output; for several outputs, by index; None if none is differentiable."""
+    if isinstance(y, Tensor):
+        return torch.randn_like(y) if y.is_floating_point() else None
+    tensors = ((i, each) for i, each in enumerate(y) if isinstance(each, Tensor) and each.is_floating_point())
+    return {i: torch.randn_like(each) for i, each in tensors} or None

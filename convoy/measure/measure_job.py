@@ -1,0 +1,256 @@
+"""The measuring job: every device times its layers, all at the same time, then the links, then the sizes that plans use.
+
+Layer by layer the devices wait for each other, so that they load a shared machine as in training, and a lost device is noticed
+soon.
+"""
+
+import datetime
+import hashlib
+import itertools
+import time
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import nn
+
+from convoy._version import __version__
+from convoy.comm.collectives import check_same, from_first, gather
+from convoy.comm.group import Group
+from convoy.fleet import Fleet
+from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices
+from convoy.measure.energy_meter import EnergyMeter, meter_of, once_each
+from convoy.measure.layer_timer import LayerTimer
+from convoy.measure.link_probe import measure_links
+from convoy.measure.other_load import NOTICED, read_usage, slowed_by_others
+from convoy.measure.overhead_probe import find_quota, loss_shapes, measure_overheads, measure_sync, time_update
+from convoy.measure.timed_sizes import first_allowance_s, sizes_of_plans, timing_s
+from convoy.measure.timing import SLICE_S, TURN_ROUNDS, Now, Progress, RoundTimer, plain_torch
+from convoy.model.tracing import TracedModel
+from convoy.plan.device_program import LocalSize
+from convoy.runtime.clock import Clock
+from convoy.runtime.precision import agree_on_precision
+from convoy.simulate.costs import Overheads
+from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
+
+BUDGET_S = 60.0
+LINKS_FRACTION = 0.25
+"""The fraction of a budget for the links."""
+
+GRID_FRACTION = 2 / 3
+"""The fraction of the layers' seconds for the grids; the rest is for the sizes that plans use."""
+
+OTHER_SLICES, POINT_SLICES, POINTS = 550, 10, 7
+"""Slices of everything but layers and links, and of one size of a layer; and sizes of a layer, if its calls are short."""
+
+SHORTEST_S = 2e-3
+"""The shortest slice: enough for some calls of a short layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    """How a model is measured.
+
+    Attributes:
+        net: the model's name in messages and files.
+        fleet: a description of the fleet, whose NICs and links are replaced by measured ones; None: the devices describe
+            themselves.
+        budget_s: approximate wall-clock seconds of the whole job. Every layer is timed at one size at least.
+        links_budget_s: seconds for the links, in addition; None: a quarter of `budget_s`.
+        slowdown: the factor by which this device computes more slowly than its hardware.
+        precision: of the layers; see `convoy.runtime.precision`.
+        slice_s: see `convoy.measure.timing`; None: as the budget allows.
+        wall: clock of the budget.
+        processor: clock of the seconds that `slowdown` multiplies; None: as the kind of device has it.
+    """
+
+    net: str
+    fleet: Fleet | None = None
+    budget_s: float = BUDGET_S
+    links_budget_s: float | None = None
+    slowdown: float = 1.0
+    precision: str = "float32"
+    slice_s: float | None = None
+    wall: Now = time.monotonic
+    processor: Now | None = None
+
+
+@plain_torch()
+def measure_job(
+    group: Group,
+    traced: TracedModel,
+    model: nn.Module,
+    batch: int,
+    options: MeasureOptions,
+    progress: Progress = lambda _: None,
+) -> Measurement:
+    """Measure a model on the devices of a group, and the links between them. All devices call it and get the same value.
+
+    Args:
+        traced: the model in training mode; `model` itself, whole, which stays as it is.
+        batch: the global batch, the largest number of samples that is timed.
+
+    Raises:
+        InputError: a fleet that is not this job's; a precision that a device or the model does not have.
+        MismatchError: the devices were started with different models, batches or fleets.
+        DeviceLostError: a device did not answer within the group's time limit.
+    """
+    start_s, device, me = options.wall(), group.torch_device, group.device
+    layers_s, links_s = options.budget_s, options.links_budget_s
+    if links_s is None:
+        layers_s, links_s = layers_s * (1 - LINKS_FRACTION), layers_s * LINKS_FRACTION
+    rows = [DeviceInfo(**row) for row in gather(group, "machine", asdict(describe_device(device, options.slowdown)))]
+    tensors = (t for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu")
+    model_bytes = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    process_bytes = max(0, rows[me].process_bytes - model_bytes)
+    date = _agree(group, traced, batch, options)
+    fleet = fleet_of(rows) if options.fleet is None else fit(options.fleet, rows)
+    quota = find_quota(group)
+    share, quota_now = (1.0, None) if quota is None else (quota.share, quota.clock(options.slowdown))
+    clock = Clock(device, options.slowdown)
+    clock.now = options.processor or clock.now
+    timer = RoundTimer(clock, quota_now, steady=quota_now is not None, cold=True)
+    layers = LayerTimer(traced, model, batch, timer, TURN_ROUNDS, options.precision)
+    slice_s = timer.slice_s = options.slice_s or slice_of(layers_s, len(set(layers.alike.values())))
+    begin, meter = read_usage(), meter_of(device)
+    watts = _time_grids(
+        group, layers, max(0.0, layers_s - OTHER_SLICES * slice_s) * GRID_FRACTION, meter, options, progress
+    )
+    powers = once_each(*zip(*gather(group, "energy of layers", [meter.key, meter.source, watts]), strict=True))
+    slowed = slowed_by_others(group, "load during layers", begin)
+
+    hosts = host_indices(fleet)
+    wire = measure_links(group, hosts, share, budget_s=links_s, progress=progress)
+    progress("what a step costs in addition to its layers")
+    now, outputs = timer.now, loss_shapes(traced.graph, batch)
+    update_s, update_spread = time_update(device, now, slice_s)
+    overheads = measure_overheads(device, now, slice_s, wire.traffic[me].message_s, share, outputs)
+    every = [Overheads(**row) for row in gather(group, "overheads", asdict(overheads))]
+    progress("exchanges between devices that compute")
+    sync = measure_sync(group, clock, wire, every, slice_s, quota)
+    own = {
+        "update_s_per_entry": update_s, "update_spread": update_spread, "process_bytes": process_bytes, **layers.reached()
+    }  # fmt: skip
+    own_rows = gather(group, "costs of a step", own)
+    measured = Measurement(
+        fleet=wire.into(fleet),
+        net=options.net,
+        fingerprint=traced.graph.fingerprint,
+        batch=batch,
+        convoy=__version__,
+        torch=str(torch.__version__),
+        date=date,
+        device=tuple(
+            DeviceCosts(
+                device=fleet.devices[index].name,
+                send_s_per_byte=traffic.send_s_per_byte,
+                receive_s_per_byte=traffic.receive_s_per_byte,
+                traffic_spread=traffic.spread,
+                jitter_s=sync.jitter_s[index],
+                noise=sync.noise[index],
+                other_load=slowed[index] - 1 if slowed[index] > NOTICED else 0.0,
+                measured_w=powers[index][0],
+                measured_by=powers[index][1],
+                **asdict(overhead),
+                **own_rows[index],
+            )
+            for index, (traffic, overhead) in enumerate(zip(wire.traffic, sync.overheads, strict=True))
+        ),
+        layer=_points(group, fleet, layers),
+        link=wire.spreads(fleet),
+        precision=options.precision,
+    )
+    progress("the sizes that plans use")
+    _time_plan_sizes(group, layers, measured, layers_s + links_s - (options.wall() - start_s), options.wall)
+    factor = 1.0
+    if quota is not None and quota_now is not None:
+        factor = quota.contention(layers.wall_s, layers.processor_s, slowed[me])
+    return replace(measured, layer=_points(group, fleet, layers, factor))
+
+
+def slice_of(budget_s: float, layers: int) -> float:
+    """Return the slice with which everything takes two thirds of a budget if its calls are short.
+
+    Args:
+        layers: those that differ.
+    """
+    slices = OTHER_SLICES + POINTS * POINT_SLICES * layers
+    return min(SLICE_S, max(SHORTEST_S, GRID_FRACTION * budget_s / slices))
+
+
+def _agree(group: Group, traced: TracedModel, batch: int, options: MeasureOptions) -> str:
+    """Check that all devices measure the same, and return device 0's date."""
+    fleet = "" if options.fleet is None else hashlib.sha256(options.fleet.to_toml().encode()).hexdigest()
+    own = {"model": traced.graph.fingerprint, "batch": batch, "fleet": fleet, "convoy": __version__}
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    rows = gather(group, "measure", [own, date])
+    for name in own:
+        check_same([each[name] for each, _ in rows], f"started with another {name}")
+    agree_on_precision(group, traced.graph, options.precision)
+    return str(rows[0][1])
+
+
+# --- layers --------------------------------------------------------------------------------------------------------------
+
+
+def _time_grids(
+    group: Group, layers: LayerTimer, budget_s: float, meter: EnergyMeter, options: MeasureOptions, progress: Progress
+) -> float | None:
+    """Time the grids of all layers, turn by turn, until all are known or the time is up; return this device's watts.
+
+    A disturbance of a second is then in one turn of many. Waiting for slower devices uses up the time too.
+    """
+    names, left_s, joules, metered_s = list(dict.fromkeys(layers.alike.values())), budget_s, 0.0, 0.0
+    for turn in itertools.count(1):
+        for index, name in enumerate(names):
+            progress(f"turn {turn}: layer {name} ({index + 1} of {len(names)})")
+            start_s = options.wall()
+            allowance_s = first_allowance_s(layers.traced.graph, names[index:], left_s)
+            meter.joules()
+            layers.turn(name, min(allowance_s, group.timeout_s / 4), options.wall)
+            joules, metered_s = joules + (meter.joules() or 0.0), metered_s + options.wall() - start_s
+            group.agree(f"layer {name}, turn {turn}", "")
+            left_s = max(0.0, left_s - (options.wall() - start_s))
+        rows = gather(group, f"turn {turn}", [left_s, [name for name in names if layers.unknown(name)]])
+        names = [name for name in names if any(name in unknown for _, unknown in rows)]
+        if not names or min(left for left, _ in rows) <= 0:
+            break
+    return joules / metered_s if meter.key and metered_s > 0 else None
+
+
+def _time_plan_sizes(group: Group, layers: LayerTimer, measured: Measurement, budget_s: float, wall: Now) -> None:
+    """Time the sizes that plans use, turn by turn, as many as fit. Planning counts too."""
+    start_s = wall()
+    rows = from_first(
+        group,
+        "sizes of plans",
+        lambda: [
+            [asdict(size) for size in each]
+            for each in sizes_of_plans(measured, layers.traced.graph, layers.batch, layers.alike)
+        ],
+    )[group.device]
+    budget_s = min(budget_s, wall() - start_s + group.timeout_s / 4)
+    todo = [
+        (each["layer"], LocalSize(**each["size"]), timing_s(each["seconds"], layers.timer.slice_s)) for each in rows
+    ]
+    while todo:
+        timed = []
+        for name, size, takes_s in todo:
+            # A size that no longer fits may be followed by a shorter one that does.
+            if wall() - start_s + takes_s <= budget_s:
+                if size not in (sizes := layers.plan_sizes.setdefault(name, [])):
+                    sizes.append(size)
+                layers.time(name, size)
+                if not layers.timings[name, size].is_known:
+                    timed.append((name, size, takes_s))
+        todo = timed
+
+
+def _points(group: Group, fleet: Fleet, layers: LayerTimer, factor: float = 1.0) -> tuple[LayerPoint, ...]:
+    """Gather the points of all layers on all devices."""
+    tables = gather(group, "layer times", layers.rows(factor))
+    return tuple(
+        LayerPoint(device.name, name, *row)
+        for device, table in zip(fleet.devices, tables, strict=True)
+        for name, first in layers.alike.items()
+        for row in table[first]
+    )

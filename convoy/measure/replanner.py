@@ -1,0 +1,104 @@
+"""Plans again for a running job whose devices change, with what rebalancing has measured since."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from convoy.comm.collectives import from_first
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.replan import NewPlan, plan_anew
+from convoy.planner.request import PlanRequest
+from convoy.runtime.module import Distributed
+from convoy.simulate.simulator import seconds_by_phase
+from convoy.simulate.table import Measurement
+from convoy.train import rebalance
+from convoy.train.controller import Rebalancer
+
+
+class Replanner:
+    """Makes the plan for a job's current devices, from the same values on each of them.
+
+    Args:
+        request: with which the job was started.
+        rebalancer: corrects what was measured before.
+
+    Attributes:
+        known: all devices so far, and what was measured of them.
+        found: the latest plan, on the device that planned.
+        prepared: the plan, devices, new devices and speeds for which a plan was made in advance, and that plan.
+    """
+
+    def __init__(self, request: PlanRequest, rebalancer: Rebalancer | None = None) -> None:
+        self._request, self.rebalancer = request, rebalancer
+        self.known = request.fleet
+        self.found: NewPlan | None = None
+        self.prepared: tuple[Plan, tuple[int, ...], tuple[int, ...], Speeds, NewPlan] | None = None
+
+    @property
+    def request(self) -> PlanRequest:
+        """The request with the current knowledge of the fleet."""
+        return replace(self._request, fleet=self.known)
+
+    def note(self, model: Distributed, before: Sequence[int]) -> None:
+        """Keep what only the running plan has shown. Called on every device before planning."""
+        state = None if self.rebalancer is None else self.rebalancer.state
+        graph = model.traced[True].graph
+        fleet = replace(self.known, slower={}).of(before)
+        if state is not None and state.plan == model.plan and fleet is not None and fleet.measured is not None:
+            times = fleet.measured.costs(graph).times
+            predicted = seconds_by_phase(lower(model.plan, graph), graph, times)
+            found = rebalance.slower(state, predicted)
+            self.known = self.known.corrected({before[device]: factor for device, factor in found.items()})
+
+    def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
+        """Return the plan for the devices `now`."""
+        ready, self.prepared = self.prepared, None
+        if ready is not None and ready[:4] == (model.plan, tuple(before), tuple(now), self.known.speeds):
+            self.found = ready[4]  # made while all trained; a new search would delay them
+        else:
+            self.found = plan_anew(self.request, model.plan, before, now)
+        return self.found.plan
+
+    def told(self) -> str:
+        """Return a message about the latest plan, once, on the device that planned; empty elsewhere."""
+        found, self.found = self.found, None
+        if found is None or found.step_s is None:
+            return ""
+        text = f"planned anew: about {found.step_s * self._request.micro_batches:.3g} s a step"
+        return f"{text}; no plan fits the memory of {'; '.join(found.overfull)}" if found.overfull else text
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a joining device needs to plan like the others; `learn` reads it."""
+        names = ("name", "optimizer", "reduce", "micro_batches")
+        return {**{name: getattr(self._request, name) for name in names}, "known": self.known.to_json()}
+
+    def learn(self, row: Mapping[str, Any]) -> None:
+        """Continue as another device of the job, which sent this.
+
+        Raises:
+            InputError: its measurement cannot be used.
+        """
+        self._request = replace(self._request, **{name: value for name, value in row.items() if name != "known"})
+        self.known = FleetKnowledge.from_json(row["known"])
+
+
+def expect_measured(part: Distributed, measured: Measurement | None) -> None:
+    """Give every device the measured seconds of its layers, by which the time of a fused segment is divided.
+
+    Args:
+        measured: None: the layers' arithmetic counts. All devices call it.
+    """
+    graph = part.traced[True].graph
+    steps = part.steps(part.plan.batch)
+
+    def table() -> list[dict[str, float]]:
+        if measured is None:
+            return [{} for _ in range(part.group.devices)]
+        return seconds_by_phase(steps, graph, measured.costs(graph).times)
+
+    mine = from_first(part.group, "layer times", table)[part.group.device]
+    if mine:
+        part.expect(lambda layer, phase, _: mine.get(f"{phase} {layer.name}", 0.0))

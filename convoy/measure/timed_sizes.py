@@ -1,0 +1,187 @@
+"""Chooses the sizes at which layers are timed: a grid that fits the time, and the sizes that plans give each device.
+
+A grid reaches from one sample to the global batch, so with little time it is coarse. A prediction needs few sizes, exactly.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from convoy.errors import PlanError
+from convoy.measure.timing import ROUNDS, SLICE_S
+from convoy.model.graph import Graph, Layer
+from convoy.plan.device_program import LocalSize, local_size, sizes_in_chunks, whole_size
+from convoy.plan.lower import lower
+from convoy.plan.presets import PLANS
+from convoy.plan.steps import ComputeStep, StepList
+from convoy.plan.strategy import cuts
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.planner import candidates
+from convoy.planner.request import PlanRequest
+from convoy.simulate.costs import Costs
+from convoy.simulate.table import Measurement
+
+DIVISORS = (16, 8, 4, 2, 1)
+ENDS_SLICES = 175
+"""The ends of each axis may take this many slices, whatever time is left: seven sizes of short calls, with a margin of 2.5."""
+
+POINT_LIMIT_S = 1.5
+"""A size that would take longer is not timed; its time is extrapolated from smaller ones (`convoy.simulate.compute`)."""
+
+CANDIDATES = 3
+"""The planner's best plans whose sizes are timed: the times may still change their order."""
+
+LEAST_FRACTION = 0.01
+"""A layer that is a smaller fraction of a device's computing is not timed at a plan's size."""
+
+Expected = Callable[[LocalSize], float]
+"""Return the expected seconds of a size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The timed sizes of one layer: samples x outputs (with all inputs), and samples x inputs (with all outputs)."""
+
+    samples: tuple[int, ...]
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
+
+    def sizes(self, whole: LocalSize) -> list[LocalSize]:
+        """Return the sizes, small ones first."""
+        rows = [LocalSize(s, o, whole.inputs) for s in self.samples for o in self.outputs]
+        columns = [LocalSize(s, whole.outputs, i) for s in self.samples for i in self.inputs if i < whole.inputs]
+        return sorted([*rows, *columns], key=lambda size: size.samples * size.outputs * size.inputs)
+
+
+def full_axes(graph: Graph, layer: Layer, batch: int) -> Axes:
+    """Return all sizes worth timing: a sixteenth, an eighth, a quarter, a half and the whole of each axis."""
+    if not layer.batched:
+        return Axes((1,), (whole_size(layer, 1).outputs,))
+    whole = whole_size(layer, batch)
+    unit = granule(graph, layer)
+    # One sample may be too few for statistics, and for Python code that halves the batch.
+    samples = _fractions(batch, 2 if layer.statistics or layer.kind == "opaque" else 1)
+    if unit is None:
+        return Axes(samples, (whole.outputs,))
+    outputs = tuple(unit * n for n in _fractions(whole.outputs // unit))
+    if layer.weighted:
+        return Axes(samples, outputs, _fractions(whole.inputs) if layer.sums_channels else ())
+    # Without weights the time is nearly proportional to the entries, so fewer sizes suffice.
+    return Axes(_every_second(samples), _every_second(outputs))
+
+
+def granule(graph: Graph, layer: Layer) -> int | None:
+    """Return the number of outputs whose multiples a plan can give a device; None: no plan splits the outputs."""
+    if not layer.batched or not layer.shape or layer.shared:
+        return None
+    cut = next((cut for cut in cuts(graph, layer) if cut.axis == layer.feature_axis), None)
+    return None if cut is None else whole_size(layer, 1).outputs // cut.parts
+
+
+def _fractions(whole: int, least: int = 1) -> tuple[int, ...]:
+    return tuple(sorted({min(whole, max(least, whole // divisor)) for divisor in DIVISORS}))
+
+
+def _every_second(axis: Sequence[int]) -> tuple[int, ...]:
+    """Return every second size from the last one back, and the first one."""
+    return tuple(sorted({*axis[::-1][::2], *axis[:1]}))
+
+
+def _ends(axis: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({*axis[:1], *axis[-1:]}))
+
+
+def choose_axes(
+    full: Axes, whole: LocalSize, expected_s: Expected, allowance_s: float, slice_s: float = SLICE_S
+) -> Axes:
+    """Return the axes that fit the time: the largest sizes first, then as many as possible.
+
+    Samples and channels shrink in turn, so that neither is extrapolated far. The ends of short axes are always timed, since a
+    single small size is mostly overhead: a layer's largest size was extrapolated eight times too long from it.
+    """
+    for drop in range(len(full.samples) + len(full.outputs)):
+        samples = full.samples[: max(1, len(full.samples) - (drop + 1) // 2)]
+        outputs = full.outputs[: max(1, len(full.outputs) - drop // 2)]
+        # As many filters fewer as input channels: either way the largest point computes the same.
+        most = whole.inputs * outputs[-1] / whole.outputs
+        inputs = tuple(i for i in full.inputs if i <= most) or full.inputs[:1]
+        if expected_s(LocalSize(samples[-1], outputs[-1], whole.inputs)) > POINT_LIMIT_S:
+            continue
+        for thin in (tuple, _every_second, _ends):
+            axes = Axes(thin(samples), thin(outputs), _ends(inputs) if thin is _ends else _every_second(inputs))
+            least_s = (ENDS_SLICES if thin is _ends else 7 * 2 * ROUNDS) * slice_s
+            if sum(timing_s(expected_s(size), slice_s) for size in axes.sizes(whole)) <= max(allowance_s, least_s):
+                return axes
+    return Axes(full.samples[:1], full.outputs[:1])
+
+
+def timing_s(seconds: float, slice_s: float) -> float:
+    """Return about how long it takes to time a call of `seconds`."""
+    return max(2 * ROUNDS * slice_s, 2.5 * seconds)
+
+
+def first_allowance_s(graph: Graph, names: Sequence[str], budget_s: float) -> float:
+    """Return the first layer's share of the seconds for all these layers, by the number of its sizes and by FLOP."""
+    total_flop = sum(graph[name].flop for name in names) or 1
+    weights = [(6.0 if graph[name].weighted else 1.0) + 30 * graph[name].flop / total_flop for name in names]
+    return budget_s * weights[0] / sum(weights)
+
+
+# --- the sizes of plans --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSize:
+    """A size of a layer that a plan gives a device, and about how long it takes, forward and backward."""
+
+    layer: str
+    size: LocalSize
+    seconds: float
+
+
+def sizes_of_plans(measured: Measurement, graph: Graph, batch: int, alike: Mapping[str, str]) -> list[list[PlanSize]]:
+    """Return for each device the sizes of the named plans and of the planner's best that are not timed yet, longest first.
+
+    Args:
+        measured: by the grids alone.
+        alike: for each layer the one that is timed for it.
+    """
+    costs = measured.costs(graph)
+    known = {(p.device, p.layer, p.samples, p.outputs, p.inputs) for p in measured.layer}
+    request = PlanRequest(graph, batch, FleetKnowledge(measured=measured, given=costs))
+    plans = [request.named(name) for name in PLANS]
+    with suppress(PlanError):  # no plan fits the memory: the planner will say so
+        # By formula: simulations take seconds on eight devices, and change shares only a little.
+        plans += [each.plan for each in candidates(request, simulated=False)[:CANDIDATES]]
+    names = [device.name for device in measured.fleet.devices]
+    found: list[dict[tuple[str, LocalSize], PlanSize]] = [{} for _ in names]
+    for plan in plans:
+        steps = lower(plan, graph)
+        for device, name in enumerate(names):
+            sizes = _sizes(steps, graph, costs, device, alike)
+            least_s = LEAST_FRACTION * sum(each.seconds for each in sizes)
+            for each in sizes:
+                size = each.size
+                timed = (name, each.layer, size.samples, size.outputs, size.inputs) in known
+                if each.seconds > least_s and not timed:
+                    found[device].setdefault((each.layer, size), each)
+    return [sorted(each.values(), key=lambda each: -each.seconds) for each in found]
+
+
+def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapping[str, str]) -> list[PlanSize]:
+    found = []
+    for step in steps.phase("forward"):
+        if not isinstance(step, ComputeStep) or step.layer not in alike:
+            continue
+        layer = graph[step.layer]
+        whole = local_size(step, layer, device)
+        # Shared statistics are timed over samples alone, and each number of samples is on the grid's line.
+        if whole is None or not whole.samples or whole.shares_statistics:
+            continue
+        unit = granule(graph, layer)
+        if whole.outputs < whole_size(layer, 1).outputs and (unit is None or whole.outputs % unit):
+            continue  # split along another axis, which is proportional
+        for size in {whole, *sizes_in_chunks(whole, step.chunks)}:
+            seconds = sum(costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
+            found.append(PlanSize(alike[step.layer], size, seconds))
+    return found

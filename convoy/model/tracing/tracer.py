@@ -1,0 +1,388 @@
+"""Trace an nn.Module into torch.fx nodes. A submodule that torch.fx cannot follow becomes one call.
+
+A trace runs each forward once, with proxies in the place of tensors. A forward that does what no trace can repeat is given up,
+and its module is called live.
+"""
+
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from convoy.errors import InputError
+from convoy.model.layer_rules import is_registered
+from convoy.model.tracing.effects import counts_batches, has_effect, mutates, unsupported_in_place, written
+from convoy.model.tracing.kinds import chosen_forward, has_hooks, replaced_by_hand
+from convoy.model.tracing.node_values import Sizes, Spec, Untraceable
+from convoy.model.tracing.python_state import State, random_kept, subtree
+from convoy.model.tracing.trials import first_line
+
+# torch.fx patches nn.Module while it traces, for every thread of the process.
+TRACE_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The calls of a model's forward.
+
+    Attributes:
+        nodes: in order; the last one is its output. Calls without readers are left out.
+        seen: paths of the modules that the trace sees through, the model itself ("") among them.
+        whole: path of a module that stays whole -> why.
+        leaves: paths of the submodules that stay whole, except torch's own.
+        constants: name of a node -> the tensor that the forward made there without any input.
+    """
+
+    nodes: Sequence[fx.Node]
+    seen: tuple[str, ...]
+    whole: dict[str, str] = field(default_factory=dict)
+    leaves: tuple[str, ...] = ()
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+
+def nodes_of(model: nn.Module, meta: nn.Module, specs: Sequence[Spec], leaves: Collection[str] = ()) -> Nodes:
+    """Trace a model's forward. The model's state is left as it was.
+
+    Args:
+        meta: a copy of the model on the meta device.
+        specs: of the inputs; other arguments keep their defaults. The calls hold for these sizes.
+        leaves: paths of submodules to keep whole.
+
+    Raises:
+        Untraceable: torch.fx cannot follow the model's own forward.
+        InputError: the model takes another number of inputs.
+    """
+    with TRACE_LOCK, torch.enable_grad():
+        tracer = _Tracer(model, meta, leaves)
+        tracer.inputs = dict(zip(_input_names(model, len(specs)), specs, strict=True))
+        try:
+            with random_kept(), tracer.following(model), _ConcreteTensors(model, tracer.sizes):
+                tracer.trace(model)
+        except Exception as error:
+            raise Untraceable(_why(error)) from None
+    # Names count the nodes of a graph. In a new graph they do not count those of forwards that were given up.
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in tracer.graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+        copies[node].meta = node.meta
+    graph.eliminate_dead_code(is_impure_node=lambda node: has_effect(model, node))
+
+    def is_held(path: str) -> bool:
+        holder, _, name = path.rpartition(".")
+        module = model.get_submodule(holder)
+        return any(name in held for held in (vars(module), module._parameters, module._buffers))
+
+    constants = {name: t for t, name in tracer.tensor_attrs.items() if isinstance(t, Tensor) and not is_held(name)}
+    called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+    whole = [path for path in called if not type(model.get_submodule(path)).__module__.startswith("torch.nn")]
+    return Nodes(tuple(graph.nodes), ("", *dict.fromkeys(tracer.seen)), tracer.whole, tuple(whole), constants)
+
+
+def _input_names(model: nn.Module, inputs: int) -> tuple[str, ...]:
+    try:
+        signature = inspect.signature(type(model).forward)
+    except (TypeError, ValueError):
+        return tuple(f"input_{i}" for i in range(inputs))
+    parameters = list(signature.parameters.values())[1:]
+    free = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if inputs < sum(p.default is p.empty for p in positional):
+        raise InputError(f"the model takes more inputs than the {inputs} of the example: give all of them")
+    if inputs > len(positional) and not free:
+        raise InputError(f"the example has {inputs} inputs, the model takes another number: give each of them")
+    if missing := [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]:
+        raise InputError(f"the model needs the keyword argument {missing[0]!r}: give it a default in forward()")
+    names = [p.name for p in positional[:inputs]]
+    return (*names, *(f"input_{i}" for i in range(len(names), inputs)))
+
+
+# --- the tracer ------------------------------------------------------------------------------------------------------
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, model: nn.Module, meta: nn.Module, leaves: Collection[str]) -> None:
+        super().__init__()
+        self.leaves, self.sizes = leaves, Sizes(model, meta)
+        self.inputs: dict[str, Spec] = {}
+        self.seen: list[str] = []
+        self.whole: dict[str, str] = {}
+        self.traced_func_name = chosen_forward(model) or "forward"
+        names = State(subtree(model)).names
+        self.types_asked = "is_tensor" in names or ("isinstance" in names and "Tensor" in names)
+        self._thread = threading.get_ident()
+        self._keys = {id(t): key for key, t in (*model.named_parameters(), *model.named_buffers())}
+        self._parameters: dict[str, fx.Proxy] = {}
+        self._is_leaf = False
+        self._autocasts = _autocasts()
+
+    @contextmanager
+    def following(self, module: nn.Module) -> Iterator[None]:
+        """Check that a trace loses nothing of what a forward does inside; restore the Python state.
+
+        Raises:
+            Untraceable: it changes Python state, or reads what cannot be compared.
+        """
+        if "forward" in vars(module) and not chosen_forward(module):
+            raise Untraceable("its forward was replaced by hand")
+        own = State({"": module})
+        if reads := own.asked() or own.hidden():
+            raise Untraceable(f"its forward reads {reads}")
+        if own.function:
+            raise Untraceable(f"its forward calls {own.function}, which has its own backward")
+        state = State(subtree(module))
+        before = state.forms()
+        with state.kept(), random_kept(of_torch=False) as drawn:
+            yield
+            if drawn():
+                raise Untraceable("its forward draws random numbers of its own")
+            after = state.forms()
+        if changed := [repr(key) for key in {**before, **after} if before.get(key) != after.get(key)]:
+            raise Untraceable(f"its forward changes {', '.join(changed[:3])}")
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # torch.fx patches nn.Module for all threads: a model that another thread runs is not part of this trace.
+        if threading.get_ident() != self._thread or self.sizes.evaluating:
+            return forward(*args, **kwargs)
+        self._refuse_surroundings(sys._getframe(1))
+        path = self.path_of_module(m)
+        why = self._why_whole(m, path)
+        if why:
+            self.whole[path] = why
+        # A parametrized weight is computed in layers of its own; then the module is an ordinary one.
+        self._is_leaf = why is not None or (not is_parametrized(m) and super().is_leaf_module(m, path))
+        if self._is_leaf:
+            return super().call_module(m, forward, args, kwargs)
+        nodes, constants, seen = len(self.graph.nodes), len(self.tensor_attrs), len(self.seen)
+        stack = self.module_stack.copy()
+        try:
+            self.seen.append(path)
+            with self.following(m):
+                return super().call_module(m, forward, args, kwargs)
+        except Exception as error:  # whatever a forward does with a proxy
+            self.whole[path] = _why(error)
+        # Give up what was traced of it, and call it as it is.
+        given_up = list(self.graph.nodes)[nodes:]
+        for node in reversed(given_up):
+            self.graph.erase_node(node)
+        for key, proxy in list(self._parameters.items()):
+            if proxy.node in given_up:
+                del self._parameters[key]
+        for tensor, name in list(self.tensor_attrs.items())[constants:]:
+            delattr(self.root, name)
+            del self.tensor_attrs[tensor]
+        del self.seen[seen:]
+        self.module_stack, self._is_leaf = stack, True
+        return super().call_module(m, forward, args, kwargs)
+
+    def _why_whole(self, m: nn.Module, path: str) -> str | None:
+        """Return why a module stays whole before its forward is tried ("": nothing to say); None where it may be followed."""
+        if path in self.leaves:
+            return ""
+        if name := replaced_by_hand(m):
+            return f"its {name} was replaced by hand"
+        if is_registered(m):
+            return ""
+        return "it has hooks" if has_hooks(m) else None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
+        return self._is_leaf  # `call_module` has decided
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:  # noqa: ARG002
+        placed = [self.create_proxy("placeholder", name, (), {}) for name in self.inputs]
+        for proxy, spec in zip(placed, self.inputs.values(), strict=True):
+            self.sizes.place(proxy.node, spec)
+        return root_fn, [self.root, *placed]
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:  # noqa: ARG002
+        if not isinstance(attr_val, Tensor) or self.sizes.evaluating or id(attr_val) not in self._keys:
+            return attr_val
+        key = self._keys[id(attr_val)]
+        if key not in self._parameters:
+            self._parameters[key] = self.create_proxy("get_attr", key, (), {})
+        return self._parameters[key]
+
+    def create_arg(self, a: Any) -> Any:
+        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)  # it passes for a tensor
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(kind, *args, **kwargs)
+        # A trace has no `with` blocks, so torch.no_grad() is recorded here. A parameter has one node for all its uses.
+        node.meta["no_grad"] = not torch.is_grad_enabled() and kind != "get_attr"
+        stack = node.meta.get("nn_module_stack")
+        node.meta["where"] = next(reversed(stack.values()))[0] if stack else ""
+        self._refuse_surroundings(sys._getframe(1))
+        if mutates(self.root, node) or unsupported_in_place(node):
+            held = written(node)
+            if held is not None and not counts_batches(self.root, held):
+                raise Untraceable(f"its forward changes {str(held.target)!r}")
+        return node
+
+    def _refuse_surroundings(self, frame: Any) -> None:
+        """Refuse contexts and callers, up to the module that is being traced, that a trace would lose.
+
+        Args:
+            frame: of the call to check.
+        """
+        if _autocasts() > self._autocasts:
+            raise Untraceable("its forward switches autocast on or off")
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise Untraceable("its forward is checkpointed, or has hooks on what autograd keeps")
+        while frame is not None and frame.f_code not in _BOUNDARIES:
+            if frame.f_code.co_filename == checkpoint.__file__:
+                raise Untraceable("its forward is checkpointed")
+            if frame.f_code is _APPLY:
+                raise Untraceable("its forward calls an autograd.Function, which has its own backward")
+            frame = frame.f_back
+
+    # --- what a forward asks -----------------------------------------------------------------------------------------
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Sized(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        try:
+            return bool(self.sizes.number(obj.node))
+        except LookupError:
+            return super().to_bool(obj)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        length = self.sizes.length(obj.node)
+        return super().iter(obj) if length is None else iter([obj[i] for i in range(length)])  # type: ignore[index]
+
+
+_APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
+
+
+_BOUNDARIES = (_Tracer.call_module.__code__, nodes_of.__code__)
+
+
+def _autocasts() -> int:
+    """Return how many autocast contexts are entered."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+class _ConcreteTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operations on tensors that a forward computes while it is traced: a trace would keep their results."""
+
+    def __init__(self, model: nn.Module, sizes: Sizes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes = sizes
+        held = [*model.named_parameters(), *model.named_buffers()]
+        self._held = {t.untyped_storage()._cdata: key for key, t in held}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._sizes.evaluating:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                raise Untraceable("its forward draws random numbers of its own")
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor) and (key := self._held.get(value.untyped_storage()._cdata)) is not None:
+                    raise Untraceable(f"its forward computes with {key!r} where torch.fx cannot see it")
+        return func(*args, **(kwargs or {}))
+
+
+def _why(error: Exception) -> str:
+    """Return why a forward cannot be traced, and where in the user's code."""
+    if isinstance(error, Untraceable):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    own = [f for f in frames if not f.filename.startswith(inside)]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    if any(f.filename == checkpoint.__file__ for f in frames):
+        return f"its forward is checkpointed{where}"
+    return f"torch.fx cannot trace it: {first_line(error)}{where}"
+
+
+# --- proxies ---------------------------------------------------------------------------------------------------------
+
+
+class _Recorded:
+    """Base of proxies: refuses what torch.fx would lose without an error."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node", "root", "attr", "_node"):
+            raise TypeError(f"its forward sets {name!r} of a tensor")
+        super().__setattr__(name, value)
+
+    def __str__(self) -> str:
+        raise TypeError("its forward makes a text of a tensor, or of its size or device")
+
+    def __format__(self, _spec: str) -> str:
+        return str(self)
+
+
+class _Attribute(_Recorded, fx.proxy.Attribute):
+    pass
+
+
+class _Sized(_Recorded, fx.Proxy):
+    """A value of a trace that knows its size: `.shape`, `.size()`, `.dim()`, `.ndim` and `len` are numbers.
+
+    Extents that follow the batch are values of the trace. So are all extents where the size is not known.
+    """
+
+    tracer: _Tracer
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # so that `isinstance(x, Tensor)` answers as for a tensor
+        asks = self.tracer.types_asked and not self.tracer.sizes.evaluating
+        return Tensor if asks and self._is_tensor() else _Sized
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "ndim"):
+            shape = self.tracer.sizes.shape(self.node)
+            if shape is not None and name == "ndim":
+                return len(shape)
+            if shape is not None:
+                symbolic: Any = _Attribute(self, "shape") if None in shape else None
+                return _Shape(symbolic[i] if n is None else n for i, n in enumerate(shape))
+        if not hasattr(Tensor, name) and self._is_tensor():
+            raise AttributeError(f"a tensor has no attribute {name!r}")  # `hasattr` asks so
+        return _Attribute(self, name)
+
+    def _is_tensor(self) -> bool:
+        pair = self.tracer.sizes.pair(self.node)
+        return pair is not None and isinstance(pair[0], Tensor)
+
+    def size(self, dim: int | None = None) -> Any:
+        if self.tracer.sizes.shape(self.node) is None:
+            return _Attribute(self, "size")(*(() if dim is None else (dim,)))
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> Any:
+        shape = self.tracer.sizes.shape(self.node)
+        return _Attribute(self, "dim")() if shape is None else len(shape)
+
+    def __len__(self) -> int:
+        length = self.tracer.sizes.length(self.node)
+        return super().__len__() if length is None else length
+
+
+class _Shape(tuple[Any, ...]):
+    """A shape in which the extents that follow the batch are values of the trace."""
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return _Shape(found) if isinstance(index, slice) else found
+
+    def numel(self) -> Any:
+        result: Any = 1  # not math.prod, which torch.fx records
+        for extent in self:
+            result = extent * result
+        return result

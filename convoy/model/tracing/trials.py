@@ -1,0 +1,404 @@
+"""Run a layer on random numbers, to learn how it may be computed.
+
+Functions and modules of torch keep nothing in Python, so one comparison shows whether they treat each sample alone
+(`per_sample`). A module of the user may do anything later, so it always gets the whole batch; `observe` looks at one call.
+`check_cuts` compares shards of a registered layer with the whole.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from convoy.errors import InputError
+from convoy.model.graph import Cut, Layer
+from convoy.model.operation import Operation, call_operation
+from convoy.model.tracing.copies import is_shared, shared, shared_copy
+from convoy.model.tracing.python_state import REGISTERED, State, random_kept
+
+_PARTS = ((2, 3), (1, 4))
+"""A batch of five is computed together and in these parts."""
+_WHOLE = ", so it runs whole on one device"
+_RANDOM_FUNCTIONS = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
+    "multinomial", "normal", "normal_", "uniform", "uniform_", "poisson", "random", "random_", "shuffle", "choice", "sample",
+}  # fmt: skip
+"""Code with such a name may draw random numbers in some steps, if not in the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialInputs:
+    """The inputs that a layer is tried with.
+
+    Attributes:
+        like: one tensor per input, for shape and dtype.
+        batched: per input, whether it has a batch axis.
+        samples: number of samples for the user's Python.
+        registered: the layer's class was registered.
+    """
+
+    like: Sequence[Tensor]
+    batched: Sequence[bool]
+    samples: int = 2
+    registered: bool = False
+
+    def random(self, samples: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Return random inputs; floating-point ones have `dtype` if given."""
+        own = torch.Generator().manual_seed(samples)
+        made = [random_like(t, own, samples if b else None) for t, b in zip(self.like, self.batched, strict=True)]
+        return [t.to(dtype) if dtype is not None and is_floating(t) else t for t in made]
+
+
+# --- modules of the user ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The effects of one call of a layer with Python of the user.
+
+    Attributes:
+        changes: name of the Python state that it changed, or "".
+        hidden: name of the state it reads that cannot be compared, or "".
+        draws: it drew random numbers, or names a function that does.
+        writes: it changed parameters or buffers.
+        alone: torch.autograd.grad refuses to go through it (a reentrant checkpoint).
+        blocked: indices of the inputs that no gradient reaches.
+    """
+
+    changes: str = ""
+    hidden: str = ""
+    draws: bool = False
+    writes: bool = False
+    alone: bool = False
+    blocked: tuple[int, ...] = ()
+
+
+def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module], inputs: TrialInputs) -> Observation:
+    """Call a layer once, forward and backward.
+
+    Args:
+        model: a copy without other users.
+        modules: path -> module, for all modules that the call runs.
+    """
+    state = State(modules)
+    hidden, before = state.hidden(), state.forms()
+    parameters = [p for m in modules.values() for p in m.parameters(recurse=False)]
+    held = [(t, shared(t)) for t in (*parameters, *(b for m in modules.values() for b in m.buffers(recurse=False)))]
+    with random_kept() as drawn, torch.enable_grad(), state.kept():
+        given = [t.requires_grad_() if is_floating(t) else t for t in inputs.random(inputs.samples)]
+        # A copy of each, since autograd forbids in-place calls on leaves.
+        copies = [t.clone() if t.requires_grad else t for t in given]
+        try:
+            outputs = tensors_of(call_operation(model, operation, copies, inputs.samples))
+        except Exception:  # it does not run on random numbers: its changes are unknown
+            return Observation(changes="its state, perhaps", hidden=hidden, draws=drawn(), writes=True)
+        draws, after = drawn() or bool(state.names & _RANDOM_FUNCTIONS), state.forms()
+        writes = not all(is_shared(t, old) or torch.equal(t, old) for t, old in held)
+        alone, blocked = _backward(outputs, given, parameters)
+    for t, _ in held:
+        if not t.is_leaf:
+            t.detach_()  # a buffer that took in a tensor with a gradient
+    changed = [name for name in (*before, *after) if before.get(name) != after.get(name)]
+    if made := next((name.removesuffix(REGISTERED) for name in changed if name.endswith(REGISTERED)), None):
+        raise InputError(
+            f"the forward of module {made or 'the model itself'!r} makes or removes parameters, buffers or submodules: call "
+            "the model once on a batch before it is distributed; if it does so in every call, make them in __init__"
+        )
+    return Observation(repr(changed[0]) if changed else "", hidden, draws, writes, alone, blocked)
+
+
+def _backward(
+    outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+) -> tuple[bool, tuple[int, ...]]:
+    """Return `Observation.alone` and `blocked`."""
+    reached = [y for y in outputs if y.requires_grad]
+    wanted = [t for t in (*given, *parameters) if t.requires_grad]
+    if not reached or not wanted:
+        return False, tuple(i for i, t in enumerate(given) if t.requires_grad)
+    try:
+        found = torch.autograd.grad(reached, wanted, [torch.ones_like(y) for y in reached], allow_unused=True)
+    except RuntimeError as error:  # other errors appear in training
+        return "checkpoint" in str(error), ()
+    missing = {id(t) for t, g in zip(wanted, found, strict=True) if g is None}
+    return False, tuple(i for i, t in enumerate(given) if id(t) in missing)
+
+
+# --- calls of torch --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SampleUse:
+    """How a call of torch treats samples.
+
+    Attributes:
+        dependence: why it needs the whole batch at once; "" where samples are independent.
+        each: a call changes its buffers in the same way for every batch.
+        overwrites: it changes its inputs in place.
+    """
+
+    dependence: str = ""
+    each: bool = False
+    overwrites: bool = False
+
+
+def per_sample(
+    model: nn.Module, operation: Operation, precise: Callable[[], nn.Module], inputs: TrialInputs, paths: Sequence[str]
+) -> SampleUse:
+    """Compare a batch with its parts, on random numbers.
+
+    Args:
+        model: a copy without other users.
+        precise: makes another one in float64, where rounding cannot be mistaken for a dependence.
+        paths: of the modules of torch that the call runs.
+    """
+    modules = [model.get_submodule(path) for path in paths]
+    norm = next((m for module in modules for m in module.modules() if isinstance(m, _BatchNorm)), None)
+    if norm is not None and (norm.training or norm.running_mean is None):
+        return SampleUse(f"its {type(norm).__name__} looks at the whole batch{_WHOLE}")
+    try:
+        with random_kept(), torch.no_grad():
+            buffers = _buffer_changes(model, operation, inputs, modules)
+            with _without_dropout(modules):
+                found = _in_parts(model, operation, inputs, None)
+    except Exception as error:
+        return SampleUse(f"it cannot take samples one by one ({first_line(error)}){_WHOLE}")
+    if found.dependence and not found.overwrites:
+        try:
+            held = precise()
+            with random_kept(), torch.no_grad(), _without_dropout([held.get_submodule(path) for path in paths]):
+                found = _in_parts(held, operation, inputs, torch.float64)
+        except Exception:  # it has no float64
+            return found
+    if not buffers or found.dependence:
+        return found
+    return SampleUse("" if buffers == "alike" else f"it records the batch in a buffer{_WHOLE}", each=True)
+
+
+def _buffer_changes(model: nn.Module, operation: Operation, inputs: TrialInputs, modules: Sequence[nn.Module]) -> str:
+    """Return "" where a call changes no buffer, "alike" where it does so alike for every batch, else "by batch"."""
+    parameters = [p for module in modules for p in module.parameters()]
+    held = [*parameters, *(b for module in modules for b in module.buffers())]
+    before, left = [shared(t) for t in held], []
+    for samples in (2, 3):
+        call_operation(model, operation, inputs.random(samples), samples)
+        left.append([t.clone() for t in held])
+        for t, old in zip(held, before, strict=True):
+            if not torch.equal(t, old):
+                t.data.copy_(old)
+    if all(map(torch.equal, left[0], before)):
+        return ""
+    same_weights = all(map(torch.equal, left[0][: len(parameters)], before))
+    return "alike" if same_weights and all(map(is_close, *left)) else "by batch"
+
+
+def _in_parts(model: nn.Module, operation: Operation, inputs: TrialInputs, dtype: torch.dtype | None) -> SampleUse:
+    def called(given: Sequence[Tensor], samples: int) -> list[Tensor]:
+        return tensors_of(call_operation(model, operation, given, samples))
+
+    def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+        return len(a) == len(b) and all(map(is_close, a, b))
+
+    batch = inputs.random(5, dtype)
+    given = [t.clone() for t in batch]
+    together = called(given, 5)
+    if not all(map(torch.equal, batch, given)):
+        return SampleUse(f"it overwrites its input{_WHOLE}", overwrites=True)
+    depends = SampleUse(f"a sample's answer depends on the others{_WHOLE}")
+    for parts in _PARTS:
+        start = 0
+        for samples in parts:
+            rows = slice(start, start + samples)
+            some = called([t[rows] if b else t for t, b in zip(batch, inputs.batched, strict=True)], samples)
+            if not equal([t[rows] for t in together], some):
+                return depends
+            start += samples
+    # One sample must not reach the others, however large its numbers are: in a comparison with a bound, for example.
+    # Registered Python may refuse odd numbers.
+    for odd in () if inputs.registered else (float("nan"), float("inf"), float("-inf")):
+        poisoned = [t.clone() for t in batch]
+        for t, batched in zip(poisoned, inputs.batched, strict=True):
+            if batched and is_floating(t):
+                t[0] = odd
+        if not equal([t[1:] for t in together], [t[1:] for t in called(poisoned, 5)]):
+            return depends
+    return SampleUse()
+
+
+@contextmanager
+def _without_dropout(modules: Sequence[nn.Module]) -> Iterator[None]:
+    modes = {m: m.training for module in modules for m in module.modules()}
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for m, training in modes.items():
+            m.training = training
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Return whether a module holds a dropout layer that drops anything in its mode (`StateWatch` refuses changes)."""
+    return any("Dropout" in type(m).__name__ and m.training and getattr(m, "p", 1.0) != 0 for m in module.modules())
+
+
+# --- registered layers -----------------------------------------------------------------------------------------------
+
+
+def check_cuts(
+    model: nn.Module, layer: Layer, operation: Operation, inputs: TrialInputs, like: type[nn.Module] | None = None
+) -> None:
+    """Refuse a registered layer that computes something else in shards than as a whole.
+
+    Args:
+        model: with weights; left as it is.
+        like: the class that computes the same, where the layer was registered so.
+
+    Raises:
+        InputError: the outputs or the buffers differ.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        return
+    cuts = layer.cuts
+    if layer.kind == "elementwise":
+        cuts = tuple(Cut(axis, extent, (axis,)) for axis, extent in enumerate(layer.shape, 1))
+    local = shared_copy(model)
+    module = local.get_submodule(str(operation.target)) if operation.call == "module" else nn.Module()
+    if layer.random:
+        module.eval()  # random numbers would hide its own
+    module.double()
+    before = copy.deepcopy(module.state_dict())
+    what = type(module).__name__ if operation.call == "module" else layer.name
+
+    def wrong(how: str) -> InputError:
+        return InputError(
+            f"layer {layer.name!r}: {what} was registered with register_layer, but {how}: correct the axes, groups, parameters "
+            "and attributes given there, or do not register it"
+        )
+
+    def set_state(state: dict[str, Tensor]) -> None:
+        for key, tensor in state.items():
+            path, _, name = key.rpartition(".")
+            holder = module.get_submodule(path)
+            if name in holder._parameters:
+                holder._parameters[name] = nn.Parameter(tensor.clone(), requires_grad=False)
+            else:
+                holder._buffers[name] = tensor.clone()
+
+    def call(given: Sequence[Tensor], shards: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the output and the buffers, with these shards of parameters."""
+        set_state({**before, **shards})
+        y = call_operation(local, operation, given, len(given[0]))
+        return y, {key: b.clone() for key, b in module.named_buffers()}
+
+    def call_shard(cut: Cut, start: int, stop: int) -> tuple[Tensor, dict[str, Tensor]]:
+        def shard(t: Tensor, axis: int | None) -> Tensor:
+            if axis is None:
+                return t
+            entries = t.shape[axis] // cut.parts
+            return t.narrow(axis, start * entries, (stop - start) * entries).clone()
+
+        inputs = [shard(t, axis) for t, axis in zip(given, cut.inputs, strict=True)]
+        try:
+            return call(inputs, {key: shard(before[key], axis) for key, axis in cut.parameters.items()})
+        except Exception as error:
+            raise wrong(f"it does not run in parts of axis {cut.axis} ({first_line(error)})") from error
+
+    def compare(expected: Tensor, found: Tensor, where: str) -> None:
+        if not is_close(expected, found):
+            raise wrong(f"it gives other numbers {where} than as a whole")
+
+    with random_kept(), torch.no_grad():
+        given = inputs.random(2, torch.float64)
+        whole, buffers = call(given, {})
+        if like is not None:
+            set_state(before)
+            compare(whole, like.forward(module, *given), f"as {like.__name__} computes it")
+        for cut in cuts:
+            if cut.parts < 2:
+                continue
+            middle = (cut.parts + 1) // 2
+            halves = [call_shard(cut, 0, middle), call_shard(cut, middle, cut.parts)]
+            where = f"in parts of axis {cut.axis}"
+            compare(whole, torch.cat([y for y, _ in halves], cut.axis), where)
+            for key, value in buffers.items():
+                shards = [each[key] for _, each in halves]
+                axis = cut.parameters.get(key)
+                for found in shards if axis is None else [torch.cat(shards, axis)]:
+                    compare(value, found, f"{where}, in its buffer {key!r}")
+
+
+# --- nests of tensors ------------------------------------------------------------------------------------------------
+
+
+def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run a module without other users on random inputs; return its outputs on the meta device (shapes and dtypes only)."""
+    with random_kept(), torch.no_grad(), State(dict(module.named_modules())).kept():
+        value = module(*on_random(args), **on_random(kwargs))
+    return map_tensors(value, lambda t: t.to("meta"))
+
+
+def on_random(value: Any) -> Any:
+    """Return the same nest with random tensors."""
+    own = torch.Generator().manual_seed(0)
+    return map_tensors(value, lambda t: random_like(t, own))
+
+
+def random_like(like: Tensor, generator: torch.Generator, batch: int | None = None) -> Tensor:
+    """Return a random CPU tensor of the same dtype and shape; its first axis has `batch` entries if given."""
+    shape = like.shape if batch is None else (batch, *like.shape[1:])
+    if is_floating(like):
+        return torch.randn(shape, dtype=like.dtype, generator=generator, device="cpu")
+    return torch.randint(0, 2, shape, generator=generator, device="cpu").to(like.dtype)
+
+
+def is_floating(t: Tensor) -> bool:
+    """Return whether a tensor holds numbers that can have a gradient."""
+    return t.dtype.is_floating_point or t.dtype.is_complex
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in a nest of tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in fields(value)]
+    return [t for each in value for t in tensors_of(each)] if isinstance(value, tuple | list) else []
+
+
+def map_tensors(value: Any, f: Callable[[Tensor], Any]) -> Any:
+    """Return the same nest with `f` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return f(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(v, f) for v in value))
+    if isinstance(value, tuple | list):
+        return value if isinstance(value, torch.Size) else type(value)(map_tensors(v, f) for v in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f_.name: map_tensors(getattr(value, f_.name), f) for f_ in fields(value) if f_.init})
+    if isinstance(value, dict):
+        return {k: map_tensors(v, f) for k, v in value.items()}
+    return value
+
+
+def is_close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal up to rounding: kernels round differently for different numbers of samples."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_sparse or b.is_sparse:
+        return a.is_sparse and b.is_sparse and is_close(a.to_dense(), b.to_dense())
+    if torch.equal(a, b):
+        return True
+    rtol, atol = (1e-9, 1e-11) if a.dtype in (torch.float64, torch.complex128) else (1e-3, 1e-5)
+    return torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, shortened."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]

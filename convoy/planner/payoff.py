@@ -1,0 +1,221 @@
+"""Whether a fleet pays: the planner's answer with its interval, and the effect of another batch, link or device.
+
+The answer is the planner's best plan, simulated. Other batches, links and devices are compared by the analytic model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal, TypeVar
+
+from convoy.fleet import Fleet
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import One
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.planner import candidates, quick_candidates
+from convoy.planner.prediction import PlanPrediction, predict_plan, working
+from convoy.planner.request import PlanRequest
+from convoy.simulate.interval import Basis, Within, around
+from convoy.simulate.memory import memory_of
+
+_T = TypeVar("_T")
+
+WORTH = 1.02
+"""A fleet pays if its speedup over its fastest device alone is at least this."""
+
+BATCHES = tuple(1 << power for power in range(2, 15))
+
+LINKS = tuple(rate / 8 for rate in (1e7, 1e8, 1e9, 2.5e9, 1e10, 2.5e10, 4e10, 1e11))
+"""Bytes/s of the compared links: 10 Mbit/s to 100 Gbit/s."""
+
+SHALLOW = 4
+"""Nets with more weighted layers are planned by the quick search."""
+
+SIMULATED = 3
+"""The number of simulated plans of a deep net."""
+
+MOST_PLANS = 100
+"""More plans than the quick search finds for a few devices."""
+
+COMPARED_DEVICES = 8
+"""In larger fleets, single devices are not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetChange:
+    """The effect of one device less or more.
+
+    Attributes:
+        words: "without b", "with another rtx3090".
+        gain: speedup of the changed fleet over the fastest device alone of today's fleet; None if no plan fits.
+    """
+
+    words: str
+    gain: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Whether a fleet pays for one net and batch.
+
+    Attributes:
+        request: of one micro-batch, if the batch must be divided to fit on the fastest device alone.
+        best: the planner's plan.
+        shared: the best plan that gives work to several devices; None if there is none.
+        fastest: index of the fastest device alone.
+        gain: speedup of the shared plan over that device; 1 if there is none.
+        alone_within: samples/s of each device alone.
+        from_batch: the smallest of `BATCHES` at which the fleet pays; None if there is none that fits.
+        from_link: bytes/s of the slowest of `LINKS` at which it pays; None if there is none, or hosts have links of their own.
+    """
+
+    request: PlanRequest
+    basis: Basis | None
+    best: PlanPrediction
+    shared: PlanPrediction | None
+    fastest: int
+    gain: float
+    gain_within: Within
+    alone_within: tuple[Within, ...]
+    from_batch: int | None
+    from_link: float | None
+    asked_links: bool
+    changes: tuple[FleetChange, ...]
+
+    @property
+    def verdict(self) -> Literal["yes", "perhaps", "probably not", "no"]:
+        """Yes if even the low end of the interval is a gain; no if even the high end is none."""
+        if self.best.workers == 1 or self.gain < WORTH:
+            return "no" if self.gain_within.high < WORTH else "probably not"
+        return "yes" if self.gain_within.low >= 1 else "perhaps"
+
+
+def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None) -> Forecast:
+    """Return the answer for a fleet that is described or measured.
+
+    Args:
+        say: called with a description of the work in progress.
+
+    Raises:
+        PlanError: no plan fits the devices' memory.
+        InputError: a device of which nothing is known.
+    """
+    fleet = request.fleet.fleet
+    assert fleet is not None
+    if (more := _more_samples(request)) < 1:
+        # Divide the batch until the fastest device alone can hold a part, to have something to compare with.
+        counts = (n for n in range(1, request.batch + 1) if request.batch % n == 0 and 1 / n <= more)
+        request = request.split(next(counts, 1))
+    errors = request.costs.errors
+    say(f"planning for {len(fleet.devices)} devices")
+    best, shared = _best(request)
+    speeds, fastest = request.speeds.devices, request.speeds.fastest
+    gain = 1.0 if shared is None else shared.samples_per_s / speeds[fastest]
+    compares = errors.basis == "described" and len(fleet.devices) > 1
+    asked_links = compares and len(fleet.hosts) > 1 and not fleet.links
+    from_link, from_batch = None, None
+    if compares:
+        say("comparing batches, links and devices")
+        sizes = [size for size in BATCHES if size <= request.batch * _more_samples(request)]
+        from_batch = _first(sizes, lambda size: _pays(replace(request, batch=size), fleet))
+    if asked_links:
+        from_link = _first(LINKS, lambda rate: _pays(request, _with_link(fleet, rate)))
+    if best.workers > 1 and gain >= WORTH:  # the simulation knows better than the analytic model
+        if fleet.network is not None and from_link is not None:
+            from_link = min(from_link, fleet.network.send_bytes_per_s)
+        if errors.basis == "described":
+            from_batch = request.batch if from_batch is None else min(from_batch, request.batch)
+    return Forecast(
+        request=request, basis=errors.basis, best=best, shared=shared, fastest=fastest, gain=gain,
+        gain_within=around(gain, 1.0 if shared is None else shared.gain_spread),
+        alone_within=tuple(around(speed, errors.alone(d)) for d, speed in enumerate(speeds)),
+        from_batch=from_batch, from_link=from_link, asked_links=asked_links,
+        changes=_changes(request, fleet) if compares and len(fleet.devices) <= COMPARED_DEVICES else (),
+    )  # fmt: skip
+
+
+def _best(request: PlanRequest) -> tuple[PlanPrediction, PlanPrediction | None]:
+    """Return the planner's plan, and its best with several devices; for a deep net, the best of a few of its quick search."""
+    if len(request.graph.weighted) <= SHALLOW:
+        found, most = candidates(request), 1
+    else:
+        few = len(request.names) <= COMPARED_DEVICES
+        found, most = quick_candidates(request, MOST_PLANS if few else SIMULATED), SIMULATED
+        found = found or candidates(request)[:1]  # this search saves memory where it must
+    # If one device is faster than several, the best plan of several devices may be one of only some of them.
+    several = islice((each for each in found if len(working(each.plan, request.graph)) > 1), most)
+    tried = found[:most] + [each for each in several if each not in found[:most]]
+    rows = [predict_plan(each.plan.named("auto"), request) for each in tried]
+    if len(request.names) > 1 and not any(row.workers > 1 for row in rows):
+        rows.append(predict_plan(request.named("data-by-speed"), request))
+    rows = [row for row in rows if not row.overfull] or rows
+    rows.sort(key=lambda row: row.step_s)
+    return rows[0], next((row for row in rows if row.workers > 1), None)
+
+
+def _more_samples(request: PlanRequest) -> float:
+    """Return the multiple of the batch that fits on the fastest device alone."""
+    fastest = request.speeds.fastest
+    limit = request.limits.bytes_of(fastest)
+    if limit == float("inf"):
+        return limit
+    plan = Plan("alone", request.graph.fingerprint, len(request.names), request.batch, {}, One(fastest))
+    need = memory_of(plan, request.graph, optimizer=request.optimizer, itemsize=request.costs.itemsize)[fastest]
+    fixed = need.total_bytes - need.activations_bytes
+    return max(0.0, (limit - fixed) / max(1, need.activations_bytes))
+
+
+def _rates(request: PlanRequest, fleet: Fleet) -> tuple[float, float] | None:
+    """Return the samples/s of a fleet by the analytic model: of its best plan, and of its fastest device alone.
+
+    None: no plan fits.
+    """
+    here = replace(request, fleet=FleetKnowledge(fleet))
+    found = quick_candidates(here)
+    return (here.batch / found[0].step_s, max(here.speeds.devices)) if found else None
+
+
+def _pays(request: PlanRequest, fleet: Fleet) -> bool:
+    rates = _rates(request, fleet)
+    return rates is not None and rates[0] >= WORTH * rates[1]
+
+
+def _first(values: Sequence[_T], holds: Callable[[_T], bool]) -> _T | None:
+    """Return the first value from which on `holds` is true, found by bisection; None if it never is."""
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        if holds(values[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return values[low] if low < len(values) else None
+
+
+def _with_link(fleet: Fleet, bytes_per_s: float) -> Fleet:
+    """Return the fleet with all hosts on NICs of another rate."""
+    card = fleet.network or next(host.card for host in fleet.hosts if host.card is not None)
+    hosts = tuple(replace(host, card=None) for host in fleet.hosts)
+    network = replace(card, send_bytes_per_s=bytes_per_s, receive_bytes_per_s=bytes_per_s)
+    return replace(fleet, hosts=hosts, network=network)
+
+
+def _changes(request: PlanRequest, fleet: Fleet) -> tuple[FleetChange, ...]:
+    """Leave out each device, and add another of each class."""
+    all_ = set(range(len(fleet.devices)))
+    changed = [(f"without {fleet.devices[index].name}", fleet.with_only(all_ - {index})) for index in sorted(all_)]
+    seen: set[object] = set()
+    for device in fleet.devices:
+        kind = (device.class_name, device.peak_flop_per_s, device.memory_bytes_per_s)
+        if kind not in seen and len(fleet.hosts) > 1:
+            seen.add(kind)
+            # Like this one, on a host of its own.
+            host = next(host for host in fleet.hosts if host.name == device.host)
+            name = f"{device.name[:56]}-more"
+            hosts = (*fleet.hosts, replace(host, name=name))
+            devices = (*fleet.devices, replace(device, name=name, host=name))
+            words = f"with another {device.class_name or device.name}"
+            changed.append((words, replace(fleet, hosts=hosts, devices=devices)))
+    alone = max(request.speeds.devices)
+    rates = [(words, _rates(request, each)) for words, each in changed]
+    return tuple(FleetChange(words, None if rate is None else max(rate) / alone) for words, rate in rates)

@@ -1,0 +1,300 @@
+"""Predictions of plans on a fleet, and the choice of a plan by them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from convoy.errors import InputError, PlanError
+from convoy.layout.layout import holders
+from convoy.model.graph import Graph
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds
+from convoy.plan.steps import ComputeStep, StepList, micro_batches
+from convoy.planner.planner import Candidate, candidates, in_micro_batches, memory_slows
+from convoy.planner.request import PlanRequest
+from convoy.simulate.events import Timeline
+from convoy.simulate.interval import Within, around
+from convoy.simulate.memory import (
+    DeviceMemory,
+    MemoryLimits,
+    fewest_micro_batches,
+    memory_of,
+    memory_of_steps,
+    micro_batch_words,
+)
+from convoy.simulate.power import Energy, energy_of
+from convoy.simulate.simulator import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPrediction:
+    """The prediction for one plan on one fleet, per micro-batch: the mean over all of a step.
+
+    Attributes:
+        step_s: predicted seconds.
+        spread: the factor within which nine of ten measurements of it lie.
+        gain_spread: the same for the speedup over the fastest device alone.
+        efficiency: samples/s divided by the sum of solo speeds.
+        sent_bytes, received_bytes: on the wire, by device.
+        overfull: the devices whose memory the plan overfills, in words.
+        energy: None if the fleet gives no watts.
+        timeline: of the last micro-batch.
+        bound: the busiest resource: "computing on b-cpu", "sending from the host of a".
+    """
+
+    plan: Plan
+    step_s: float
+    spread: float
+    gain_spread: float
+    samples_per_s: float
+    efficiency: float
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+    memory: tuple[DeviceMemory, ...]
+    overfull: tuple[str, ...]
+    energy: Energy | None
+    timeline: Timeline
+    bound: str
+
+    @property
+    def within(self) -> Within:
+        """The seconds between which nine of ten measurements lie."""
+        return around(self.step_s, self.spread)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Bytes on the wire, over all devices."""
+        return sum(self.sent_bytes)
+
+    @property
+    def workers(self) -> int:
+        """The number of devices that have a part in any layer."""
+        return sum(memory.weights_bytes + memory.activations_bytes > 0 for memory in self.memory)
+
+
+def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
+    """Simulate one plan, each kind of micro-batch that a step has."""
+    graph, costs, limits = request.graph, request.costs, request.limits
+    kinds = micro_batches(request.micro_batches)
+    lists = [lower(plan, graph, micro_batch=kind) for kind in kinds]
+    timelines = [simulate(each, graph, costs) for each in lists]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(n * value for n, value in zip(kinds.values(), values, strict=True)) / request.micro_batches
+
+    step_s = mean(each.step_s for each in timelines)
+    rate = plan.batch / step_s
+    memory = memory_of_steps(lists, graph, optimizer=request.optimizer, itemsize=costs.itemsize)
+    traffic = [each.traffic(costs.itemsize) for each in lists]
+    devices = range(plan.devices)
+    computes = [mean(each.compute_s[d] for each in timelines) / step_s for d in devices]
+
+    def sent(end: int) -> tuple[int, ...]:
+        return tuple(
+            round(mean(sum(n for route, n in each.items() if route[end] == d) for each in traffic)) for d in devices
+        )
+
+    energy = None
+    if request.power is not None:
+        rows = [energy_of(each, request.power, plan.batch) for each in timelines]
+        energy = replace(rows[-1], step_s=step_s, devices_j=tuple(mean(e.devices_j[d] for e in rows) for d in devices))
+    return PlanPrediction(
+        plan=plan,
+        step_s=step_s,
+        spread=costs.errors.step(computes),
+        gain_spread=costs.errors.gain(computes, request.speeds.fastest),
+        samples_per_s=rate,
+        efficiency=rate / sum(request.speeds.devices),
+        sent_bytes=sent(0),
+        received_bytes=sent(1),
+        memory=memory,
+        overfull=tuple(limits.overfull([each.total_bytes for each in memory])),
+        energy=energy,
+        timeline=timelines[-1],
+        bound=_busiest(timelines[-1], lists[-1], request),
+    )
+
+
+def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
+    """Return the resource that is busy longest; "waiting" if none is busy for half of the step."""
+    network, names = request.costs.network, request.names
+    first = {host: names[device] for device, host in reversed(list(enumerate(network.host)))}
+    busy_s = {f"computing on {names[timeline.busiest]}": timeline.compute_s[timeline.busiest]}
+    for (sender, receiver), size in steps.traffic(request.costs.itemsize).items():
+        a, b = network.host[sender], network.host[receiver]
+        if a != b:
+            sends, receives = f"sending from the host of {first[a]}", f"receiving at the host of {first[b]}"
+            busy_s[sends] = busy_s.get(sends, 0.0) + size / network.send_bytes_per_s[a]
+            busy_s[receives] = busy_s.get(receives, 0.0) + size / network.receive_bytes_per_s[b]
+    words = max(busy_s, key=lambda each: busy_s[each])
+    rounds = sum(len(step.schedule.rounds) for step in steps.steps if not isinstance(step, ComputeStep))
+    return words if busy_s[words] > timeline.step_s / 2 else f"waiting: {rounds} rounds of messages"
+
+
+def predict_all(request: PlanRequest, least_energy_s: float | None = None) -> list[PlanPrediction]:
+    """Predict every named plan, and last `auto`: the shortest step, or the least energy within a limit.
+
+    Args:
+        least_energy_s: choose by joules per image, among plans whose step takes at most this long.
+
+    Raises:
+        PlanError: no plan fits the devices' memory, or none is fast enough.
+        InputError: least energy on a fleet without watts.
+    """
+    rows = [predict_plan(request.named(name), request) for name in PLANS]
+    found = candidates(request)
+    if least_energy_s is None:
+        best = predict_plan(found[0].plan, request)
+    else:
+        best = _least_energy([predict_plan(each.plan, request) for each in found], least_energy_s, request.names)
+    return [*rows, replace(best, plan=best.plan.named("auto"))]
+
+
+def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequence[str]) -> PlanPrediction:
+    joules = [(row.energy.image_j, row.step_s, index) for index, row in enumerate(rows) if row.energy is not None]
+    if not joules:
+        raise InputError(
+            f"least energy of {', '.join(names)}: a device has no watts; give every [[device]] of the fleet file idle_w "
+            "and busy_w"
+        )
+    within = [row for row in joules if row[1] <= limit_s]
+    if not within:
+        fastest_s = min(row.step_s for row in rows)
+        raise PlanError(
+            f"no plan takes at most {limit_s:.4g} s a step: the fastest takes {fastest_s:.4g} s; raise the limit or add "
+            "devices"
+        )
+    return rows[min(within)[2]]
+
+
+MUCH = 1.2
+"""Micro-batches are proposed if no plan fits without, or if the best that does takes at least this multiple of the time."""
+
+
+def proposal(request: PlanRequest, step_s: float | None) -> PlanPrediction | None:
+    """Return a plan with micro-batches that is much faster than the best without; None if there is none.
+
+    Args:
+        step_s: predicted seconds of the best step without; None: no plan fits.
+
+    Returns:
+        the prediction per micro-batch; `request.batch / plan.batch` of them make the step.
+    """
+    if not memory_slows(request) or (found := in_micro_batches(request)) is None:
+        return None
+    smaller, best = found
+    predicted = predict_plan(best.plan, smaller)
+    return predicted if step_s is None or step_s > MUCH * predicted.step_s * smaller.micro_batches else None
+
+
+def rates_by_devices(request: PlanRequest) -> list[tuple[int, float]]:
+    """Return (devices, samples/s) of the best plan for the fastest device alone, the two fastest, and so on."""
+    best: dict[int, float] = {}
+    for candidate in candidates(request):
+        count = len(working(candidate.plan, request.graph))
+        best[count] = max(best.get(count, 0.0), request.batch / candidate.step_s)
+    return sorted(best.items())
+
+
+def working(plan: Plan, graph: Graph) -> frozenset[int]:
+    """Return the devices that compute a part of some layer."""
+    steps = lower(plan, graph)
+    return frozenset(d for s in steps.phase("forward") if isinstance(s, ComputeStep) for d in holders(s.writes.layout))
+
+
+# --- plans worth a trial ---------------------------------------------------------------------------------------------
+
+REACH, TRIED, FEWER = 0.25, 3, 0.75
+"""Plans worth autotuning take at most this fraction longer than the best; their number, with the best; and the fraction of the
+previous plan's messages that each may have."""
+
+REACH_ALONE = 0.6
+"""The same for one device alone. It is larger because such a plan was a quarter faster than one that was predicted a third
+shorter (a ResNet-8 on three devices)."""
+
+
+def choose(request: PlanRequest) -> list[PlanPrediction]:
+    """Return the planner's choice, and the plans worth autotuning with it; see `worth_trying`.
+
+    Raises:
+        PlanError: no plan fits the devices' memory.
+    """
+    rows = [predict_plan(each.plan.named("auto"), request) for each in worth_trying(candidates(request), request.graph)]
+    if request.reduce != "inexact-butterfly-mixing":
+        return rows
+    # Mixing sends weights with the gradients, so it may not fit where a sum did. Copies that differ cannot change plans, so
+    # there are no others.
+    mixing = predict_plan(replace(rows[0].plan, reduce=request.reduce), request)
+    if mixing.overfull:
+        raise PlanError(
+            f"plan auto with reduce {request.reduce} overfills {'; '.join(mixing.overfull)}: use a smaller batch or "
+            "another reduce"
+        )
+    return [mixing]
+
+
+def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
+    """Return the best candidate, and those that are better if messages cost more than predicted.
+
+    Predictions err most in messages. So each plan has clearly fewer of them than the faster ones before it.
+
+    Args:
+        found: the shortest predicted step first.
+    """
+    tried: list[Candidate] = []
+    fewest = 0
+    for each in found:
+        if each.step_s > found[0].step_s * (1 + REACH) or len(tried) == TRIED:
+            break
+        steps = (step for step in lower(each.plan, graph).steps if not isinstance(step, ComputeStep))
+        rounds = (transfers for step in steps for transfers in step.schedule.rounds)
+        messages = sum(transfer.sender != transfer.receiver for transfers in rounds for transfer in transfers)
+        if not tried or messages <= FEWER * fewest:
+            tried.append(each)
+            fewest = messages
+    near = (each for each in found if each.step_s <= found[0].step_s * (1 + REACH_ALONE))
+    alone = next((each for each in near if len(working(each.plan, graph)) == 1), None)
+    return tried if alone is None or alone in tried else [*tried, alone]
+
+
+def check_alone(request: PlanRequest, plan: Plan, limits: MemoryLimits) -> None:
+    """Refuse a plan of one device that does not fit into its memory.
+
+    Raises:
+        PlanError: names the number of micro-batches that would fit, if any.
+    """
+
+    def needs(samples: int) -> list[int]:
+        return [each.total_bytes for each in memory_of(plan, request.graph, samples, optimizer=request.optimizer)]
+
+    if limits.excess(needs(request.batch)):
+        more = fewest_micro_batches(request.batch, lambda samples: not limits.excess(needs(samples)))
+        remedy = "" if more is None else micro_batch_words(request.graph, request.micro_batches * more)
+        raise PlanError(limits.refusal(request.graph.model, request.batch, [needs(request.batch)], remedy))
+
+
+UNCERTAIN = 2.0
+"""If the high end of an interval is above this multiple of its low end, the user is told."""
+
+
+def choice_lines(plan: Plan, graph: Graph, speeds: Speeds, step_s: float, within: Within | None) -> list[str]:
+    """Return lines for a person: the planner's choice, the measured speeds, and the prediction."""
+    used, fastest = working(plan, graph), speeds.fastest
+    names = ", ".join(map(str, sorted(used)))
+    lines = [
+        f"auto chose device {names} alone: one device is faster than several"
+        if len(used) == 1
+        else f"auto chose devices {names} of {plan.devices}, each layer split as its times ask for",
+        f"measured alone, samples/s: {', '.join(f'device {d} {s:,.3g}' for d, s in enumerate(speeds.devices))}",
+    ]
+    if within is not None:
+        gain = plan.batch / step_s / speeds.devices[fastest]
+        lines.append(
+            f"predicted: {step_s:.3g} s a step (nine of ten: {within.low:.3g} - {within.high:.3g}), {gain:.2f} times as fast "
+            f"as device {fastest} alone"
+        )
+        if within.high > UNCERTAIN * within.low:
+            lines.append(
+                "these times varied much: end what else runs on the devices, or name a plan such as data-by-speed"
+            )
+    return lines

@@ -1,0 +1,72 @@
+"""Joules of a training step: idle and busy watts of each device, integrated over a simulated timeline.
+
+A device draws its idle watts through the whole step, and its busy watts instead while it computes. Sending, receiving and
+waiting count as idle. Only the devices' own watts are counted: no host around a GPU, no switch, no loss of a power supply.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from convoy.errors import InputError
+from convoy.fleet import Fleet
+from convoy.simulate.events import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """Watts of one device.
+
+    Raises:
+        InputError: busy below idle, or a negative number.
+    """
+
+    idle_w: float
+    busy_w: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.idle_w <= self.busy_w:
+            raise InputError(
+                f"a device of {self.idle_w} W idle and {self.busy_w} W busy: it draws 0 W or more when idle, and no less "
+                "when busy; correct the watts"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Energy:
+    """Joules of one step of `batch` samples, by device."""
+
+    devices_j: tuple[float, ...]
+    step_s: float
+    batch: int
+
+    @property
+    def step_j(self) -> float:
+        return sum(self.devices_j)
+
+    @property
+    def image_j(self) -> float:
+        return self.step_j / self.batch
+
+
+def energy_of(timeline: Timeline, power: Sequence[Power], batch: int) -> Energy:
+    """Return the joules of a simulated step; one `Power` per device, in order.
+
+    Raises:
+        InputError: another number of devices.
+    """
+    if len(power) != len(timeline.compute_s):
+        raise InputError(
+            f"watts of {len(power)} devices for a timeline of {len(timeline.compute_s)}: give one pair per device"
+        )
+    joules = tuple(
+        watts.idle_w * timeline.step_s + (watts.busy_w - watts.idle_w) * busy_s
+        for watts, busy_s in zip(power, timeline.compute_s, strict=True)
+    )
+    return Energy(joules, timeline.step_s, batch)
+
+
+def power_of(fleet: Fleet) -> tuple[Power, ...] | None:
+    """Return the watts of a fleet's devices; None if one of them gives none."""
+    rows = [(device.idle_w, device.busy_w) for device in fleet.devices]
+    known = [Power(idle_w, busy_w) for idle_w, busy_w in rows if idle_w is not None and busy_w is not None]
+    return tuple(known) if len(known) == len(rows) else None

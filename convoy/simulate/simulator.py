@@ -1,0 +1,282 @@
+"""Simulates a step: when each device computes, sends and receives.
+
+This file prices the operations of the device programs in seconds and bytes; `events.py` plays all programs together.
+Computations take the seconds of their sizes. Operations around messages take the seconds of their copies, additions and calls
+(`costs.py`); those with no message between them become one item.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from convoy.layout.comm_dtype import narrow_itemsize
+from convoy.layout.layout import Layout, held_entries, holds
+from convoy.model.graph import Graph, Parameter
+from convoy.plan.compile import compile_all
+from convoy.plan.device_program import (
+    BeginSum,
+    Compute,
+    DeviceProgram,
+    EndSum,
+    ExchangeRound,
+    FinishSums,
+    Fused,
+    LocalSize,
+    Operation,
+    TakeSum,
+    Unpack,
+    WaitRound,
+    WaitSum,
+    local_size,
+    sizes_in_chunks,
+)
+from convoy.plan.steps import ComputeStep, Phase, StepList
+from convoy.simulate.compute import ComputeTimes
+from convoy.simulate.costs import NOTHING, Costs, Handling, handling_of
+from convoy.simulate.events import (
+    HELD_BYTES,
+    Await,
+    Begin,
+    Item,
+    Key,
+    Mark,
+    Program,
+    Route,
+    Timeline,
+    Work,
+    play,
+)
+
+_WAITS = (WaitRound, TakeSum, WaitSum, FinishSums)
+_UNHANDLED = (Compute, Fused, ExchangeRound, BeginSum, EndSum, *_WAITS)
+"""Operations that copy and add nothing. A tuple: `A | B` would be built again in each of a planner's 100,000 calls."""
+
+LOSS = "loss"
+"""The label of computing the loss."""
+
+LOSS_BYTES = 16
+"""One device's sum and count of the loss, in float64."""
+
+
+def simulate(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> Timeline:
+    """Simulate one training step.
+
+    Args:
+        overlap: False: every device waits for each move and sum where it stands in the list, senders too, and nothing is sent
+            before its receiver is ready. Shows what overlap gains.
+    """
+    return play(programs(steps, graph, costs, overlap=overlap), costs.network, HELD_BYTES if overlap else 0)
+
+
+def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> list[Program]:
+    """Return the simulator's program of every device; `overlap` as in `simulate`."""
+    labels = {step.id: f"{type(step).__name__} {step.id}" for step in steps.steps}
+    kept = _kept(steps, graph)
+    return [_Pricer(p, steps, graph, costs, labels).program(kept) for p in compile_all(steps, graph, overlap=overlap)]
+
+
+def computing_s(steps: StepList, graph: Graph, costs: Costs) -> list[float]:
+    """Return the seconds of each device's layers. No step is shorter."""
+    total = [0.0] * steps.devices
+    for _, _, device, seconds in _arithmetic(steps, graph, costs.times):
+        total[device] += seconds
+    return total
+
+
+def layers_s(steps: StepList, graph: Graph, costs: Costs) -> dict[str, tuple[float, int]]:
+    """For each layer, return the slowest device's forward + backward seconds, and that device."""
+    total: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for name, _, device, seconds in _arithmetic(steps, graph, costs.times):
+        total[name][device] += seconds
+    return {name: max((seconds, device) for device, seconds in row.items()) for name, row in total.items()}
+
+
+def seconds_by_phase(steps: StepList, graph: Graph, times: ComputeTimes) -> list[dict[str, float]]:
+    """For each device, return the seconds of its part of each layer and phase, such as "forward conv1"."""
+    rows: list[dict[str, float]] = [defaultdict(float) for _ in range(steps.devices)]
+    for name, phase, device, seconds in _arithmetic(steps, graph, times):
+        rows[device][f"{phase} {name}"] += seconds
+    return [dict(row) for row in rows]
+
+
+def _arithmetic(steps: StepList, graph: Graph, times: ComputeTimes) -> Iterator[tuple[str, Phase, int, float]]:
+    """Yield (layer, phase, device, seconds) of all computations."""
+    sizes: dict[str, list[tuple[int, LocalSize]]] = {}  # the same in forward and backward
+    for step in steps.steps:
+        if isinstance(step, ComputeStep):
+            layer = graph[step.layer]
+            if step.layer not in sizes:
+                rows = ((device, local_size(step, layer, device)) for device in range(steps.devices))
+                sizes[step.layer] = [(device, size) for device, size in rows if size is not None]
+            for device, whole in sizes[step.layer]:
+                for size in sizes_in_chunks(whole, step.chunks):
+                    yield step.layer, step.phase, device, times.seconds(device, layer, step.phase, size, step.part)
+
+
+class _Pricer:
+    """Prices the program of one device."""
+
+    def __init__(
+        self, program: DeviceProgram, steps: StepList, graph: Graph, costs: Costs, labels: dict[int, str]
+    ) -> None:
+        self.source, self.steps, self.graph, self.costs, self.labels = program, steps, graph, costs, labels
+        self.device = program.device
+        self.overhead = costs.overhead(self.device)
+        # The first calls of a gradient sum count where its gradients are packed.
+        self.first_calls_s: dict[int, float] = {}
+        for operation in program.sums:
+            if isinstance(operation, ExchangeRound) and operation.step not in self.first_calls_s:
+                self.first_calls_s[operation.step] = self._calls_s(operation)
+
+    def program(self, kept: Sequence[tuple[Layout, Parameter]]) -> Program:
+        main: list[Item] = []
+        for phase, operations in (("forward", self.source.forward), ("backward", self.source.backward)):
+            self.labels[len(self.steps.steps)] = f"end of {phase}"
+            main += self._lane(operations)
+            if phase == "forward":
+                main += self._loss()
+        return [*main, *self._finish(kept)], list(self._lane(self.source.sums))
+
+    def _loss(self) -> Iterable[Item]:
+        """Yield the loss of this device's outputs and its gradient; if outputs are local, the sum of losses over devices."""
+        step = len(self.steps.steps) + 1
+        held = [held_entries(v.layout, self.device, v.shape) for v in self.steps.outputs]
+        seconds = self.overhead.loss_s(held, self.costs.itemsize)
+        if seconds and self.steps.phase("backward"):
+            yield Work(step, LOSS, seconds)
+        if not self.steps.joins_losses:
+            return
+        others = [d for d in range(self.steps.devices) if d != self.device]
+        self.labels[step] = "loss of the global batch"
+        yield from self._work(step, NOTHING, self.overhead.calls_s(2 * len(others)))
+        ways = [way for d in others for way in ((self.device, d), (d, self.device))]
+        yield Begin(step, 0, self.labels[step], {(step, 0, *way): LOSS_BYTES for way in ways})
+        yield self._await(step, ("round", step, 0))
+
+    def _calls_s(self, operation: ExchangeRound) -> float:
+        return self.overhead.calls_s(len(operation.sends) + len(operation.receives))
+
+    def _lane(self, operations: Sequence[Operation]) -> Iterable[Item]:
+        around, around_step, landed = NOTHING, -1, False
+        begun: set[int] = set()  # sums whose first calls have been counted
+        for operation in operations:
+            handled = None if isinstance(operation, _UNHANDLED) else handling_of(operation)
+            if handled is not None:
+                around, around_step = around + handled, operation.step
+                continue
+            calls_s = 0.0
+            match operation:
+                case BeginSum():
+                    calls_s = self.first_calls_s.get(operation.step, 0.0)
+                case TakeSum():
+                    begun.add(operation.step)
+                case ExchangeRound():
+                    calls_s = 0.0 if operation.step in begun else self._calls_s(operation)
+                    begun.discard(operation.step)
+            step = around_step if around_step >= 0 else operation.step
+            if landed:  # additions of one round, then the calls of the next
+                yield from self._work(step, around)
+                step, around = operation.step, NOTHING
+            yield from self._work(step, around, calls_s)
+            around, around_step, landed = NOTHING, -1, isinstance(operation, _WAITS)
+            yield from self._item(operation)
+        if around_step >= 0:
+            yield from self._work(around_step, around)
+
+    def _item(self, operation: Operation) -> Iterable[Item]:
+        match operation:
+            case Compute():
+                if operation.part not in ("statistics", "combine"):  # these are timed with the layer
+                    yield self._computation(operation, called=True)
+            case Fused():
+                yield from self._segment(operation)
+            case ExchangeRound():
+                yield self._begin(operation)
+            case BeginSum(step=step):
+                yield Mark(("ready", step, 0))
+            case EndSum(step=step):
+                yield Mark(("summed", step, 0))
+            case WaitRound(step=step, begun=begun, number=number):
+                yield self._await(step, ("round", begun, number))
+            case TakeSum(step=step):
+                yield self._await(step, ("ready", step, 0))
+            case WaitSum(step=step, sum=awaited):
+                yield self._await(step, ("summed", awaited, 0))
+            case FinishSums(step=step, sums=sums):
+                yield self._await(step, *(("summed", awaited, 0) for awaited in sums))
+
+    def _await(self, step: int, *keys: Key) -> Await:
+        return Await(step, self.labels[step], frozenset(keys))
+
+    def _segment(self, fused: Fused) -> Iterable[Item]:
+        """Yield the layers of a segment. Python, and waiting for a host that queues slowly, count with the first layer."""
+        called = True
+        rest: list[Operation] = []
+        waits_s = 0.0
+        if self.overhead.queue_s:
+            layers = [inner for inner in fused.operations if isinstance(inner, Compute)]
+            device_s = sum(self._computation(inner, called=False).seconds for inner in layers)
+            waits_s = max(0.0, len(layers) * self.overhead.queue_s - device_s)
+        for inner in fused.operations:
+            if not isinstance(inner, Compute):
+                rest.append(inner)
+                continue
+            if rest:
+                yield from self._lane(rest)
+            work = self._computation(inner, called=called)
+            yield replace(work, seconds=work.seconds + waits_s) if called else work
+            called, rest = False, []
+        yield from self._lane(rest)
+
+    def _computation(self, operation: Compute, *, called: bool) -> Work:
+        """Return a layer's seconds, with those of Python (`called`) for it or for the segment that begins with it."""
+        label = f"{operation.layer} {operation.phase}" + ("" if operation.part == "all" else f" {operation.part}")
+        layer = self.graph[operation.layer]
+        part = operation.part if operation.part in ("input", "weight") else "all"
+        seconds = self.costs.times.seconds(self.device, layer, operation.phase, operation.size, part)  # type: ignore[arg-type]
+        if called and not self.overhead.queue_s and (operation.rows is None or operation.rows[0] == 0):
+            seconds += self.overhead.layer_s / (2 if part == "all" else 4)
+        return Work(operation.step, label, seconds, is_layer=True)
+
+    def _begin(self, operation: ExchangeRound) -> Begin:
+        sizes: dict[Route, int] = {}
+        step, number, itemsize = operation.step, operation.number, self.costs.itemsize
+        ways = [(self.device, m.peer, m) for m in operation.sends]
+        ways += [(m.peer, self.device, m) for m in operation.receives]
+        for sender, receiver, m in ways:
+            size = m.size * (narrow_itemsize(itemsize) if m.narrow else itemsize)
+            sizes[step, number, sender, receiver] = sizes.get((step, number, sender, receiver), 0) + size
+        return Begin(step, number, self.labels[step], sizes)
+
+    def _work(self, step: int, around: Handling, calls_s: float = 0.0) -> Iterable[Item]:
+        seconds = calls_s + (0.0 if around is NOTHING else self.overhead.handling_s(around, self.costs.itemsize))
+        if seconds:
+            yield Work(step, f"{self.labels[step]} copies", seconds)
+
+    def _finish(self, kept: Sequence[tuple[Layout, Parameter]]) -> Iterable[Item]:
+        held = [held_entries(how, self.device, p.shape) for how, p in kept if holds(how, self.device)]
+        # Gradients that were summed together are in one tensor; at the end of a step each gets its own memory.
+        copied = [o for o in self.source.backward if isinstance(o, Unpack) and o.copied]
+        own = sum((Handling(copied=sum(o.sizes), made=o.sizes) for o in copied), NOTHING)
+        # Bytes become floats, which are shifted and scaled in place: about the memory traffic of two copies.
+        loaded = Handling(copied=2 * sum(held_entries(v.layout, self.device, v.shape) for v in self.steps.inputs))
+        rest_s = self.overhead.step_s + self.overhead.handling_s(own + loaded, self.costs.itemsize)
+        update_s = sum(held) * self.costs.update_s(self.device) + len(held) * self.overhead.update_s_per_tensor
+        adding = Handling(added=sum(held), made=tuple(held)) if self.steps.adds else NOTHING
+        adding_s = self.overhead.handling_s(adding, self.costs.itemsize)
+        rows = (adding_s, "gradients added"), (update_s * self.steps.sums, "optimizer"), (rest_s, "batch and loss")
+        for seconds, label in rows:
+            if seconds:
+                yield Work(len(self.steps.steps), label, seconds)
+
+
+def _kept(steps: StepList, graph: Graph) -> list[tuple[Layout, Parameter]]:
+    """Return the trainable parameters and their layouts."""
+    kept = {
+        parameter.key: (step.parameters[key], parameter)
+        for step in steps.phase("forward")
+        if isinstance(step, ComputeStep)
+        for key, parameter in graph[step.layer].parameters.items()
+        if parameter.trainable
+    }
+    return list(kept.values())

@@ -1,0 +1,57 @@
+"""`convoy plan --accumulate`: a step of several micro-batches."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from convoy.cli import planning
+from convoy.errors import PlanError
+from convoy.model.nets import graph_of
+from convoy.plan.plan import Plan
+from convoy.simulate.memory import memory_of
+from tests.planner.test_passes import fleet
+
+NET, IMAGE, CLASSES, BATCH = "two-conv:4:6", (1, 8, 8), 10, 64
+QUESTION: dict[str, Any] = {"image": "1,8,8", "batch": BATCH}
+ROOM = 60_000
+
+
+@pytest.fixture
+def tight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COLUMNS", "200")
+    file = tmp_path / "fleet.toml"
+    file.write_text(fleet((1e9, ROOM), (5e8, ROOM)).to_toml())
+    return file
+
+
+def test_the_number_of_micro_batches_that_the_refusal_names_fits(
+    tight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(PlanError, match=r"Make a step of (\d+) micro-batches .*, which fits: \S+ s a step") as caught:
+        planning.plan(NET, tight, **QUESTION)
+    wanted = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
+    plan = tmp_path / "plan.json"
+    planning.plan(NET, tight, output=plan, accumulate=wanted, **QUESTION)
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"A step of {BATCH} samples is {wanted} micro-batches (--accumulate {wanted}; in Python, model.no_sync())"
+        in said
+    )
+    assert f"--batch {BATCH} --accumulate {wanted} --devices 2" in said
+    assert Plan.load(plan).batch == BATCH // wanted
+    needs = memory_of(Plan.load(plan), graph_of(NET, IMAGE, CLASSES))
+    assert max(each.total_bytes for each in needs) <= ROOM
+
+
+def test_a_net_with_batch_norm_is_told_what_passes_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(fleet((1e9, 250_000), (5e8, 250_000)).to_toml())
+    planning.plan("resnet:8:4", file, accumulate=16, **QUESTION)
+    assert "with other numbers than in one, since batch norm" in " ".join(capsys.readouterr().out.split())
+
+
+def test_micro_batches_that_are_not_equal_are_refused(tight: Path) -> None:
+    with pytest.raises(PlanError, match="divides 64"):
+        planning.plan(NET, tight, accumulate=3, **QUESTION)

@@ -1,0 +1,165 @@
+"""What synchronisation costs devices that compute, and the noise model of devices under a CPU quota."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from convoy.comm.group import AloneGroup, Group
+from convoy.errors import DeviceLostError
+from convoy.measure import overhead_probe
+from convoy.measure.link_probe import Traffic, WireTimes
+from convoy.measure.overhead_probe import Blocks, Quota, SyncOverhead, find_quota, measure_sync, sync_overhead
+from convoy.runtime.clock import Clock
+from convoy.simulate.costs import Overheads
+from convoy.simulate.noise import QuotaNoise
+from tests.support.threads import run_on_threads
+
+CPU = torch.device("cpu")
+
+
+def wire_of(devices: int) -> WireTimes:
+    """Return a wire without latency whose traffic costs no processor time."""
+    return WireTimes((), (), (Traffic(0.0, 0.0, 0.0),) * devices)
+
+
+def blocks(alone_s: float, together_s: float, own_s: Sequence[float]) -> Blocks:
+    return Blocks(alone_s=[alone_s] * 5, together_s=[together_s] * 5, own_s=list(own_s))
+
+
+def jitter_of(devices: Sequence[Blocks], exchange_s: float = 0.0) -> tuple[float, ...]:
+    # Of two devices each sends and receives one message: a round and another message.
+    costs = [Overheads(round_s=exchange_s)] * len(devices)
+    return sync_overhead(devices, wire_of(len(devices)), costs, 0).jitter_s
+
+
+# --- jitter ------------------------------------------------------------------------------------------------------------
+
+
+def test_time_beyond_the_slowest_device_and_the_price_is_jitter() -> None:
+    """Tasks of 40 and 42 ms, together 50 ms; an exchange costs 3, so 5 ms are left. The second device varies half as much as
+    the first (standard deviations 1 and 2) and is charged with half."""
+    first, second = blocks(0.040, 0.050, (0.038, 0.042)), blocks(0.042, 0.049, (0.041, 0.043))
+    assert jitter_of([first, second], 0.003) == pytest.approx((0.005, 0.0025))
+
+
+def test_steady_devices_have_no_jitter() -> None:
+    steady = blocks(0.040, 0.043, (0.040, 0.040))
+    assert jitter_of([steady, steady], 0.003) == (0.0, 0.0)
+    assert jitter_of([blocks(0.040, 0.041, (0.03, 0.05))] * 2, 0.003) == (0.0, 0.0), "below the price it is noise"
+
+
+def test_one_interrupted_block_does_not_count() -> None:
+    """Of six blocks the lowest and the highest do not count: typical values are 40 and 46 ms."""
+    alone = [0.040, 0.040, 0.040, 0.040, 0.040, 4.0]
+    together = [9.0, 0.046, 0.046, 0.046, 0.046, 0.046]
+    found = Blocks(alone_s=alone, together_s=together, own_s=[0.039, 0.041])
+    assert jitter_of([found] * 2) == pytest.approx((0.006, 0.006))
+
+
+def test_one_device_waits_for_nobody() -> None:
+    cost = Overheads(round_s=0.1)
+    found = measure_sync(AloneGroup(CPU), Clock(CPU), wire_of(1), [cost], slice_s=1e-6)
+    assert found == SyncOverhead((0.0,), (cost,), (None,))
+
+
+def test_calls_after_computing_cost_more_than_at_rest() -> None:
+    """2 ms of processor after computing, 0.5 at rest; a disturbed block does not count."""
+    plain = blocks(0.04, 0.05, (0.04,))
+    found = replace(plain, calls_s=[0.002, 0.002, 9.0], rest_calls_s=[0.0005, 0.0005, 0.7])
+    assert found.call_factor == pytest.approx(4.0)
+    assert replace(found, calls_s=[0.0001] * 3).call_factor == 1.0
+    assert plain.call_factor == 1.0
+    costs = [Overheads(step_s=1.0, round_s=0.01, message_s=0.02)] * 2
+    first, second = sync_overhead([found, plain], wire_of(2), costs, 0).overheads
+    assert (first.step_s, first.round_s, first.message_s) == pytest.approx((1.0, 0.04, 0.08))
+    assert second == costs[1]
+
+
+def test_all_devices_exchange_equally_often_and_get_the_same_result() -> None:
+    def work(group: Group) -> tuple[SyncOverhead, list[int]]:
+        found = measure_sync(group, Clock(CPU), wire_of(3), [Overheads()] * 3, slice_s=1e-6)
+        return found, group.sent_bytes
+
+    rows = run_on_threads(3, work, timeout_s=30.0)
+    assert all(found == rows[0][0] for found, _ in rows)
+    exchanges = 2 * overhead_probe.BLOCKS * overhead_probe.TASKS  # after each task, and at rest
+    assert [sent for _, sent in rows] == [
+        [0 if to == device else overhead_probe.MESSAGE_BYTES * exchanges for to in range(3)] for device in range(3)
+    ]
+
+
+# --- quotas ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_quota_there_is_no_noise_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead_probe, "quota_cores", lambda: None)
+    assert find_quota(AloneGroup(CPU)) is None
+
+
+def test_a_quota_gives_a_clock_without_its_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a processor: 3 s of it take 12 s. Several threads and slept slow-downs are timed by the wall clock."""
+    monkeypatch.setattr(overhead_probe, "quota_cores", lambda: 0.25)
+    monkeypatch.setattr(time, "process_time", lambda: 3.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    quota = find_quota(AloneGroup(CPU))
+    assert quota is not None
+    now = quota.clock(1.0)
+    assert now is not None
+    assert now() == 12.0
+    assert quota.clock(2.0) is None
+    assert Quota(1.0, limited=False).clock(1.0) is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert quota.clock(1.0) is None
+
+
+def test_a_device_that_gets_less_of_a_processor_while_all_compute_is_slower() -> None:
+    """Of four emulated hosts on two cores, the one with 0.8 of a core had 0.75 while all computed."""
+    quota = Quota(0.8, limited=True)
+    assert quota.contention(10.0, 7.5, 1.0) == pytest.approx(0.8 / 0.75)
+    assert quota.contention(10.0, 9.0, 1.0) == 1.0, "short rounds begin with a whole quota"
+    assert quota.contention(10.0, 4.0, 2.0) == 1.0, "other programs had half of the machine"
+
+
+def test_noise_is_what_rests_save_and_what_computing_delays() -> None:
+    """Tasks take 40 ms, after a rest 32. A round of a sum takes 30 ms during computing, 10 at rest; its price is 13: it is 17
+    late. The device that varies most is charged with all of it, the other in proportion; one without a quota has no noise."""
+    first = Blocks(
+        1.0, limited=False, alone_s=[0.04] * 5, together_s=[0.04] * 5, own_s=[0.03, 0.05], rested_s=[0.032] * 5,
+        ring_s=[0.010] * 5, overlapped_ring_s=[0.030] * 5,
+    )  # fmt: skip
+    second = replace(first, share=0.25, limited=True, own_s=[0.035, 0.045], overlapped_ring_s=[0.028] * 5)
+    found = sync_overhead([first, second], wire_of(2), [Overheads(round_s=0.013)] * 2, 0)
+    assert found.noise[0] is None
+    assert isinstance(found.noise[1], QuotaNoise)
+    assert (found.noise[1].overlap_delay_s, found.noise[1].rested_s) == pytest.approx((0.0085, 0.008))
+    assert found.noise[1].burst == 4.0
+
+
+def test_under_a_quota_rests_and_rings_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead_probe, "BLOCKS", 2)
+    found: list[Blocks] = []
+    monkeypatch.setattr(overhead_probe, "sync_overhead", lambda rows, *_: found.extend(rows))
+
+    def work(group: Group) -> int:
+        measure_sync(group, Clock(CPU), wire_of(2), [Overheads()] * 2, 1e-6, Quota(0.5, limited=True))
+        return group.sent_bytes[1 - group.device]
+
+    exchanges = 2 * 2 * overhead_probe.TASKS * overhead_probe.MESSAGE_BYTES
+    assert run_on_threads(2, work) == [exchanges + 2 * 2 * overhead_probe.RINGS * overhead_probe.RING_BYTES] * 2
+    for each in found:
+        assert len(each.rested_s) == len(each.ring_s) == len(each.overlapped_ring_s) == 2
+
+
+def test_a_ring_that_fails_on_its_thread_raises_here() -> None:
+    class Lost(AloneGroup):
+        lanes = 2
+
+        def start(self, *_: object) -> None:  # type: ignore[override]
+            raise DeviceLostError(1, "device 1 was lost")
+
+    group = Lost(CPU)
+    with pytest.raises(DeviceLostError, match="device 1 was lost"):
+        overhead_probe._time_noise(group, Blocks(), lambda: None, time.perf_counter, 0.0, 64)

@@ -1,0 +1,119 @@
+"""What a move sends and receives by formula, held against the transfers that are run."""
+
+import numpy as np
+import pytest
+
+from convoy.layout.layout import Layout, Partial, Replicated, Shape, entries
+from convoy.layout.redistribute import Reduce, Schedule, gather_shares, schedule, sum_in_segments, sum_into_shares
+from convoy.planner.analytic import Loads, loads, move_s, share_loads, sum_loads
+from convoy.simulate.network import Network
+from tests.support.local_pieces import DEVICES, every_layout
+
+REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
+
+
+def counted(plan: Schedule) -> Loads:
+    """The same, transfer by transfer."""
+    sent, received = np.zeros(DEVICES), np.zeros(DEVICES)
+    rounds = 0
+    for transfers in plan.rounds:
+        travelling = [t for t in transfers if t.sender != t.receiver and entries(t.box)]
+        rounds += bool(travelling)
+        for t in travelling:
+            sent[t.sender] += entries(t.box)
+            received[t.receiver] += entries(t.box)
+    return Loads(sent, received, rounds)
+
+
+def assert_same(formula: Loads, plan: Schedule, case: str) -> None:
+    found = counted(plan)
+    assert formula.sent.tolist() == pytest.approx(found.sent.tolist()), case
+    assert formula.received.tolist() == pytest.approx(found.received.tolist()), case
+    if found.rounds:
+        assert formula.rounds == found.rounds, case
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("shape", [(10, 6), (10, 6, 300)], ids=str)
+def test_the_formula_sends_what_the_schedule_sends(shape: Shape, reduce: Reduce) -> None:
+    """60 entries, which `direct` sums in one round, and 18,000, for which it takes two; both divide by 2, 3 and 4."""
+    every: list[Layout] = every_layout((10, 6))
+    for src in every:
+        for dst in every:
+            case = f"{src} -> {dst} of {shape}, {reduce}"
+            assert_same(loads(src, dst, shape, DEVICES, reduce), schedule(src, dst, shape, reduce), case)
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("n", [12, 24_000])
+def test_gradients_are_summed_in_rounds_by_formula_too(n: int, reduce: Reduce) -> None:
+    for members in [(0, 1, 2, 3), (0, 2, 3), (1, 3)]:
+        formula = sum_loads(members, members, float(n), DEVICES, reduce)
+        assert_same(formula, sum_in_segments(members, n, reduce, 1), f"{members}, {reduce}")
+
+
+@pytest.mark.parametrize("users", [(0, 1, 2, 3), (0, 2, 3), (1, 3)])
+@pytest.mark.parametrize("shares", [(6, 3, 2, 1), (0, 12, 0, 0), (4, 0, 4, 4)])
+def test_shares_of_weights_are_summed_and_gathered_by_formula_too(
+    users: tuple[int, ...], shares: tuple[int, ...]
+) -> None:
+    formula = share_loads(users, shares, 12.0, DEVICES)
+    assert_same(formula, sum_into_shares(users, shares), f"{users} into {shares}")
+    assert_same(formula.reversed, gather_shares(shares, users), f"{users} from {shares}")
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "n", "rounds"),
+    [
+        # A reader receives from fifteen others, though it sends to one only.
+        (tuple(range(16)), (0, 1), 1092, 1),
+        (tuple(range(16)), (0, 1), 1093, 3),
+        # One reader: what arrives there counts.
+        ((0, 1, 2), (1,), 8192, 1),
+        ((0, 1, 2), (1,), 8193, 2),
+        # Readers that hold no summand.
+        ((0, 1), (2, 3), 8192, 1),
+        ((0, 1), (2, 3), 8193, 3),
+    ],
+)
+def test_no_device_sends_or_receives_much_in_one_round(
+    have: tuple[int, ...], want: tuple[int, ...], n: int, rounds: int
+) -> None:
+    plan = schedule(Partial(have), Replicated(want), (n,), "direct")
+    assert plan.in_place == (rounds > 1)
+    if rounds == 1:
+        others = [t for t in plan.rounds[0] if t.sender != t.receiver]
+        for device in {*have, *want}:
+            assert sum(entries(t.box) for t in others if t.sender == device) <= 16_384
+            assert sum(entries(t.box) for t in others if t.receiver == device) <= 16_384
+
+
+@pytest.mark.parametrize("devices", [4, 64, 65, 200])
+def test_the_far_pair_counts_wherever_it_is_and_however_many_devices_there_are(devices: int) -> None:
+    """Above 64 devices a round had the latency of the first and the last device: a far one in the middle was not seen, and
+    a far last one was charged to fleets whose others are near. Here device 2 is 10 ms from all others, 1 ms apart."""
+    far, near = 1e-2, 1e-3
+    latency = tuple(tuple(far if 2 in (a, b) else near for b in range(devices)) for a in range(devices))
+    fast = (1e30,) * devices
+    network = Network(tuple(range(devices)), fast, fast, fast, latency, (fast,) * devices, (0.0,) * devices)
+    load = Loads(np.ones(devices), np.ones(devices), rounds=3)
+    assert move_s(load, network, 4) == pytest.approx(3 * far)
+
+
+def test_an_uplink_carries_the_part_that_leaves_its_segment() -> None:
+    """Four hosts, two of them behind an uplink: of what each sends, two of the three others are outside. 300 bytes from either
+    of the two make 400 that cross at 40 bytes/s; out of each card 300 go at 1000."""
+    fast = (1000.0,) * 4
+    network = Network(
+        (0, 1, 2, 3), fast, fast, fast, ((0.0,) * 4,) * 4, (fast,) * 4, (0.0,) * 4,
+        segment=(0, 0, -1, -1), uplink_send_bytes_per_s=(40.0,), uplink_receive_bytes_per_s=(1e6,),
+    )  # fmt: skip
+    load = Loads(np.array([300.0, 300.0, 0.0, 0.0]), np.array([0.0, 0.0, 300.0, 300.0]), rounds=1)
+    assert move_s(load, network, 1) == pytest.approx(10.0)
+
+
+def test_what_a_device_takes_to_reach_itself_is_no_latency() -> None:
+    """Two hosts 2 microseconds apart: the 20 of the memory within a host, which nothing here passes, are not counted."""
+    latency, fast = ((2e-5, 2e-6), (2e-6, 2e-5)), (1e30,) * 2
+    network = Network((0, 1), fast, fast, fast, latency, (fast,) * 2, (0.0,) * 2)
+    assert move_s(Loads(np.ones(2), np.ones(2), rounds=1), network, 4) == pytest.approx(2e-6)
