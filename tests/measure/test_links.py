@@ -175,17 +175,6 @@ def test_every_pair_of_hosts_is_measured_once() -> None:
     assert pairs_to_measure([0]) == ([], [0])
 
 
-def test_cards_and_links_take_the_place_of_the_described_ones() -> None:
-    wire = measured_wire(Net(host=[0, 1], send=[50e6, 20e6], receive=[40e6, 30e6]))
-    described = Fleet(tuple(map(Host, "ab")), tuple(Device(n, n, "cpu") for n in "ab"), Nic(1, 1, 0))
-    fleet = wire.into(described)
-    assert fleet.network is None
-    assert fleet.path("a", "b").bandwidth_bytes_per_s == pytest.approx(30e6)
-    assert fleet.path("b", "a").bandwidth_bytes_per_s == pytest.approx(20e6)
-    assert fleet.nic("a").latency_s == pytest.approx(2e-4)
-    assert [(link.source, link.target) for link in wire.spreads(fleet)] == [("a", "b"), ("b", "a")]
-
-
 def test_an_uplink_is_as_fast_as_the_links_that_it_alone_holds_back() -> None:
     """Host a is alone behind an uplink that is said to carry 8 MB/s out and 1 GB/s in: 7.5 were measured on the way out; on
     the way in the cards are the narrower, so nothing is learnt of the uplink."""

@@ -69,14 +69,6 @@ def test_beyond_the_grid_by_hand() -> None:
     assert at(64) == pytest.approx(256 * 2**0.75)
 
 
-def test_what_lies_beyond_the_grid_joins_it_without_a_step() -> None:
-    """Also where a size within the grid is corrected, and one beyond it."""
-    beside = Correction(LocalSize(7, 4, 3), 40.0, 40.0), Correction(LocalSize(20, 4, 3), 70.0, 70.0)
-    times = LayerTimes(grid(1.0), grid(1.0), corrections=beside)
-    edge, after = (times.seconds(LAYER, "forward", LocalSize(s, 4, 3)) for s in (8, 8 + 1e-6))  # type: ignore[arg-type]
-    assert after == pytest.approx(edge, rel=1e-5)
-
-
 def test_a_wide_linear_is_not_taken_far_from_two_small_sizes() -> None:
     """On a device of a fifth of a core there was time for 4 samples and 512 features of a Linear of 4,096; the line
     through them gave 2.3 s for 64 samples, and the planner left the device idle. In training it took about 0.5 s.

@@ -56,9 +56,8 @@ def timer_of(processor: Processor) -> RoundTimer:
     return RoundTimer(Clock(CPU), processor.now)
 
 
-@pytest.mark.parametrize("forward_s", [1e-5, 3e-4, 2e-3, 0.07])
-@pytest.mark.parametrize("times_backward", [0.3, 3.0, 30.0])
-@pytest.mark.parametrize("quota", [1.0, 0.5, 0.2])
+@pytest.mark.parametrize("forward_s", [1e-5, 2e-3, 0.07])
+@pytest.mark.parametrize(("times_backward", "quota"), [(0.3, 0.5), (3.0, 1.0), (30.0, 0.2)])
 def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, forward_s: float) -> None:
     """Each phase meets its part of the pauses, also where it is much shorter than the other one."""
     processor = Processor(quota)
@@ -136,13 +135,6 @@ def test_no_backward_where_no_gradient_comes() -> None:
     times = timer_of(processor).time(fake_layer(FakeRun(processor, 1e-3, 5.0), gradient=None)).times()
     assert times.backward_s == 0
     assert times.forward_s == pytest.approx(1e-3)
-
-
-def test_the_optimizer_takes_time_per_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead_probe, "PROCESSOR_BYTES", 1 << 10)
-    per_entry_s, spread = overhead_probe.time_update(CPU, timing.device_now(CPU), 1e-3, entries=10_000)
-    assert 0 < per_entry_s < 1e-3
-    assert spread >= 0
 
 
 def test_overheads_are_what_a_step_takes_without_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
