@@ -160,7 +160,7 @@ def build_members(
         if waits:
             return
         reporter.on_members(members, reason)
-        words = replan.told()
+        words = replan.message()
         job.screen.lines([f"  {reason}", *([f"  {words}"] if words else [])])
         opening.on_members(members, replan.known)
 

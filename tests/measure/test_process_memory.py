@@ -1,4 +1,4 @@
-"""What a process takes before it trains: measured with the devices, predicted beside a plan's tensors, kept free by plans."""
+"""The memory of a process before it trains: measured with the devices, added to a plan's tensors, kept free by plans."""
 
 from dataclasses import replace
 
@@ -76,7 +76,7 @@ def test_it_is_measured_with_the_devices_beside_the_model_and_stands_in_their_fi
 
 
 def test_devices_of_a_host_share_what_is_free_and_each_has_its_own() -> None:
-    """900 MB are free beside two processes of 100 MB each; a limit below what a process has stays a limit."""
+    """900 MB are free next to two processes of 100 MB each; a limit below what a process has stays a limit."""
     rows = [DeviceInfo("a", "m", "cpu", 1, 1000 * MB, 1.0, 100 * MB) for _ in range(2)]
     assert [device.memory_bytes for device in fleet_of(rows).devices] == [550 * MB, 550 * MB]
     assert fleet_of([replace(rows[0], memory_bytes=MB)]).devices[0].memory_bytes == MB

@@ -1,4 +1,4 @@
-"""Sizes that plans have are timed beside the grids, and correct them there and near it."""
+"""Sizes that plans use are timed in addition to the grids, and correct them there and near it."""
 
 import math
 from dataclasses import replace

@@ -120,7 +120,7 @@ def test_devices_with_another_model_are_named_before_anything_is_measured() -> N
 def test_a_slowed_clock_waits_for_what_is_queued(
     kind: str, slowdown: float, finished: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sleep would run beside the kernels."""
+    """A sleep would run in parallel to the kernels."""
     asked: list[torch.device] = []
     monkeypatch.setattr("torch.accelerator.synchronize", asked.append)
     with Clock(torch.device(kind), slowdown).compute("conv", "forward"):

@@ -30,7 +30,7 @@ class Processor:
 
 
 class FakeRun:
-    """Arithmetic that takes the time it is told."""
+    """Arithmetic that takes a given time."""
 
     def __init__(self, processor: Processor, forward_s: float, backward_s: float) -> None:
         self.processor, self.forward_s, self.backward_s = processor, forward_s, backward_s
@@ -59,7 +59,7 @@ def timer_of(processor: Processor) -> RoundTimer:
 @pytest.mark.parametrize("forward_s", [1e-5, 2e-3, 0.07])
 @pytest.mark.parametrize(("times_backward", "quota"), [(0.3, 0.5), (3.0, 1.0), (30.0, 0.2)])
 def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, forward_s: float) -> None:
-    """Each phase meets its part of the pauses, also where it is much shorter than the other one."""
+    """Each phase has its part of the pauses, also where it is much shorter than the other one."""
     processor = Processor(quota)
     run = FakeRun(processor, forward_s, times_backward * forward_s)
     times = timer_of(processor).time(fake_layer(run)).times()
@@ -216,7 +216,7 @@ def test_layers_are_timed_with_caches_as_another_layer_leaves_them(monkeypatch: 
     """A ResNet-8's layers took a tenth less in a row of calls, which found all of it in the caches, than in a step.
 
     Every call has a filling before it, which does not count, and takes of the time that there is: 1 ms forward and 5 ms of
-    filling are three calls to a stretch of 20, and not twenty.
+    filling are three calls to a slice of 20, and not twenty.
     """
     processor = Processor()
     cold = timing.ColdCaches(CPU, processor.now, 4)
