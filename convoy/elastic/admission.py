@@ -74,14 +74,12 @@ class Applicants:
             request.asked_s = time.monotonic()
             return {request.verdict: request.reason} if request.verdict in ("spare", "refused") else {"wait": True}
 
-    def undecided(self) -> list[Applicant]:
-        return self._fresh("none")
-
     def wanted(self) -> list[Applicant]:
         """Return those that are to be admitted, and still wait."""
-        return self._fresh("wanted")
+        return self.waiting("wanted")
 
-    def _fresh(self, verdict: str) -> list[Applicant]:
+    def waiting(self, verdict: str) -> list[Applicant]:
+        """Return those with this verdict that still wait."""
         with self._lock:
             oldest_s = time.monotonic() - FRESH_S
             for mark in [mark for mark, each in self._requests.items() if each.asked_s < oldest_s - SPARE_POLL_S]:
@@ -142,7 +140,7 @@ class AdmissionThread:
         if self.membership.generation.members[0] != self.membership.me:
             return False
         applicants = self.membership.applicants
-        if (self._thread is None or not self._thread.is_alive()) and (new := applicants.undecided()):
+        if (self._thread is None or not self._thread.is_alive()) and (new := applicants.waiting("none")):
             self._thread = threading.Thread(target=self._decide, args=(new[0],), name="convoy-admission", daemon=True)
             self._thread.start()
         return bool(applicants.wanted())
