@@ -112,7 +112,7 @@ class Applicants:
 
 
 class Admission(Protocol):
-    """Decides about join requests, and sends joining devices what they must know beside the model's state."""
+    """Decides about join requests, and sends joining devices what they must know besides the model's state."""
 
     def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:
         """Decide about a process that would become this device; on the first member, in a thread of its own."""
@@ -172,7 +172,7 @@ def gather_joined(
     Args:
         has: which devices have a snapshot of the step after which all continue; not all have.
         facts: how this device described itself, where it joined later.
-        others: the state beside the model, where this device has that snapshot.
+        others: the state besides the model, where this device has that snapshot.
     """
     group = membership.group
     rows = gather(group, "who is new", None if has[group.device] else facts)

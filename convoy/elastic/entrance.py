@@ -28,7 +28,7 @@ ANSWER_S = 5.0
 RETRY_S = 0.2
 
 REFUSED_S = 3.0
-"""A device that admits nobody may not have got that far yet: it is asked again for this long."""
+"""A device that admits no others may still be starting: it is asked again for this long."""
 
 HELLO_S = 10.0
 """How long a running job may take to answer a joining device: the job may be just beginning."""
@@ -177,7 +177,7 @@ class Entrance:
                 if "silent" in reply:
                     self._ask_next()
                     if self._unanswered >= ROUNDS * len(self.addresses):
-                        raise DeviceLostError(0, f"nobody of the job answers at {self._asked()}: has it ended?")
+                        raise DeviceLostError(0, f"no device of the job answers at {self._asked()}: has it ended?")
                 elif "call" in reply:
                     membership.offer = self._offer  # others may ask this device from here on
                     membership.meet_as(int(reply["device"]), reply)

@@ -93,7 +93,7 @@ class JoinOptions:
     """How devices join a job.
 
     Attributes:
-        admission: decides about join requests, and sends joining devices the state of the run; None: nobody is admitted.
+        admission: decides about join requests, and sends joining devices the state of the run; None: no device is admitted.
         home: where a device that trains alone answers join requests.
         entrance: of this device, if it joins a running job, with its description of itself.
     """
@@ -599,7 +599,7 @@ class Members:
             self._random_state = torch.tensor(random_there, dtype=torch.uint8)
 
     def _gather_joined(self, step: int | None, held: Sequence[Fields]) -> tuple[list[str], Any]:
-        """Return the names of the devices that joined, and the state beside the model for devices without a snapshot."""
+        """Return the names of the devices that joined, and the state besides the model for devices without a snapshot."""
         if step is None:  # a checkpoint restores the state; joining devices know nothing of the run all the same
             has = [bool(row) for row in gather(self.model.group, "who trained before", self._planned is not None)]
         else:

@@ -137,7 +137,7 @@ class Membership:
         group: of the present generation.
         silence_s: how long a device may be silent.
         applicants: the join requests at this device.
-        offer: how the job describes itself to them; None: nobody is admitted.
+        offer: how the job describes itself to them; None: no device is admitted.
     """
 
     def __init__(self, group: ChangingGroup, home: Home | None = None) -> None:
@@ -347,7 +347,7 @@ class Membership:
                 self._invite(reply)
         self.regroup(DeviceLostError(0, "the devices that this one was to join did not meet it"))
 
-    # --- meeting anew, on the main thread --------------------------------------------------------------------------------
+    # --- regrouping, on the main thread --------------------------------------------------------------------------------
 
     def regroup(self, error: ConvoyError) -> None:
         """Form a group with the devices that remain or join.

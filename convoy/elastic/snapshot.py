@@ -465,7 +465,7 @@ def _with_numbers(rows: Rows, numbers: Tensor | None) -> Rows:
 def take(
     place: Any, optimizers: Sequence[Optimizer], others: Sequence[Stateful], device: torch.device
 ) -> dict[str, Any]:
-    """Return the state beside the model: place in the data, optimizer settings, schedules, scaler, random numbers."""
+    """Return the state besides the model: place in the data, optimizer settings, schedules, scaler, random numbers."""
     settings = [
         [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers

@@ -132,7 +132,7 @@ def test_samples_to_train_and_to_test_on_are_needed() -> None:
         from_datasets(Listed(pixels()), Listed([]), name="mine")
     with pytest.raises(DataError, match=r"mine: 0\.01 of each class leaves none for the test; give a larger"):
         from_datasets(Listed(pixels()), name="mine", test_fraction=0.01)
-    with pytest.raises(InputError, match=r"a test fraction of 0\.5 beside test samples: leave one of them out"):
+    with pytest.raises(InputError, match=r"a test fraction of 0\.5 with test samples: leave one of them out"):
         from_datasets(Listed(pixels()), Listed(pixels()), test_fraction=0.5)
 
 
