@@ -28,7 +28,7 @@ from convoy.train.adopt import (
     first_samples,
     in_batches,
     rebind,
-    remembered,
+    state_rows,
 )
 from convoy.train.loader import loader
 
@@ -95,7 +95,7 @@ def prepare(
     state = _state_of(optimizer)
     made = make_plans(model, example, batch_size_of(source), group, plan, optimizer=state, **options)[0]
     names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
-    before = {} if optimizer is None else remembered(optimizer, names)
+    before = {} if optimizer is None else state_rows(optimizer, names)
     part = Distributed(model, made, group, example, slowdown=slowdown, compile=compile, takes_over=True)
     compute_in(part, precision)
     part.takes_whole = not parts
