@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cli.predict import fleet_on
+from convoy.cli.planning import fleet_on
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph

@@ -243,6 +243,3 @@ def test_where_there_is_nothing_to_share_nothing_is_exchanged(plan: str) -> None
 
     with one_trace("two-conv", torch.float64):
         assert run_on_threads(devices, work) == [True] * devices
-
-
-# ----------------------------------------------------------------------------------------------------------- the command
