@@ -82,17 +82,6 @@ def test_memory_of_the_masters_plan_by_hand():
     assert master == DeviceMemory(4 * (38 + 51), 4 * (38 + 51), 0, 4 * (128 + 256 + 256 + 64), 4 * 256)
 
 
-def test_one_device_exchanges_nothing():
-    (alone,) = memory("data", devices=1)
-    assert alone.exchange_bytes == 0
-    assert alone.activations_bytes == 2 * memory("data")[0].activations_bytes
-
-
-def test_an_unknown_optimizer_is_named():
-    with pytest.raises(InputError, match="sgd-momentum"):
-        memory("data", optimizer="lion")
-
-
 class Net(nn.Module):
     """A residual block between a convolution and a Linear. What bn2 gives is kept by nobody where it moves on."""
 
