@@ -10,7 +10,7 @@ from convoy.config.checks import check_output
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.planner.bound import lower_bound
-from convoy.planner.prediction import predict_all, proposal, rates_by_devices
+from convoy.planner.prediction import predict_all, rates_by_devices
 from convoy.report.measured import remarks
 from convoy.report.plans import (
     show_basis,
@@ -51,9 +51,8 @@ def run_plan(
         rows = predict_all(request, least_energy_s)
         tell("what fewer devices would bring")
         counts = [] if least_energy_s is not None else rates_by_devices(request)
-        other = proposal(request, rows[-1].step_s) if request.micro_batches == 1 else None
     show_predictions(console, rows, request)
-    show_passes(console, rows[-1], request, other)
+    show_passes(console, rows[-1], request)
     show_basis(console, rows[-1], request)
     for remark in [] if known.measured is None else remarks(known.measured):
         console.print(remark, soft_wrap=True)

@@ -9,7 +9,7 @@ from convoy.cli.question import PlanQuestion, read_knowledge
 from convoy.errors import InputError, shown, unknown_name
 from convoy.files import unwritable
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, named_plan
+from convoy.plan.presets import PLANS
 from convoy.planner.planner import plan_auto
 from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
@@ -88,8 +88,7 @@ def _plan(name: str, request: PlanRequest) -> Plan:
     if name == "auto":
         return plan_auto(request).named("auto")
     if name in PLANS:
-        made = named_plan(name, request.graph, request.batch, request.layer_speeds)
-        return replace(made, wire=request.wire, outputs=request.outputs)
+        return request.named(name)
     if not name.endswith(".json") and not os.path.isfile(name):
         raise unknown_name("plan", name, [*PLANS, "auto", "a plan file (….json)"])
     saved = Plan.load(Path(name))

@@ -133,8 +133,8 @@ class LocalSearch:
                 if tuple(attempt.values()) in tried:
                     continue
                 tried.add(tuple(attempt.values()))
-                _, whole = Search(self.model, active, attempt).run()[0]
-                for other in (whole, replace(whole, chunks=min(SOME_CHUNKS, plan.batch))):
+                wholes = [found for _, found in Search(self.model, active, attempt).run()[:1]]
+                for other in wholes + [replace(each, chunks=min(SOME_CHUNKS, plan.batch)) for each in wholes]:
                     if better := self.shorter(other, least_s):
                         least_s, kinds, changed = better.step_s, attempt, True
                         yield least_s, other

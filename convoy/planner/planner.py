@@ -206,14 +206,6 @@ def in_micro_batches(request: PlanRequest) -> tuple[PlanRequest, Candidate] | No
     return min(rows, key=lambda row: row[0].micro_batches * row[1].step_s)
 
 
-def memory_slows(request: PlanRequest) -> bool:
-    """Return whether the plan that would be fastest does not fit."""
-    if not request.limits.limited:
-        return False
-    model = CostModel(request)
-    return not _fits(_quick(model, _fastest_first(request))[0].plan, model)
-
-
 def _remedy(request: PlanRequest) -> str:
     """Return the number of micro-batches with which a step fits, in words; empty if there is none."""
     found = in_micro_batches(request)

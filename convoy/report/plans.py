@@ -139,8 +139,8 @@ def show_plan(console: Console, row: PlanPrediction, request: PlanRequest) -> No
     Screen(visible=True, console=console).plan(row.plan, rows, work_shares(steps, graph))
 
 
-def show_passes(console: Console, row: PlanPrediction, request: PlanRequest, other: PlanPrediction | None) -> None:
-    """Print how many micro-batches a step has, and whether `other`, a step of several, would be much shorter."""
+def show_passes(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
+    """Print how many micro-batches a step has."""
     if request.micro_batches > 1:
         console.print(
             f"A step of {request.batch * request.micro_batches} samples is "
@@ -149,10 +149,6 @@ def show_passes(console: Console, row: PlanPrediction, request: PlanRequest, oth
             f"{seconds(request.micro_batches * row.step_s)}.",
             soft_wrap=True,
         )
-    if other is not None:
-        count = request.batch // other.plan.batch
-        words = micro_batch_words(request.graph, count, count * other.step_s)
-        console.print(f"Memory makes this slow. A step could be made in {words}.", soft_wrap=True)
 
 
 # --- the parts of a step --------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host
 from convoy.layout.layout import local_shape
 from convoy.model.tracing import trace
@@ -159,13 +158,6 @@ def test_energy_by_hand():
     energy = energy_of(timeline(10.0, 4.0, 10.0), (Power(5, 50), Power(2, 10)), batch=20)
     assert energy.devices_j == (230.0, 100.0)
     assert (energy.step_j, energy.image_j, energy.step_j / energy.step_s) == (330.0, 16.5, 33.0)
-
-
-def test_energy_wants_watts_for_every_device():
-    with pytest.raises(InputError, match="1 devices for a timeline of 2"):
-        energy_of(timeline(1.0, 1.0, 1.0), (Power(1, 2),), batch=1)
-    with pytest.raises(InputError, match=r"30(\.0)? W idle"):
-        Power(30.0, 20.0)
 
 
 def test_a_fleet_without_watts_has_no_power():
