@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy_fleet FOLDER [--fleet mixed4] [--minutes 20] [--epochs N]     # Linux, root
     python -m benchmarks.accuracy_fleet FOLDER --page-only
 
-Every row is a `convoy train` of its own: `--plan auto` on the rehearsed fleet, and plain training on this machine
+Every row is a `convoy train` of its own: `--plan auto` on the emulated fleet, and plain training on this machine
 as one device. A short run of each tells how many epochs fit into the minutes. Writes results/accuracy-fleet.json, from which an
 interrupted run goes on, and docs/accuracy.md.
 """
@@ -176,7 +176,7 @@ def accuracy_page(document: Document) -> str:
         "Made by `python -m benchmarks.accuracy_fleet`; do not edit.",
         f"`{setting['net']}` on CIFAR-10, {images:,} training images, {document['epochs']} "
         f"epoch{'s' * (document['epochs'] > 1)}, batch {setting['batch']}, "
-        f"crops and flips, cosine schedule from {setting['lr']:g}. Fleet: {setting['fleet']}, rehearsed on {here['cores']} "
+        f"crops and flips, cosine schedule from {setting['lr']:g}. Fleet: {setting['fleet']}, emulated on {here['cores']} "
         f"cores of {here['processor']}, `--plan auto`; one device: this whole machine. torch {here['torch']}, "
         f"convoy {here['convoy']} at {here['revision'] or 'an unknown revision'}, {rows[-1]['date'][:10]}.",
         *(f"```\n{found[0]['command']}\n```" for found in kinds.values()),

@@ -1,4 +1,4 @@
-"""Runs the cases that are asked for, fleet by fleet, each under a rehearsal of its own; the workers write the results."""
+"""Runs the cases that are asked for, fleet by fleet, each under an emulation of its own; the workers write the results."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from benchmarks.results import FleetResult, newest, read_result
 from benchmarks.worker import JOB, WorkerJob
 from convoy.comm.job_key import TRUST
 from convoy.data import load
-from convoy.emulate import rehearse
+from convoy.emulate.run import emulate
 from convoy.errors import InputError
 from convoy.files import write_whole
 
@@ -92,7 +92,7 @@ def run(drive: Drive) -> int:
     """Run every fleet that is asked for; the status of the first that failed, after all had their turn.
 
     Raises:
-        InputError: see `Drive.check` and `convoy.emulate.rehearse`.
+        InputError: see `Drive.check` and `convoy.emulate.run.emulate`.
     """
     drive.check()
     drive.output.mkdir(parents=True, exist_ok=True)
@@ -105,11 +105,11 @@ def run(drive: Drive) -> int:
         _refuse_to_lose(job)
     jobs = _announced(jobs)
     if not drive.encrypted:
-        os.environ[TRUST] = "1"  # here: the rehearsal would hand a key to every device
+        os.environ[TRUST] = "1"  # here: emulating would give a key to every device
     first_failure = 0
     for job in jobs:
         print(f"fleet {job.fleet}", flush=True)
-        status = _rehearsed(job, drive.limit_s)
+        status = _emulated(job, drive.limit_s)
         first_failure = first_failure or status
         if status:
             print(
@@ -160,14 +160,14 @@ def _announced(jobs: Sequence[WorkerJob]) -> list[WorkerJob]:
     return found
 
 
-def _rehearsed(job: WorkerJob, limit_s: float) -> int:
+def _emulated(job: WorkerJob, limit_s: float) -> int:
     fleet = fleet_named(job.fleet)
     with tempfile.TemporaryDirectory() as folder:
         order, described = Path(folder) / "job.json", Path(folder) / "fleet.toml"
         write_whole(order, JOB.dump_json(job).decode())
         write_whole(described, fleet.to_toml())
         command = [sys.executable, "-m", "benchmarks.worker", str(order)]
-        return rehearse(fleet, command, timeout_s=limit_s, fleet_path=described)
+        return emulate(fleet, command, timeout_s=limit_s, fleet_path=described)
 
 
 def results_in(folder: Path) -> list[FleetResult]:

@@ -208,7 +208,7 @@ def _document(setting: Setting, runs: dict[str, Run], summary: Summary) -> dict[
 
 
 def _command() -> str:
-    """As a person would type it: a rehearsal names its fleet in CONVOY_FLEET; where this machine keeps results is its own."""
+    """As a user types it: convoy emulate names its fleet in CONVOY_FLEET; where this machine keeps results is its own."""
     given = sys.argv[1:]
     for name in ("-o", "--output"):
         if name in given:

@@ -135,10 +135,10 @@ def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -
         plans = make_plans(
             build_net(net, IMAGE, CLASSES, 0), torch.zeros(1, *IMAGE), batch, encrypted, budget_s=budget_s
         )
-        assert plans.measured is not None
+        assert plans.request.fleet.measured is not None
         for name in names:
             probe = distribute(build_net(net, IMAGE, CLASSES, 0), plans[0], encrypted, torch.zeros(1, *IMAGE))
-            plan, step_s, dearer, price = predicted(plans.measured, probe.traced[True].graph, batch, name)
+            plan, step_s, dearer, price = predicted(plans.request.fleet.measured, probe.traced[True].graph, batch, name)
             made = {"trusted": (None, trusted), "encrypted": (None, encrypted), "spares": (price.every, encrypted)}
             ways = {mode: Training(net, batch, plan, *made[mode]) for mode in MODES}
             first_s = {mode: way.run(3) for mode, way in ways.items()}["encrypted"]  # memory is new

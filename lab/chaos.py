@@ -43,8 +43,7 @@ from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import full_optimizer_state
 from convoy.train.controller import Rebalancer
-from convoy.train.loop import Recipe, Training, fit
-from convoy.train.lr import Schedule, build_schedule
+from convoy.train.loop import RateCurve, Recipe, Training, build_schedule, fit
 from convoy.train.observer import Observer, Observers
 
 PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid")
@@ -157,7 +156,7 @@ def build(case: Case, model: nn.Module, part: Any) -> tuple[Any, Any, Any]:
         momentum = 0.0 if case.optimizer == "sgd-plain" else 0.9
         optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=momentum, weight_decay=1e-4)
     average = WeightAverage(optimizer, 0.8) if case.average else None
-    schedule = build_schedule(optimizer, Schedule(case.schedule, case.steps, 2, 5, 0.5))
+    schedule = build_schedule(optimizer, RateCurve(case.schedule, case.steps, 2, 5, 0.5))
     recipe = Recipe(case.accumulate, case.clip_norm, evaluate_epochs=2)
     return Training(model, optimizer, recipe, schedule, average), train, test
 

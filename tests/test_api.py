@@ -121,7 +121,7 @@ def test_plans_that_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before the seconds of measuring."""
-    monkeypatch.setattr("convoy.api.measure_speeds", lambda *_: pytest.fail("measured first"))
+    monkeypatch.setattr("convoy.measure.planning.measure_speeds", lambda *_: pytest.fail("measured first"))
     with convoy.join() as group, pytest.raises(error) as caught:
         convoy.make_plan(name, nets.build("two-conv"), X, batch, group, **options)  # type: ignore[arg-type]
     for word in words:

@@ -17,8 +17,7 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
-from convoy.train.loop import Recipe, Training, build_optimizer
-from convoy.train.lr import Schedule, build_schedule
+from convoy.train.loop import RateCurve, Recipe, Training, build_optimizer, build_schedule
 from convoy.train.rebalance import Decision
 
 
@@ -33,7 +32,7 @@ def build_training(settings: Settings, model: nn.Module, train: Loader) -> Train
     """Return the model, distributed or not, with its optimizer, schedule, weight average and scaler."""
     optimizer = build_optimizer(settings.optimizer, model, settings.lr, settings.momentum, settings.weight_decay)
     steps_per_epoch = math.ceil(len(train) / settings.passes)
-    schedule = Schedule(
+    schedule = RateCurve(
         settings.schedule, settings.epochs * steps_per_epoch, round(settings.warmup_epochs * steps_per_epoch),
         settings.drop_epochs * steps_per_epoch, settings.drop_factor,
     )  # fmt: skip

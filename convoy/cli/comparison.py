@@ -48,8 +48,9 @@ def compare_with_one_device(settings: Settings, done: Done, screen: Screen) -> N
     train, test = build_loaders(settings, done.splits, None)
     slowdown = min(slowdown for _, _, slowdown in done.devices)
     training = build_training(settings, model, train)
+    training.tell = screen.line
     slowed = _Slowed(**vars(training), clock=Clock(torch.device("cpu"), slowdown))
     title = "one device, plain PyTorch" + (f", slowed down {slowdown:g}x" if slowdown != 1 else "")
     with screen.progress(title, settings.epochs, train.samples, tests=test.samples) as bar:
-        alone = fit(slowed, train, test, settings.epochs, bar, tell=screen.line)
+        alone = fit(slowed, train, test, settings.epochs, bar)
     screen.comparison(done.history, alone, done.devices, done.uses, inexact=done.inexact, precision=settings.precision)

@@ -142,7 +142,7 @@ def emulate(
 
     Example: convoy emulate benchmarks/fleets/mixed4.toml -- convoy train --plan hybrid
     """
-    from convoy.emulate import rehearse as run
+    from convoy.emulate.run import emulate as run
     from convoy.fleet import read_fleet
 
     program = command[1:] if command[0] == "--" else command

@@ -92,7 +92,7 @@ class Job:
                 budget_s=settings.budget_s, fleet=settings.fleet, precision=settings.precision,
                 optimizer=settings.optimizer_state, net=settings.net, micro_batches=settings.passes, progress=progress,
             )  # fmt: skip
-        for remark in [] if plans.measured is None else remarks(plans.measured):
+        for remark in [] if plans.request.fleet.measured is None else remarks(plans.request.fleet.measured):
             self.screen.line(remark)
         return plans
 

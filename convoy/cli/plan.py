@@ -5,11 +5,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from convoy.cli.question import PlanQuestion, read_knowledge
+from convoy.cli.question import PlanQuestion
 from convoy.config.checks import check_output
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.planner.bound import lower_bound
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import predict_all, rates_by_devices
 from convoy.report.measured import remarks
 from convoy.report.plans import (
@@ -42,7 +43,7 @@ def run_plan(
     question.check()
     if output is not None:
         check_output("--output", output)
-    known = read_knowledge(fleet)
+    known = FleetKnowledge.from_file(fleet)
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
     with Wait(Console(stderr=True), f"planning {question.net}", first_s=1.0) as tell:
         tell("reading the net")

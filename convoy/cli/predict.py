@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from convoy.cli.question import PlanQuestion, read_knowledge
+from convoy.cli.question import PlanQuestion
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import device_class, device_classes
@@ -49,7 +49,7 @@ def run_predict(
         known = FleetKnowledge(fleet_on(on, link_bytes_per_s, latency_s))
     else:
         assert fleet is not None
-        known = read_knowledge(fleet)
+        known = FleetKnowledge.from_file(fleet)
     with Wait(Console(stderr=True), f"predicting {question.net}", first_s=1.0) as tell:
         tell("reading the net")
         found = forecast(question.request(known), tell)

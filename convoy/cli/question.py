@@ -1,7 +1,6 @@
 """PlanQuestion: a net and the options to plan it with, as the command line gives them."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from convoy.config.checks import check_counts
 from convoy.layout.comm_dtype import parse_comm_dtype
@@ -9,7 +8,6 @@ from convoy.model.nets import graph_of
 from convoy.plan.plan import parse_outputs
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.request import PlanRequest
-from convoy.simulate.table import read_fleet_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +53,3 @@ class PlanQuestion:
         wire, outputs = parse_comm_dtype(self.wire), parse_outputs(self.outputs)
         whole = PlanRequest(graph, self.batch, fleet, optimizer=self.optimizer, wire=wire, outputs=outputs)
         return whole.split(self.micro_batches)
-
-
-def read_knowledge(path: Path) -> FleetKnowledge:
-    """Return the fleet of a file, and its measurement if it has one.
-
-    Raises:
-        InputError: see `read_fleet_file`.
-    """
-    return FleetKnowledge(*read_fleet_file(path))

@@ -142,7 +142,7 @@ def start_reporting(
     settings, screen, directory = job.settings, job.screen, job.directory()
     roster.update(run="" if directory is None else str(directory.run.absolute()))
     header = RunHeader(
-        job.run, devices, plans.speeds, plans[0], part.traced[True].graph, plans.measured, images,
+        job.run, devices, plans.speeds, plans[0], part.traced[True].graph, plans.request.fleet.measured, images,
         math.ceil(images / settings.batch), done,
     )  # fmt: skip
     log = header.open_log(directory, screen.line, job.stack) if directory is not None and screen.visible else None

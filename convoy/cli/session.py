@@ -34,7 +34,7 @@ def train_job(job: Job) -> Done:
     part = distribute(
         model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
     )
-    expect_measured(part, plans.measured)
+    expect_measured(part, plans.request.fleet.measured)
     devices = job.devices()
     screen.fleet(devices, plans.speeds)
     if group.device == 0 and job.invitation is None:
@@ -45,6 +45,7 @@ def train_job(job: Job) -> Done:
     show_plan(settings, part, screen)
     loaders = train, test = build_loaders(settings, splits, part)
     training = build_training(settings, part, train)
+    training.tell = screen.line
     checkpointer = build_checkpointer(settings, training, screen, job.stack, begins=job.invitation is None)
     done = Progress() if checkpointer is None else checkpointer.progress
     reporter = start_reporting(job, part, plans, devices, train.samples, done.step)
@@ -69,9 +70,7 @@ def train_job(job: Job) -> Done:
             replan.known = replace(replan.known, speeds=alone.speeds, measured=alone.measured)
         members = build_members(job, training, reporter, plans, replan, splits.fingerprint, known)
         with nullcontext() if members is None else handle_signals(members):
-            history = fit(
-                training, *loaders, settings.epochs, reporter.observers, rebalancer, checkpointer, screen.line, members
-            )
+            history = fit(training, *loaders, settings.epochs, reporter.observers, rebalancer, checkpointer, members)
     uses = reporter.usage(members, time.perf_counter() - start_s)
     screen.usage(uses, history)
     screen.best(history)

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from convoy.cli.question import PlanQuestion, read_knowledge
+from convoy.cli.question import PlanQuestion
 from convoy.errors import InputError, shown, unknown_name
 from convoy.files import unwritable
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import plan_auto
 from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
@@ -54,7 +55,7 @@ def run_step(
     question.check()
     if why := unwritable(out):
         raise InputError(f"cannot make the folder {shown(out)}: {why}; give one that can be made")
-    known = read_knowledge(fleet)
+    known = FleetKnowledge.from_file(fleet)
     say(f"reading {question.net}")
     request = question.request(known)
     if plan == "auto":

@@ -208,7 +208,7 @@ class Settings(BaseModel):
     lr: float = _step(0.01, "Learning rate, or the highest of a schedule.", often=True, gt=0)
     momentum: float = _step(0.9, "Momentum of sgd.", ge=0)
     weight_decay: float = _step(0.0, "Weight decay.", ge=0)
-    schedule: Annotated[str, one_of("convoy.train.lr:SCHEDULES")] = _step(
+    schedule: Annotated[str, one_of("convoy.train.loop:SCHEDULES")] = _step(
         "constant",
         "constant, cosine, step or one-cycle. cosine: down to 0. step: multiplied by --drop-factor "
         "after every --drop-epochs. one-cycle: up from 1/25, then down to nearly 0.",

@@ -1,4 +1,4 @@
-"""What the parts of an emulated fleet share: the system's programs (ip, tc, mount), and the names of what is made."""
+"""The system's programs that an emulated fleet calls (ip, tc), and the names of what it makes."""
 
 import os
 import re
@@ -14,8 +14,6 @@ _CALL_LIMIT_S = 10.0
 _PACKAGES = {
     "ip": "iproute2 (apt install iproute2; dnf install iproute)",
     "tc": "iproute2 (apt install iproute2; dnf install iproute-tc)",
-    "mount": "util-linux",
-    "umount": "util-linux",
     "sh": "a POSIX shell",
 }
 
@@ -23,18 +21,22 @@ _NAME = re.compile(r"convoy-(\d+)-(\d+)(?:-.+)?")
 
 
 def find(program: str) -> str:
-    """The full path of a program. InputError, with the package that has it, where it is missing."""
+    """Return the full path of a program.
+
+    Raises:
+        InputError: it is missing; the message names its package.
+    """
     # Root's PATH lacks the sbin folders under some su and cron set-ups.
     path = shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
     if path is None:
         raise InputError(
-            f"program {program!r} is not on this machine: a rehearsal calls it; install {_PACKAGES[program]}"
+            f"program {program!r} is not on this machine, and an emulated fleet needs it: install {_PACKAGES[program]}"
         )
     return path
 
 
 def call(program: str, *arguments: str) -> str:
-    """Run a program to its end and return what it printed.
+    """Run a program to its end and return its output.
 
     Raises:
         InputError: it failed, or took longer than ten seconds; the message has its own words.
@@ -43,20 +45,15 @@ def call(program: str, *arguments: str) -> str:
     try:
         # A session of its own: Ctrl-C reaches this process, which then removes what the program made.
         done = subprocess.run(
-            [find(program), *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_CALL_LIMIT_S,
-            start_new_session=True,
-            check=False,
-        )
+            [find(program), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CALL_LIMIT_S,
+            start_new_session=True, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise InputError(f"`{line}` took more than {_CALL_LIMIT_S:g} s: try again on a calmer machine") from error
     if done.returncode != 0:
-        words = done.stderr.strip().rstrip(".")
+        reason = done.stderr.strip().rstrip(".")
         raise InputError(
-            f"`{line}` ended with status {done.returncode}: {words or 'no message'}. A rehearsal needs a "
+            f"`{line}` ended with status {done.returncode}: {reason or 'no message'}. An emulated fleet needs a "
             "kernel with network namespaces, veth, bridge, tbf and control groups, and the right to change them; "
             "in a container, start it privileged"
         )
@@ -65,11 +62,11 @@ def call(program: str, *arguments: str) -> str:
 
 @dataclass(frozen=True)
 class RunName:
-    """`convoy-<pid>-<started>`: all that one rehearsal makes carries it, so that a later one can tell what is orphaned.
+    """`convoy-<pid>-<started>`: the name of one run, which everything it makes carries, so that orphans can be found.
 
     Attributes:
-        pid: process id of the rehearsing process.
-        started: when that process started, in clock ticks after boot. Process ids are given out again; the pair is not.
+        pid: of the process that emulates.
+        started: when that process started, in clock ticks after boot. Process ids are reused; the pair is not.
     """
 
     pid: int
@@ -77,13 +74,14 @@ class RunName:
 
     @classmethod
     def mine(cls) -> "RunName":
+        """Return the name of this process's run."""
         started = _started(os.getpid())
         assert started is not None, "this process is alive"
         return cls(os.getpid(), started)
 
     @classmethod
     def parse(cls, name: str) -> "RunName | None":
-        """The run that a namespace, control group or mount belongs to; None if it is not a rehearsal's."""
+        """Return the run that a namespace or control group belongs to; None if it is of no run."""
         found = _NAME.fullmatch(name)
         return cls(int(found[1]), int(found[2])) if found else None
 
@@ -91,11 +89,11 @@ class RunName:
         return f"convoy-{self.pid}-{self.started}"
 
     def of(self, part: str) -> str:
-        """The name of one part of this run."""
+        """Return the name of one part of this run."""
         return f"{self}-{part}"
 
     def alive(self) -> bool:
-        """Whether the process that this run belongs to is still there."""
+        """Return whether the process of this run is alive."""
         return _started(self.pid) == self.started
 
 

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces, joined by a bridge that has a namespace of its own, their cards at their rates.
+"""Emulates hosts as network namespaces, joined by a bridge in a namespace of its own, their NICs at their rates.
 
 ::
 
@@ -6,9 +6,9 @@
     <run>-<other host>    eth0 10.77.0.2/24 ──┤
     <run>-_switch                             port1, port2, ... on bridge br0
 
-A segment of the fleet has a bridge of its own in the switch's namespace, br1, br2 and so on, and a cable from there to br0.
+A network segment has its own bridge in the switch's namespace, br1, br2 and so on, with a veth pair to br0.
 
-The machine's own namespace gets no card, no address and no route, so that runs side by side may use the same addresses.
+The machine's own namespace gets no NIC, no address and no route, so parallel runs may use the same addresses.
 """
 
 import json
@@ -25,28 +25,28 @@ _BRIDGE = "br0"
 _NETWORK = "10.77.0"
 _MOST_HOSTS = 254
 
-# What may pass at once, in seconds of the link. Shorter, and the timer's jitter costs throughput; longer, and small
-# messages pass unshaped.
+# The burst of a token bucket in seconds of the link. A shorter one costs throughput by the timer's jitter; with a longer one
+# small messages are not shaped.
 _BURST_S = 6e-4
 _FRAME_BYTES = 1514
 _LARGEST_PACKET_BYTES = 65_536
-_QUEUE_S = 0.05  # what would wait longer is dropped, as a switch does
+_QUEUE_S = 0.05  # what would wait longer is dropped, as by a switch
 _CONGESTION_CONTROL = "cubic"
-"""Of TCP: what Linux chooses where nobody has. BBR takes the acknowledgements that wait behind the data of the other direction
-for a slower way: with both directions of a card busy it reaches four fifths (docs/decisions/073)."""
+"""Linux's default for TCP. BBR takes acknowledgements that wait behind data of the other direction for a slower link: with both
+directions of a NIC busy it reaches four fifths of the rate (docs/decisions)."""
 _FASTEST_BYTES_PER_S = 5e9  # more than a veth pair carries: a bucket would only cost processor time
 
 
 @dataclass(frozen=True)
 class Port:
-    """One host on the switch.
+    """The connection of one host to the switch.
 
     Attributes:
         host: its name in the fleet.
-        namespace: its network namespace, which holds the card `NIC`.
+        namespace: its network namespace, which holds the NIC.
         address: its IPv4 address.
-        plug: the switch's end of the cable, in the switch's namespace.
-        bridge: that the plug is on.
+        plug: the switch's end of the veth pair.
+        bridge: the bridge that the plug belongs to.
     """
 
     host: str
@@ -58,11 +58,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Uplink:
-    """The cable from a segment's bridge to the one where all meet; both in the switch's namespace.
-
-    Attributes:
-        inner, outer: its ends: what leaves the segment is sent by the inner one, what enters it by the outer one.
-    """
+    """The veth pair of a segment's bridge and the common one: `inner` sends what leaves the segment, `outer` what enters."""
 
     segment: NetworkSegment
     bridge: str
@@ -79,13 +75,20 @@ class Wiring:
     uplinks: tuple[Uplink, ...] = ()
 
     def port(self, host: str) -> Port:
+        """Return the port of a host."""
         return next(port for port in self.ports if port.host == host)
 
 
 def wire(run: RunName, hosts: Sequence[str], segments: Sequence[NetworkSegment] = ()) -> Wiring:
-    """Who gets which namespace and address. InputError for more hosts than a /24 has addresses."""
+    """Assign namespaces and addresses.
+
+    Raises:
+        InputError: more hosts than a /24 has addresses.
+    """
     if len(hosts) > _MOST_HOSTS:
-        raise InputError(f"{len(hosts)} hosts: a rehearsal has addresses for {_MOST_HOSTS}; rehearse a smaller fleet")
+        raise InputError(
+            f"{len(hosts)} hosts: an emulated fleet has addresses for {_MOST_HOSTS}; emulate a smaller fleet"
+        )
     uplinks = tuple(Uplink(each, f"br{n}", f"in{n}", f"out{n}") for n, each in enumerate(segments, start=1))
     bridges = {host: uplink.bridge for uplink in uplinks for host in uplink.segment.hosts}
     ports = (
@@ -97,33 +100,42 @@ def wire(run: RunName, hosts: Sequence[str], segments: Sequence[NetworkSegment] 
 
 @contextmanager
 def network(wiring: Wiring) -> Iterator[None]:
-    """The namespaces, the bridge and the cables, up and running, for as long as the context lasts."""
+    """Make the namespaces, bridges and veth pairs, and remove them on exit."""
+    switch = wiring.switch
     with ExitStack() as stack:
-        for namespace in (wiring.switch, *(port.namespace for port in wiring.ports)):
+        for namespace in (switch, *(port.namespace for port in wiring.ports)):
             call("ip", "netns", "add", namespace)
             stack.callback(delete, namespace)
-            _control_congestion(namespace)
+            file = "/proc/sys/net/ipv4/tcp_congestion_control"
+            # Every kernel has reno.
+            choice = f"echo {_CONGESTION_CONTROL} > {file} || echo reno > {file}"
+            call("ip", "netns", "exec", namespace, "sh", "-c", choice)
         for bridge in (_BRIDGE, *(uplink.bridge for uplink in wiring.uplinks)):
-            _in(wiring.switch, "link", "add", bridge, "type", "bridge")
-            _up(wiring.switch, bridge)
+            _in(switch, "link", "add", bridge, "type", "bridge")
+            _up(switch, bridge)
         for uplink in wiring.uplinks:
-            _in(wiring.switch, "link", "add", uplink.inner, "type", "veth", "peer", "name", uplink.outer)
+            _in(switch, "link", "add", uplink.inner, "type", "veth", "peer", "name", uplink.outer)
             for end, bridge in ((uplink.inner, uplink.bridge), (uplink.outer, _BRIDGE)):
-                _in(wiring.switch, "link", "set", end, "master", bridge)
-                _up(wiring.switch, end)
+                _in(switch, "link", "set", end, "master", bridge)
+                _up(switch, end)
         for port in wiring.ports:
-            _plug_in(wiring.switch, port)
+            _in(switch, "link", "add", port.plug, "type", "veth", "peer", "name", NIC, "netns", port.namespace)
+            _in(switch, "link", "set", port.plug, "master", port.bridge)
+            _in(port.namespace, "address", "add", f"{port.address}/24", "dev", NIC)
+            _in(port.namespace, "link", "set", "lo", "up")
+            _up(port.namespace, NIC)
+            _up(switch, port.plug)
         yield
 
 
 def namespaces() -> list[str]:
-    """The names of all network namespaces that have one."""
+    """Return the names of all network namespaces that have one."""
     listed = call("ip", "-json", "netns", "list")
     return [entry["name"] for entry in json.loads(listed)] if listed.strip() else []
 
 
 def delete(namespace: str) -> None:
-    """Remove a namespace; its cards and cables go with it. Nothing happens if it is gone already."""
+    """Remove a namespace with its NICs and veth pairs, if it is there."""
     try:
         call("ip", "netns", "delete", namespace)
     except InputError:
@@ -131,25 +143,10 @@ def delete(namespace: str) -> None:
             raise
 
 
-def _control_congestion(namespace: str) -> None:
-    file = "/proc/sys/net/ipv4/tcp_congestion_control"
-    # Every kernel has reno.
-    call("ip", "netns", "exec", namespace, "sh", "-c", f"echo {_CONGESTION_CONTROL} > {file} || echo reno > {file}")
-
-
-def _plug_in(switch: str, port: Port) -> None:
-    _in(switch, "link", "add", port.plug, "type", "veth", "peer", "name", NIC, "netns", port.namespace)
-    _in(switch, "link", "set", port.plug, "master", port.bridge)
-    _in(port.namespace, "address", "add", f"{port.address}/24", "dev", NIC)
-    _in(port.namespace, "link", "set", "lo", "up")
-    _up(port.namespace, NIC)
-    _up(switch, port.plug)
-
-
-def _up(namespace: str, card: str) -> None:
-    # Without a link-local address: libraries that look at a card's addresses find one, and it is IPv4.
-    _in(namespace, "link", "set", card, "addrgenmode", "none")
-    _in(namespace, "link", "set", card, "up")
+def _up(namespace: str, nic: str) -> None:
+    # Without a link-local address: libraries that look at a NIC's addresses find one, and it is IPv4.
+    _in(namespace, "link", "set", nic, "addrgenmode", "none")
+    _in(namespace, "link", "set", nic, "up")
 
 
 def _in(namespace: str, *arguments: str) -> None:
@@ -160,13 +157,13 @@ def _in(namespace: str, *arguments: str) -> None:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class TokenBucket:
     """A rate as the kernel takes it.
 
     Attributes:
         rate_bit_per_s: bits per second, headers included: TCP sees 0.95 of it.
-        burst_bytes: what may pass at once after a pause.
-        packet_bytes: the largest packet that the sending host may hand down in one piece.
+        burst_bytes: may pass at once after a pause.
+        packet_bytes: the largest packet that the sending host may pass to the NIC.
     """
 
     rate_bit_per_s: int
@@ -174,12 +171,12 @@ class Bucket:
     packet_bytes: int
 
 
-def bucket(bytes_per_s: float) -> Bucket | None:
-    """The bucket for a rate; None for a rate that needs no shaping.
+def bucket(bytes_per_s: float) -> TokenBucket | None:
+    """Return the bucket for a rate; None for a rate that needs no shaping.
 
-    TCP hands down packets of up to 64 KiB, and a bucket that is smaller than a packet cuts it up frame by frame in the
-    processor. Four hosts at 1 Gbit/s then reached 0.52 of the rate in a ring, against 0.95. So the bucket holds a
-    whole packet, and on slow links the packets are made smaller instead of the bucket larger.
+    TCP passes packets of up to 64 KiB, and the kernel cuts a packet that is larger than the bucket into frames, in the
+    processor: four hosts at 1 Gbit/s then reached 0.52 of the rate in a ring instead of 0.95. So the bucket holds a whole
+    packet. On slow links the packets are made smaller, instead of the bucket larger.
     """
     if bytes_per_s > _FASTEST_BYTES_PER_S:
         return None
@@ -187,38 +184,45 @@ def bucket(bytes_per_s: float) -> Bucket | None:
     packet_bytes = min(_LARGEST_PACKET_BYTES, max(2 * _FRAME_BYTES, round(burst_bytes)))
     # Each frame of a packet is counted with its own headers, about a twentieth of it.
     whole_bytes = packet_bytes + packet_bytes // 16 + _FRAME_BYTES
-    return Bucket(max(8, round(bytes_per_s * 8)), max(whole_bytes, round(burst_bytes)), packet_bytes)
+    return TokenBucket(max(8, round(bytes_per_s * 8)), max(whole_bytes, round(burst_bytes)), packet_bytes)
 
 
-def shape(wiring: Wiring, card_of: Callable[[str], Nic]) -> None:
-    """Give all cables their rates, a token bucket at either end. InputError if the kernel refuses.
+def shape(wiring: Wiring, nic_of: Callable[[str], Nic]) -> None:
+    """Limit the rates of all veth pairs, by a token bucket at each end. `nic_of` returns the NIC of a host.
 
-    Args:
-        card_of: the card of a host, by its name.
+    Raises:
+        InputError: the kernel refuses.
     """
-    rates = [rate for uplink in wiring.uplinks for rate in _rates(uplink.segment.uplink)]
     # What crosses an uplink must fit into its bucket, whoever sends it.
+    rates = (rate for each in wiring.uplinks for rate in _rates(each.segment.uplink))
     packet_bytes = min((limit.packet_bytes for rate in rates if (limit := bucket(rate))), default=_LARGEST_PACKET_BYTES)
     for port in wiring.ports:
-        # A bucket holds back what leaves a device: the host's end sends, the switch's end is what the host receives.
-        sending, receiving = (bucket(rate) for rate in _rates(card_of(port.host)))
+        # A bucket limits what leaves a device: the host's end sends, the switch's end is what the host receives.
+        send, receive = _rates(nic_of(port.host))
+        sending = bucket(send)
         own_bytes = min(packet_bytes, sending.packet_bytes if sending else _LARGEST_PACKET_BYTES)
         if own_bytes < _LARGEST_PACKET_BYTES or sending:
-            call("ip", "-netns", port.namespace, "link", "set", NIC, "gso_max_size", str(own_bytes))
-        _hold_back(port.namespace, NIC, sending)
-        _hold_back(wiring.switch, port.plug, receiving)
+            _in(port.namespace, "link", "set", NIC, "gso_max_size", str(own_bytes))
+        _limit(port.namespace, NIC, send)
+        _limit(wiring.switch, port.plug, receive)
     for uplink in wiring.uplinks:
-        leaving, entering = (bucket(rate) for rate in _rates(uplink.segment.uplink))
-        _hold_back(wiring.switch, uplink.inner, leaving)
-        _hold_back(wiring.switch, uplink.outer, entering)
+        leaving, entering = _rates(uplink.segment.uplink)
+        _limit(wiring.switch, uplink.inner, leaving)
+        _limit(wiring.switch, uplink.outer, entering)
 
 
-def _rates(card: Nic) -> tuple[float, float]:
-    return card.send_bytes_per_s, card.receive_bytes_per_s
+def _rates(nic: Nic) -> tuple[float, float]:
+    return nic.send_bytes_per_s, nic.receive_bytes_per_s
 
 
-def _hold_back(namespace: str, device: str, limit: Bucket | None) -> None:
-    if limit is None:
-        return
-    words = ["rate", f"{limit.rate_bit_per_s}bit", "burst", f"{limit.burst_bytes}b", "latency", f"{_QUEUE_S * 1e3:g}ms"]
-    call("tc", "-netns", namespace, "qdisc", "add", "dev", device, "root", "tbf", *words)
+def _limit(namespace: str, device: str, bytes_per_s: float) -> None:
+    if limit := bucket(bytes_per_s):
+        rate = [
+            "rate",
+            f"{limit.rate_bit_per_s}bit",
+            "burst",
+            f"{limit.burst_bytes}b",
+            "latency",
+            f"{_QUEUE_S * 1e3:g}ms",
+        ]
+        call("tc", "-netns", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)

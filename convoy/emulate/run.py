@@ -1,4 +1,4 @@
-"""Runs a command on every device of an emulated fleet: checks the machine, makes the hosts, runs, removes everything."""
+"""Runs a command on every device of an emulated fleet: checks the machine, makes the hosts, runs, and removes everything."""
 
 import math
 import os
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TextIO
 
 from convoy.comm.job_key import key_to_start
-from convoy.emulate import cgroups, machine, namespaces, orphans
+from convoy.emulate import cgroups, machine, namespaces
 from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.launch.host_job import memory_environment, rank_variables
-from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, decoded, once_first, to_stdout
+from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, decoded, to_stdout
 
 TIMED_OUT = 124  # the status that timeout(1) gives
 
@@ -30,7 +30,7 @@ _LINES = 20
 _REAL_LATENCY_S = 1e-4
 
 
-def rehearse(
+def emulate(
     fleet: Fleet,
     command: Sequence[str],
     *,
@@ -39,46 +39,40 @@ def rehearse(
     fleet_path: Path | None = None,
     goes_on: bool = False,
 ) -> int:
-    """Run a command on every device of a fleet, emulated on this machine.
+    """Run a command on every device of a fleet, emulated on this machine. Return only when everything it made is gone.
 
-    Every host gets a network namespace with its card's rates, every device one process with its cores as a CPU quota
-    and torchrun's environment: RANK (its index), WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT;
-    also GLOO_SOCKET_IFNAME, OMP_NUM_THREADS, CONVOY_DEVICE (its kind), CONVOY_SLOWDOWN, CONVOY_CPU_QUOTA (its
-    cores) and CONVOY_FLEET. Latencies and measured links are not imposed. Call it from the main thread, so that signals
-    are seen. It returns or raises only when all it made is gone.
+    Every host gets a network namespace with its NIC's rates. Every device gets one process with its cores as a CPU quota and
+    torchrun's environment, and CONVOY_DEVICE (its kind), CONVOY_SLOWDOWN, CONVOY_CPU_QUOTA (its cores) and CONVOY_FLEET.
+    Latencies and measured links are not emulated. Call it from the main thread, which receives signals.
 
     Args:
-        fleet: the machines.
-        command: program and arguments.
         timeout_s: seconds until the command is ended.
-        output: takes what the first device prints, and notes. None: the first device writes to this process's own
-            stdout and stderr, notes go to stderr. What other devices print is shown if they fail.
+        output: receives what the first device prints, and notes. None: the first device writes to this process's stdout and
+            stderr, notes go to stderr. What other devices print is shown if they fail.
         fleet_path: the fleet's file, for the command.
-        goes_on: the others go on without the devices that are lost. What the first prints that is left is shown then.
+        goes_on: the devices continue without those that are lost. The output of all is shown.
 
     Returns:
-        0 if every process ended with 0, or one of them where the others go on; else the status of the first that did not
-        (128 + n after signal n), 124 if the time ran out, 128 + n if this process was asked to end by signal n.
+        0 if every process ended with 0 (with `goes_on`, one of them); else the status of the first that did not (128 + n
+        after signal n), 124 if the time ran out, 128 + n if this process was asked to end by signal n.
 
     Raises:
-        InputError: no such command, a limit that is none, or a machine that cannot do it: not Linux, not root, a
-            program or a part of the kernel missing.
+        InputError: no such command, a wrong limit, or a machine that cannot do it: not Linux, not root, a program or a part
+            of the kernel missing.
     """
     _check_call(command, timeout_s)
     check_ground()
     notes = output or sys.stderr
 
     def note(line: str) -> None:
-        print(f"rehearse: {line}", file=notes, flush=True)
+        print(f"convoy emulate: {line}", file=notes, flush=True)
 
     for line in caveats(fleet, len(os.sched_getaffinity(0))):
         note(line)
-    found = orphans.find()
     with Interrupts() as interrupts:
         try:
-            if found:
-                orphans.remove(found)
-                note(f"removed what was {found}")
+            if orphans := remove_orphans():
+                note(f"removed what killed runs had left: {', '.join(orphans)}")
             key = key_to_start(os.environ)
             with _hosts(fleet, command, fleet_path) as starts:
                 interrupts.check()
@@ -91,22 +85,46 @@ def rehearse(
 
 
 def check_ground() -> None:
-    """InputError if this machine cannot rehearse, with what it lacks and how to get it."""
+    """Check that this machine can emulate a fleet.
+
+    Raises:
+        InputError: what it lacks and how to get it.
+    """
     if platform.system() != "Linux":
         raise InputError(
-            f"a rehearsal needs Linux's network namespaces; this is {platform.system()}: use a Linux machine"
+            f"an emulated fleet needs Linux's network namespaces; this is {platform.system()}: use a Linux machine"
         )
     if os.geteuid() != 0:
         raise InputError(
-            f"a rehearsal makes network namespaces and control groups, which only root may; this is user "
+            "an emulated fleet needs network namespaces and control groups, which only root may make; this is user "
             f"{os.geteuid()}: run it with sudo"
         )
     for program in ("ip", "tc", "sh"):
         machine.find(program)
 
 
+def remove_orphans() -> list[str]:
+    """Remove the namespaces and control groups of runs whose process is gone, with their processes; return the names.
+
+    Raises:
+        InputError: the machine refuses.
+    """
+
+    def orphaned(name: str) -> bool:
+        run = RunName.parse(name)
+        return run is not None and not run.alive()
+
+    groups = [path for path in cgroups.cpu_controller().root.iterdir() if path.is_dir() and orphaned(path.name)]
+    for group in groups:
+        cgroups.remove(group)
+    found = [name for name in namespaces.namespaces() if orphaned(name)]
+    for namespace in found:
+        namespaces.delete(namespace)
+    return [*(group.name for group in groups), *found]
+
+
 def caveats(fleet: Fleet, machine_cores: int) -> list[str]:
-    """What a rehearsal on a machine of so many cores will not show as it is; one line each."""
+    """Return what an emulation on a machine with this many cores does not show; one line each."""
     lines = []
     asked = sum(device.cores or 0.0 for device in fleet.devices)
     if asked > machine_cores:
@@ -117,9 +135,9 @@ def caveats(fleet: Fleet, machine_cores: int) -> list[str]:
         lines.append("CPU devices without `cores` share this whole machine, without a limit")
     late = max(fleet.nic(host.name).latency_s for host in fleet.hosts) if len(fleet.hosts) > 1 else 0.0
     if late > _REAL_LATENCY_S:
-        lines.append(f"a latency of {late:g} s is not imposed: here a byte takes less than {_REAL_LATENCY_S:g} s")
+        lines.append(f"a latency of {late:g} s is not emulated: here a byte takes less than {_REAL_LATENCY_S:g} s")
     if fleet.links:
-        lines.append(f"{len(fleet.links)} measured links are not imposed: only the cards' rates are")
+        lines.append(f"{len(fleet.links)} measured links are not emulated: only the NICs' rates are")
     slow = [device.name for device in fleet.devices if device.slowdown != 1]
     if slow:
         lines.append(f"the slowdown of {', '.join(slow)} is passed on as CONVOY_SLOWDOWN; the command must apply it")
@@ -127,7 +145,7 @@ def caveats(fleet: Fleet, machine_cores: int) -> list[str]:
 
 
 def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path: Path | None) -> dict[str, str]:
-    """The variables that the process of device `index` gets, beside those of this process."""
+    """Return the variables that the process of device `index` gets in addition to those of this process."""
     device = fleet.devices[index]
     neighbours = fleet.devices_on(device.host)
     address = wiring.port(fleet.devices[0].host).address
@@ -138,7 +156,7 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
         "CONVOY_DEVICE": device.kind,
         "CONVOY_SLOWDOWN": repr(device.slowdown),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # a namespace has no name service, and torch says so on every connection
-        "PYTHONUNBUFFERED": "1",  # the last words of a process that is killed
+        "PYTHONUNBUFFERED": "1",  # the last lines of a process that is killed
     }
     if device.cores is not None:
         variables["OMP_NUM_THREADS"] = str(math.ceil(device.cores))
@@ -150,19 +168,17 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
 
 @contextmanager
 def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Iterator[list[Start]]:
-    """The emulated hosts, for as long as the context lasts; how each device's process starts on its host.
-
-    It joins its control group, enters its network namespace, and becomes the command.
-    """
+    """Make the emulated hosts. Each device's process joins its group and namespace, and becomes the command."""
     run = RunName.mine()
     wiring = namespaces.wire(run, [host.name for host in fleet.hosts], fleet.segments)
     join = [machine.find("sh"), "-c", 'echo $$ > "$0" && exec "$@"']
     with ExitStack() as stack:
-        controller = stack.enter_context(cgroups.cpu_controller(run))
         stack.enter_context(namespaces.network(wiring))
         if len(fleet.hosts) > 1:
             namespaces.shape(wiring, fleet.nic)
-        groups = stack.enter_context(cgroups.groups(controller, run, [device.cores for device in fleet.devices]))
+        groups = stack.enter_context(
+            cgroups.groups(cgroups.cpu_controller(), run, [device.cores for device in fleet.devices])
+        )
         starts: list[Start] = []
         for index, (device, group) in enumerate(zip(fleet.devices, groups, strict=True)):
             enter = [machine.find("ip"), "netns", "exec", wiring.port(device.host).namespace]
@@ -172,7 +188,6 @@ def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Ite
                     name=device.name,
                     command=[*join, str(cgroups.entrance(group)), *enter, *command],
                     environment=os.environ | environment(fleet, index, wiring, fleet_path),
-                    members=partial(cgroups.members, group),
                     lifeline=True,
                     own_session=True,
                 )
@@ -197,27 +212,24 @@ class _Devices:
         self._processes.__exit__()
 
     def start(self, start: Start) -> None:
-        """Start a device. Only the first of those that are left prints."""
+        """Start a device. The output of device 0 is shown, with `goes_on` that of all."""
         stdout: Output = "keep" if start.device else self._first
         if start.device and self._goes_on:
-            stdout = once_first(self._processes, start.device, self._first or to_stdout)
+            stdout = self._first or to_stdout
         self._processes.start(replace(start, stdout=stdout, stderr=None if stdout is None else subprocess.STDOUT))
-
-    def _over(self) -> bool:
-        return (self._failed() and not self._goes_on) or not self._processes.running
 
     def _failed(self) -> bool:
         return any(ending.status != 0 for ending in self._processes.endings)
 
-    def _title(self, index: int) -> str:
-        device = self._fleet.devices[index]
-        return f"device {index} ({device.name} on host {device.host})"
-
     def watch(self, timeout_s: float) -> int:
-        """Listen until the command has ended everywhere, end it where it has not, tell what failed."""
+        """Wait until the command has ended everywhere, end it if the time is up, and show what failed."""
+
+        def over() -> bool:
+            return (self._failed() and not self._goes_on) or not self._processes.running
+
         processes, interrupted, late = self._processes, None, []
         try:
-            if not processes.listen(self._over, timeout_s):
+            if not processes.listen(over, timeout_s):
                 late = processes.running
             processes.end(_GRACE_S if self._failed() else 0.0)
         except Signalled as caught:
@@ -239,9 +251,10 @@ class _Devices:
 
     def _show(self, number: int, lines: Sequence[str], what: str) -> None:
         """Print the last lines of a process."""
-        self._note(f"{self._title(number)} {what}")
+        device = self._fleet.devices[number]
+        self._note(f"device {number} ({device.name} on host {device.host}) {what}")
         for line in lines[-_LINES:]:
-            self._note(f"{self._fleet.devices[number].host}: {line}")
+            self._note(f"{device.host}: {line}")
 
 
 def _check_call(command: Sequence[str], timeout_s: float) -> None:

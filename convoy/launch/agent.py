@@ -1,7 +1,7 @@
 """The agent: `python -m convoy.launch.agent` runs on each host of a fleet and starts its devices.
 
-Its devices end when it is told so, when its input ends (ssh was cut off, or the launcher is gone), and after a minute of
-silence. Launcher and agent exchange lines of JSON; the key "convoy" holds the type of a message.
+Its devices end on an order, when its input ends (ssh was cut off, or the launcher is gone), and after a minute of silence.
+Launcher and agent exchange lines of JSON; the key "convoy" holds the type of a message.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from convoy._version import __version__
 from convoy.comm.environment import resolve, route_to
 from convoy.comm.job_key import KEY_FILE, TRUST, JobKey
 from convoy.errors import ConvoyError, InputError
-from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
 from convoy.launch.supervisor import (
     Interrupts,
@@ -35,7 +35,6 @@ from convoy.launch.supervisor import (
     Supervisor,
     by_line,
     decoded,
-    first_of_members,
 )
 
 BEAT_S = 5.0  # seconds between two signs of life of the launcher
@@ -71,13 +70,25 @@ class Agent:
 
     def serve(self) -> int:
         """Run orders to the end. Return the exit status."""
-        with Interrupts() as interrupts, Supervisor(interrupts, self._report_end) as devices:
-            devices.watch(self._files[0], self._receiver())
+        with (
+            Interrupts() as interrupts,
+            Supervisor(interrupts, lambda ending: self._send("ended", **asdict(ending))) as devices,
+        ):
+            devices.watch(self._files[0], by_line(self._take_line), lambda: self._orders.append(None))
             try:
                 while (order := self._next(devices)) is not None:
                     match order["convoy"]:
-                        case "check":
-                            self._send("here", **_description(order["files"]))
+                        case "check":  # version, both addresses of the connection, digests of files
+                            client, _, server, _ = (os.environ.get("SSH_CONNECTION") or "   ").split(" ")
+                            digests = {name: digest(Path(name)) for name in order["files"]}
+                            self._send(
+                                "here",
+                                version=__version__,
+                                client=client,
+                                server=server,
+                                folder=os.getcwd(),
+                                digests=digests,
+                            )
                         case "meet":
                             address, port = meeting_point(order["peers"], order["port"])
                             self._send("met", address=address, port=port)
@@ -93,7 +104,10 @@ class Agent:
             except Signalled as interrupted:
                 if interrupted.after_step:  # the machine shuts down, perhaps, and the connection is gone by now
                     with suppress(Signalled):
-                        devices.end_after_step(len(devices.running), self._must_end_now)
+                        devices.end_after_step(
+                            len(devices.running),
+                            lambda: any(each and not each.get("after_step") for each in self._orders),
+                        )
                 return interrupted.status
         return 0
 
@@ -113,10 +127,10 @@ class Agent:
             if rank == 0 and order["terminal"] is not None:
                 stdout, stderr = order["terminal"]
             elif rank == 0:
-                stdout, stderr = (self._forward(devices, stream, rank) for stream in ("stdout", "stderr"))
+                stdout, stderr = self._forward("stdout"), self._forward("stderr")
                 variables["PYTHONUNBUFFERED"] = "1"
-            elif order["goes_on"]:  # it prints when the devices before it are lost
-                stdout = self._forward(devices, "stdout", rank)
+            elif order["goes_on"]:  # any device may become the first one
+                stdout = self._forward("stdout")
             start = Start(
                 device=rank, name=title, command=command, environment=variables, lifeline=True, key=key, stdout=stdout,
                 stderr=stderr, log=log_of(logs, rank),
@@ -142,34 +156,14 @@ class Agent:
         devices.listen(lambda: self._orders or over() or time.monotonic() > self._received_s + SILENCE_S)
         return self._orders.popleft() if self._orders else None
 
-    def _must_end_now(self) -> bool:
-        return any(order is not None and not order.get("after_step") for order in self._orders)
+    def _take_line(self, line: bytes) -> None:
+        self._received_s = time.monotonic()
+        order = from_line(line)
+        if order is not None and order["convoy"] != "beat":
+            self._orders.append(order)
 
-    def _receiver(self) -> Sink:
-        def take(line: bytes) -> None:
-            order = from_line(line)
-            if order is not None and order["convoy"] != "beat":
-                self._orders.append(order)
-
-        lines = by_line(take)
-
-        def sink(chunk: bytes) -> None:
-            self._received_s = time.monotonic()
-            lines(chunk)
-            if not chunk:
-                self._orders.append(None)
-
-        return sink
-
-    def _forward(self, devices: Supervisor, stream: str, rank: int) -> Sink:
-        is_first = first_of_members(devices, rank)
-        return decoded(lambda text: self._send("text", stream=stream, text=text, device=rank, is_first=is_first()))
-
-    def _report_end(self, ending: Ending) -> None:
-        self._send(
-            "ended", device=ending.device, name=ending.name, status=ending.status, stopped=ending.stopped_by_us,
-            lines=ending.lines, in_startup=ending.in_startup,
-        )  # fmt: skip
+    def _forward(self, stream: str) -> Sink:
+        return decoded(lambda text: self._send("text", stream=stream, text=text))
 
     def _send(self, kind: str, **fields: object) -> None:
         text, answers = to_line(kind, **fields), self._files[1]
@@ -179,13 +173,6 @@ class Agent:
                     self._orders.append(None)  # nobody reads any more, so no orders come either
                     return
                 text = text[os.write(answers, text[: select.PIPE_BUF]) :]
-
-
-def _description(files: Sequence[str]) -> Message:
-    """Return what the launcher checks: the version, both addresses of its connection, digests of files."""
-    client, _, server, _ = (os.environ.get("SSH_CONNECTION") or "   ").split(" ")
-    digests = {name: digest(Path(name)) for name in files}
-    return {"version": __version__, "client": client, "server": server, "folder": os.getcwd(), "digests": digests}
 
 
 def digest(path: Path) -> str | None:

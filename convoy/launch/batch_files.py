@@ -135,7 +135,7 @@ def _gpus(job: HostJob) -> int:
 
 
 def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> str:
-    """Return a manifest (YAML) that runs a command on every device of a fleet.
+    """Return a manifest (JSON, which kubectl reads as well as YAML) that runs a command on every device of a fleet.
 
     It has one replicated job per host, since hosts may have different devices; all workers of Kubeflow's PyTorchJob are
     alike (https://jobset.sigs.k8s.io). Hosts have the names of the cluster's nodes. A pod starts the devices of its host. All
@@ -165,12 +165,18 @@ def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> 
         mounts.append({"name": "key", "mountPath": _KEY_FOLDER, "readOnly": True})
     replicated = []
     for job in jobs:
+        cores = sum(int(own.get("OMP_NUM_THREADS", 1)) for own in job.own)
+        resources: dict[str, Any] = {"requests": {"cpu": str(cores)}}
+        if job.memory_bytes:
+            resources["requests"]["memory"] = str(job.memory_bytes)
+        if gpus := _gpus(job):
+            resources["limits"] = {"nvidia.com/gpu": str(gpus)}
         container = {
             "name": "devices",
             "image": image,
             "command": ["sh", "-c", line_to_paste(job, command, total, address)],
             "ports": [{"containerPort": command.port}] if 0 in job.ranks else [],
-            "resources": _resources(job),
+            "resources": resources,
             "volumeMounts": mounts,
         }
         pod = {
@@ -187,29 +193,4 @@ def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> 
         "replicatedJobs": replicated,
     }
     manifest = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": spec}
-    return "\n".join(_yaml(manifest)) + "\n"
-
-
-def _resources(job: HostJob) -> dict[str, dict[str, str]]:
-    """Return what a pod asks for: cores and memory of its CPU devices where the file names them, and its GPUs."""
-    cores = sum(int(own.get("OMP_NUM_THREADS", 1)) for own in job.own)
-    requests = {"cpu": str(cores)} | ({"memory": str(job.memory_bytes)} if job.memory_bytes else {})
-    gpus = _gpus(job)
-    return {"requests": requests} | ({"limits": {"nvidia.com/gpu": str(gpus)}} if gpus else {})
-
-
-def _yaml(value: Any) -> list[str]:
-    """Return the lines of a block in YAML. Strings are quoted as in JSON, which YAML reads alike."""
-    lines = []
-    items = value.items() if isinstance(value, dict) else ((None, each) for each in value)
-    for key, each in items:
-        if isinstance(each, dict | list) and each:
-            block = _yaml(each)
-            if key is None:
-                lines += [f"- {block[0]}", *(f"  {line}" for line in block[1:])]
-            else:
-                lines += [f"{key}:", *(f"  {line}" for line in block)]
-        else:
-            text = json.dumps(each, ensure_ascii=False)
-            lines.append(f"- {text}" if key is None else f"{key}: {text}")
-    return lines
+    return json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"

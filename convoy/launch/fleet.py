@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 from convoy._version import __version__
@@ -272,15 +273,11 @@ class _Hosts:
         if message is None or message["convoy"] == "refused":
             failed = self._lose_host(session, session.trouble if message is None else str(message["text"]))
         elif message["convoy"] == "text":
-            if message["is_first"] or not any(rank < message["device"] for rank in self.running):
-                stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
-                stream.write(message["text"])
-                stream.flush()
+            stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
+            stream.write(message["text"])
+            stream.flush()
         elif message["convoy"] == "ended":
-            ending = Ending(
-                message["device"], message["name"], message["status"], message["stopped"], tuple(message["lines"]),
-                message["in_startup"],
-            )  # fmt: skip
+            ending = Ending(**{field.name: message[field.name] for field in fields(Ending)})
             self.endings.append(ending)
             self.running.discard(ending.device)
             failed = ending.in_startup or (ending.status != 0 and not self._goes_on)

@@ -27,9 +27,9 @@ class JobOptions:
     Attributes:
         port: where they meet, on the host of device 0; None: a free one.
         logs: a folder on each host for what its devices print, except device 0.
-        goes_on: the devices continue without those that are lost. The first remaining one prints.
-        silence_s: with `goes_on`, kill a device that is stopped for so long: the others have lost it by then.
-        grace_s: once one has failed, or after Ctrl-C, the others get so long to end by themselves.
+        goes_on: the devices continue without those that are lost. The output of all is shown: scripts use `convoy.print`.
+        silence_s: with `goes_on`, kill a device that is stopped for this long: the others have lost it by then.
+        grace_s: once one has failed, or after Ctrl-C, how long the others may take to end by themselves.
     """
 
     port: int | None = None

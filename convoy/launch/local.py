@@ -13,7 +13,7 @@ from convoy.comm.job_key import key_to_start
 from convoy.errors import InputError
 from convoy.launch.exit_status import conclude
 from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_environments, log_of
-from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, once_first, to_stdout
+from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, to_stdout
 from convoy.machine.launch_env import hidden
 
 KILLED_GRACE_S = 0.5  # seconds that the others get to end by themselves once a device was killed
@@ -66,7 +66,7 @@ def launch_local(
         try:
             for rank, (device, variables) in enumerate(zip(devices, environments, strict=True)):
                 terminal = None if rank == 0 else subprocess.DEVNULL
-                stdout: Output = once_first(processes, rank, to_stdout) if options.goes_on and rank else terminal
+                stdout: Output = to_stdout if options.goes_on and rank else terminal
                 start = Start(
                     device=rank, name=device, command=[*command, *argv], environment=hidden(variables) if script else variables,
                     stdin=terminal, stdout=stdout, stderr="keep" if rank else None, lifeline=True, key=key,

@@ -8,11 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, Literal
 
 import psutil  # type: ignore[import-untyped]
@@ -54,13 +53,13 @@ class Signalled(Exception):  # noqa: N818 - it is a request, not an error
         return self.signum is signal.SIGTERM
 
     def text(self, count: int) -> str:
-        """Tell a person what happens now to `count` devices."""
+        """Describe what happens now to `count` devices."""
         how = ": where they train after the step, at once after a second one" if self.after_step else ""
         return f"{self.signum.name}: ending {count} device{'s' * (count != 1)}{how}"
 
 
 class Interrupts:
-    """Notes SIGINT, SIGTERM and SIGHUP while the context lasts; `check` raises them where nothing is left half done.
+    """Records SIGINT, SIGTERM and SIGHUP while the context lasts; `check` raises them where nothing is left half done.
 
     A signal that this process ignores stays ignored. Python handles signals in the main thread only; in another one the
     context does nothing.
@@ -73,22 +72,20 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(signum) is not signal.SIG_IGN:
-                    self._before[signum] = signal.signal(signum, self._note)
+                if signal.getsignal(signum) not in (signal.SIG_IGN, None):  # None: a handler of C code
+                    self._before[signum] = signal.signal(
+                        signum, lambda signum, _: self._noted.append(signal.Signals(signum))
+                    )
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._before.items():
-            # None stands for a handler that C code installed; Python cannot restore it.
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+            signal.signal(signum, handler)
 
     def check(self) -> None:
         """Raise Signalled for the first signal that was not raised yet."""
         if self._noted:
             raise Signalled(self._noted.pop(0))
-
-    def _note(self, signum: int, _frame: FrameType | None) -> None:
-        self._noted.append(signal.Signals(signum))
 
 
 # ------------------------------------------------------------------------------------------------------------- sinks
@@ -134,40 +131,6 @@ def by_line(take: Callable[[bytes], None]) -> Sink:
     return sink
 
 
-def both(first: Sink, second: Sink) -> Sink:
-    def sink(chunk: bytes) -> None:
-        first(chunk)
-        second(chunk)
-
-    return sink
-
-
-def once_first(processes: "Supervisor", rank: int, show: Sink) -> Sink:
-    """Return a sink that shows a device's output while it is the first of the devices that are left."""
-    is_first = first_of_members(processes, rank)
-
-    def sink(chunk: bytes) -> None:
-        if is_first() or not any(process.device < rank for process in processes.running):
-            show(chunk)
-
-    return sink
-
-
-def first_of_members(processes: "Supervisor", rank: int) -> Callable[[], bool]:
-    """Return a function that says whether a device is, or was, the first of those that train.
-
-    A device before it may be stopped or cut off: it still runs, but the others train without it.
-    """
-    found = False
-
-    def is_first() -> bool:
-        nonlocal found
-        found = found or any(roster.speaks(each.popen.pid) for each in processes.running if each.device == rank)
-        return found
-
-    return is_first
-
-
 def to_stdout(chunk: bytes) -> None:
     sys.stdout.buffer.write(chunk)
     sys.stdout.flush()
@@ -200,9 +163,9 @@ class Start:
         environment: all its variables; None: those of this process.
         lifeline: it can notice the end of this process, however that ends, by `convoy.machine.process.watch_parent`.
         key: of the job, handed over through a pipe: no argument or variable holds it.
-        own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
+        own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order. Its children
+            get the same signals.
         log: a file that gets a copy of its output, except of what goes to the terminal.
-        members: ids of further processes that get the same signals, such as its children.
     """
 
     device: int
@@ -218,7 +181,6 @@ class Start:
     key: JobKey | None = None
     own_session: bool = False
     log: Path | None = None
-    members: Callable[[], Iterable[int]] = lambda: ()
 
 
 @dataclass(eq=False)
@@ -233,7 +195,7 @@ class Process:
     start: Start
     popen: subprocess.Popen[bytes]
     tail: Tail = field(default_factory=Tail)
-    pipes: dict[IO[bytes], Sink] = field(default_factory=dict)
+    pipes: dict[IO[bytes], list[Sink]] = field(default_factory=dict)
     stopped: bool = False
     ended: bool = False
 
@@ -295,8 +257,6 @@ class Supervisor:
         copy = None if start.log is None else _log_sink(start.log)
         if copy is not None and stdout == subprocess.DEVNULL:
             stdout = copy
-        elif copy is not None:
-            stdout, stderr = (both(out, copy) if callable(out) else out for out in (stdout, stderr))
         piped = [subprocess.PIPE if callable(out) or out == "keep" else out for out in (stdout, stderr)]
         key_pipe = None if start.key is None else hand_over(start.key)
         if key_pipe is not None:
@@ -312,15 +272,15 @@ class Supervisor:
                 os.close(key_pipe)
         process = Process(start, popen)
         self._processes.append(process)
-        keep = process.tail if copy is None else both(process.tail, copy)
         for pipe, out in ((popen.stdout, stdout), (popen.stderr, stderr)):
             if pipe is not None:
-                process.pipes[pipe] = out if callable(out) else keep
+                sink = out if callable(out) else process.tail
+                process.pipes[pipe] = [sink] if copy in (None, sink) else [sink, copy]
                 os.set_blocking(pipe.fileno(), False)
                 self._selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._read(process, pipe))
         return process
 
-    def watch(self, file: int, sink: Sink) -> None:
+    def watch(self, file: int, sink: Sink, at_end: Callable[[], None]) -> None:
         """Read a file of this process's own while listening."""
 
         def read() -> None:
@@ -328,9 +288,10 @@ class Supervisor:
                 chunk = os.read(file, CHUNK_BYTES)
             except OSError:
                 chunk = b""
+            sink(chunk)
             if not chunk:
                 self._selector.unregister(file)
-            sink(chunk)
+                at_end()
 
         self._selector.register(file, selectors.EVENT_READ, read)
 
@@ -349,17 +310,13 @@ class Supervisor:
 
     def send_signal(self, signum: signal.Signals) -> None:
         for process in self._processes:
-            pids = set(process.start.members())
             if process.popen.poll() is None:
                 process.stopped |= signum is not signal.SIGINT
-                pids.add(process.popen.pid)
-            for pid in pids:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signum)
+                    (os.killpg if process.start.own_session else os.kill)(process.popen.pid, signum)
 
     def end(self, grace_s: float) -> None:
         """Wait `grace_s` for the processes to end, then send SIGTERM, and after `TERMINATE_S` SIGKILL."""
-        self._kill_suspended()
         for signum, limit_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILL_S)):
             if signum is not None and self.running:
                 self.send_signal(signum)
@@ -375,7 +332,6 @@ class Supervisor:
             started: how many training devices were started together with these.
             over: whether to end all of them now.
         """
-        self._kill_suspended()
         running = self.running
         members = _members(*running)
         if any(members):
@@ -397,25 +353,12 @@ class Supervisor:
             # After a longer pause this process was stopped too (Ctrl-Z) and cannot know since when the devices are.
             before = self._stopped_since_s if now_s - last_s < 2 * LOOK_S else {}
             self._looked_s = now_s
-            self._stopped_since_s = {each: before.get(each, now_s) for each in self._suspended()}
+            self._stopped_since_s = {each: before.get(each, now_s) for each in self.running if _is_stopped(each)}
             for process, since_s in self._stopped_since_s.items():
                 if last_s - since_s >= silence_s - LOOK_S:
                     process.popen.kill()
         failed = any(ending.in_startup or (ending.status != 0 and not goes_on) for ending in self.endings)
         return failed or not self.running
-
-    def _suspended(self) -> list[Process]:
-        found = []
-        for process in self.running:
-            with suppress(psutil.Error):
-                if psutil.Process(process.popen.pid).status() == psutil.STATUS_STOPPED:
-                    found.append(process)
-        return found
-
-    def _kill_suspended(self) -> None:
-        for process in self._suspended():  # they react to SIGKILL only
-            process.stopped = True
-            process.popen.kill()
 
     def _note_ends(self) -> None:
         for process in self.running:
@@ -440,12 +383,20 @@ class Supervisor:
             chunk = os.read(pipe.fileno(), CHUNK_BYTES)
         except BlockingIOError:
             return False
-        sink = process.pipes[pipe]
+        sinks = process.pipes[pipe]
         if not chunk:
             del process.pipes[pipe]
             self._selector.unregister(pipe)
-        sink(chunk)
+        for sink in sinks:
+            sink(chunk)
         return bool(chunk)
+
+
+def _is_stopped(process: Process) -> bool:
+    try:
+        return bool(psutil.Process(process.popen.pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def _members(*processes: Process) -> list[tuple[int, ...]]:

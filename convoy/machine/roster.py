@@ -112,12 +112,6 @@ def of_processes(pids: Sequence[int]) -> list[JobProcess | None]:
     return [None for _ in pids]
 
 
-def speaks(pid: int) -> bool:
-    """Return whether this process is the first of the devices that train, whose output stands for all."""
-    (row,) = of_processes([pid])
-    return row is not None and row.device in row.members[:1]
-
-
 _mine: JobProcess | None = None
 _written_s = 0.0
 

@@ -20,7 +20,7 @@ from convoy.measure.timed_sizes import POINT_LIMIT_S, Axes, choose_axes, full_ax
 from convoy.measure.timing import ROUNDS, Now, RoundTimer, Timing, Workload
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
-from convoy.model.tracing.shared_copy import timed_copy
+from convoy.model.tracing.copies import timed_copy
 from convoy.plan.device_program import LocalSize, flop, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan

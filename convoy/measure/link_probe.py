@@ -246,7 +246,7 @@ def measure_links(
 
     Args:
         host: index of each device's host.
-        share: how much of a processor this device has; see `convoy.measure.sync_probe`.
+        share: how much of a processor this device has; see `convoy.measure.overhead_probe`.
         budget_s: approximate seconds, half for pairs and half for NICs.
         now, processor: read seconds of the wall clock and of this process's processor.
 

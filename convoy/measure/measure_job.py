@@ -22,8 +22,7 @@ from convoy.measure.energy_meter import EnergyMeter, meter_of, once_each
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.link_probe import measure_links
 from convoy.measure.other_load import NOTICED, read_usage, slowed_by_others
-from convoy.measure.overhead_probe import loss_shapes, measure_overheads, time_update
-from convoy.measure.sync_probe import find_quota, measure_sync
+from convoy.measure.overhead_probe import find_quota, loss_shapes, measure_overheads, measure_sync, time_update
 from convoy.measure.timed_sizes import first_allowance_s, sizes_of_plans, timing_s
 from convoy.measure.timing import SLICE_S, TURN_ROUNDS, Now, Progress, RoundTimer, plain_torch
 from convoy.model.tracing import TracedModel

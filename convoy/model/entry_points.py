@@ -1,4 +1,4 @@
-"""Imports and calls functions of the user that are named by a text: "my_package.my_module:build"."""
+"""Import and call functions of the user that are named by a text: "my_package.my_module:build"."""
 
 import difflib
 import importlib
@@ -16,7 +16,7 @@ from convoy.errors import InputError
 
 
 def names_callable(text: str) -> bool:
-    """Whether a text has the form "package.module:name"."""
+    """Return whether a text has the form "package.module:name"."""
     place, _, name = text.partition(":")
     return name.isidentifier() and all(part.isidentifier() for part in place.split("."))
 
@@ -36,7 +36,7 @@ def find_callable(text: str, wanted: str) -> Callable[..., Any]:
     """Import the callable that a text names, from an installed module or one in the working folder.
 
     Args:
-        wanted: what to write where there is none, e.g. "def build(): it returns a data set".
+        wanted: an example of what to write, e.g. "def build(): it returns a data set".
 
     Raises:
         InputError: no such module or callable (near names are suggested), or the module does not import.
@@ -67,7 +67,7 @@ def import_package(name: str, extra: str, purpose: str) -> Any:
     """Import an optional package, or a module of it.
 
     Args:
-        extra: of this package, which installs it; purpose: what needs it, for the message.
+        extra: the extra of this package that installs it; purpose: the option or feature that needs it.
 
     Raises:
         InputError: it is not installed, or does not import.
@@ -83,7 +83,7 @@ def import_package(name: str, extra: str, purpose: str) -> Any:
         package, torch_version = name.partition(".")[0], importlib.metadata.version("torch")
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"{package} does not import beside torch {torch_version} ({why}), and {purpose} needs it: "
+            f"{package} does not import with torch {torch_version} ({why}), and {purpose} needs it: "
             "torch and torchvision must be builds that belong together; install both at once and from one place, e.g. pip "
             "install torch torchvision --index-url https://download.pytorch.org/whl/cpu"
         ) from error
@@ -93,7 +93,7 @@ def call(text: str, function: Callable[..., Any], **arguments: Any) -> Any:
     """Call the function, and turn what it raises into an InputError.
 
     Raises:
-        InputError: it raised something; says what and where.
+        InputError: it raised something; the message says where.
     """
     try:
         return function(**arguments)
@@ -104,7 +104,7 @@ def call(text: str, function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def where(error: Exception) -> str:
-    """Type, first line and place of an error in somebody else's code."""
+    """Return type, first line and place of an error in other code."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     line = (str(error).splitlines() or [""])[0][:160]
     return f"{type(error).__name__}: {line}, {os.path.basename(frame.filename)} line {frame.lineno}"

@@ -20,12 +20,12 @@ Kind = Literal[
     "conv",  # Conv1d/2d/3d; groups > 1 splits only in step with its input
     "conv_transpose",  # ConvTranspose1d/2d/3d; its filters are the second axis of the weight
     "linear",
-    "filters",  # computes every filter for itself, as a convolution does, but in a way of its own: `Layer.cuts` has the axes
+    "filters",  # computes every filter alone, as a convolution does, but in another way: `Layer.cuts` has the axes
     "batch_norm",
     "elementwise",  # one input, entry by entry: activations, dropout, scaling by a number
-    "pool",  # each channel for itself, whatever it does to the axes after the channels
-    "flatten",  # channels and everything behind them become one axis of features
-    "parts",  # computes parts of some axes each for itself, as group norm does and attention: `Layer.cuts` has the axes
+    "pool",  # each channel alone, whatever it does to the axes after the channels
+    "flatten",  # channels and all axes after them become one axis of features
+    "parts",  # computes shards of some axes alone, as group norm does and attention: `Layer.cuts` has the axes
     "join",  # several inputs, entry by entry: residual sums, gates
     "cat",
     "parameter",  # a bare parameter or buffer of a module, without a batch axis
@@ -50,13 +50,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """An axis of a layer's output along which devices may compute parts, each for itself.
+    """An axis of a layer's output along which devices may compute shards without each other.
 
     Attributes:
         axis: of the output, counted with the batch axis.
-        parts: so many equal parts stay whole: groups of channels, heads, or single entries. A share is some of them.
-        inputs: for each input the axis that is cut alike; None: it is read whole.
-        parameters: of each parameter or buffer that is cut alike, the axis; the others are copies.
+        parts: number of equal parts that stay whole: groups of channels, heads, or single entries.
+        inputs: per input, the axis that is cut alike; None: it is read whole.
+        parameters: key -> axis of each parameter or buffer that is cut alike; the others are copies.
     """
 
     axis: int
@@ -71,33 +71,31 @@ class Layer:
 
     Attributes:
         name: the module's path where it is a module ("layer1.0.conv1"), else a name from the trace ("add_1").
-        kind: the row of the table in `strategy.py` that says how it may be split.
+        kind: how it may be split; `plan/strategy.py` has the table.
         inputs: names of the layers whose outputs it reads, in the order of its arguments.
-        shape: of the output *per sample*, the batch axis left out; the whole shape where not `batched`.
-        batched: whether the output has a batch axis; a bare parameter has none and lies everywhere.
-        parameters: what it owns, keyed relative to the layer ("weight", "bias", "running_mean").
-        groups: groups of a convolution.
-        cuts: of kinds whose axes follow from nothing else ("parts", "filters"): where they may be cut.
-        axis: the axis `cat` joins along, counted with the batch axis.
-        per_sample: False where samples depend on each other or no batch axis is seen: then it runs on one device.
-        several: it gives a tuple or list of tensors; only `pick` reads those.
+        shape: of the output *per sample*, without the batch axis; the whole shape if not `batched`.
+        batched: whether the output has a batch axis; a bare parameter has none and is on every device.
+        parameters: its own, keyed relative to the layer ("weight", "bias", "running_mean").
+        cuts: where it may be cut, for kinds whose axes follow from nothing else ("parts", "filters").
+        axis: the axis of `cat`, counted with the batch axis.
+        per_sample: False if samples depend on each other or there is no batch axis: then it runs on one device.
+        several: its output is several tensors; only `pick` reads it.
         flop: forward FLOP per sample, as torch.utils.flop_counter counts (a multiply-add is two).
         dtype: of the output, as torch names it.
-        differentiable: False where no gradient passes: integers, `x.detach()`, what ran under `torch.no_grad()`.
+        differentiable: False for integers, `x.detach()`, and calls under `torch.no_grad()`.
         reason: why a layer is opaque, or runs whole; shown by `explain`.
-        shared: another layer uses the same parameters, or they have hooks: they are never split, and every device has them.
-        random: it draws random numbers in this mode (dropout), so copies of it on several devices would differ.
+        shared: another layer uses the same parameters, or they have hooks: never split, on every device.
+        random: it draws random numbers in this mode (dropout), so copies on several devices would differ.
         statistics: a batch norm that normalises by the statistics of the batch (not by its running ones).
-        everywhere: every device computes it for the whole batch, because hooks look at it, or it notes in Python what that is
-            like.
-        each: every device must call it in every step, since a call changes its Python state, or counts in a buffer: where one
-            has no samples of it, all compute it for the whole batch.
-        alone: its backward does not work as a part of another, so it is in no fused stretch (a reentrant checkpoint).
-        blocked: inputs, by their place, that no gradient passes to from here: inside it is cut off.
+        everywhere: every device computes it for the global batch, because hooks or its own Python state depend on that.
+        each: every device must call it in every step, since a call changes its Python state, or counts in a buffer. If a
+            device has no samples of it, all compute it for the global batch.
+        alone: its backward does not work as a part of another, so it is in no fused segment (a reentrant checkpoint).
+        blocked: indices of the inputs that get no gradient from it.
         notes: a call changes its Python state, its buffers or its parameters.
-        across: of a value of the whole batch, the axes that are as long as it: both of a matrix of all pairs of samples. They
-            are 1 in `shape`.
-        input_entries: of all batched inputs together, per sample. A `Graph` fills it in.
+        across: of a value of the global batch, the axes that are as long as it (both of a matrix of all pairs of samples).
+            They are 1 in `shape`.
+        input_entries: of all batched inputs together, per sample. A `Graph` sets it.
     """
 
     name: str
@@ -127,14 +125,14 @@ class Layer:
     across: tuple[int, ...] = ()
 
     def batch_shape(self, batch: int) -> Shape:
-        """Shape of the output for a global batch."""
+        """Return the shape of the output for a global batch."""
         if self.batched:
             return (batch, *self.shape)
         return tuple(batch if axis in self.across else extent for axis, extent in enumerate(self.shape))
 
     @property
     def feature_axis(self) -> int:
-        """The axis that `filter` splits, counted with the batch axis: 1 for convolutions, the last one for a Linear."""
+        """Axis that `filter` splits, counted with the batch axis: 1 for convolutions, the last one for a Linear."""
         if self.kind == "filters":
             return self.cuts[0].axis
         return len(self.shape) if self.kind == "linear" else 1
@@ -146,7 +144,7 @@ class Layer:
 
     @property
     def channels_in(self) -> int:
-        """Input channels of all groups together; 1 where no device sums over a part of them."""
+        """Input channels of all groups together; 1 if no device sums over a shard of them."""
         if self.kind == "filters":
             return 1
         weight = self.parameters["weight"].shape
@@ -154,18 +152,18 @@ class Layer:
 
     @property
     def sums_channels(self) -> bool:
-        """Whether its output is a sum over input channels, of which each device may compute its part."""
+        """Whether its output is a sum over input channels, so that devices may compute partial sums."""
         return self.multiplies and self.groups == 1
 
     @property
     def keeps_order(self) -> bool:
-        """Whether a call may meet what another one has left: random numbers, Python's state, buffers that several use."""
+        """Whether a call may depend on an earlier one: random numbers, Python state, shared buffers."""
         meets = self.random or self.notes or self.each or self.everywhere or self.shared
         return meets or self.kind in ("opaque", "parameter")
 
     @cached_property
     def extents(self) -> tuple[int, int]:
-        """Outputs (filters, features) and inputs that the layer as a whole has; of one without weights, its channels twice."""
+        """Outputs (filters, features) and inputs of the whole layer; without weights, its channels twice."""
         if self.weighted:
             return self.channels_out, self.channels_in
         channels = self.shape[0] if self.shape else 1
@@ -173,27 +171,27 @@ class Layer:
 
     @cached_property
     def entries(self) -> int:
-        """Of all its parameters and buffers."""
+        """Entries of all its parameters and buffers."""
         return sum(parameter.entries for parameter in self.parameters.values())
 
     @cached_property
     def trainable(self) -> tuple[Parameter, ...]:
-        """The parameters that get a gradient from this layer."""
+        """Parameters that get a gradient from this layer."""
         return tuple(p for p in self.parameters.values() if p.trainable) if self.differentiable else ()
 
     @property
     def traced_back(self) -> tuple[bool, ...]:
-        """Of each input, whether a gradient passes to it."""
+        """Per input, whether it gets a gradient."""
         return tuple(self.differentiable and i not in self.blocked for i in range(len(self.inputs)))
 
     @cached_property
     def multiplies(self) -> bool:
-        """Whether the gradients of its input and of its weight are two products, which are computed apart."""
+        """Whether the gradients of its input and of its weight are two separate products."""
         return self.kind in ("conv", "conv_transpose", "linear")
 
     @cached_property
     def weighted(self) -> bool:
-        """Whether it is made of filters, as convolutions and Linears are: the layers that plans list."""
+        """Whether it consists of filters, as convolutions and Linears do: the layers that plans list."""
         return self.multiplies or self.kind == "filters"
 
 
@@ -202,7 +200,7 @@ class Graph:
     """The layers of one model in the order of its forward pass.
 
     Attributes:
-        model: name of the model's class, for people.
+        model: name of the model's class.
         layers: by name, in order.
         outputs: names of the layers whose outputs the model returns.
     """
@@ -212,12 +210,12 @@ class Graph:
     outputs: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        # Computed here, so that no caller can get it wrong.
-        object.__setattr__(self, "layers", {name: self._with_inputs(layer) for name, layer in self.layers.items()})
-
-    def _with_inputs(self, layer: Layer) -> Layer:
-        read = [self.layers[name] for name in layer.inputs if name in self.layers]
-        return replace(layer, input_entries=sum(math.prod(source.shape) for source in read if source.batched))
+        layers = {}
+        for name, layer in self.layers.items():
+            read = [self.layers[source] for source in layer.inputs if source in self.layers]
+            entries = sum(math.prod(source.shape) for source in read if source.batched)
+            layers[name] = replace(layer, input_entries=entries)
+        object.__setattr__(self, "layers", layers)
 
     def __getitem__(self, name: str) -> Layer:
         try:
@@ -235,7 +233,7 @@ class Graph:
 
     @cached_property
     def readers(self) -> dict[str, tuple[Layer, ...]]:
-        """The layers that read each layer's output."""
+        """Layer -> the layers that read its output."""
         result: dict[str, tuple[Layer, ...]] = dict.fromkeys(self.layers, ())
         for layer in self.layers.values():
             for name in dict.fromkeys(layer.inputs):
@@ -244,7 +242,7 @@ class Graph:
 
     @cached_property
     def before(self) -> tuple[tuple[str, frozenset[str]], ...]:
-        """Of each layer, those that come before it: what it reads; where calls keep their order, the last such one."""
+        """Per layer, the layers that must run before it: its inputs and, if calls keep their order, the last such one."""
         rows = []
         last: frozenset[str] = frozenset()
         for layer in self.layers.values():
@@ -254,13 +252,13 @@ class Graph:
 
     @property
     def unshared(self) -> str:
-        """One line for people: how much of the arithmetic needs the whole batch, and why; "" where it is under 1 %."""
+        """One line: how much of the arithmetic needs the global batch, and why; "" if it is under 1 %."""
         rows = [layer for layer in self.layers.values() if layer.kind == "opaque" and not layer.per_sample]
         part = sum(layer.flop for layer in rows) / max(1, sum(layer.flop for layer in self.layers.values()))
         if part < 0.01:
             return ""
         most = max(rows, key=lambda layer: layer.flop)
-        return f"{part:.0%} of the arithmetic of {self.model} is not shared out. Layer {most.name!r}: {most.reason}"
+        return f"{part:.0%} of the arithmetic of {self.model} is not split. Layer {most.name!r}: {most.reason}"
 
     @cached_property
     def fingerprint(self) -> str:

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
-from convoy.errors import InputError
+from convoy.errors import InputError, MismatchError
 from convoy.fleet import Fleet, Nic
 from convoy.model.graph import Graph
 from convoy.plan.presets import Speeds
 from convoy.simulate.compute import CachedTimes
 from convoy.simulate.costs import Costs, described_costs
-from convoy.simulate.table import GIGABIT, Measurement
+from convoy.simulate.table import GIGABIT, Measurement, read_fleet_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,39 @@ class FleetKnowledge:
     ids: tuple[int, ...] = ()
     speeds: Speeds | None = None
     slower: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Return the fleet of a file, and its measurement if it has one.
+
+        Raises:
+            InputError: the file cannot be used.
+        """
+        return cls(*read_fleet_file(path))
+
+    @classmethod
+    def of_job(cls, path: Path, graph: Graph, devices: int, precision: str) -> Self:
+        """Return the fleet of a file for a job, and its measurement if it has one.
+
+        Raises:
+            InputError: the file cannot be used, or has another number of devices.
+            MismatchError: measured with another model, or in another precision.
+        """
+        known = cls.from_file(path)
+        count = 0 if known.described is None else len(known.described.devices)
+        if count != devices:
+            raise InputError(
+                f"--fleet {path} has {count} devices, this job has {devices}: start as many devices, or give the fleet file "
+                "of these"
+            )
+        if known.measured is not None:
+            known.measured.costs(graph)
+            if known.measured.precision != precision:
+                raise MismatchError(
+                    f"--fleet {path} was measured in {known.measured.precision}, this job computes in {precision}, which takes "
+                    f"other times: measure with --precision {precision}, or leave --fleet out"
+                )
+        return known
 
     @property
     def fleet(self) -> Fleet | None:
@@ -100,9 +134,10 @@ class FleetKnowledge:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the measured part as values that JSON can hold; `from_json` reads them."""
+        """Return all but given costs as values that JSON can hold; `from_json` reads them."""
         speeds = self.speeds
         return {
+            "described": None if self.described is None else self.described.to_toml(),
             "ids": self.ids,
             "speeds": None if speeds is None else [speeds.devices, speeds.layers, speeds.measured],
             "measured": None if self.measured is None else self.measured.to_toml(),
@@ -116,11 +151,12 @@ class FleetKnowledge:
         Raises:
             InputError: its measurement cannot be used.
         """
-        text, speeds = row["measured"], None
+        text, fleet, speeds = row["measured"], row.get("described"), None
         if row["speeds"] is not None:
             devices, layers, measured = row["speeds"]
             speeds = Speeds(tuple(devices), {name: tuple(each) for name, each in layers.items()}, measured)
         return cls(
+            described=None if fleet is None else Fleet.from_toml(fleet, "another device's fleet"),
             measured=None if text is None else Measurement.from_toml(text, "what another device measured"),
             ids=tuple(row["ids"]),
             speeds=speeds,

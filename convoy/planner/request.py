@@ -1,9 +1,11 @@
 """PlanRequest: the question that the planner answers."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from pathlib import Path
+from typing import Self, TypedDict
 
 from convoy.errors import PlanError
 from convoy.layout.comm_dtype import CommDtype
@@ -17,6 +19,31 @@ from convoy.planner.knowledge import FleetKnowledge
 from convoy.simulate.costs import Costs
 from convoy.simulate.memory import MemoryLimits, optimizer_named
 from convoy.simulate.power import Power, power_of
+
+
+class PlanOptions(TypedDict, total=False):
+    """Keyword arguments of `make_plan` and `prepare`.
+
+    Attributes:
+        speeds: one number per device; None: every device times the model's layers first, which takes seconds.
+        reduce: "ring", "butterfly", "direct", "star", or "inexact-butterfly-mixing"; None: the usual one of the plan.
+        wire: "exact" (None: the same), or "inexact-bf16": activations and gradients are sent as bfloat16, in half the bytes.
+        outputs: "everywhere" (None: the same, or the plan's own): the model returns all outputs, on every device;
+            "where-computed": each device returns those of its samples, for `convoy.loss`, and none is sent.
+        precision: in which the layers will compute, as for `distribute`: they are timed in it.
+        slowdown: emulate a device that is slower by this factor.
+        budget_s: for "auto", about the seconds that measuring may take.
+        fleet: for "auto", a file that `convoy measure` wrote for this model, in place of measuring. Only device 0 reads it.
+    """
+
+    speeds: Sequence[float] | None
+    reduce: Sum | None
+    wire: CommDtype | None
+    outputs: OutputPlace | None
+    precision: str
+    slowdown: float
+    budget_s: float
+    fleet: Path | None
 
 
 @dataclass(frozen=True)  # without slots, because properties are cached

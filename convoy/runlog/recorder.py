@@ -20,9 +20,9 @@ from convoy.runlog.reader import LOG_NAME
 from convoy.runlog.schema import EndLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
-from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
 from convoy.train.rebalance import Decision, Reshard
+from convoy.train.record import LateLosses, Unread, UnreadNumber, lateness
 
 
 def record(

@@ -16,7 +16,7 @@ from convoy.errors import InputError
 from convoy.layout.layout import Split
 from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, bind_operation
-from convoy.model.tracing.layers import is_of_user
+from convoy.model.tracing.layer_builder import is_of_user
 from convoy.model.tracing.python_state import refuse_changes, subtree
 from convoy.plan.compile import compile_device, without_gradients
 from convoy.plan.device_program import (

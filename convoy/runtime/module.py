@@ -19,7 +19,7 @@ from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated
 from convoy.model.operation import fill_result
 from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
-from convoy.model.tracing.hooks import copied
+from convoy.model.tracing.copies import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
 from convoy.runtime.alike import Comparisons

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from convoy.errors import InputError
 from convoy.layout.layout import holders
 from convoy.model.graph import Graph
-from convoy.plan.compile import compile_all
+from convoy.plan.compile import check_programs, compile_all
 from convoy.plan.lower import lower
-from convoy.plan.program_check import check_programs
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, StepList
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.plan_in_use import PlanInUse

@@ -14,7 +14,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-import psutil  # type: ignore[import-untyped]
 import tomlkit
 
 from convoy.comm.environment import is_own
@@ -174,8 +173,6 @@ def _run(
 
         return by_line(take)
 
-    this = psutil.Process()
-    before = this.children(recursive=True)  # the caller's own
     with Supervisor(interrupts) as processes:
         for number, (host, script) in enumerate(scripts.items()):
             # The input stays open: what runs on the host ends with it.
@@ -183,7 +180,6 @@ def _run(
                 Start(
                     device=number, name=host.name, command=["sh", "-c", script], stdin=subprocess.PIPE, stdout=sink(host.name),
                     stderr=sink(host.name), own_session=True,
-                    members=lambda: [each.pid for each in this.children(recursive=True) if each not in before],
                 )
             )  # fmt: skip
         if not processes.listen(lambda: not processes.running, LIMIT_S):

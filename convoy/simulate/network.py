@@ -25,7 +25,7 @@ class Network:
         pair_bytes_per_s: `pair_bytes_per_s[i][j]`, reached by one message alone.
         processor_s_per_byte: of each device's processor, per byte sent or received.
         jitter_s: by device, how much later than by its mean speed it comes to an exchange after computing; empty where nothing
-            was measured. See `convoy.measure.sync_probe`.
+            was measured. See `convoy.measure.overhead_probe`.
         noise: the noise model of each device, None without a CPU quota. Empty if no device has one.
         segment: index of each host's network segment; -1 for a host in none. Empty if there are none.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: of each segment, shared by all messages that leave or enter it.

@@ -1,16 +1,16 @@
-"""What a training loop uses beside `convoy.prepare`: clipping, averages, mixed precision, moving shares.
+"""What a training loop uses besides `convoy.prepare`: clipping, averages, mixed precision, moving shares.
 
 ::
 
-    loop.py        the loop of the command line: steps, tests, results per epoch
-    loader.py      this device's part of every batch
-    late_losses.py losses that are read some steps later, so that no accelerator is waited for
-    loss.py        the loss of a batch whose outputs stay with their samples
-    lr.py          learning-rate schedules
-    observer.py    what a training tells of itself, and whom
+    loop.py        the loop of the command line: steps, learning rates, tests, results per epoch
+    loader.py      the local part of every batch
+    adopt.py       takes over an ordinary optimizer and DataLoader
+    loss.py        the loss of a global batch whose outputs stay with their samples
+    record.py      results that can be taken back to an earlier step, and losses that are read late
+    observer.py    observers: progress bars, the log, loggers
     controller.py  Rebalancer: watches step times, changes plans and shares
 
-Members, for devices that are lost, leave or join, is of `convoy.elastic`.
+Members, for devices that are lost, leave or join, is in `convoy.elastic`.
 """
 
 from convoy.elastic.members import LeftError, Members, StoppedError

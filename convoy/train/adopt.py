@@ -1,13 +1,13 @@
-"""Takes over an optimizer and a DataLoader that were made for the whole model, for one device's part of it."""
+"""Take over an optimizer and a DataLoader that were made for one device, for a distributed model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 from convoy.checkpoint.tensors import ModelShards
 from convoy.comm.collectives import agree_on, from_first
@@ -15,20 +15,20 @@ from convoy.data.datasets import own_random_numbers
 from convoy.errors import InputError
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
+from convoy.runtime.shard_guards import check_not_distributed
 from convoy.train.loader import Loader
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-Remembered = Mapping[str, Mapping[str, dict[str, Any]]]
-"""What an optimizer remembers of each parameter, as `described` has it: by the parameter's name and its own."""
+StateRows = Mapping[str, Mapping[str, dict[str, Any]]]
+"""Optimizer state, as `described` returns it, by parameter and state name."""
 
 
-def remembered(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Remembered:
-    """Describe what an optimizer remembers of a model's whole parameters, given by `names`.
+def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> StateRows:
+    """Describe the optimizer state of a model's whole parameters, given by `names`.
 
-    Raises:
-        InputError: it works on none of them, or remembers something that cannot be split.
+    InputError if the optimizer has none of them, or state that cannot be split.
     """
     if not any(p in names for group in optimizer.param_groups for p in group["params"]):
         raise InputError(
@@ -45,22 +45,27 @@ def remembered(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Remembered:
 
 
 @torch.no_grad()
-def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: Remembered, part: Distributed) -> None:
-    """Let an optimizer that was made from a model's parameters work on this device's shards of them. Every device calls it.
+def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows, part: Distributed) -> None:
+    """Replace a model's parameters in an optimizer by this device's shards of them. Every device calls it.
 
-    It stays the same object, with its groups and settings, so that schedules that hold it continue. What it remembers
-    (momentum) is split like the parameters; device 0's counts. Parameters that are not the model's (those of a loss, say)
-    stay.
+    It stays the same object, with its groups and settings, so that schedules that hold it continue. Its state (momentum) is
+    split like the parameters; that of device 0 counts. Parameters of other modules, such as a loss, stay.
 
     Args:
         names: the model's parameters as they were before it was distributed.
-        before: from `remembered`.
+        before: from `state_rows`.
 
     Raises:
-        MismatchError: the devices' optimizers have other settings, or other parameters beside the model's.
+        MismatchError: the devices' optimizers have other settings, or other parameters besides the model's.
     """
     parts, pieces = ModelShards.of(part), dict(part.named_parameters())
-    agree_on(part.group, "prepare: optimizer", _described(optimizer, names), "started with another optimizer")
+    groups = [
+        {k: repr(v) for k, v in group.items() if k != "params"}
+        | {"params": [names[p] if p in names else p.detach().tolist() for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    text = f"{type(optimizer).__name__} {groups}"
+    agree_on(part.group, "prepare: optimizer", text, "started with another optimizer")
     state = _moved_state(optimizer, names, before, parts)
     for group in optimizer.param_groups:
         # In place: LBFGS, for one, holds the list itself.
@@ -71,22 +76,12 @@ def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: Remembered
             optimizer.state[pieces[name]] = state[name]
 
 
-def _described(optimizer: Optimizer, names: Mapping[Tensor, str]) -> str:
-    """Class, settings and parameters as a text that is the same on every device that was given the same."""
-    groups = [
-        {k: repr(v) for k, v in group.items() if k != "params"}
-        | {"params": [names[p] if p in names else p.detach().tolist() for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__name__} {groups}"
-
-
 def _moved_state(
-    optimizer: Optimizer, names: Mapping[Tensor, str], before: Remembered, parts: ModelShards
+    optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows, parts: ModelShards
 ) -> dict[str, dict[str, Any]]:
-    """What device 0's optimizer remembers of each parameter, as far as this device holds it, by the parameter's name."""
+    """Return the local shards of device 0's optimizer state, by parameter."""
     own = {names[p]: state for p, state in optimizer.state.items() if p in names}
-    rows: Remembered = from_first(parts.group, "prepare: optimizer state", lambda: before)
+    rows: StateRows = from_first(parts.group, "prepare: optimizer state", lambda: before)
     result: dict[str, dict[str, Any]] = {}
     for key, named in rows.items():
         state: dict[str, Any] = {}
@@ -110,20 +105,18 @@ def _moved_state(
 
 
 class AdoptedLoader(Loader):
-    """The batches of an ordinary DataLoader, the same on every device; or this device's part of each.
+    """The batches of an ordinary DataLoader, the same on every device; or the local part of each.
 
-    Its sampler draws the order on device 0, with the random numbers that it would draw alone; all devices follow that order.
-    Batch size, `drop_last`, `num_workers`, `worker_init_fn` and what concerns workers are those of the DataLoader.
+    Its sampler draws the order on device 0, with the random numbers of one device; all devices follow that order. Batch size,
+    `drop_last` and the options of workers are those of the DataLoader.
 
     Args:
         source: made as for one device.
-        model: the distributed model the batches are for.
-        parts: hand out only this device's part of the inputs. It loads only the samples of which it hands out inputs or
-            labels; with a `collate_fn` other than the default it loads and collates the whole batch, because that may join
-            samples, and keeps its part.
+        parts: return only the local part of the inputs, and load only samples whose inputs or labels are returned. With a
+            `collate_fn` other than the default it loads and collates the global batch, because that may join samples.
 
     Raises:
-        InputError: an iterable-style data set, no batches, or a DistributedSampler, which shares samples out itself.
+        InputError: an iterable-style data set, no batches, or a DistributedSampler, which splits samples itself.
     """
 
     def __init__(self, source: DataLoader[Any], model: Distributed | None, *, parts: bool = False) -> None:
@@ -148,7 +141,7 @@ class AdoptedLoader(Loader):
         }
 
     def __getattr__(self, name: str) -> Any:
-        """What else the DataLoader has: scripts look at its sampler, and tell it the epoch."""
+        """Return an attribute of the DataLoader, such as its sampler."""
         if "source" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.source, name)
@@ -157,7 +150,7 @@ class AdoptedLoader(Loader):
         return len(self.source)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """As for any loader; a sampler that has a `set_epoch`, too, is told."""
+        """Set the epoch, also of a sampler with `set_epoch`."""
         super().set_epoch(epoch, start)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
@@ -174,28 +167,29 @@ class AdoptedLoader(Loader):
         return super().begin(joined=joined)
 
     def batches(self, epoch: int) -> list[list[int]]:  # noqa: ARG002
-        drawn = self._drawn()  # on all devices, so that random numbers drawn in the training loop stay alike
+        # On all devices, so that later random numbers stay the same. In the order in which the DataLoader's own iterator draws:
+        # first the seed of its workers, then the sampler's.
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.source.generator))
+        assert self.source.batch_sampler is not None
+        drawn = seed, [[int(i) for i in batch] for batch in self.source.batch_sampler]
         if self.model is None:
             self.seed = drawn[0]
             return drawn[1]
-        own = self._generators()
-        told = from_first(self.model.group, "loader: order", lambda: [*drawn, [g.get_state().tolist() for g in own]])
+        # The generators of the order, besides torch's own.
+        sources = (self.source, self.source.sampler, self.source.batch_sampler)
+        found = [getattr(each, "generator", None) for each in sources]
+        own = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        order = from_first(self.model.group, "loader: order", lambda: [*drawn, [g.get_state().tolist() for g in own]])
         rows: list[list[int]]
-        self.seed, rows, states = told
+        self.seed, rows, states = order
         # Every device may be the first one later, also one that joined.
         for generator, state in zip(own, states, strict=True):
             generator.set_state(torch.tensor(state, dtype=torch.uint8))
         return rows
 
-    def _told(self, model: Distributed) -> dict[str, Any]:
+    def _required(self, model: Distributed) -> dict[str, Any]:
         # The seed is device 0's in every epoch.
-        return {name: value for name, value in super()._told(model).items() if name != "seed"}
-
-    def _generators(self) -> list[torch.Generator]:
-        """Return the generators that the order is drawn with, beside torch's own."""
-        sources = (self.source, self.source.sampler, self.source.batch_sampler)
-        found = [getattr(each, "generator", None) for each in sources]
-        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        return {name: value for name, value in super()._required(model).items() if name != "seed"}
 
     def _check_sampler(self) -> None:
         """Raise InputError for a sampler whose state a device that joins later cannot have."""
@@ -207,24 +201,48 @@ class AdoptedLoader(Loader):
                     "set_epoch(epoch) that alone decides the order"
                 )
 
-    def _drawn(self) -> tuple[int, list[list[int]]]:
-        # In the order in which the DataLoader's own iterator draws: first the seed of its workers, then the sampler's.
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.source.generator))
-        assert self.source.batch_sampler is not None
-        return seed, [[int(i) for i in batch] for batch in self.source.batch_sampler]
+
+def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence[Any]) -> None:
+    """Refuse what `prepare` cannot take over.
+
+    Raises:
+        InputError: names the argument, and what to give.
+    """
+    if isinstance(model, nn.Module):
+        check_not_distributed(model)
+    for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer | None)):
+        if not isinstance(given, kind):
+            raise InputError(
+                f"prepare takes a model, an optimizer and a loader, in this order; its {name} is a {type(given).__name__}"
+            )
+    is_dataset = not isinstance(loader, DataLoader) and hasattr(loader, "__getitem__")
+    for each in more if is_dataset else (loader, *more):
+        check_loader(each)
+
+
+def in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -> DataLoader[Any]:
+    """Return a DataLoader as it is, or one of a data set."""
+    if not isinstance(loader, DataLoader):
+        if batch_size is None:
+            raise InputError("prepare was given a data set and no batch_size: give one, in samples of the global batch")
+        loader = DataLoader(loader, batch_size, shuffle=True)
+        check_loader(loader)
+    elif batch_size is not None and batch_size != batch_size_of(loader):
+        raise InputError(
+            f"batch_size={batch_size}, and the DataLoader has batches of {batch_size_of(loader)}: leave batch_size out, it is "
+            "for a data set"
+        )
+    return loader
 
 
 def check_loader(source: Any) -> None:
-    """
-    Raises:
-        InputError: a DataLoader whose batches cannot be shared out; says why and what to give.
-    """
+    """Refuse a DataLoader whose batches cannot be split. InputError with the reason and the remedy."""
     kind = type(source)
     if not isinstance(source, DataLoader):
         raise InputError(f"prepare was given a {kind.__name__} as a loader: {_instead_of_loader(source)}")
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         raise InputError(
-            f"{kind.__name__} has a way of its own to iterate, which would be lost: give a plain DataLoader, with what it does "
+            f"{kind.__name__} overrides iteration, which would be lost: give a plain DataLoader, with what it does "
             "to batches in the data set or in collate_fn"
         )
     if isinstance(source.dataset, IterableDataset):
@@ -237,7 +255,7 @@ def check_loader(source: Any) -> None:
     if isinstance(source.sampler, DistributedSampler):
         raise InputError(
             "the DataLoader has a DistributedSampler, which gives each device samples of its own: leave it out, with "
-            "shuffle=True; Convoy shares out the samples of each batch"
+            "shuffle=True; Convoy splits each batch"
         )
 
 
@@ -247,16 +265,12 @@ def _instead_of_loader(given: object) -> str:
     if isinstance(given, LRScheduler | ReduceLROnPlateau):
         return "leave it out; it goes on as it is, since the optimizer stays the same object"
     if hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
-        return "only DataLoaders can be shared out; give the DataLoader inside it"
+        return "only DataLoaders can be split; give the DataLoader inside it"
     return "give DataLoaders"
 
 
 def batch_size_of(source: DataLoader[Any]) -> int:
-    """Samples in a whole batch.
-
-    Raises:
-        InputError: its batch sampler does not say.
-    """
+    """Return the samples in a global batch. InputError if the batch sampler has no batch size."""
     size = source.batch_size or getattr(source.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
         raise InputError(
@@ -267,7 +281,7 @@ def batch_size_of(source: DataLoader[Any]) -> int:
 
 
 def first_samples(source: DataLoader[Any]) -> Tensor:
-    """The inputs of a data set's first samples as a small batch, for the shapes."""
+    """Return the inputs of a data set's first samples as a small batch, for the shapes."""
     rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
     with own_random_numbers():
         batch = source.collate_fn([source.dataset[i] for i in rows])

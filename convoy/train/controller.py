@@ -21,12 +21,12 @@ from convoy.train.rebalance import Balancer, Decision, Keep, Reshard
 class Rebalancer:
     """Changes the plan and the shares of a model while it trains, where that makes steps faster. Every device has one.
 
-    Given other plans, it first trains a few steps by each in turn, and goes on with the fastest (`autotune.py`). Then it moves
-    shares of that plan between devices as their speeds change. Either way the trajectory is that of one device.
+    Given other plans, it first trains a few steps by each in turn, and continues with the fastest (`autotune.py`). Then it
+    moves shares of that plan between devices as their speeds change. Either way the trajectory is that of one device.
 
-    Every `every` steps the devices exchange one small message each, eight bytes per layer and step, which travels during the
-    next step; after that they come to the same decision. A step with a batch other than the plan's own (the last of an epoch)
-    is not looked at.
+    Every `every` steps the devices exchange one small message each, eight bytes per layer and step, which is sent during the
+    next step; after that they make the same decision. A step with another batch size than the plan's (the last of an epoch) is
+    ignored.
 
     ::
 
@@ -38,9 +38,9 @@ class Rebalancer:
 
     Args:
         optimizers: all that work on the model's parameters.
-        tell: is called with the number of the step, from 0, and what was done: a change, or that autotuning ended without.
+        tell: called with the number of the step, from 0, and the decision: a change, or the end of autotuning.
         every: steps between two exchanges.
-        others: plans to try beside the model's own, as from `make_plans`; the same on every device.
+        others: plans to try besides the model's own, as from `make_plans`; the same on every device.
 
     Attributes:
         decision: the latest.
@@ -63,7 +63,7 @@ class Rebalancer:
         if not isinstance(model, Distributed):
             raise not_distributed("Rebalancer", model)
         if every < 1:
-            raise InputError(f"every={every}: the devices exchange times every so many steps; give 1 or more")
+            raise InputError(f"every={every}: the number of steps between two exchanges of times; give 1 or more")
         for plan in others:
             plan.check(model.traced[True].graph, model.group.devices)
             if plan.outputs != model.plan.outputs:
@@ -78,7 +78,7 @@ class Rebalancer:
         self.steps = 0
         self._layers: list[str] = []
         self._rows: list[Tensor] = []
-        self._travelling: tuple[Tensor, Pending] | None = None
+        self._pending: tuple[Tensor, Pending] | None = None
         if model.compiler is not None:
             model.compiler.waits = True
         if self.autotune.is_over:
@@ -86,23 +86,22 @@ class Rebalancer:
         self.begin()
 
     def begin(self) -> None:
-        """Time from here on: what was computed until now is no training step. Call it after an evaluation between steps."""
+        """Start timing here. Call it after an evaluation between steps."""
         self.model.clock.settle()
         self._before = self._so_far()
 
     def restart(self) -> None:
-        """The model goes on by another plan, on other devices: nothing of what was timed holds any more."""
+        """Drop all times: the model continues by another plan, on other devices."""
         self.autotune = Autotune.start([self.model.plan])
-        self._rows, self._travelling = [], None
+        self._rows, self._pending = [], None
         self._balance()
         self.begin()
 
     def step(self, batch: float) -> None:
-        """After each step. Moves shares between the devices where that is worth it.
+        """Count a step, and move shares between the devices if that is worth it. Call it after each step.
 
         Args:
-            batch: samples in the whole batch; of a step of several passes, in each. Where outputs stay with their samples,
-                labels are those of a part: `output.batch` says it.
+            batch: samples in the global batch, or in each micro-batch. If outputs stay with their samples: `output.batch`.
 
         Raises:
             DeviceLostError: a device did not take part.
@@ -111,14 +110,14 @@ class Rebalancer:
         if batch == self.model.plan.batch and (self.state is None or self.state.axes):
             self._rows.append(now - self._before)
         self._before = now
-        if self._travelling is not None:
+        if self._pending is not None:
             # Awaited at once, it would hold up every device until the slowest has ended its step.
-            table, travels = self._travelling
-            travels.wait()
-            self._travelling = None
+            table, pending = self._pending
+            pending.wait()
+            self._pending = None
             self._decide(table)
         if len(self._rows) >= self.every:
-            self._travelling = share_tensor(self.model.group, torch.stack(self._rows))
+            self._pending = share_tensor(self.model.group, torch.stack(self._rows))
             self._rows = []
         self.steps += 1
 
@@ -130,7 +129,7 @@ class Rebalancer:
         """
         for step in table.permute(1, 2, 0).tolist():
             if self.state is None:
-                # Devices leave a step one after another, and end it as one: the mean is as long as the step.
+                # Devices leave a step one after another: the mean over them is the time of the step.
                 self.autotune, self.decision = autotune.observe(self.autotune, sum(step[0]) / len(step[0]))
             else:
                 self.state, self.decision = rebalance.observe(self.state, dict(zip(self._layers, step, strict=True)))
@@ -142,21 +141,20 @@ class Rebalancer:
             if decided:
                 self._balance()
             if decided or isinstance(self.decision, Reshard):
-                # The steps after it ran with the old shares, in the table and since: the next are seen afresh.
+                # The later steps in the table, and those since, ran with the old shares.
                 self._rows = []
                 self.begin()
                 return
 
     def _balance(self) -> None:
-        """Watch the shares of the plan from now on."""
+        """Observe the shares of the plan from now on."""
         if self.model.compiler is not None:
             self.model.compiler.waits = False
         self.state = Balancer.start(self.model.plan, self.model.traced[True].graph, self.model.group.ids)
         self._layers = sorted({name for axes in self.state.axes for name in axes.layers})
 
     def _so_far(self) -> Tensor:
-        """Seconds on this device since some start: on the wall while plans are tried, else of each layer, forward and
-        backward."""
+        """Return this device's seconds so far: of wall time while plans are tried, else of each layer, forward and backward."""
         if self.state is None:
             return torch.tensor([time.perf_counter()], dtype=torch.float64)
         layers_s = self.model.clock.layers_s

@@ -1,7 +1,8 @@
-"""The loader: every device gets its part of the same batches. Which samples make step k depends on the seed and k alone."""
+"""The loader: every device gets its part of the same batches. The samples of step k depend on the seed and k alone."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from convoy.comm.collectives import difference, gather
-from convoy.data.augment import Augment
+from convoy.data.augment import Augment, read_augment
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
@@ -24,26 +25,26 @@ from convoy.runtime.module import Distributed, not_distributed
 class Loader:
     """Batches of a data set of (input, label) pairs, as one device of a fleet sees them.
 
-    Iterating gives (x, y): x is this device's part of the inputs, in the layout that the plan's first layer wants (it may
-    have zero samples, and then none is loaded); y holds the labels of the whole batch, on every device. Where the plan leaves
-    outputs with their samples, y holds the labels of those samples, and no others are loaded.
+    Iterating yields (x, y): x is the local batch, in the layout of the plan's first layer (it may have zero samples, and then
+    none is loaded); y holds the labels of the global batch. If the plan leaves outputs with their samples, y holds the labels
+    of those samples only, and no others are loaded.
 
     Args:
         dataset: map-style; items are (tensor, label). A label is what `__getitem__` returns, never an attribute such as
             `targets`, so each device loads every sample whose label it hands out. Random numbers drawn while a sample
             loads (crops, flips) depend on the seed, the epoch, the sample and its position in the epoch alone; where the
-            data set offers `__getitems__`, on those of the samples loaded at once.
+            data set has `__getitems__`, on those of the samples loaded at once.
         batch_size: global batch, in samples.
         model: the distributed model the batches are for; None: whole batches, for one device.
         shuffle: a new order in every epoch; False: the order of the data set.
         seed: with the epoch, decides the order.
         drop_last: leave out a last batch that is smaller.
-        workers: processes that prepare batches ahead, two each; 0: in this process. They live as long as an iteration does.
+        workers: processes that prepare batches ahead, two each, for one iteration; 0: in this process.
         augment: changes the images of each batch, by the seed, the epoch and the sample; see `convoy.data.augment`.
 
     Attributes:
-        collate: puts samples together, as a DataLoader's `collate_fn`; every device loads whole batches for it. None: stacks.
-        options: further ones of the DataLoader that prepares the parts.
+        collate: as a DataLoader's `collate_fn`; every device loads whole batches for it. None: stacks samples.
+        options: more options of the DataLoader that prepares the local batches.
 
     Raises:
         InputError: a batch below 1, an empty data set. While iterating, a model with several inputs.
@@ -85,20 +86,20 @@ class Loader:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch that the next iteration plays; without it, each iteration plays the next one.
+        """Choose the epoch of the next iteration; without it, each iteration is the next epoch.
 
         Args:
-            start: the first batch to play; those before it are not loaded, those from it on are what they would have been.
+            start: the first batch; those before it are not loaded.
 
         Raises:
-            InputError: the epoch has not that many batches.
+            InputError: the epoch has fewer batches.
         """
         if not 0 <= start <= len(self):
             raise InputError(f"start {start} in an epoch of {len(self)} batches: give 0 to {len(self)}")
         self.epoch, self.start = epoch, start
 
     def batches(self, epoch: int) -> list[list[int]]:
-        """The sample indices of every batch of an epoch; the same on every device."""
+        """Return the sample indices of every batch of an epoch; the same on every device."""
         order: Sequence[int] = range(self.samples)
         if self.shuffle:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
@@ -112,7 +113,7 @@ class Loader:
         epoch, first, batches = self.epoch, self.start, rows[self.start :]
         self.epoch, self.start = epoch + 1, 0
         device = self.model.group.torch_device if self.model is not None else torch.device("cpu")
-        done = finished = 0  # batches handed out, and those of them that belong to steps that are finished
+        done = finished = 0  # batches returned, and those of finished steps
         while done < len(batches):
             reshards, steps, repeats = self._changes
             prepared = iter(self._prepared(batches[done:], epoch, sum(map(len, rows[: first + done]))))
@@ -128,17 +129,17 @@ class Loader:
                     yield x, y
                     done += 1
                     now = self._changes
-                    if now[2] != repeats:  # the step that was not finished is made again
+                    if now[2] != repeats:  # the unfinished step is repeated
                         done = finished
                         break
                     if now[1] != steps:
                         finished, steps = done, now[1]
                     if now[0] != reshards:
-                        break  # what is prepared already are parts of the old plan: the rest is prepared anew
+                        break  # batches prepared so far are of the old plan
             finally:
                 _end_workers(prepared)
         if self.model is not None:
-            self.model.announce(None)  # what is not of a loader any more says itself how large it is
+            self.model.announce(None)
 
     def begin(self, *, joined: bool = False) -> tuple[int, list[list[int]]]:
         """Agree with the other devices on an epoch. Return its seed, and the samples of its batches.
@@ -153,15 +154,12 @@ class Loader:
         return self.seed, rows
 
     def _agree(self, model: Distributed, *, adopts: bool) -> None:
-        """Check that every device plays the same epoch of the same loader, and has trained the same weights until then.
+        """Check that every device iterates over the same epoch of the same loader, with the same weights: else MismatchError.
 
         Args:
             adopts: take the epoch of the other devices.
-
-        Raises:
-            MismatchError: says what differs.
         """
-        own = self._told(model)
+        own = self._required(model)
         rows = gather(model.group, "loader", own | {"the epoch": None} if adopts else own)
         known = [row["the epoch"] for row in rows if row["the epoch"] is not None]
         if adopts and known:
@@ -176,8 +174,8 @@ class Loader:
         if model.training:
             model.check_copies()
 
-    def _told(self, model: Distributed) -> dict[str, Any]:
-        """What decides which samples come, and what becomes of them."""
+    def _required(self, model: Distributed) -> dict[str, Any]:
+        """Return what decides about samples and their changes."""
         return {
             "the number of samples": self.samples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed,
             "drop_last": self.drop_last, "the epoch": self.epoch, "the first batch": self.start,
@@ -186,7 +184,7 @@ class Loader:
 
     @property
     def _changes(self) -> tuple[int, int, int]:
-        """How often the shares have changed, how many steps were finished, how often one was begun again."""
+        """The numbers of changes of shares, of finished steps and of repeated steps."""
         m = self.model
         return (m.reshards, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
 
@@ -195,17 +193,23 @@ class Loader:
         ranges = [(self._part(len(batch)), self._labelled(len(batch))) for batch in batches]
         key = f"{self.seed}/{epoch}"
         augment = None if self.augment is None else partial(self.augment, seed=self.seed, epoch=epoch)
-        parts = _Parts(self.dataset, batches, ranges, self._nothing, augment, key, position, self.collate)
-        # Where only labels are needed, and they are in memory, workers would have nothing to do.
+        if self.model is None:
+            empty = torch.empty(0)
+        else:
+            layer = self.model.traced[True].graph.inputs[0]
+            empty = torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype))
+        rows = _Rows(batches, ranges, list(accumulate(map(len, batches), initial=position)))
+        parts = _LocalBatches(self.dataset, rows, empty, augment, key, self.collate)
+        # Labels in memory need no worker.
         workers = self.workers if parts.labels is None or any(start < stop for (start, stop), _ in ranges) else 0
-        # A generator of its own: torch draws the seeds of workers, and dropout after it is not to depend on that.
+        # A generator of its own: the seeds of workers must not change dropout's random numbers.
         options = {k: v for k, v in self.options.items() if workers or k == "pin_memory"}
         return DataLoader(
-            parts, batch_size=None, num_workers=workers, collate_fn=_as_it_is, generator=torch.Generator(), **options
+            parts, batch_size=None, num_workers=workers, collate_fn=_unchanged, generator=torch.Generator(), **options
         )
 
     def _part(self, batch: int) -> tuple[int, int]:
-        """The samples of a batch that this device loads, as a range."""
+        """Return the range of a batch's samples that this device loads."""
         if self.model is None:
             return (0, batch)
         layouts = self.model.input_layouts(batch)
@@ -215,36 +219,34 @@ class Loader:
         return here[0] if here is not None else (0, 0)
 
     def _labelled(self, batch: int) -> tuple[int, int]:
-        """The samples of a batch whose labels this device gets, as a range."""
+        """Return the range of a batch's samples whose labels this device gets."""
         return (0, batch) if self.model is None else self.model.output_rows(batch)
 
-    @property
-    def _nothing(self) -> Tensor:
-        """What a device gets that has no samples; a device without a model has all of them."""
-        if self.model is None:
-            return torch.empty(0)
-        layer = self.model.traced[True].graph.inputs[0]
-        return torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype))
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The samples of some batches: indices, (loaded, labelled) ranges on this device, and the position of each in the epoch."""
+
+    indices: list[list[int]]
+    ranges: list[tuple[tuple[int, int], tuple[int, int]]]
+    positions: list[int]
 
 
-class _Parts(Dataset[Any]):
-    """Item k is this device's part of batch k: a data set that a DataLoader can prepare ahead, batch by batch."""
+class _LocalBatches(Dataset[Any]):
+    """A data set whose item k is the local part of batch k, so that a DataLoader prepares it ahead."""
 
     def __init__(
         self,
         dataset: Dataset[Any],
-        batches: list[list[int]],
-        parts: list[tuple[tuple[int, int], tuple[int, int]]],
-        nothing: Tensor,
+        rows: _Rows,
+        empty: Tensor,
         augment: Callable[[Tensor, Sequence[int]], Tensor] | None,
         key: str,
-        position: int,
         collate: "Collate | None",
     ) -> None:
-        self.dataset, self.batches, self.parts, self.nothing = dataset, batches, parts, nothing
+        self.dataset, self.rows, self.empty = dataset, rows, empty
         self.augment, self.key, self.collate = augment, key, collate
-        self.positions = list(accumulate(map(len, batches), initial=position))
-        # Images in memory draw no random numbers: to keep the streams of others takes longer than to load them.
+        # Images in memory draw no random numbers, and saving and restoring the generators takes longer than loading.
         self.draws = type(dataset) is not Images or augment is not None or collate is not None
         # Convoy's own classes return these labels with their images. Any other class may return others than it has as
         # attributes (a subclass that relabels, a wrapper), and collate_fn may change them.
@@ -252,33 +254,37 @@ class _Parts(Dataset[Any]):
         self.labels: Tensor | None = dataset.targets if own else None  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.rows.indices)
 
     def __getitem__(self, k: int) -> tuple[Tensor, Tensor] | ConvoyError:
-        """The part, or what is wrong with it: raised in a worker, it would come wrapped in the worker's traceback."""
+        """Return the part, or its error: raised in a worker, it would come wrapped in the worker's traceback."""
         try:
             with own_random_numbers() if self.draws else nullcontext():
-                return self._load(k, *self.parts[k])
+                return self._load(k, *self.rows.ranges[k])
         except ConvoyError as error:
             return error
 
     def _load(self, k: int, here: tuple[int, int], labelled: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        (start, stop), (first, last), indices = here, labelled, self.batches[k]
+        (start, stop), (first, last), indices = here, labelled, self.rows.indices[k]
         if self.labels is None:
             # collate_fn may look at all samples of the batch.
-            low, high = (0, len(indices)) if self.collate is not None else _around(here, labelled)
+            low, high = (0, len(indices)) if self.collate is not None else _hull(here, labelled)
             x, y = self._fetch(k, low, high)
             x, y = x[start - low : stop - low], y[first - low : last - low]
         else:
             y = self.labels[indices[first:last]]
-            x = self._fetch(k, start, stop)[0] if start < stop else self.nothing
+            x = self._fetch(k, start, stop)[0] if start < stop else self.empty
         return (x if self.augment is None else self.augment(x, indices[start:stop])), y
 
     def _fetch(self, k: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-        indices, position = self.batches[k][low:high], self.positions[k] + low
+        indices, position = self.rows.indices[k][low:high], self.rows.positions[k] + low
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
-            rows: Any = [self._sample(index, position + i) for i, index in enumerate(indices)]
+            rows: Any = []
+            for i, index in enumerate(indices):
+                self._reseed(index, position + i)
+                with naming(f"sample {index}"):
+                    rows.append(self.dataset[index])
         else:
             self._reseed(indices, position)
             with naming(f"samples {shown(list(indices))}"):
@@ -290,43 +296,32 @@ class _Parts(Dataset[Any]):
         x, y = rows if isinstance(rows, tuple) else _collated(rows, indices)
         return x, torch.as_tensor(y)
 
-    def _sample(self, index: int, position: int) -> Any:
-        self._reseed(index, position)
-        with naming(f"sample {index}"):
-            return self.dataset[index]
-
     def _reseed(self, what: int | list[int], position: int) -> None:
         # By position too: a sampler that repeats a sample wants another crop of it each time.
         if self.draws:
             reseed(f"{self.key}/{position}/{what}")
 
 
-def _around(*ranges: tuple[int, int]) -> tuple[int, int]:
-    """The range that holds these. Where all are empty, one sample: it says what its label looks like."""
+def _hull(*ranges: tuple[int, int]) -> tuple[int, int]:
+    """Return the range that contains these. If all are empty, the first sample: it shows the shape of a label."""
     filled = [row for row in ranges if row[0] < row[1]] or [(0, 1)]
     return min(start for start, _ in filled), max(stop for _, stop in filled)
 
 
 def _end_workers(prepared: Any) -> None:
-    """End them here and now, also when the loop was left early or failed.
-
-    Torch ends them when nobody holds the iterator any more, but the traceback of an error does; it has no public way.
-    """
+    # Torch ends them with the last reference to the iterator, which the traceback of an error holds; it has no public way.
     shutdown = getattr(prepared, "_shutdown_workers", None)
     if shutdown is not None:
         shutdown()
 
 
 def _collated(rows: list[Any], indices: Sequence[int]) -> tuple[Any, Any]:
-    """The samples as one batch.
-
-    Raises:
-        DataError: they are no pairs that can be put together; says which and why.
-    """
+    """Return the samples as one batch. DataError if they are no pairs that can be stacked."""
     try:
         x, y = default_collate(rows)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        shapes = {tuple(row[0].shape): index for index, row in zip(indices, rows, strict=True) if _has_shape(row)}
+        pairs = [(i, row) for i, row in zip(indices, rows, strict=True) if isinstance(row, Sequence) and len(row)]
+        shapes = {tuple(row[0].shape): i for i, row in pairs if isinstance(row[0], Tensor)}
         if len(shapes) > 1:
             met = " and ".join(f"{shape} (sample {index})" for shape, index in list(shapes.items())[:2])
             raise DataError(
@@ -340,7 +335,7 @@ def _collated(rows: list[Any], indices: Sequence[int]) -> tuple[Any, Any]:
 
 
 Collate = Callable[[list[Any]], Any]
-"""Puts samples together as a batch: a pair of tensors, inputs and labels."""
+"""Returns samples as a batch: a pair of tensors, inputs and labels."""
 
 
 def _by_collate(collate: Collate, rows: list[Any], indices: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -348,21 +343,44 @@ def _by_collate(collate: Collate, rows: list[Any], indices: Sequence[int]) -> tu
     pair = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)
     if not pair or len(batch[0]) != len(indices):
         raise DataError(
-            f"collate_fn gave {_told(batch)} for {len(indices)} samples: return a pair of tensors, (inputs, labels), with one "
+            f"collate_fn gave {_kind(batch)} for {len(indices)} samples: return a pair of tensors, (inputs, labels), with one "
             "row of inputs for each sample"
         )
     return batch[0], batch[1]
 
 
-def _told(batch: Any) -> str:
+def _kind(batch: Any) -> str:
     if isinstance(batch, tuple | list):
-        return f"({', '.join(_told(each) for each in batch)})"
+        return f"({', '.join(_kind(each) for each in batch)})"
     return f"a tensor of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
 
 
-def _has_shape(row: Any) -> bool:
-    return isinstance(row, Sequence) and len(row) > 0 and isinstance(row[0], Tensor)
-
-
-def _as_it_is(item: Any) -> Any:
+def _unchanged(item: Any) -> Any:
     return item
+
+
+def loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    model: Distributed | None = None,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    workers: int = 0,
+    augment: str | None = None,
+) -> Loader:
+    """Return batches of a data set, this device's part of each; see `Loader`.
+
+    Args:
+        augment: how training images change from epoch to epoch, e.g. "crop,flip"; see `convoy.data.augment`.
+
+    Raises:
+        InputError: a batch below 1, an empty data set, an unknown augmentation.
+    """
+    steps = None
+    if augment is not None:
+        steps = read_augment(augment, getattr(dataset, "mean", ()), getattr(dataset, "std", ()))
+    return Loader(
+        dataset, batch_size, model, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers, augment=steps
+    )

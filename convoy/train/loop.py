@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from convoy.checkpoint import Checkpointer, Progress
 from convoy.comm.collectives import share_number
@@ -26,14 +26,13 @@ from convoy.runtime.optimizer import clip_grad_norm_
 from convoy.runtime.outputs import OutputPart
 from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
-from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.loader import Loader
 from convoy.train.loss import Loss
 from convoy.train.observer import EpochResult, Observer, Observers, StepResult
-from convoy.train.record import History, Place, Record
+from convoy.train.record import History, LateLosses, Place, TrainingRecord, Unread, UnreadNumber, lateness
 
 AUXILIARY = 0.3
-"""How much the loss of an auxiliary classifier counts: Szegedy et al. 2015, section 5."""
+"""Weight of the loss of an auxiliary classifier: Szegedy et al. 2015, section 5."""
 
 _Build = Callable[[list[nn.Parameter], float, float, float], Optimizer]
 OPTIMIZERS: Mapping[str, _Build] = {
@@ -44,14 +43,71 @@ OPTIMIZERS: Mapping[str, _Build] = {
 
 
 def build_optimizer(name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float) -> Optimizer:
-    """An optimizer by name.
-
-    Raises:
-        InputError: unknown name; the choices are listed.
-    """
+    """Return an optimizer by name. InputError for an unknown one."""
     if name not in OPTIMIZERS:
         raise unknown_name("optimizer", name, OPTIMIZERS)
     return OPTIMIZERS[name](list(model.parameters()), lr, momentum, weight_decay)
+
+
+# --- learning rate -----------------------------------------------------------------------------------------------------
+
+SCHEDULES = ("constant", "cosine", "step", "one-cycle")
+
+ONE_CYCLE_START, ONE_CYCLE_END = 1 / 25, 1 / 25 / 1e4
+"""Parts of the highest rate, at the first and the last step; the numbers of torch's OneCycleLR."""
+
+ONE_CYCLE_RISE = 0.3
+"""Part of the steps until the highest rate, where no warm-up says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateCurve:
+    """A learning-rate schedule in closed form, which depends on the step alone, so that a resumed run needs no state of it.
+
+    Attributes:
+        name: one of `SCHEDULES`.
+        steps: optimizer steps of the whole training.
+        warmup_steps: steps of a linear rise; of one-cycle, the steps of its own rise.
+        drop_steps, drop_factor: for "step", the rate is multiplied by the factor after each of these numbers of steps.
+    """
+
+    name: str
+    steps: int
+    warmup_steps: int = 0
+    drop_steps: int = 1
+    drop_factor: float = 0.1
+
+    def factor(self, step: int) -> float:
+        """Return the factor of the learning rate in a step, counted from 0.
+
+        Cosine: Loshchilov & Hutter 2017, one period without restarts. One-cycle: Smith & Topin 2019, up on half a cosine, down
+        on another.
+        """
+        warmup = self.warmup_steps
+        if self.name == "one-cycle":
+            top = warmup or ONE_CYCLE_RISE * self.steps - 1
+            if step < top:
+                return _half_cosine(ONE_CYCLE_START, 1.0, step / top)
+            return _half_cosine(1.0, ONE_CYCLE_END, (step - top) / max(1.0, self.steps - 1 - top))
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if self.name == "cosine":
+            return _half_cosine(1.0, 0.0, (step - warmup) / max(1, self.steps - warmup))
+        return self.drop_factor ** (step // self.drop_steps) if self.name == "step" else 1.0
+
+
+def _half_cosine(start: float, end: float, part: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * min(1.0, part))) / 2
+
+
+def build_schedule(optimizer: Optimizer, curve: RateCurve) -> LambdaLR:
+    """Return a scheduler whose `step()` follows every step of the optimizer. InputError for an unknown name."""
+    if curve.name not in SCHEDULES:
+        raise unknown_name("schedule", curve.name, SCHEDULES)
+    return LambdaLR(optimizer, curve.factor)
+
+
+# --- training ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +115,12 @@ class Recipe:
     """How steps and tests are made.
 
     Attributes:
-        accumulate: passes of the loader's batches that make one step. The loss of a step is the mean over all their samples.
-        clip_norm: the norm of all gradients together is at most this; None: as it is.
+        accumulate: micro-batches per step. The loss of a step is the mean over all their samples.
+        clip_norm: upper limit of the norm of all gradients together.
         label_smoothing: part of each label that is spread evenly over all classes.
-        evaluate_epochs, evaluate_steps: test after every so many; always at the end of the last epoch.
-        stops_diverged: end at the first step whose loss is NaN or infinite, or as soon as that is read (see
-            `late_losses.py`) and before anything is saved; else that step is told, and training goes on.
+        evaluate_epochs, evaluate_steps: epochs and steps between tests; the end of the last epoch is always tested.
+        stops_diverged: end at the first step whose loss is NaN or infinite, or as soon as that is read (see `record.py`) and
+            before anything is saved; else that step is reported, and training continues.
     """
 
     accumulate: int = 1
@@ -77,12 +133,13 @@ class Recipe:
 
 @dataclass
 class Training:
-    """A model, and all that changes with it from step to step: what one would have to keep to go on later.
+    """A model, and all that changes with it from step to step.
 
     Attributes:
-        schedule: follows every step of the optimizer.
+        schedule: steps after every step of the optimizer.
         average: of the weights, which follows the optimizer by itself; tests use it.
         scaler: for fp16.
+        tell: called with a line of text when the loss is NaN or infinite for the first time.
     """
 
     model: nn.Module
@@ -91,17 +148,18 @@ class Training:
     schedule: LRScheduler | None = None
     average: WeightAverage | None = None
     scaler: GradScaler | None = None
+    tell: Callable[[str], None] = warnings.warn
 
     def rate(self) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def backward(self, x: Tensor, y: Tensor, part: float, *, ends_step: bool = True) -> Tensor:
-        """Add the gradients of a part of a batch; its part of the loss, which is the mean over the whole batch.
+        """Add the gradients of a part of a batch. Return its part of the loss, which is the mean over the global batch.
 
         Args:
             part: its samples over those of the batch.
-            ends_step: whether this is the last pass of a step, which sums the gradients of all its passes over the devices.
+            ends_step: whether this is the last micro-batch of a step, which all-reduces the gradients of all of them.
         """
         waits = isinstance(self.model, Distributed) and not ends_step
         with self.model.no_sync() if waits else nullcontext():  # type: ignore[operator]
@@ -114,7 +172,7 @@ class Training:
         return loss.detach()
 
     def update(self) -> None:
-        """Change the weights by the gradients that were added up."""
+        """Change the weights by the accumulated gradients."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.recipe.clip_norm is not None:
@@ -130,9 +188,15 @@ class Training:
             self.schedule.step()
 
     def accuracy(self, loader: Loader) -> float:
-        """Of the averaged weights, where there are such."""
+        """Return the accuracy, of the averaged weights if there are such."""
         with nullcontext() if self.average is None else self.average.as_weights():
             return accuracy(self.model, loader)
+
+    def lateness(self) -> int:
+        """Return how many steps late losses are read. Every device calls it and gets the same."""
+        if isinstance(self.model, Distributed):
+            return lateness(self.model.group.torch_device, self.model.group)
+        return lateness(next(self.model.parameters()).device)
 
 
 def fit(
@@ -143,22 +207,20 @@ def fit(
     observer: Observer | None = None,
     rebalancer: Rebalancer | None = None,
     keeper: Checkpointer | None = None,
-    tell: Callable[[str], None] = warnings.warn,
     members: Members | None = None,
 ) -> History:
-    """Train with cross entropy for some epochs, and test in between. On several devices, each calls it.
+    """Train with cross entropy for some epochs, and test in between. Every device calls it.
 
     Args:
-        keeper: saves the run as it goes, and knows from where it goes on.
-        tell: is called with a line of text when the loss is no number for the first time.
-        members: lets the training go on without the devices that are lost.
+        keeper: saves the run, and knows where it continues.
+        members: lets the training continue when devices are lost or join.
 
     Raises:
-        DivergedError: the loss is no number, and the recipe stops there; the weights are those before that step, or where
+        DivergedError: the loss is NaN or infinite, and the recipe stops there; the weights are those before that step, or where
             an accelerator computes up to `LATE_STEPS` steps later.
         StoppedError: the training was to end, on all devices; it is saved, if there is a keeper.
     """
-    loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, tell, LateLosses(0), members)
+    loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, members)
     start = keeper.progress if keeper is not None else Progress()
     place = Place(start.step, start.epoch, start.batch)
     loop.steps = loop.record.begun = start.step
@@ -168,23 +230,23 @@ def fit(
         members.run_state = loop.run_state, loop.take_over
         try:
             place = Place(*members.begin(start.step, list(place)))
-            if members.entrance is not None:  # the others begin anew after this step, too
+            if members.entrance is not None:  # the others return to this step, too
                 loop.steps, repeats = place.step, True
         except DeviceLostError as error:
             if members.entrance is not None:
                 raise
             place, repeats = Place(*members.recover(error)), True
     if members is None:
-        loop.unread.late = _lateness(training.model)
-    elif members.entrance is None:  # who comes later was told it
-        loop.unread.late = members.repeated(partial(_lateness, training.model))
+        loop.unread.late = training.lateness()
+    elif members.entrance is None:  # a joining device has it from the run state
+        loop.unread.late = members.repeated(training.lateness)
     while True:
         try:
             if repeats:
                 loop.go_back(place)
             for epoch in range(place.epoch, epochs):
                 done = place.batch * training.recipe.accumulate if epoch == place.epoch else 0
-                train.set_epoch(epoch, min(done, len(train)))  # the last step may have had fewer passes
+                train.set_epoch(epoch, min(done, len(train)))  # the last step may have had fewer micro-batches
                 again = repeats and epoch == place.epoch
                 loop.epoch(epoch, train, is_last=epoch + 1 == epochs, again=again)
             if keeper is not None:
@@ -198,23 +260,17 @@ def fit(
             place, repeats = Place(*members.recover(error)), True
         except StoppedError as stopped:
             assert members is not None
-            loop._read_all()
-            if keeper is None:
-                members.close()
-                raise
-            keeper.at_end()
+            loop.read_all()
+            if keeper is not None:
+                keeper.at_end()
             members.close()
+            if keeper is None:
+                raise
             raise StoppedError(f"{stopped}; --resume goes on from there") from None
 
 
-def _lateness(model: nn.Module) -> int:
-    if isinstance(model, Distributed):
-        return lateness(model.group.torch_device, model.group)
-    return lateness(next(model.parameters()).device)
-
-
 def _reload(keeper: Checkpointer) -> tuple[int, list[int]]:
-    """Go on from the last checkpoint; its step, and the place in the data."""
+    """Load the last checkpoint. Return its step and the place in the data."""
     found = keeper.reload()
     return found.step, [found.step, found.epoch, found.batch]
 
@@ -234,17 +290,16 @@ class _Loop:
     observer: Observer
     rebalancer: Rebalancer | None
     keeper: Checkpointer | None
-    tell: Callable[[str], None]
-    unread: LateLosses
     members: Members | None = None
-    record: Record = field(default_factory=Record)
+    unread: LateLosses = field(default_factory=lambda: LateLosses(0))
+    record: TrainingRecord = field(default_factory=TrainingRecord)
     steps: int = 0
     tested_s: float = 0.0
 
     def go_back(self, place: Place) -> None:
-        """After a loss: forget what comes after a step; the tests behind it are made again."""
+        """Take back what comes after a step; the tests after it are repeated."""
         self.record.go_back(place)
-        self.unread.forget(place.step)
+        self.unread.drop_from(place.step)
         self.steps = place.step
         if self.keeper is not None:
             self.keeper.go_back(Progress(place.step, place.epoch, place.batch))
@@ -256,15 +311,14 @@ class _Loop:
         return self.record.run_state(self.unread.known()) | {"late": self.unread.late}
 
     def take_over(self, run_state: dict[str, Any]) -> None:
-        """What has happened before this device came."""
         self.record.take_over(run_state)
         self.unread.late = run_state["late"]
 
     def epoch(self, epoch: int, train: Loader, *, is_last: bool, again: bool = False) -> None:
-        """One epoch, from the batch on that the loader was set to.
+        """Train one epoch, from the batch on that the loader was set to.
 
         Args:
-            again: it goes on after a step that was kept, and a test behind that step was not.
+            again: it continues after a step that has a snapshot, but whose test is not repeated yet.
         """
         recipe = self.training.recipe
         self.training.model.train()
@@ -286,20 +340,20 @@ class _Loop:
                 self._step(epoch, losses, batch)
                 trained += batch
                 if self.rebalancer is not None:
-                    # Samples of a pass: a step of fewer or smaller passes than the others is not one of the plan's.
+                    # Samples of a micro-batch: a step of fewer or smaller ones than the others is not one of the plan's.
                     self.rebalancer.step(batch / recipe.accumulate)
                 if self.members is not None:
                     self.members.after_step(Place(self.steps, epoch, -(-(index + 1) // recipe.accumulate)))
             if ends_step and self._is_due and not ends_epoch:
                 self._pause(epoch)
-        self._read_all()
+        self.read_all()
         train_s = time.perf_counter() - start_s - self.tested_s
         due = is_last or (epoch + 1) % recipe.evaluate_epochs == 0 or self._is_due
         accuracy = self._evaluate(epoch, ends_epoch=True) if due else None
         rows = [(loss * count, count) for loss, count in self.record.rows_of(epoch)]
         weighted, samples = (sum(column) for column in zip(*rows, strict=True)) if rows else (0.0, 0)
-        mean = weighted / samples if samples else math.nan  # a run may go on at the end of an epoch
-        # After a loss the epoch goes on from a later batch: only what was trained since then took these seconds.
+        mean = weighted / samples if samples else math.nan  # a run may resume at the end of an epoch
+        # After a loss the epoch continues from a later batch: only the samples since then took these seconds.
         result = EpochResult(epoch, mean, accuracy, train_s, trained / train_s, self.training.rate())
         self.record.epoch(result)
         self.observer.on_epoch(result)
@@ -311,62 +365,57 @@ class _Loop:
         every = self.training.recipe.evaluate_steps
         return every is not None and self.steps % every == 0
 
-    def _diverge(self, step: int, loss: float) -> None:
-        self.record.diverge(step + 1)
-        told = f"the loss of step {step + 1} is {loss}"
-        remedy = "lower the learning rate (--lr), or add --warmup-epochs 1 or --clip-norm 1"
-        if self.training.recipe.stops_diverged:
-            late = self.steps - step
-            behind = f"{late} step{'s' * (late > 1)} later, of which nothing is saved"
-            where = behind if late else "before that step changes weights"
-            raise DivergedError(f"{told}: the training has diverged, and stops {where}; {remedy}")
-        self.tell(f"WARNING: {told}: the training has diverged, and what follows is useless; {remedy}")
-
     def _step(self, epoch: int, losses: Sequence[Tensor], samples: int) -> None:
         this = Unread(self.steps, epoch, UnreadNumber(losses), samples, self.training.rate())
         self.unread.add(this)
-        read = [self._judged(*each) for each in self.unread.due()]
+        read = [self._checked(*each) for each in self.unread.due()]
         self.training.update()
         this.ended_s = time.perf_counter()
         self.steps += 1
         self.observer.on_step_end(this.step, samples)
-        self._tell_steps(read)
+        self._report_steps(read)
         if self.keeper is not None:
-            # Told before it is saved: a run that is killed in between goes on behind this step, and nobody would tell it again.
+            # Reported before it is saved: a run that is killed in between resumes after this step, and never reports it again.
             if self.keeper.saves_next:
-                self._read_all()
+                self.read_all()
             self.keeper.after_step()
 
-    def _judged(self, step: Unread, loss: float) -> tuple[Unread, float]:
-        """The same.
-
-        Raises:
-            DivergedError: the loss is no number, and the training is to stop.
-        """
-        if self.record.history.diverged is None and not math.isfinite(loss):
-            self._diverge(step.step, loss)
+    def _checked(self, step: Unread, loss: float) -> tuple[Unread, float]:
+        """Return the same. DivergedError if the loss is NaN or infinite, and the training is to stop."""
+        if self.record.history.diverged is not None or math.isfinite(loss):
+            return step, loss
+        number = step.step + 1
+        self.record.diverge(number)
+        what = f"the loss of step {number} is {loss}"
+        remedy = "lower the learning rate (--lr), or add --warmup-epochs 1 or --clip-norm 1"
+        if self.training.recipe.stops_diverged:
+            late = self.steps - step.step
+            behind = f"{late} step{'s' * (late > 1)} later, of which nothing is saved"
+            where = behind if late else "before that step changes weights"
+            raise DivergedError(f"{what}: the training has diverged, and stops {where}; {remedy}")
+        self.training.tell(f"WARNING: {what}: the training has diverged, and what follows is useless; {remedy}")
         return step, loss
 
-    def _tell_steps(self, read: Iterable[tuple[Unread, float]]) -> None:
+    def _report_steps(self, read: Iterable[tuple[Unread, float]]) -> None:
         for each, loss in read:
             self.record.step(loss, each.epoch, each.samples)
             self.observer.on_step(StepResult(each.step, each.epoch, loss, each.samples, each.lr, each.ended_s))
 
-    def _read_all(self) -> None:
-        """Before a test, the end of an epoch, a checkpoint."""
-        self._tell_steps(self._judged(*each) for each in self.unread.rest())
+    def read_all(self) -> None:
+        """Read and report all losses: before a test, the end of an epoch, a checkpoint."""
+        self._report_steps(self._checked(*each) for each in self.unread.rest())
 
     def _pause(self, epoch: int) -> None:
-        """A test within an epoch: its seconds are not those of training."""
+        """Test within an epoch. The seconds of the test are not those of training."""
         start_s = time.perf_counter()
-        self._read_all()
+        self.read_all()
         self._evaluate(epoch, ends_epoch=False)
         self.tested_s += time.perf_counter() - start_s
         if self.rebalancer is not None:
             self.rebalancer.begin()
 
     def _evaluate(self, epoch: int, *, ends_epoch: bool) -> float:
-        # The same on devices that came later, or that a loss kept from a test.
+        # The same number on devices that joined later, or that missed a test because of a loss.
         self.test.set_epoch(len(self.record.history.evaluations))
         result = self.record.test(epoch, self.steps, self.training.accuracy(self.test), ends_epoch=ends_epoch)
         self.observer.on_evaluation(result)
@@ -374,14 +423,14 @@ class _Loop:
 
 
 def _samples(train: Loader, index: int, accumulate: int) -> int:
-    """Samples of all batches that make the step to which batch `index` belongs."""
+    """Return the samples of all batches of the step to which batch `index` belongs."""
     first = (index - index % accumulate) * train.batch_size
     whole = len(train) * train.batch_size if train.drop_last else train.samples
     return min(accumulate * train.batch_size, whole - first)
 
 
 def classification_loss(outputs: Any, y: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross entropy of the first output; auxiliary classifiers (GoogLeNet, Inception) count `AUXILIARY` each."""
+    """Return the cross entropy of the first output, plus `AUXILIARY` times that of each auxiliary classifier's."""
     criterion = _cross_entropy(label_smoothing)
     if not isinstance(outputs, tuple | list):
         return criterion(outputs, y)
@@ -389,17 +438,16 @@ def classification_loss(outputs: Any, y: Tensor, label_smoothing: float = 0.0) -
     return main + AUXILIARY * sum(others)
 
 
-@functools.cache
+@functools.cache  # one for all steps: devices compare the criterion at its first call
 def _cross_entropy(label_smoothing: float) -> Loss:
-    """One for all steps: what is compared at the first call of each is compared once."""
     return Loss(nn.CrossEntropyLoss(label_smoothing=label_smoothing))
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: Loader) -> float:
-    """Fraction of the loader's samples whose largest output is that of their label. Leaves the model in training mode."""
+    """Return the fraction of samples whose largest output is that of their label. Leaves the model in training mode."""
     model.eval()
-    right, total = torch.zeros(()), 0  # added up where outputs are, and read once
+    right, total = torch.zeros(()), 0  # added up on the device of the outputs, and read once
     group: Group | None = None  # where each device counts its own samples
     for x, y in loader:
         outputs = model(x)

@@ -1,8 +1,8 @@
-"""loss: the loss of a whole batch of which every device has a part, exactly that of one device.
+"""loss: the loss of a global batch whose samples are split over the devices, exactly that of one device.
 
-A mean over a batch is a sum over its samples divided by how much they count. Both are sums over the devices: each computes the
-sum of its own samples, the devices add up both, and the gradient of a device's samples is divided by what all count. What
-counts depends on the criterion: elements, samples, labels that are not ignored, their weights.
+A mean over a batch is a sum over its samples divided by their count. Both are all-reduced: each device computes the sum and the
+count of its own samples, and its gradient is divided by the global count. The criterion decides what is counted: elements,
+samples, labels that are not ignored, their weights.
 """
 
 import copy
@@ -30,7 +30,7 @@ _OF_SAMPLES = (
     nn.GaussianNLLLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.CosineEmbeddingLoss,
     nn.TripletMarginLoss, nn.TripletMarginWithDistanceLoss,
 )  # fmt: skip
-"""Their mean is over what `reduction="none"` gives, which has an entry or more for each sample."""
+"""Their mean is over the entries of `reduction="none"`, one or more for each sample."""
 
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 """Their mean is over labels: those that are not ignored, each with the weight of its class."""
@@ -55,24 +55,24 @@ _OWN = (
 
 
 def loss(criterion: Callable[..., Any], *, reduction: str | None = None, **settings: Any) -> "Loss":
-    """A criterion over the whole batch, of outputs that are everywhere or stay with their samples.
+    """Return a criterion over the global batch, for outputs that are everywhere or stay with their samples.
 
     ::
 
         criterion = convoy.loss(nn.CrossEntropyLoss(ignore_index=255))
         criterion(model(x), y).backward()
 
-    Its value is that of one device, on every device. Labels and other tensors beside the outputs are those of the whole batch,
-    or of this device's samples, as the loader gives them.
+    Its value is that of one device, on every device. Labels and other tensors are those of the global batch, or of this
+    device's samples, as the loader returns them.
 
     Args:
-        criterion: one of torch's modules or functions; or, with `reduction`, a function of one's own that returns a tensor
-            whose first axis is the samples, each entry depending on its own sample alone.
+        criterion: one of torch's modules or functions; or, with `reduction`, your own function that returns a tensor whose
+            first axis is the samples, each entry depending on its own sample alone.
         reduction: "mean" (over all entries that the function returns) or "sum". Of torch's modules, their own counts.
         settings: of a function of torch: `convoy.loss(F.cross_entropy, label_smoothing=0.1)`.
 
     Raises:
-        InputError: a criterion of which it is not known how parts add up; when it is called, arguments that do not fit.
+        InputError: a criterion whose parts cannot be added; when it is called, arguments that do not fit.
         MismatchError: when it is called, the devices have other criteria.
     """
 
@@ -96,11 +96,7 @@ class Loss:
         self._agreed: WeakSet[Group] = WeakSet()
 
     def __call__(self, *arguments: Any) -> Tensor:
-        """The loss of the whole batch, the same on every device. Every device must call it where outputs are in parts.
-
-        Args:
-            arguments: as the criterion takes them; outputs of the model as they came.
-        """
+        """Return the loss of the global batch, the same on every device. All call it where outputs are in parts."""
         parts = [a for a in arguments if isinstance(a, OutputPart)]
         if not parts:
             made: Tensor = self.criterion(*arguments)
@@ -115,19 +111,19 @@ class Loss:
         start, stop = first.rows
         if start < stop:
             total, count = self._of_part(rows, stop - start)
-        else:  # nothing to compute, and autograd still has to come to the model
+        else:  # nothing to compute, and autograd still has to reach the model
             total = torch.stack([self._rows(p, first).sum() for p in parts]).sum()
             count = torch.zeros_like(total)
         own = torch.stack([in_float64(total.detach()), in_float64(count)])
-        table, travels = share_tensor(first.group, own if own.device == total.device else own.to(total))
-        travels.wait()
+        table, pending = share_tensor(first.group, own if own.device == total.device else own.to(total))
+        pending.wait()
         sums = table.sum(0)
         scale = 1.0 / sums[1] if self.reduction == "mean" else torch.ones_like(sums[1])
         value = sums[0] / sums[1] if self.reduction == "mean" else sums[0]
         return _Whole.apply(total, value.to(total), scale.to(total))  # type: ignore[no-any-return, no-untyped-call]
 
     def _agree(self, part: OutputPart) -> None:
-        """At the first call: a criterion with other weights on one device would give other gradients there, and no error."""
+        """Compare the criterion at the first call: other weights on one device would give wrong gradients without an error."""
         if part.group in self._agreed:
             return
         text = f"{_name(self.criterion)} {self.reduction}"
@@ -139,23 +135,22 @@ class Loss:
 
     @staticmethod
     def _rows(argument: Any, part: OutputPart) -> Any:
-        """This device's samples of an argument; numbers as they are."""
+        """Return this device's samples of an argument; numbers unchanged."""
         if isinstance(argument, OutputPart):
             rows = argument.attached
         elif isinstance(argument, Tensor) and argument.dim():
             rows = part.rows_of(argument)
         else:
             return argument
-        return (
-            rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
-        )  # a sum over many pixels would be too large
+        # A sum over many pixels would be too large for half precision.
+        return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
 
     @property
     def _is_of_torch(self) -> bool:
         return type(self.criterion) in _KNOWN
 
     def _of_part(self, rows: list[Any], samples: int) -> tuple[Tensor, Tensor]:
-        """The sum over this device's samples, and how much they count."""
+        """Return the sum over this device's samples, and their count."""
         criterion = self.criterion
         if isinstance(criterion, _OF_CLASSES):
             return _reduced(criterion, "sum")(*rows), _count_of_classes(criterion, rows[0], rows[1])
@@ -170,7 +165,7 @@ class Loss:
 
 
 class _Whole(torch.autograd.Function):
-    """The loss of the whole batch as a function of this device's sum."""
+    """The loss of the global batch as a function of this device's sum."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, value: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG004
@@ -183,11 +178,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _reduction(criterion: Callable[..., Any], wanted: str | None) -> str:
-    """ "mean" or "sum".
-
-    Raises:
-        InputError: neither, or not known.
-    """
+    """Return "mean" or "sum". InputError for anything else."""
     known = type(criterion) in _KNOWN
     if isinstance(criterion, nn.Module) and not known and wanted is None:
         raise InputError(f"convoy.loss does not know how parts of {_name(criterion)} add up over devices: give {_OWN}")
@@ -195,7 +186,7 @@ def _reduction(criterion: Callable[..., Any], wanted: str | None) -> str:
         raise InputError(f"convoy.loss does not know whether {_name(criterion)} is a mean or a sum: give {_OWN}")
     if known and wanted is not None:
         raise InputError(
-            f"reduction={wanted!r} beside {_name(criterion)}, which has its own: leave it out, and set it there"
+            f"reduction={wanted!r} with {_name(criterion)}, which has its own: leave it out, and set it there"
         )
     found = wanted if wanted is not None else str(getattr(criterion, "reduction"))  # noqa: B009
     found = "mean" if found == "batchmean" else found
@@ -207,14 +198,13 @@ def _reduction(criterion: Callable[..., Any], wanted: str | None) -> str:
 
 
 def _reduced(criterion: Any, reduction: str) -> nn.Module:
-    """The criterion with another reduction."""
     made = copy.copy(criterion)
     made.reduction = reduction
     return made  # type: ignore[no-any-return]
 
 
 def _count_of_classes(criterion: nn.CrossEntropyLoss | nn.NLLLoss, output: Tensor, target: Tensor) -> Tensor:
-    """What the labels count: each that is not ignored, with the weight of its class; of probabilities each place."""
+    """Return the count of labels: each that is not ignored, with the weight of its class; of probabilities each position."""
     if target.is_floating_point():
         return torch.tensor(output.numel() / max(1, output.shape[1]), device=output.device)
     counts = target != criterion.ignore_index

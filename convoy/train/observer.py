@@ -1,4 +1,4 @@
-"""What a training tells of itself while it runs, and whom: progress bars, the log, loggers of other projects."""
+"""Observers of a training: progress bars, the log, loggers of other projects."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step of the optimizer: its number (from 0), its epoch, its loss over the whole batch, the samples of that batch, the
-    learning rate that it was made with, and when it ended (`time.perf_counter()`)."""
+    """One step of the optimizer, counted from 0; its loss over the global batch, the samples of that batch, the learning rate
+    that it was made with, and when it ended (`time.perf_counter()`)."""
 
     step: int
     epoch: int
@@ -19,8 +19,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One test: accuracy (0 to 1) after so many steps, in which epoch, whether that epoch is over, and whether no test before
-    was as good."""
+    """One test after a number of steps: accuracy (0 to 1), whether it ends its epoch, and whether it is the best so far."""
 
     epoch: int
     step: int
@@ -31,8 +30,8 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class EpochResult:
-    """One epoch: its number (from 0), mean training loss over its samples, accuracy on the test images (0 to 1; None where it
-    was not tested at its end), seconds of training, the learning rate that the next step would have."""
+    """One epoch, counted from 0; mean training loss over its samples, accuracy of the test at its end (0 to 1; None without a
+    test), seconds of training, and the learning rate of the next step."""
 
     epoch: int
     loss: float
@@ -43,7 +42,7 @@ class EpochResult:
 
 
 class Observer:
-    """Is told how a training goes. Derive from it, and write the methods of interest; the others do nothing.
+    """A listener to the results of a training. Derive from it, and write the methods of interest; the others do nothing.
 
     Every device has its observers, and a test comes after the step it follows and before the epoch that it ends. What is to be
     written once belongs on device 0 (`convoy.is_first()`); what talks to a network belongs into a
@@ -54,8 +53,8 @@ class Observer:
         """At the end of every step of the optimizer (from 0), at once: its loss may not be known yet."""
 
     def on_step(self, result: StepResult) -> None:
-        """After every step of the optimizer, once its loss is read: where an accelerator computes, up to two steps later.
-        Before every test and the end of an epoch, all steps have been told."""
+        """After every step of the optimizer, once its loss is read: where an accelerator computes, up to two steps later, but
+        before every test and the end of an epoch."""
 
     def on_evaluation(self, result: Evaluation) -> None:
         """After every test."""
@@ -65,7 +64,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """Several observers as one, told in their order."""
+    """Several observers as one, called in their order."""
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers

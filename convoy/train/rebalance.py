@@ -1,23 +1,21 @@
 """Rebalancing: corrects shares while training. A pure state machine: seconds in, a decision out.
 
-What a device does in a job is not what it did alone: threads that exchange, caches, other users. So each device's seconds of
-computing, which leave out every wait, are watched for each group of coupled axes (`convoy.plan.coupling`), and give its seconds
-per unit. When other units would end the slowest device's computing sooner, by more than the noise explains, the shares change:
+A device is not as fast in a job as alone: communication threads, caches and other users slow it down. So each device's
+computing seconds, without any waiting, are observed for each group of coupled axes (`convoy.plan.coupling`), and give its
+seconds per unit. The shares change when other units would shorten the slowest device's computing by more than the noise:
 
-- The median of the last `SHORT` steps sees a large change soon; that of many, a small one surely. A step that took long for
-  once moves neither.
-- A device whose seconds jump is another device from then on: steps from before are forgotten, and nothing is decided in
-  between, where a median would be of both. So `LEAST` steps after a jump the shares are those of the new speeds.
-- The gain must exceed `DEADBAND`, and `SURE` standard errors of the slowest device's median. Its noise is taken from
-  differences between steps that follow each other, so that a change of speed does not count as noise.
-- Once, after `FIRST` steps, `FIRST_SURE` is enough: the shares until then come from what the devices did alone, which is
-  worth no more.
-- New shares are watched afresh. A change that undoes the last one, soon after it, asks for twice as many steps each time: two
+- The median of the last `SHORT` steps shows a large change soon; that of many steps, a small one surely. A single slow step
+  changes neither.
+- After a jump of a device's seconds, earlier steps are dropped, and nothing is decided for `LEAST` steps.
+- The gain must exceed `DEADBAND`, and `SURE` standard errors of the slowest device's median. The noise is taken from
+  differences between consecutive steps, so that a change of speed does not count as noise.
+- Once, after `FIRST` steps, `FIRST_SURE` is enough: the first shares come from the devices' solo throughput.
+- New shares are observed afresh. A change that undoes the last one soon after it needs twice as many steps each time, so two
   splits cannot alternate.
 
-A share changes by the whole way: a gain beyond the noise needs no damping, and where time is not proportional to the
-share, the next look corrects the rest. Only +, -, *, /, square roots and comparisons are used, so every device that sees the
-same seconds comes to the same decision, to the last bit.
+A share moves all the way at once: a gain beyond the noise needs no damping, and the next decision corrects what is not
+proportional. Only +, -, *, /, square roots and comparisons are used, so all devices with the same seconds decide the same, to
+the last bit.
 """
 
 import heapq
@@ -32,55 +30,55 @@ from convoy.plan.coupling import CoupledAxes, coupled_axes, shares_of, with_unit
 from convoy.plan.plan import Plan
 
 SHORT, LONG, LONGEST = 5, 20, 60
-"""Steps whose median is looked at."""
+"""Numbers of steps for medians."""
 
 FIRST = 10
-"""Steps after which shares that were never changed are looked at with less doubt, once."""
+"""Steps after which shares that never changed need less certainty, once."""
 
 LEAST = 3
 """Fresh steps before a share changes again."""
 
 MOST = 96
-"""Fresh steps that are asked for at most, after changes to and fro."""
+"""Most fresh steps before a change, after changes to and fro."""
 
 RELAXED = 60
-"""After so many steps without a change, or twice those that were asked for, `LEAST` steps are enough again."""
+"""After this many steps without a change, or twice those that were needed, `LEAST` steps are enough again."""
 
 JUMP, JUMP_SURE = 0.15, 3.0
-"""A device's seconds have jumped when `LEAST` steps in turn are longer than those before by more than this part and so many
-times its noise, or shorter likewise. Steps from before a jump tell nothing of those after it."""
+"""A device's seconds have jumped when `LEAST` consecutive steps are longer than those before by more than this fraction and
+this multiple of its noise, or shorter likewise."""
 
 DEADBAND = 0.03
-"""A smaller part of the slowest device's computing is not worth a change."""
+"""The least gain, as a fraction of the slowest device's computing."""
 
 SURE = 4.0
-"""Standard errors. Noise alone reaches them about once in ten thousand looks at four devices."""
+"""Standard errors. Noise alone reaches them about once in ten thousand decisions for four devices."""
 
 FIRST_SURE = 2.0
-"""Standard errors, at that one look."""
+"""Standard errors, at that one decision."""
 
 LEAST_NOISE = 0.02
-"""Taken at least, relative to a step: a few differences between steps may be small by chance."""
+"""The least noise, relative to a step: a few differences between steps may be small by chance."""
 
 STARTING, SETTLING = 2, 1
-"""Steps that are not looked at: the first of all, and the first with new shares, which make memory and kernels ready."""
+"""Ignored steps: the first of all, and the first with new shares, which prepare memory and kernels."""
 
 Seconds = Mapping[str, Sequence[float]]
-"""By layer: what each device computed in one step, forward and backward, in seconds; 0 where it has no part."""
+"""By layer, each device's seconds of forward and backward in one step; 0 where it has no part."""
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """What is known of one group of coupled axes.
+class ObservedAxes:
+    """The observed steps of one group of coupled axes.
 
     Attributes:
         rates: seconds per unit of each device, step by step since the shares were chosen, the latest last.
-        jumps: relative differences of rates between steps that follow each other, the latest last.
-        steps: how many steps these shares have been watched.
-        since: of each device, how many of them since its seconds last jumped.
-        asks: how many it takes before they may change.
-        last: by how many units each device's part last changed.
-        corrected: whether they were ever changed.
+        jumps: relative differences of rates between consecutive steps, the latest last.
+        steps: the number of steps with these shares.
+        asks: the number of steps before they may change.
+        last: each device's last change, in units.
+        corrected: whether they ever changed.
+        since: for each device, the number of steps since its seconds last jumped.
     """
 
     rates: tuple[tuple[float, ...], ...] = ()
@@ -91,25 +89,24 @@ class Watch:
     corrected: bool = False
     since: tuple[int, ...] = ()
 
-    def with_step(self, rates: tuple[float, ...]) -> "Watch":
-        """One more step."""
+    def with_step(self, rates: tuple[float, ...]) -> "ObservedAxes":
         jumps = self.jumps
         if self.rates:
             jumps += (tuple(_apart(a, b) for a, b in zip(self.rates[-1], rates, strict=True)),)
         since = tuple(n + 1 for n in self.since or (0,) * len(rates))
         relaxed = min(since) >= max(RELAXED, 2 * self.asks)
-        seen = Watch(
+        seen = ObservedAxes(
             (*self.rates, rates)[-max(LONGEST, self.asks) :], jumps[-LONGEST:], self.steps + 1,
             min(self.asks, LEAST) if relaxed else self.asks, () if relaxed else self.last, self.corrected, since,
         )  # fmt: skip
         return replace(seen, since=tuple(LEAST if seen.jumped(d, LEAST) else n for d, n in enumerate(since)))
 
     def since_jump(self, device: int, steps: int) -> list[float]:
-        """A device's seconds per unit, of so many steps at most, none of them before its last jump."""
+        """Return a device's seconds per unit of at most the last N steps, none of them before its last jump."""
         return [row[device] for row in self.rates[-min(steps, self.since[device]) :]]
 
     def jumped(self, device: int, steps: int) -> bool:
-        """Whether the last so many steps are all longer, or all shorter, than those before explain."""
+        """Return whether the last N steps are all longer, or all shorter, than the noise of those before explains."""
         known = self.since_jump(device, LONGEST)
         before, last = known[:-steps], known[-steps:]
         if len(before) < SHORT:
@@ -117,26 +114,26 @@ class Watch:
         usual, beyond = statistics.median(before), 1.0 + max(JUMP, JUMP_SURE * self.noise(device))
         return min(last) > usual * beyond or max(last) * beyond < usual
 
-    def changed(self, change: Shares) -> "Watch":
-        """The shares have changed: what comes is seen afresh; how noisy each device is, stays known."""
+    def changed(self, change: Shares) -> "ObservedAxes":
+        """Start afresh after a change of shares, and keep the noise of each device."""
         undone = -sum(a * b for a, b in zip(self.last, change, strict=False))
         back = 2 * undone > sum(a * a for a in change)
         asks = min(MOST, 2 * self.asks) if back else self.asks if self.last else LEAST
-        return Watch(jumps=self.jumps, asks=asks, last=change, corrected=True)
+        return ObservedAxes(jumps=self.jumps, asks=asks, last=change, corrected=True)
 
     def noise(self, device: int) -> float:
-        """Standard deviation of a device's seconds in one step, relative; from the median difference of two steps."""
+        """Return the relative standard deviation of a device's seconds per step, from the median difference of two steps."""
         found = statistics.median(row[device] for row in self.jumps) / 0.954 if self.jumps else 0.0
         return max(LEAST_NOISE, found)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ShareChange:
     """Other shares for coupled axes.
 
     Attributes:
-        axes: as they were; `units`: as they shall be.
-        slowest: the device that was done last.
+        axes: before the change; `units`: after it.
+        slowest: the device that finished last.
         before_s, after_s: seconds until the slowest device has computed these layers, measured and predicted.
     """
 
@@ -159,7 +156,7 @@ class Reshard:
     """Another plan: the same strategies, other shares."""
 
     plan: Plan
-    changes: tuple[Change, ...]
+    changes: tuple[ShareChange, ...]
     reason: str
 
 
@@ -168,37 +165,30 @@ Decision = Keep | Reshard
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """The state: the plan that runs, its coupled axes, and what was seen of each.
+    """The state: the plan in use, its coupled axes, and the observed steps of each.
 
     Attributes:
-        skips: so many steps are not looked at.
-        ids: by which messages name the devices; None: their indices.
+        skips: the number of steps to ignore.
+        ids: of the devices, for messages; None: their indices.
     """
 
     plan: Plan
     axes: tuple[CoupledAxes, ...]
-    watches: tuple[Watch, ...]
+    observed: tuple[ObservedAxes, ...]
     skips: int = STARTING
     ids: tuple[int, ...] | None = None
 
     @staticmethod
     def start(plan: Plan, graph: Graph, ids: Sequence[int] | None = None) -> "Balancer":
-        """Before the first step of a plan.
-
-        Args:
-            ids: by which messages name the devices; None: their indices.
-
-        Raises:
-            PlanError: the plan does not fit the graph.
-        """
+        """Return the state before the first step of a plan. PlanError if it does not fit the graph."""
         found = coupled_axes(plan, graph)
-        return Balancer(plan, found, (Watch(),) * len(found), ids=None if ids is None else tuple(ids))
+        return Balancer(plan, found, (ObservedAxes(),) * len(found), ids=None if ids is None else tuple(ids))
 
 
 def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
-    """One training step of the plan's own batch, as every device timed it: the next state, and what to do.
+    """Return the next state and the decision after a step of the plan's own batch.
 
-    A layer that is missing counts as no time. A step in which a device that has a part shows no time is not looked at.
+    A missing layer counts as no time. A step in which a device with a part has no time is ignored.
     """
     if not state.axes:
         return state, Keep("the plan leaves no shares to choose")
@@ -207,11 +197,14 @@ def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
         return state, Keep("not every device timed its part in this step")
     if state.skips:
         return replace(state, skips=state.skips - 1), Keep("the first steps with these shares are not looked at")
-    watches = tuple(
-        watch.with_step(_rates(axes, row)) for watch, axes, row in zip(state.watches, state.axes, totals, strict=True)
+    observed = tuple(
+        history.with_step(_rates(axes, row))
+        for history, axes, row in zip(state.observed, state.axes, totals, strict=True)
     )
-    seen = replace(state, watches=watches)
-    changes = [c for axes, watch in zip(state.axes, watches, strict=True) if (c := _change(axes, watch)) is not None]
+    seen = replace(state, observed=observed)
+    changes = [
+        c for axes, history in zip(state.axes, observed, strict=True) if (c := _change(axes, history)) is not None
+    ]
     now_s = sum(max(row) for row in totals)
     saved_s = sum(c.before_s - c.after_s for c in changes)
     if not changes:
@@ -222,15 +215,15 @@ def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
 
 
 def slower(state: Balancer, predicted: Sequence[Mapping[str, float]]) -> dict[int, float]:
-    """How many times as long as predicted devices compute the layers that were watched; of those that were timed.
+    """Return, for the timed devices, measured over predicted seconds of the observed layers.
 
     Args:
-        predicted: of each device, seconds of its part of each layer by the plan of `state`, by "forward conv1".
+        predicted: for each device, seconds of its part of each layer by the plan of `state`, by "forward conv1".
     """
     took_s, should_s = ([0.0] * len(predicted) for _ in range(2))
-    for axes, watch in zip(state.axes, state.watches, strict=True):
-        for device in axes.active if watch.steps >= LEAST else ():
-            took_s[device] += statistics.median(watch.since_jump(device, LONG)) * axes.units[device]
+    for axes, history in zip(state.axes, state.observed, strict=True):
+        for device in axes.active if history.steps >= LEAST else ():
+            took_s[device] += statistics.median(history.since_jump(device, LONG)) * axes.units[device]
             row = predicted[device]
             should_s[device] += sum(
                 row.get(f"{phase} {n}", 0.0) for n in axes.layers for phase in ("forward", "backward")
@@ -239,14 +232,14 @@ def slower(state: Balancer, predicted: Sequence[Mapping[str, float]]) -> dict[in
 
 
 def best(rates: Sequence[float], units: Shares) -> Shares:
-    """Units of the same sum with which the slowest device is done first, at least one for each device that has any.
+    """Return units of the same sum with the shortest time of the slowest device, at least one for each device that has any.
 
     Args:
         rates: seconds per unit of each device.
     """
     active = [device for device, count in enumerate(units) if count]
     result = [int(device in active) for device in range(len(units))]
-    # Unit by unit to the device that would be done with it first: the exact optimum where time is proportional.
+    # Unit by unit to the device that would finish it first: the optimum where time is proportional.
     ends = [(2 * rates[device], device) for device in active]
     heapq.heapify(ends)
     for _ in range(sum(units) - len(active)):
@@ -256,16 +249,16 @@ def best(rates: Sequence[float], units: Shares) -> Shares:
     return tuple(result)
 
 
-def _change(axes: CoupledAxes, watch: Watch) -> Change | None:
-    """Better units for coupled axes, where the gain is beyond doubt."""
-    after_jump = watch.asks if watch.last else LEAST
-    if watch.steps < watch.asks or any(watch.since[d] < after_jump or watch.jumped(d, 1) for d in axes.active):
+def _change(axes: CoupledAxes, history: ObservedAxes) -> ShareChange | None:
+    """Return better units for coupled axes, if the gain is certain."""
+    after_jump = history.asks if history.last else LEAST
+    if history.steps < history.asks or any(history.since[d] < after_jump or history.jumped(d, 1) for d in axes.active):
         return None
-    looks = [(max(SHORT, watch.asks), SURE), (LONG, SURE), (LONGEST, SURE)]
-    if not watch.corrected and watch.steps == FIRST:
+    looks = [(max(SHORT, history.asks), SURE), (LONG, SURE), (LONGEST, SURE)]
+    if not history.corrected and history.steps == FIRST:
         looks.insert(0, (FIRST, FIRST_SURE))
     for steps, sure in looks:
-        rows = [watch.since_jump(d, steps) for d in range(len(axes.units))]
+        rows = [history.since_jump(d, steps) for d in range(len(axes.units))]
         rates = [statistics.median(row) for row in rows]
         units = best(rates, axes.units)
         ends_s = [rate * count for rate, count in zip(rates, axes.units, strict=True)]
@@ -273,30 +266,30 @@ def _change(axes: CoupledAxes, watch: Watch) -> Change | None:
         slowest = ends_s.index(before_s)
         most = max(map(len, rows))
         doubted = {slowest, *(d for d in axes.active if len(rows[d]) < most)}
-        error = max(1.25 * watch.noise(d) / math.sqrt(len(rows[d])) for d in doubted)  # of a median, relative
+        error = max(1.25 * history.noise(d) / math.sqrt(len(rows[d])) for d in doubted)  # of a median, relative
         if before_s - after_s > max(DEADBAND, sure * error) * before_s:
-            return Change(axes, units, slowest, before_s, after_s)
+            return ShareChange(axes, units, slowest, before_s, after_s)
     return None
 
 
-def _apply(state: Balancer, changes: Sequence[Change]) -> tuple[Balancer, Reshard]:
-    plan, found, watches, words = state.plan, list(state.axes), list(state.watches), []
+def _apply(state: Balancer, changes: Sequence[ShareChange]) -> tuple[Balancer, Reshard]:
+    plan, found, observed, lines = state.plan, list(state.axes), list(state.observed), []
     for change in changes:
         i = found.index(change.axes)
         after = with_units(plan, change.axes, change.units)
         found[i] = replace(change.axes, units=change.units)
-        words.append(_words(plan, after, change, found[i], state.ids))
+        lines.append(_line(plan, after, change, found[i], state.ids))
         moved = tuple(b - a for a, b in zip(change.axes.units, change.units, strict=True))
-        watches[i] = watches[i].changed(moved)
+        observed[i] = observed[i].changed(moved)
         plan = after
     before_s, after_s = (sum(times) for times in zip(*((c.before_s, c.after_s) for c in changes), strict=True))
-    reason = f"{'; '.join(words)}; predicted compute {before_s:.3g} s -> {after_s:.3g} s"
-    return replace(state, plan=plan, axes=tuple(found), watches=tuple(watches), skips=SETTLING), Reshard(
+    reason = f"{'; '.join(lines)}; predicted compute {before_s:.3g} s -> {after_s:.3g} s"
+    return replace(state, plan=plan, axes=tuple(found), observed=tuple(observed), skips=SETTLING), Reshard(
         plan, tuple(changes), reason
     )
 
 
-def _words(before: Plan, after: Plan, change: Change, axes: CoupledAxes, ids: Sequence[int] | None) -> str:
+def _line(before: Plan, after: Plan, change: ShareChange, axes: CoupledAxes, ids: Sequence[int] | None) -> str:
     old, new = shares_of(before, change.axes), shares_of(after, axes)
     times = change.before_s / change.after_s
     return (
@@ -306,13 +299,13 @@ def _words(before: Plan, after: Plan, change: Change, axes: CoupledAxes, ids: Se
 
 
 def _totals(axes: CoupledAxes, seconds: Seconds) -> list[float]:
-    """What each device computed of the layers of coupled axes."""
+    """Return each device's seconds of the layers of coupled axes."""
     rows = [seconds[name] for name in axes.layers if name in seconds]
     return [sum(row[device] for row in rows) for device in range(len(axes.units))]
 
 
 def _rates(axes: CoupledAxes, totals: Sequence[float]) -> tuple[float, ...]:
-    """Seconds per unit; 0 for a device without a part, which stays without one."""
+    """Return seconds per unit; 0 for a device without a part, which stays without one."""
     return tuple(total / count if count else 0.0 for total, count in zip(totals, axes.units, strict=True))
 
 

@@ -1,20 +1,113 @@
-"""What a training run showed, and how far it is. Devices that go back to an earlier step forget what came behind it."""
+"""The results of a training run, which devices can take back to an earlier step, and losses that are read some steps late.
+
+A loss is read `LATE_STEPS` after its step where an accelerator computes, so that no step waits for the accelerator.
+"""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from convoy.train.late_losses import Unread
+import torch
+from torch import Tensor
+
+from convoy.comm.collectives import gather
+from convoy.comm.group import Group
+from convoy.machine.accelerator import in_host_memory, queued
 from convoy.train.observer import EpochResult, Evaluation
+
+LATE_STEPS = 2
+"""How many steps late losses are read where an accelerator computes; by then they are in host memory."""
+
+
+class UnreadNumber:
+    """A sum of numbers on their way from the device that computes them.
+
+    Args:
+        parts: one per micro-batch of the step. They are copied from an accelerator after its queued work, without waiting.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        row = torch.stack([part.detach().reshape(()) for part in parts])
+        self._row = row
+        self._copied: torch.Event | None = None
+        if row.device.type != "cpu":
+            self._row = in_host_memory(row)
+            self._row.copy_(row, non_blocking=True)
+            self._copied = queued(row.device)
+
+    def read(self) -> float:
+        """Return the number; wait for the device if it is not there yet."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+        return float(sum(self._row.tolist()))
+
+
+@dataclass
+class Unread:
+    """A step whose loss was not read yet; fields as of `StepResult`."""
+
+    step: int
+    epoch: int
+    loss: UnreadNumber | float
+    samples: int
+    lr: float
+    ended_s: float = 0.0
+
+    def read(self) -> tuple["Unread", float]:
+        return self, self.loss if isinstance(self.loss, float) else self.loss.read()
+
+
+class LateLosses:
+    """The steps whose losses are still to be read, in their order.
+
+    Args:
+        late: after how many steps a loss is read.
+    """
+
+    def __init__(self, late: int) -> None:
+        self.late = late
+        self._unread: deque[Unread] = deque()
+
+    def add(self, step: Unread) -> None:
+        self._unread.append(step)
+
+    def due(self) -> Iterator[tuple[Unread, float]]:
+        """Yield all steps but the latest `late`, with their losses."""
+        while len(self._unread) > self.late:
+            yield self._unread.popleft().read()
+
+    def rest(self) -> Iterator[tuple[Unread, float]]:
+        """Yield all steps with their losses."""
+        while self._unread:
+            yield self._unread.popleft().read()
+
+    def known(self) -> list[tuple[Unread, float]]:
+        """Return all steps with their losses, and keep them."""
+        return [each.read() for each in self._unread]
+
+    def drop_from(self, step: int) -> None:
+        """Drop this step and those after it: they are repeated."""
+        while self._unread and self._unread[-1].step >= step:
+            self._unread.pop()
+
+
+def lateness(device: torch.device, group: Group | None = None) -> int:
+    """Return how many steps late losses are read. Every device of a group calls it and gets the same.
+
+    A NaN then ends the training at the same step on all of them.
+    """
+    kinds = [device.type] if group is None else gather(group, "device types", device.type)
+    return LATE_STEPS if any(kind != "cpu" for kind in kinds) else 0
 
 
 @dataclass
 class History:
-    """What a training run showed.
+    """The results of a training run.
 
     Attributes:
-        losses: of every step, over the whole batch.
+        losses: of every step, over the global batch.
         epochs: one result per epoch.
         evaluations: all tests, in order.
         best: the first test of the highest accuracy.
@@ -37,15 +130,15 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Record:
-    """The history of one training, which can go back, and forward again to a checkpoint of a step that was undone.
+class TrainingRecord:
+    """The history of one training, which can go back to a snapshot, and forward again to a checkpoint of a later step.
 
     Attributes:
         begun: the step of the first loss.
-        samples: of every step in the history: its epoch, and how many.
-        undone: by step, losses and samples that devices went back behind.
-        tests, epochs: all that were ever made, also those that were undone: by step, and by epoch.
-        diverged: the same of `History.diverged`.
+        samples: the epoch and the number of samples of every step in the history.
+        undone: by step, the loss and samples of steps that were taken back.
+        tests, epochs: all results, by step and by epoch, also those that were taken back.
+        diverged: that of the history, also if it was taken back.
     """
 
     history: History = field(default_factory=History)
@@ -57,24 +150,20 @@ class Record:
     diverged: int | None = None
 
     def step(self, loss: float, epoch: int, samples: int) -> None:
-        """The next step."""
+        """Add the next step."""
         row, before = (epoch, samples), self.samples[-1:]
         self.undone.pop(self.begun + len(self.samples), None)
         self.history.losses.append(loss)
-        self.samples.append(
-            before[0] if before == [row] else row
-        )  # one value for all like it: a long training has many steps
+        self.samples.append(before[0] if before == [row] else row)  # equal steps share one tuple
 
     def rows_of(self, epoch: int) -> list[tuple[float, int]]:
-        """Losses and samples of the steps of an epoch."""
+        """Return losses and samples of the steps of an epoch."""
         first, end = bisect_left(self.samples, (epoch,)), bisect_left(self.samples, (epoch + 1,))
-        return [
-            (loss, count)
-            for loss, (_, count) in zip(self.history.losses[first:end], self.samples[first:end], strict=True)
-        ]
+        rows = zip(self.history.losses[first:end], self.samples[first:end], strict=True)
+        return [(loss, count) for loss, (_, count) in rows]
 
     def test(self, epoch: int, step: int, accuracy: float, *, ends_epoch: bool) -> Evaluation:
-        """The next test."""
+        """Add the next test."""
         best = self.history.best
         made = Evaluation(epoch, step, accuracy, ends_epoch, is_best=best is None or accuracy > best.accuracy)
         self.history.evaluations.append(made)
@@ -84,19 +173,16 @@ class Record:
         return made
 
     def epoch(self, result: EpochResult) -> None:
-        """The next epoch is over."""
+        """Add the next epoch."""
         self.history.epochs.append(result)
         self.epochs[result.epoch] = result
 
     def diverge(self, step: int) -> None:
-        """The loss of a step, counted from 1, is no number."""
+        """Note that the loss of a step, counted from 1, is NaN or infinite."""
         self.history.diverged = self.diverged = step
 
     def go_back(self, place: Place) -> None:
-        """Let the history end at a place: before its present end or, at a checkpoint of a step that was undone, behind it.
-
-        What was undone and is not done again was seen in the same numbers.
-        """
+        """Let the history end at a place: before its present end, or after it at a checkpoint of a step that was taken back."""
         history, begun = self.history, self.begun
         self.begun = min(begun, place.step)
         kept = max(0, place.step - begun)
@@ -111,7 +197,7 @@ class Record:
         history.diverged = self.diverged if self.diverged is not None and self.diverged <= place.step else None
 
     def _undone_from(self, step: int, end: int | None = None) -> list[tuple[float, tuple[int, int]]]:
-        """What is known of the steps from one on, up to another, without a gap."""
+        """Return the steps taken back from one on, up to another, without a gap."""
         found = []
         while step in self.undone and (end is None or step < end):
             found.append(self.undone[step])
@@ -119,10 +205,10 @@ class Record:
         return found
 
     def run_state(self, unread: Sequence[tuple[Unread, float]]) -> dict[str, Any]:
-        """What has happened, as JSON: results, and losses from the beginning of the present epoch on.
+        """Return as JSON the results, and the losses from the beginning of the present epoch on.
 
         Args:
-            unread: steps behind the history, with their losses.
+            unread: steps after the history, with their losses.
         """
         epoch = unread[-1][0].epoch if unread else self.samples[-1][0] if self.samples else 0
         first = bisect_left(self.samples, (epoch,))
@@ -139,11 +225,9 @@ class Record:
         }  # fmt: skip
 
     def take_over(self, run_state: dict[str, Any]) -> None:
-        """What has happened before this device came; `go_back` to its place must follow."""
-        self.begun, self.samples = (
-            run_state["begun"],
-            [(int(epoch), int(count)) for epoch, count in run_state["samples"]],
-        )
+        """Continue from the `run_state` of another device; `go_back` to its place must follow."""
+        self.begun = run_state["begun"]
+        self.samples = [(int(epoch), int(count)) for epoch, count in run_state["samples"]]
         self.history.losses, self.diverged = list(run_state["losses"]), run_state["diverged"]
         self.epochs = {row["epoch"]: EpochResult(**row) for row in run_state["epochs"]}
         self.tests = {row["step"]: Evaluation(**row) for row in run_state["evaluations"]}

@@ -93,7 +93,7 @@ def test_equal_fleets_are_made_not_read() -> None:
     for count in (1, 8):
         fleet = fleet_named(f"equal{count}")
         assert [device.cores for device in fleet.devices] == [0.2] * count
-        assert Fleet.from_toml(fleet.to_toml()) == fleet, "the rehearsal is given it as a file"
+        assert Fleet.from_toml(fleet.to_toml()) == fleet, "the emulated hosts are given it as a file"
 
 
 def test_every_plan_of_convoy_is_drawn() -> None:
@@ -333,7 +333,7 @@ def test_nothing_is_started_where_all_was_measured(
 ) -> None:
     started: list[str] = []
 
-    def rehearsed(job: WorkerJob, _limit_s: float) -> int:
+    def emulated(job: WorkerJob, _limit_s: float) -> int:
         started.append(job.fleet)
         for series in job.series:
             for case in series.cases():
@@ -342,7 +342,7 @@ def test_nothing_is_started_where_all_was_measured(
                 write_result(job.path(case), empty.with_net(NetResult(case.net, "a", "b", "c", {}, {}, rows)))
         return 0
 
-    monkeypatch.setattr(driver, "_rehearsed", rehearsed)
+    monkeypatch.setattr(driver, "_emulated", emulated)
     both = a_drive(tmp_path, choice=Choice("smoke"))
     assert run(both) == 0
     assert started == ["mixed4", "straggler2"]
@@ -351,7 +351,7 @@ def test_nothing_is_started_where_all_was_measured(
     assert run(both) == 0
     assert started == ["mixed4", "straggler2"]
     kept = read_result(tmp_path / "mixed4.two-conv-4-8.8.json")
-    monkeypatch.setattr(driver, "_rehearsed", lambda *_: 1)
+    monkeypatch.setattr(driver, "_emulated", lambda *_: 1)
     assert run(replace(both, again=True)) == 1
     assert read_result(tmp_path / "mixed4.two-conv-4-8.8.json") == kept, "nothing is lost before its case begins"
 

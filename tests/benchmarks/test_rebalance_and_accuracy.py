@@ -67,7 +67,7 @@ def test_a_mood_of_the_machine_falls_on_all_four_alike() -> None:
     assert (moody.back_after, moody.of_best) == (4, pytest.approx(1.0))
 
 
-def test_the_command_names_the_rehearsed_fleet_and_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_names_the_emulated_fleet_and_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page showed a command without its fleet, which gave another experiment."""
     monkeypatch.setattr("sys.argv", ["it", "--batch", "16", "-o", "/some/where.json", "--slowdown", "1,1"])
     monkeypatch.delenv("CONVOY_FLEET", raising=False)

@@ -20,7 +20,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
-from convoy.train.lr import Schedule, build_schedule
+from convoy.train.loop import RateCurve, build_schedule
 from tests.support.one_device import part
 from tests.support.threads import run_on_threads
 
@@ -51,7 +51,7 @@ class Run:
         self.model = model
         self.optimizer = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=1e-3)
         self.average = WeightAverage(self.optimizer, 0.9)
-        self.schedule = build_schedule(self.optimizer, Schedule("cosine", 6, warmup_steps=2))
+        self.schedule = build_schedule(self.optimizer, RateCurve("cosine", 6, warmup_steps=2))
         self.scaler = GradScaler(model, init_scale=1024.0)
         self.keeper = Checkpointer(
             folder, model, self.optimizer, schedule=self.schedule, scaler=self.scaler, settings=SETTINGS

@@ -194,7 +194,7 @@ def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, 
         refused(file, 2, net(), example())
 
 
-def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
+def test_on_emulated_hosts_the_fleet_file_describes_what_is_measured(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`convoy emulate` names its fleet file in CONVOY_FLEET: for scripts of four lines as for `convoy train`. Its times, if it
@@ -209,31 +209,11 @@ def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
         described.append([device.name for device in options.fleet.devices])
         return timed(measured, 1.0, 1.5)
 
-    monkeypatch.setattr("convoy.api.measure_job", measure)
+    monkeypatch.setattr("convoy.measure.planning.measure_job", measure)
     plans = run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group))
     assert plans[0] == plans[1]
     assert described
     assert all(names == [device.name for device in measured.fleet.devices] for names in described)
-
-
-def test_devices_whose_times_vary_much_are_measured_once_more(
-    measured: Measurement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def with_spread(spread: float, *factors: float) -> Measurement:
-        found = timed(measured, *factors)
-        return replace(found, layer=tuple(replace(point, spread=spread) for point in found.layer))
-
-    calls = {0: 0, 1: 0}
-
-    def measure(group: Group, *_: object, **_options: Any) -> Measurement:
-        calls[group.device] += 1
-        return with_spread(50.0, 1e3, 1.0) if calls[group.device] == 1 else with_spread(0.0, 1.0, 1e3)
-
-    monkeypatch.setattr("convoy.api.measure_job", measure)
-    graph = trace(net(), example()).graph
-    for plan in run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group)):
-        assert working(plan, graph) == {0}, "the quiet times say so"
-    assert calls == {0: 2, 1: 2}
 
 
 def test_speeds_and_auto_exclude_each_other() -> None:
@@ -299,7 +279,7 @@ def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first
     assert len(plans) > 1
     assert plans == others
     assert plans.request.fleet == others.request.fleet, "any device may have to plan anew"
-    assert plans.measured is not None
+    assert plans.request.fleet.measured is not None
     assert plan == other == plans[0]
     assert plans.predicted_s(plans[0]) == plans.step_s[0]
     for index, each in enumerate(plans[1:], 1):

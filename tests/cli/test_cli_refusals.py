@@ -75,7 +75,11 @@ def test_a_plan_file_that_does_not_fit(
 ) -> None:
     edit, options, words = BAD_PLANS[case]
     plan_file.write_text(edit(json.loads(plan_file.read_text())))
-    for step in ("convoy.launch.local.launch_local", "convoy.api.measure_speeds", "convoy.cli.session.fit"):
+    for step in (
+        "convoy.launch.local.launch_local",
+        "convoy.measure.planning.measure_speeds",
+        "convoy.cli.session.fit",
+    ):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     status = convoy_in_process(monkeypatch, ["train", *TINY, *options, "--plan", str(plan_file)])
     refusal = capsys.readouterr().err
@@ -161,7 +165,11 @@ def test_bad_input_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One line with the value, the rule and the remedy; status 2; nothing measured, trained, started or written."""
-    for step in ("convoy.launch.local.launch_local", "convoy.api.measure_speeds", "convoy.cli.session.fit"):
+    for step in (
+        "convoy.launch.local.launch_local",
+        "convoy.measure.planning.measure_speeds",
+        "convoy.cli.session.fit",
+    ):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     (tmp_path / "EMPTY").mkdir()
     places = {"EMPTY": str(tmp_path / "EMPTY"), "NOWHERE": str(tmp_path / "NOWHERE"), "CORRUPT": str(corrupt_cifar10)}

@@ -91,7 +91,7 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_read(options: tu
         (None, "torchvision is not installed, and .* needs it: pip install 'convoy-train[images]'"),
         (
             "raise RuntimeError('operator torchvision::nms does not exist')",
-            "does not import beside torch .*install both at once",
+            "does not import with torch .*install both at once",
         ),
     ],
 )

@@ -17,8 +17,7 @@ from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
-from convoy.train.loop import Recipe, Training, fit
-from convoy.train.lr import Schedule, build_schedule
+from convoy.train.loop import RateCurve, Recipe, Training, build_schedule, fit
 from lab.chaos import TIGHT, Case, make_data, make_net, whole_state
 from tests.support.losses import Device, with_losses
 from tests.support.one_device import one_trace
@@ -65,7 +64,7 @@ def train(here: Device | None, plan: str, extras: Extras) -> tuple[list[float], 
     data = make_data(CASE)
     train_on = loader(data, size, part, seed=CASE.seed, workers=extras.workers)
     test = loader(data, 8, part, shuffle=False)
-    schedule = build_schedule(optimizer, Schedule("cosine", 18, 2, 1, 0.1))
+    schedule = build_schedule(optimizer, RateCurve("cosine", 18, 2, 1, 0.1))
     kind = Poisoned if extras.scales else Training
     training = kind(
         model, optimizer, Recipe(accumulate=extras.accumulate, clip_norm=1.0), schedule,

@@ -2,22 +2,22 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from convoy import api
 from convoy.api import make_plans
 from convoy.comm.group import AloneGroup
 from convoy.errors import PlanError
 from convoy.measure import measure_job as job
+from convoy.measure import planning
 from convoy.measure.energy_meter import EnergyMeter
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.measure_job import MeasureOptions, measure_job
-from convoy.measure.sync_probe import SyncOverhead
+from convoy.measure.overhead_probe import SyncOverhead
 from convoy.measure.timed_sizes import PlanSize
 from convoy.measure.timing import SLICE_S, RoundTimer, Timing
 from convoy.model.nets import build_net
@@ -164,7 +164,8 @@ def test_sync_overhead_and_noise_reach_the_file(monkeypatch: pytest.MonkeyPatch)
     costs, noise = Overheads(step_s=0.01, layer_s=0.02, round_s=0.09, message_s=0.12), QuotaNoise(0.0, 0.4, 4.0)
     monkeypatch.setattr(job, "measure_sync", lambda *_: SyncOverhead((0.1,), (costs,), (noise,)))
     (found,) = measured(budget_s=0.3).device
-    assert (found.jitter_s, found.noise, found.overheads) == (0.1, noise, costs)
+    assert (found.jitter_s, found.noise) == (0.1, noise)
+    assert asdict(costs).items() <= asdict(found).items()
 
 
 # --- one device --------------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def test_one_device_has_nothing_to_share_and_measures_nothing(name: str) -> None
 
 @pytest.mark.usefixtures("nothing_is_timed")
 def test_a_net_that_one_device_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(api.describe_device(CPU, 1.0), memory_bytes=1000)
-    monkeypatch.setattr(api, "describe_device", lambda *_: small)
+    small = replace(planning.describe_device(CPU, 1.0), memory_bytes=1000)
+    monkeypatch.setattr(planning, "describe_device", lambda *_: small)
     with pytest.raises(PlanError, match=r"fits the devices' memory.* of 0\.001 MB"):
         make_plans(net(), torch.zeros(2, 1, 8, 8), BATCH, AloneGroup(CPU), plan=AUTO)

@@ -23,9 +23,8 @@ from convoy.measure.device_info import DeviceInfo, fit, fleet_of, host_indices
 from convoy.measure.energy_meter import ABSENT, Counter, EnergyMeter
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.measure_job import MeasureOptions, measure_job
-from convoy.measure.overhead_probe import LOSS_ENTRIES, loss_shapes, measure_overheads
+from convoy.measure.overhead_probe import LOSS_ENTRIES, Quota, loss_shapes, measure_overheads
 from convoy.measure.speeds import measure_speeds
-from convoy.measure.sync_probe import Quota
 from convoy.measure.timing import RoundTimer, device_now
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.lower import lower
@@ -87,7 +86,7 @@ def test_a_fleet_file_must_be_the_fleet_of_the_job() -> None:
 @pytest.fixture(autouse=True)
 def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever limits this test: seconds are those of the wall clock."""
-    monkeypatch.setattr("convoy.measure.sync_probe.quota_cores", lambda: None)
+    monkeypatch.setattr("convoy.measure.overhead_probe.quota_cores", lambda: None)
 
 
 def measure_alone(budget_s: float = 1.0) -> Measurement:

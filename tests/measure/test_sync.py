@@ -9,9 +9,9 @@ import torch
 
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import DeviceLostError
-from convoy.measure import sync_probe
+from convoy.measure import overhead_probe
 from convoy.measure.link_probe import Traffic, WireTimes
-from convoy.measure.sync_probe import Blocks, Quota, SyncOverhead, find_quota, measure_sync, sync_overhead
+from convoy.measure.overhead_probe import Blocks, Quota, SyncOverhead, find_quota, measure_sync, sync_overhead
 from convoy.runtime.clock import Clock
 from convoy.simulate.costs import Overheads
 from convoy.simulate.noise import QuotaNoise
@@ -85,9 +85,9 @@ def test_all_devices_exchange_equally_often_and_get_the_same_result() -> None:
 
     rows = run_on_threads(3, work, timeout_s=30.0)
     assert all(found == rows[0][0] for found, _ in rows)
-    exchanges = 2 * sync_probe.BLOCKS * sync_probe.TASKS  # after each task, and at rest
+    exchanges = 2 * overhead_probe.BLOCKS * overhead_probe.TASKS  # after each task, and at rest
     assert [sent for _, sent in rows] == [
-        [0 if to == device else sync_probe.MESSAGE_BYTES * exchanges for to in range(3)] for device in range(3)
+        [0 if to == device else overhead_probe.MESSAGE_BYTES * exchanges for to in range(3)] for device in range(3)
     ]
 
 
@@ -95,13 +95,13 @@ def test_all_devices_exchange_equally_often_and_get_the_same_result() -> None:
 
 
 def test_without_a_quota_there_is_no_noise_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_probe, "quota_cores", lambda: None)
+    monkeypatch.setattr(overhead_probe, "quota_cores", lambda: None)
     assert find_quota(AloneGroup(CPU)) is None
 
 
 def test_a_quota_gives_a_clock_without_its_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a processor: 3 s of it take 12 s. Several threads and slept slow-downs are timed by the wall clock."""
-    monkeypatch.setattr(sync_probe, "quota_cores", lambda: 0.25)
+    monkeypatch.setattr(overhead_probe, "quota_cores", lambda: 0.25)
     monkeypatch.setattr(time, "process_time", lambda: 3.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     quota = find_quota(AloneGroup(CPU))
@@ -139,16 +139,16 @@ def test_noise_is_what_rests_save_and_what_computing_delays() -> None:
 
 
 def test_under_a_quota_rests_and_rings_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_probe, "BLOCKS", 2)
+    monkeypatch.setattr(overhead_probe, "BLOCKS", 2)
     found: list[Blocks] = []
-    monkeypatch.setattr(sync_probe, "sync_overhead", lambda rows, *_: found.extend(rows))
+    monkeypatch.setattr(overhead_probe, "sync_overhead", lambda rows, *_: found.extend(rows))
 
     def work(group: Group) -> int:
         measure_sync(group, Clock(CPU), wire_of(2), [Overheads()] * 2, 1e-6, Quota(0.5, limited=True))
         return group.sent_bytes[1 - group.device]
 
-    exchanges = 2 * 2 * sync_probe.TASKS * sync_probe.MESSAGE_BYTES
-    assert run_on_threads(2, work) == [exchanges + 2 * 2 * sync_probe.RINGS * sync_probe.RING_BYTES] * 2
+    exchanges = 2 * 2 * overhead_probe.TASKS * overhead_probe.MESSAGE_BYTES
+    assert run_on_threads(2, work) == [exchanges + 2 * 2 * overhead_probe.RINGS * overhead_probe.RING_BYTES] * 2
     for each in found:
         assert len(each.rested_s) == len(each.ring_s) == len(each.overlapped_ring_s) == 2
 
@@ -162,4 +162,4 @@ def test_a_ring_that_fails_on_its_thread_raises_here() -> None:
 
     group = Lost(CPU)
     with pytest.raises(DeviceLostError, match="device 1 was lost"):
-        sync_probe._time_noise(group, Blocks(), lambda: None, time.perf_counter, 0.0, 64)
+        overhead_probe._time_noise(group, Blocks(), lambda: None, time.perf_counter, 0.0, 64)

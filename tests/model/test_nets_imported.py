@@ -212,7 +212,7 @@ def test_what_packages_do_not_have(text: str, words: list[str]) -> None:
         ("import tokenizers_of_nobody", ["tokenizers_of_nobody is not installed", "convoy-train[models]"]),
         (
             "raise RuntimeError('operator torchvision::nms does not exist')",
-            ["torchvision does not import beside torch", torch.__version__, "nms does not exist", "install both"],
+            ["torchvision does not import with torch", torch.__version__, "nms does not exist", "install both"],
         ),
     ],
 )

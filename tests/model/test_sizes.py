@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.model.operation import run_traced
 from convoy.model.tracing import trace
+from tests.support.traced_models import run_traced
 
 SIDE = 8
 

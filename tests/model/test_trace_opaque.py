@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.tracing import disable_in_place, run_traced, trace
+from convoy.model.tracing import disable_in_place, trace
 from tests.support import nets
 from tests.support.odd_nets import Negative
-from tests.support.traced_models import Calls, last, layers_of
+from tests.support.traced_models import Calls, last, layers_of, run_traced
 
 # --- what depends on the batch ---------------------------------------------------------------------------------------
 
@@ -130,17 +130,16 @@ def test_flop_of_an_opaque_layer_are_counted() -> None:
 
 
 def test_hooks_make_a_layer_opaque() -> None:
-    """The executor computes convolutions by itself: what hung on them from outside was left out. What a hook sees must be the
-    whole batch, so every device computes its layer; weight_norm looks at no sample."""
+    """A hook must see the global batch, so every device computes its layer; those of weight_norm see no sample."""
     layers = layers_of(nets.Hooked())
-    assert [(name, layers[name].kind, layers[name].per_sample) for name in ("conv1", "conv2", "fc")] == [
+    assert [(name, layers[name].kind, layers[name].per_sample) for name in ("conv1", "conv2d", "fc")] == [
         ("conv1", "opaque", False),
-        ("conv2", "filters", True),
+        ("conv2d", "filters", True),
         ("fc", "linear", True),
     ]
     assert [name for name, layer in layers.items() if layer.everywhere] == ["conv1"]
     assert layers["conv1"].reason == "it has a forward hook, so every device computes it for the whole batch"
-    assert "parametrizations.weight.original0" in layers["conv2"].parameters
+    assert "original0" in layers["conv2.parametrizations.weight"].parameters
 
 
 class Reversed(torch.autograd.Function):

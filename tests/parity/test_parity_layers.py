@@ -100,17 +100,6 @@ def test_attention_is_computed_by_heads() -> None:
     check(Training("einsum attention", SIZES), plan)
 
 
-def test_torchs_attention_is_computed_by_heads() -> None:
-    """`nn.MultiheadAttention` keeps the weights of queries, keys and values in one tensor, and was computed by samples."""
-    name = "torch's attention"
-    graph, by_head = graph_of(name), Filter((4, 0, 4))
-    layers = dict.fromkeys(("linear", "linear_1", "linear_2"), by_head) | {"layer.attend.out_proj": Channel((4, 0, 4))}
-    plan = plan_for(graph, layers)
-    attention = next(each for each in graph.layers if "scaled_dot_product" in each)
-    assert placements(plan, graph)[attention].gives == Split(1, (2, 0, 2))
-    check(Training(name, SIZES), plan)
-
-
 def test_channels_last_in_the_middle_stay_split() -> None:
     """ConvNeXt's block: up by filter, down by channel, one move between."""
     graph = graph_of("block")

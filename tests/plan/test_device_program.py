@@ -14,7 +14,7 @@ from convoy.errors import PlanError
 from convoy.layout.comm_dtype import CommDtype
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.plan.compile import compile_all, compile_device
+from convoy.plan.compile import check_programs, compile_all, compile_device
 from convoy.plan.device_program import (
     BeginSum,
     Compute,
@@ -36,7 +36,6 @@ from convoy.plan.device_program import (
 )
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.program_check import check_programs
 from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.gradients import SumLane
 from tests.support import nets

@@ -8,14 +8,13 @@ import pytest
 from convoy.errors import PlanError
 from convoy.layout.layout import Replicated, Split
 from convoy.layout.redistribute import gather_shares, sum_into_shares, traffic
-from convoy.plan.compile import compile_all
+from convoy.plan.compile import check_programs, compile_all
 from convoy.plan.device_program import Compute as DeviceCompute
 from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights
 from convoy.plan.explain import step_lines
 from convoy.plan.lower import lower
 from convoy.plan.placing import parameter_layouts
 from convoy.plan.plan import Plan
-from convoy.plan.program_check import check_programs
 from convoy.plan.steps import ComputeStep, GatherWeights, SumGradients
 from convoy.plan.strategy import Batch, Filter, Form, Sharding
 from convoy.simulate.costs import NOTHING, Overheads, handling_of

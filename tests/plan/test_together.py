@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from convoy.comm.group import Group
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import trace
-from convoy.plan.compile import compile_all, without_gradients
+from convoy.plan.compile import check_programs, compile_all, without_gradients
 from convoy.plan.device_program import ExchangeRound
 from convoy.plan.lower import lower, rows_of
 from convoy.plan.plan import Plan
-from convoy.plan.program_check import check_programs
 from convoy.plan.steps import ComputeStep, GatherStatistics
 from convoy.plan.strategy import Batch, One
 from convoy.runtime.module import Distributed

@@ -213,7 +213,6 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     "grouped transposed convolution": (lambda: nn.ConvTranspose2d(WIDTH, 12, 3, 2, 1, 1, groups=4), (6, 0, 2)),
     "grouped convolution of computed weights": (lambda: Standardised(WIDTH, 12, 3, padding=1, groups=4), (2, 0, 6)),
     "grouped registered filters": (lambda: RegisteredStandardised(WIDTH, 12, 3, padding=1, groups=4), (2, 0, 6)),
-    "grouped weight norm": (lambda: weight_norm(nn.Conv2d(WIDTH, 8, 3, padding=1, groups=2)), (4, 0, 4)),
     "registered channels": (lambda: Affine(WIDTH), (8, 0, 0)),
     "registered groups of channels": (lambda: Affine(WIDTH, 4), (2, 0, 6)),
     "some of the axes": (lambda: Apply(lambda x: x[:, :, ::2, 1:].flip(2).mean(3, keepdim=True)), (5, 0, 3)),
@@ -242,8 +241,6 @@ FILTERED: dict[str, tuple[Callable[[], nn.Module], str, int, bool]] = {
     ),
     "attention": (lambda: Attention(WIDTH, 4), "layer.q", 8, True),
     "matrix attention": (lambda: MatrixAttention(WIDTH, 2), "layer.qkv", 24, True),
-    "torch's attention": (lambda: TorchAttention(WIDTH, 4), "linear", 8, False),
-    "torch's attention with its weights": (lambda: TorchAttention(WIDTH, 2, bias=False, weights=True), "linear_1", 8, False),
     "block": (lambda: Block(WIDTH), "layer.up", 16, True),
 }  # fmt: skip
 
@@ -256,6 +253,7 @@ BY_SAMPLES: dict[str, Callable[[], nn.Module]] = {
     "channel padding": lambda: Apply(lambda x: F.pad(x, (0, 0, 0, 0, 2, 2))),
     "reversed channels": lambda: Apply(lambda x: x.flip(1, 2)),
     "windows of channels": lambda: Apply(lambda x: x.unfold(1, 3, 2).mean(4)),
+    "torch's attention": lambda: TorchAttention(WIDTH, 4),
     "weight norm over columns": lambda: weight_norm(nn.Conv2d(WIDTH, 6, 3), dim=1),
 }
 

@@ -1,12 +1,13 @@
-"""Small models for the tests of trace: one function of a convolution's output each."""
+"""Small models for the tests of trace (one function of a convolution's output each), and a trace run on one device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from convoy.model.graph import Layer
+from convoy.model.operation import TracedModel, call_operation, fill_result
 from convoy.model.tracing import trace
 
 
@@ -30,3 +31,14 @@ class Calls(nn.Module):
 def last(function: Callable[..., Any], **options: Any) -> Layer:
     """The layer that a function of a convolution's output becomes."""
     return list(layers_of(Calls(function), **options).values())[-1]
+
+
+def run_traced(model: nn.Module, traced: TracedModel, inputs: Sequence[Tensor]) -> Any:
+    """Run a trace on one device, layer by layer."""
+    values: dict[str, Any] = {layer.name: x for layer, x in zip(traced.graph.inputs, inputs, strict=True)}
+    for name, layer in traced.graph.layers.items():
+        if layer.kind != "input":
+            reads = [values[i] for i in layer.inputs]
+            with torch.set_grad_enabled(layer.differentiable and torch.is_grad_enabled()):
+                values[name] = call_operation(model, traced.operations[name], reads, len(inputs[0]))
+    return fill_result(traced, [values[name] for name in traced.graph.outputs])

@@ -261,7 +261,7 @@ def test_nobody_waits_for_the_slowest_at_the_end_of_a_step() -> None:
         for _ in range(4):
             here.clock.layers_s["conv1", "forward"] += 1.0 + group.device
             rebalancer.step(8)
-        seen[group.device] = [rates for watch in rebalancer.state.watches for rates in watch.rates]
+        seen[group.device] = [rates for each in rebalancer.state.observed for rates in each.rates]
 
     with one_trace("two-conv", torch.float64):
         run_on_threads(2, work, timeout_s=30)

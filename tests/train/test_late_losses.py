@@ -13,11 +13,10 @@ from convoy.comm.group import AloneGroup
 from convoy.errors import DeviceLostError, DivergedError
 from convoy.plan.presets import Speeds
 from convoy.runtime.module import Distributed
-from convoy.train.late_losses import LATE_STEPS, LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.loader import Loader
 from convoy.train.loop import Recipe, Training, fit
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
-from convoy.train.record import History
+from convoy.train.record import LATE_STEPS, History, LateLosses, Unread, UnreadNumber, lateness
 from tests.support import nets, sim
 from tests.support.one_device import by_name
 from tests.support.processes import on_processes
@@ -201,7 +200,7 @@ def test_numbers_come_in_order_and_once() -> None:
     losses.add(Unread(1, 0, 2.0, 6, 0.1))
     assert [(step.step, loss) for step, loss in losses.due()] == [(0, 1.5)]
     losses.add(Unread(2, 0, 3.0, 6, 0.1))
-    losses.forget(2)
+    losses.drop_from(2)
     assert [(step.step, loss) for step, loss in losses.rest()] == [(1, 2.0)]
     assert list(losses.rest()) == []
 

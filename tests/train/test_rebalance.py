@@ -309,7 +309,7 @@ def test_after_a_long_quiet_time_a_change_is_answered_soon_again() -> None:
     for _ in range(6):
         world.speeds[0] = 6.0 - world.speeds[0]
         state, _ = run(world, state, 20)
-    assert state.watches[0].asks > 10
+    assert state.observed[0].asks > 10
     state, _ = run(world, state, 250)
     world.speeds[1] = 2.0
     _, changes = run(world, state, 10)
@@ -415,7 +415,7 @@ def test_the_first_steps_of_all_and_the_first_with_new_shares_are_not_looked_at(
             world.speeds[2] = 2.0
         state, decision = observe(state, seconds)
         fresh = 1 if isinstance(decision, Reshard) else max(0, fresh - 1)
-        watched = {watch.rates[0][0] for watch in state.watches if watch.rates}
+        watched = {each.rates[0][0] for each in state.observed if each.rates}
         assert all(rate == pytest.approx(min(watched)) for rate in watched)
-        assert all(row[0] == pytest.approx(state.watches[0].rates[0][0]) for row in state.watches[0].rates)
+        assert all(row[0] == pytest.approx(state.observed[0].rates[0][0]) for row in state.observed[0].rates)
     assert shares_of(state.plan, state.axes[0]) == (69, 69, 34, 68)

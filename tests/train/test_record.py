@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from convoy.train.late_losses import Unread
 from convoy.train.observer import EpochResult
-from convoy.train.record import Place, Record
+from convoy.train.record import Place, TrainingRecord, Unread
 
 
-def trained(steps: int = 7, per_epoch: int = 2, record: Record | None = None) -> Record:
+def trained(steps: int = 7, per_epoch: int = 2, record: TrainingRecord | None = None) -> TrainingRecord:
     """Epochs of two steps, each tested; the loss of a step is its number."""
-    record = record or Record()
+    record = record or TrainingRecord()
     for step in range(record.begun + len(record.history.losses), steps):
         record.step(float(step), step // per_epoch, 8)
         if (step + 1) % per_epoch == 0:
@@ -21,7 +20,7 @@ def trained(steps: int = 7, per_epoch: int = 2, record: Record | None = None) ->
     return record
 
 
-def shown(record: Record) -> tuple[list[float], list[int], list[int]]:
+def shown(record: TrainingRecord) -> tuple[list[float], list[int], list[int]]:
     history = record.history
     assert len(record.samples) == len(history.losses)
     return history.losses, [each.step for each in history.evaluations], [each.epoch for each in history.epochs]
@@ -62,7 +61,7 @@ def test_who_came_between_two_losses_knows_the_same_tests() -> None:
     """Tests take their samples by the number of tests before."""
     record = trained()
     record.go_back(Place(3, 1, 1))
-    late = Record()
+    late = TrainingRecord()
     late.take_over(json.loads(json.dumps(record.run_state([]))))
     for each in record, late:
         each.go_back(Place(3, 1, 1))
@@ -75,7 +74,7 @@ def test_who_came_between_two_losses_knows_the_same_tests() -> None:
 
 
 def test_a_checkpoint_before_the_first_step_of_this_run() -> None:
-    record = Record(begun=4)
+    record = TrainingRecord(begun=4)
     trained(record=record)
     record.go_back(Place(2, 1, 0))
     assert (record.begun, record.history.losses) == (2, [])
@@ -96,7 +95,7 @@ def test_a_story_has_the_present_epoch_alone_also_where_losses_are_not_read_yet(
     for count, begun, losses in [(0, 4, [4, 5]), (2, 6, [6, 7]), (3, 8, [8])]:
         told = record.run_state(unread[:count])
         assert (told["begun"], told["losses"]) == (begun, losses), count
-    assert Record().run_state([])["losses"] == []
+    assert TrainingRecord().run_state([])["losses"] == []
 
 
 def test_what_is_done_again_is_held_once() -> None:

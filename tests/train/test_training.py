@@ -29,13 +29,16 @@ from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import (
     AUXILIARY,
+    ONE_CYCLE_END,
+    SCHEDULES,
     History,
+    RateCurve,
     Recipe,
     Training,
+    build_schedule,
     classification_loss,
     fit,
 )
-from convoy.train.lr import ONE_CYCLE_END, SCHEDULES, Schedule, build_schedule
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from tests.support import nets
 from tests.support.one_device import EXACT, UNEVEN, by_name, graph_of, mixed, one_trace
@@ -80,32 +83,32 @@ def torch_warmup(optimizer: torch.optim.Optimizer, steps: int, after: Callable[[
     return lr_scheduler.SequentialLR(optimizer, [ramp, after()], milestones=[steps])
 
 
-TORCH: dict[str, tuple[Schedule, Callable[[torch.optim.Optimizer], Any]]] = {
-    "constant": (Schedule("constant", 20), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
+TORCH: dict[str, tuple[RateCurve, Callable[[torch.optim.Optimizer], Any]]] = {
+    "constant": (RateCurve("constant", 20), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
     "constant, warm-up": (
-        Schedule("constant", 20, warmup_steps=4),
+        RateCurve("constant", 20, warmup_steps=4),
         lambda o: torch_warmup(o, 4, lambda: lr_scheduler.ConstantLR(o, factor=1.0)),
     ),
-    "cosine": (Schedule("cosine", 20), lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=20)),
+    "cosine": (RateCurve("cosine", 20), lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=20)),
     "cosine, warm-up": (
-        Schedule("cosine", 20, warmup_steps=5),
+        RateCurve("cosine", 20, warmup_steps=5),
         lambda o: torch_warmup(o, 5, lambda: lr_scheduler.CosineAnnealingLR(o, T_max=15)),
     ),
     "step": (
-        Schedule("step", 20, drop_steps=6, drop_factor=0.3),
+        RateCurve("step", 20, drop_steps=6, drop_factor=0.3),
         lambda o: lr_scheduler.StepLR(o, step_size=6, gamma=0.3),
     ),
     "step, warm-up": (
-        Schedule("step", 20, warmup_steps=3, drop_steps=6, drop_factor=0.3),
+        RateCurve("step", 20, warmup_steps=3, drop_steps=6, drop_factor=0.3),
         # Drops are counted from the start of the training, not from the end of the warm-up.
         lambda o: torch_warmup(o, 3, lambda: lr_scheduler.MultiStepLR(o, milestones=[3, 9, 15], gamma=0.3)),
     ),
     "one-cycle": (
-        Schedule("one-cycle", 20),
+        RateCurve("one-cycle", 20),
         lambda o: lr_scheduler.OneCycleLR(o, max_lr=LR, total_steps=20, cycle_momentum=False),
     ),
     "one-cycle, rise of 7": (
-        Schedule("one-cycle", 20, warmup_steps=7),
+        RateCurve("one-cycle", 20, warmup_steps=7),
         lambda o: lr_scheduler.OneCycleLR(o, max_lr=LR, total_steps=20, pct_start=8 / 20, cycle_momentum=False),
     ),
 }
@@ -126,23 +129,23 @@ def test_every_schedule_is_among_the_cases() -> None:
 @pytest.mark.parametrize("warmup", [0, 1, 2, 9])
 def test_trainings_of_a_few_steps(name: str, steps: int, warmup: int) -> None:
     """torch's OneCycleLR divides by zero where its rise is a single step."""
-    factors = [Schedule(name, steps, warmup_steps=warmup).factor(step) for step in range(steps + 1)]
+    factors = [RateCurve(name, steps, warmup_steps=warmup).factor(step) for step in range(steps + 1)]
     assert all(0 <= factor <= 1 + 1e-12 for factor in factors)
     assert all(factor > 0 for factor in factors[:-1]), "a step that learns nothing"
 
 
 def test_one_cycle_ends_where_it_should() -> None:
-    assert Schedule("one-cycle", 50).factor(49) == pytest.approx(ONE_CYCLE_END)
+    assert RateCurve("one-cycle", 50).factor(49) == pytest.approx(ONE_CYCLE_END)
 
 
 def test_a_schedule_goes_on_from_its_state() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
-    first = build_schedule(optimizer, Schedule("cosine", 20, warmup_steps=3))
+    first = build_schedule(optimizer, RateCurve("cosine", 20, warmup_steps=3))
     for _ in range(7):
         optimizer.step()
         first.step()
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
-    second = build_schedule(other, Schedule("cosine", 20, warmup_steps=3))
+    second = build_schedule(other, RateCurve("cosine", 20, warmup_steps=3))
     second.load_state_dict(first.state_dict())
     for at, follow in ((optimizer, first), (other, second)):
         at.step()
@@ -153,7 +156,7 @@ def test_a_schedule_goes_on_from_its_state() -> None:
 def test_a_schedule_that_there_is_not() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
     with pytest.raises(InputError, match="unknown schedule 'linear': choose one of constant, cosine, one-cycle, step"):
-        build_schedule(optimizer, Schedule("linear", 10))
+        build_schedule(optimizer, RateCurve("linear", 10))
 
 
 # ------------------------------------------------------------------------------------------------------------- parity
@@ -168,7 +171,7 @@ class Case:
     accumulate: int = 1
     clip: float | None = None
     smoothing: float = 0.0
-    schedule: Schedule = field(default_factory=lambda: Schedule("constant", 21))
+    schedule: RateCurve = field(default_factory=lambda: RateCurve("constant", 21))
     decay: float | None = None
     epochs: int = 7  # of three steps
 
@@ -177,7 +180,7 @@ class Case:
         return self.batch // self.accumulate
 
 
-EVERYTHING = Case(accumulate=2, clip=0.5, smoothing=0.1, schedule=Schedule("cosine", 21, warmup_steps=4), decay=0.9)
+EVERYTHING = Case(accumulate=2, clip=0.5, smoothing=0.1, schedule=RateCurve("cosine", 21, warmup_steps=4), decay=0.9)
 
 
 @dataclass
@@ -229,7 +232,7 @@ def in_plain_pytorch(case: Case) -> Found:
     return Found(history, weights, averages, momenta, optimizer.param_groups[0]["lr"])
 
 
-TORCH_SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, Schedule], Any]] = {
+TORCH_SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, RateCurve], Any]] = {
     "constant": lambda o, _: lr_scheduler.ConstantLR(o, factor=1.0),
     "cosine": lambda o, s: torch_warmup(
         o, s.warmup_steps, lambda: lr_scheduler.CosineAnnealingLR(o, T_max=s.steps - s.warmup_steps)
@@ -351,7 +354,7 @@ def test_a_batch_in_parts_is_the_batch(accumulate: int) -> None:
         Case(clip=0.64, epochs=2),
         Case(smoothing=0.3, epochs=2),
         Case(decay=0.7, epochs=2),
-        Case(schedule=Schedule("cosine", 6, warmup_steps=2), epochs=2),
+        Case(schedule=RateCurve("cosine", 6, warmup_steps=2), epochs=2),
         Case("resnet", decay=0.7, clip=0.75, smoothing=0.1, epochs=2),
     ],
     ids=["clip", "smoothing", "average", "cosine", "resnet"],

@@ -1,4 +1,4 @@
-"""Builds networks by name: Convoy's own (`builtin.py`), those of torchvision and timm, and the user's (`imported.py`).
+"""Build networks by name: Convoy's own (`builtin.py`), those of torchvision and timm, and the user's (`imported.py`).
 
 ::
 
@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from convoy.errors import InputError, unknown_name
+from convoy.model.entry_points import names_callable
 from convoy.model.graph import Graph
 from convoy.model.nets.builtin import NETS, ImageShape, build_builtin
-from convoy.model.nets.imported import find_imported, is_imported, is_packaged
+from convoy.model.nets.imported import find_imported, is_packaged
 from convoy.model.tracing import trace
 
 __all__ = ["NETS", "ImageShape", "build_net", "graph_of", "graph_without_weights"]
@@ -24,17 +25,17 @@ ELSEWHERE = ("torchvision:NAME", "timm:NAME", "PACKAGE.MODULE:CALLABLE")
 
 
 def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.Module:
-    """Build a network by name, with weights from `seed` (torch's generator; what else a callable draws is its own).
+    """Build a network by name, with weights from `seed`, which seeds torch's generator only.
 
     Args:
-        text: "two-conv:150:800" and others of `NETS`; "torchvision:resnet18", "timm:convnext_tiny"; or a callable of one's
-            own that returns an nn.Module, as "my_package.my_module:build" (`imported.py` says what it is called with).
+        text: "two-conv:150:800" and others of `NETS`; "torchvision:resnet18", "timm:convnext_tiny"; or the user's function
+            that returns an nn.Module, as "my_package.my_module:build" (see `imported.py`).
 
     Raises:
-        InputError: unknown name (the choices are listed), and what `build_builtin` and `find_imported` say.
+        InputError: unknown name (the choices are listed), and the errors of `build_builtin` and `find_imported`.
     """
     builtin = text.partition(":")[0] in NETS
-    if not builtin and not is_imported(text):
+    if not builtin and not is_packaged(text) and not names_callable(text):
         raise unknown_name("net", text, [*(row[2].split(",")[0] for row in NETS.values()), *ELSEWHERE])
     with torch.random.fork_rng(devices=[]):
         make = partial(build_builtin, text, image, classes) if builtin else find_imported(text, image, classes)
@@ -43,25 +44,21 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
 
 
 def graph_of(text: str, image: ImageShape = (3, 32, 32), classes: int = 10) -> Graph:
-    """The graph of a network by name. It is built without weights where that is possible, so any size costs nothing.
-
-    A net with a part that must be run to know how it treats samples is built with weights, and runs; so is one's own, since
-    its trace is then compared with what it computes.
+    """Return the graph of a network by name. It is built without weights if all of its layers are of known kinds.
 
     Raises:
         InputError: as `build_net`.
     """
-    build = partial(build_net, text, image, classes)
     if text.partition(":")[0] in NETS:
         return graph_without_weights(partial(build_builtin, text, image, classes), image)
     if is_packaged(text):
         with suppress(InputError, RuntimeError, NotImplementedError):
-            return graph_without_weights(build, image)
-    return trace(build(), torch.zeros(2, *image)).graph
+            return graph_without_weights(partial(build_net, text, image, classes), image)
+    return trace(build_net(text, image, classes), torch.zeros(2, *image)).graph
 
 
 def graph_without_weights(build: Callable[[], nn.Module], image: ImageShape) -> Graph:
-    """The graph of the network that `build` makes, with its parameters on the meta device: no memory, no random numbers."""
+    """Return the graph of the network that `build` makes on the meta device: no memory, no random numbers."""
     with torch.device("meta"):
         model = build()
     return trace(model, torch.zeros(2, *image)).graph

@@ -1,4 +1,4 @@
-"""Networks that Convoy builds itself: those that the works it started from measured, and some to compare them with."""
+"""Convoy's own networks: those that earlier works measured, and some to compare them with."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -13,10 +13,9 @@ ImageShape = tuple[int, int, int]
 
 
 def two_conv(image: ImageShape, classes: int, filters: Sequence[int], kernel: int = 5) -> nn.Module:
-    """The network of Marques et al. 2018 as far as it is known: two convolutional layers of the given numbers of filters.
+    """Build the network of Marques et al. 2018: two convolutional layers of the given numbers of filters.
 
-    'same' padding, ReLU and 2x2 pooling after each, one fully connected layer. Kernel size (odd) and pooling are our
-    assumption: the works' abstracts do not give them.
+    Kernel size (odd), 'same' padding and 2x2 pooling are our assumption: the abstracts do not give them.
     """
     first, second = filters
     channels, height, width = image
@@ -33,7 +32,7 @@ def two_conv(image: ImageShape, classes: int, filters: Sequence[int], kernel: in
 
 
 def alexnet(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
-    """AlexNet for small images: five convolutions, three fully connected layers of `sizes[0]` features, the classifier."""
+    """Build AlexNet for small images, with `sizes[0]` features in its fully connected layers."""
     (features,) = sizes
     channels, height, width = image
     return nn.Sequential(
@@ -55,7 +54,7 @@ _VGG_CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 
 
 
 def vgg(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
-    """The plain deep network of Simonyan and Zisserman 2015, without dropout: 3x3 convolutions, three fully connected layers.
+    """Build the network of Simonyan and Zisserman 2015, without dropout.
 
     Weights of convolutions are drawn as He et al. 2015 propose: without batch norm, torch's own are too small to train.
     """
@@ -101,7 +100,7 @@ class _BasicBlock(nn.Module):
 
 
 def _residual(image: ImageShape, classes: int, width: int, stages: int, blocks: int) -> nn.Module:
-    """A 3x3 stem without pooling, then stages of basic blocks: each has twice the filters and half the side of the last."""
+    """Build a 3x3 stem without pooling, then stages of basic blocks: twice the filters, half the side each."""
     layers: list[nn.Module] = []
     channels = width
     for stage in range(stages):
@@ -114,7 +113,7 @@ def _residual(image: ImageShape, classes: int, width: int, stages: int, blocks: 
 
 
 def resnet(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
-    """The residual network for small images of He et al. 2016, section 4.2: depth 6n+2, three widths."""
+    """Build the residual network for small images of He et al. 2016, section 4.2: depth 6n+2, three widths."""
     depth, width = sizes
     if depth < 8 or (depth - 2) % 6:
         raise InputError(f"a small ResNet has a depth of 6n+2 (8, 14, 20, ...), not {depth}: give e.g. resnet:8:16")
@@ -122,13 +121,12 @@ def resnet(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
 
 
 def resnet18(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
-    """ResNet-18 of He et al. 2016, table 1, as it is used on small images: a 3x3 stem and no pooling, so that 32x32 stay so."""
+    """Build ResNet-18 of He et al. 2016, table 1, for small images: a 3x3 stem without pooling."""
     (width,) = sizes
     return _residual(image, classes, width, stages=4, blocks=2)
 
 
 def _double(channels_in: int, channels: int) -> nn.Sequential:
-    """Two 3x3 convolutions with ReLU."""
     layers: list[nn.Module] = []
     for inner in (channels_in, channels):
         convolution = nn.Conv2d(inner, channels, 3, padding=1)
@@ -159,13 +157,13 @@ class _UNet(nn.Module):
 
 
 UNET_LEVELS = 4
-"""How often a U-Net halves its images."""
+"""Number of times a U-Net halves its images."""
 
 
 def unet(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
-    """The U-Net of Ronneberger et al. 2015, figure 1, without batch norm and dropout: a class for every pixel.
+    """Build the U-Net of Ronneberger et al. 2015, figure 1, without batch norm and dropout: a class for every pixel.
 
-    'same' padding in place of none, so that the outputs have the size of the images. The original has a width of 64.
+    With 'same' padding, so that the outputs have the size of the images. The original has a width of 64.
     """
     (width,) = sizes
     step = 1 << UNET_LEVELS
@@ -186,14 +184,14 @@ NETS: Mapping[str, tuple[_Build, tuple[int, ...], str, int]] = {
     "resnet18": (resnet18, (64,), "resnet18:WIDTH, filters of the first stage", 8),
     "unet": (unet, (64,), "unet:WIDTH, filters of the first level; a class for every pixel", 16),
 }
-"""Name -> builder, default sizes, what the sizes are, smallest image side."""
+"""Name -> builder, default sizes, meaning of the sizes, smallest image side."""
 
 PER_PIXEL = ("unet",)
-"""Those that give a class for every pixel, in place of one for an image."""
+"""Nets that give a class for every pixel, not one for an image."""
 
 
 def build_builtin(text: str, image: ImageShape, classes: int) -> nn.Module:
-    """A network of `NETS` from a text such as "two-conv:150:800".
+    """Build a network of `NETS` from a text such as "two-conv:150:800".
 
     Raises:
         InputError: sizes that are not positive whole numbers, images too small, a net that does not fit into memory.

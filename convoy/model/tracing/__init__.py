@@ -1,12 +1,12 @@
 """Turn an nn.Module into a graph of layers and their operations, by torch.fx and the meta device.
 
-`trace_model.py` has the entry point, `trace`. `nodes.py` gets the calls from torch.fx; `values.py` evaluates them for two batch
-sizes; `layers.py` makes the layers, with their kinds (`kinds.py`). `python_state.py` finds what code reads beside tensors,
-`opaque.py` how a layer that no rule splits must be computed.
+`trace_model.py` has the entry point, `trace`. `tracer.py` gets the calls from torch.fx; `node_values.py` evaluates them for two
+batch sizes; `layer_builder.py` makes the layers, with their kinds (`kinds.py`). `python_state.py` finds the values beside
+tensors that code reads; `trials.py` runs a layer that no rule splits, to learn how it must be computed.
 """
 
 from convoy.model.layer_rules import register_layer
-from convoy.model.operation import TracedModel, bind_operation, call_operation, disable_in_place, run_traced
+from convoy.model.operation import TracedModel, bind_operation, call_operation, disable_in_place
 from convoy.model.tracing.python_state import StateWatch
 from convoy.model.tracing.trace_model import trace, unwrapped
 
@@ -17,7 +17,6 @@ __all__ = [
     "call_operation",
     "disable_in_place",
     "register_layer",
-    "run_traced",
     "trace",
     "unwrapped",
 ]

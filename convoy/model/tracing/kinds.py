@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from convoy.layout.layout import Shape
 from convoy.model.graph import Cut
@@ -54,17 +53,14 @@ _JOINS = (
     "addcdiv", "atan2", "fmod", "remainder", "hypot", "rsub", "floordiv", "true_divide", "multiply", "subtract",
     "divide", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logaddexp", "copysign", "and_", "or_",
 )  # fmt: skip
-_FILTERED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
 def known(call: Call) -> Known | None:
     """Return what is known of a call; None if only its samples may be split."""
-    if call.module is not None:
-        if has_hooks(call.module) or replaced_by_hand(call.module):
-            return None
-        if parametrize.is_parametrized(call.module):
-            return _weight_norm(call)
-    rule = rule_of(call.module, call.operation)
+    m = call.module
+    if m is not None and (has_hooks(m) or replaced_by_hand(m) or is_parametrized(m)):
+        return None
+    rule = rule_of(m, call.operation)
     return None if rule is None or not call.inputs else rule(call)
 
 
@@ -99,15 +95,6 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and type(module) in MODULES and not changed
 
 
-def computes_its_rows(module: nn.Module) -> bool:
-    """Return whether a module's only parametrization is weight norm with one length for each filter."""
-    found: Any = getattr(module, "parametrizations", {})
-    if list(found) != ["weight"] or len(found["weight"]) != 1:
-        return False
-    (each,) = found["weight"]
-    return isinstance(each, _WeightNorm) and each.dim == 0
-
-
 def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
     """Return the zeros added on either side of each axis; None where 'same' padding needs one more on one side."""
     if conv.padding == "valid":
@@ -140,20 +127,6 @@ def _linear(call: Call) -> Known | None:
 def _batch_norm(call: Call) -> Known | None:
     m: Any = call.module
     return Known("batch_norm", statistics=m.training or m.running_mean is None) if _plain(call) else None
-
-
-def _weight_norm(call: Call) -> Known | None:
-    """Split a layer whose weight is computed row by row from parameters: each device computes the rows of its filters."""
-    m: Any = call.module
-    axes = {"parametrizations.weight.original0": 0, "parametrizations.weight.original1": 0, "bias": 0}
-    own = dict(m.named_parameters())
-    filtered = issubclass(type(m), _FILTERED) and type(m).__bases__[0] in _FILTERED
-    if not computes_its_rows(m) or not filtered or not _plain(call) or not own.keys() <= axes.keys():
-        return None
-    axis = len(call.output) - 1 if isinstance(m, nn.Linear) else 1
-    if len(own["parametrizations.weight.original1"]) != call.output[axis]:
-        return None
-    return SplitRule("filters", axis, "groups" if getattr(m, "groups", 1) > 1 else None, axes)(call)
 
 
 def _prelu(call: Call) -> Known | None:

@@ -4,7 +4,6 @@ Comparing the two shows which extents and numbers follow the batch size, and whi
 of the batch, and values that do not depend on it. The others are *odd*.
 """
 
-import copy
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -429,24 +428,14 @@ def _storage(t: Tensor) -> int:
     return int(t.untyped_storage()._cdata)
 
 
-def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device: no number is copied."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-    for b in model.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
-    return copy.deepcopy(model, memo)
-
-
 def is_form(node: fx.Node) -> bool:
-    """Whether a node makes a named tuple or a dataclass: that is no layer, but the form of what is returned."""
+    """Return whether a node makes a named tuple or a dataclass: no layer, but the form of a result."""
     made = node.target
     return node.op == "call_function" and isinstance(made, type) and (hasattr(made, "_fields") or is_dataclass(made))
 
 
 def is_batched(pair: tuple[Any, Any]) -> bool:
-    """Whether two evaluations differ exactly in their first axis, as the batch sizes do."""
+    """Return whether two evaluations differ exactly in their first axis, as the batch sizes do."""
     small, large = pair
     if not (isinstance(small, Tensor) and isinstance(large, Tensor)) or small.dim() == 0 or small.dim() != large.dim():
         return False
@@ -454,7 +443,7 @@ def is_batched(pair: tuple[Any, Any]) -> bool:
 
 
 def across(pair: tuple[Any, Any]) -> tuple[int, ...]:
-    """The axes along which two evaluations differ, where they do so as the batch sizes do; () where any does otherwise."""
+    """Return the axes along which two evaluations differ as the batch sizes do; () if one differs otherwise."""
     small, large = pair
     if small.dim() != large.dim():
         return ()
@@ -464,12 +453,12 @@ def across(pair: tuple[Any, Any]) -> tuple[int, ...]:
 
 
 def without_batch(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a value of the whole batch as a `Layer` holds it."""
+    """Return the shape of a value of the whole batch as a `Layer` holds it."""
     return tuple(1 if axis in axes else extent for axis, extent in enumerate(shape))
 
 
 def mentions_batch(arg: Any) -> bool:
-    """Whether arguments of a call hold the size of the batch."""
+    """Return whether arguments of a call hold the size of the batch."""
     match arg:
         case tuple() | list():
             return any(mentions_batch(a) for a in arg)
@@ -481,7 +470,7 @@ def mentions_batch(arg: Any) -> bool:
 
 
 def _folded(small: Any, large: Any) -> Any:
-    """One value for both batch sizes.
+    """Return one value for both batch sizes.
 
     Raises:
         ValueError: they differ, but not as the batch sizes do.

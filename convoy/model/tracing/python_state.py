@@ -451,22 +451,21 @@ class StateWatch:
 
     def __init__(self, model: nn.Module, seen: Sequence[str], modes: Mapping[str, bool]) -> None:
         named = dict(model.named_modules())
-        self._modes = [(path, named[path], training) for path, training in modes.items()]
-        self._methods = [(path, m, len(vars(m)), replaced_by_hand(m)) for path, m in named.items()]
         through = {path: named[path] for path in seen}
-        self._modules = [(path, m._modules, dict(m._modules)) for path, m in through.items()]
-        self._sizes = [(path, vars(m), len(vars(m))) for path, m in through.items()]
         state = State(through, named)
+        self._modes = [(path, named[path], training) for path, training in modes.items()]
+        self._lengths = [(path, m, len(vars(m)), replaced_by_hand(m), path in through) for path, m in named.items()]
+        self._submodules = [(path, m._modules, dict(m._modules)) for path, m in through.items()]
+        rows: list[tuple[str, Any, str, Any]] = [(name, held, key, held[key]) for name, held, key in state.attributes()]
+        dropouts = [(path, vars(m)) for path, m in named.items() if "Dropout" in type(m).__name__]
+        # A dropout of nothing counts as a layer without random numbers.
+        rows += [(f"{path}.p", held, "p", held["p"]) for path, held in dropouts if held.get("p") == 0]
         # Plain values are compared by identity first, which is quick.
-        rows = [(name, held, key, held[key]) for name, held, key in state.attributes()]
         self._attributes = [
             (name, held, key, value if isinstance(value, _PLAIN) else _MISSING, _form(value))
             for name, held, key, value in rows
         ]
         self._outside = [(name, place, _form(place.found())) for name, place in state.places.items()]
-        self._without_chance = [
-            (path, m) for path, m in named.items() if "Dropout" in type(m).__name__ and vars(m).get("p") == 0
-        ]
 
     def check(self) -> None:
         """Refuse to go on after a change.
@@ -480,22 +479,19 @@ class StateWatch:
                     f"module {path or 'the model itself'!r} was {'frozen' if training else 'thawed'} after distribute(): set "
                     "module.eval() or train() before, and freeze it again after model.train(), as the original was"
                 )
-        for path, module, size, name in self._methods:
-            if len(vars(module)) != size and (method := replaced_by_hand(module)) != name:
-                raise _changed(f"{path}.{method or name}")
-        for path, children, before in self._modules:
+        for path, module, length, method, is_seen in self._lengths:
+            if len(vars(module)) != length:
+                if (found := replaced_by_hand(module)) != method:
+                    raise _changed(f"{path}.{found or method}")
+                if is_seen:
+                    raise _changed(f"{path}.{next(reversed(vars(module)))}")
+        for path, children, before in self._submodules:
             if children != before:
                 raise _changed(f"{path}.(its submodules)")
-        for path, module in self._without_chance:
-            if vars(module).get("p") != 0:
-                raise _changed(f"{path}.p")
         for name, held, key, value, form in self._attributes:
             found = held.get(key, self)
             if found is not value and _form(found) != form:
                 raise _changed(name)
-        for path, held, size in self._sizes:
-            if len(held) != size:
-                raise _changed(f"{path}.{next(reversed(held))}")
         for name, place, form in self._outside:
             if _form(place.found()) != form:
                 raise _changed(name, outside=True)

@@ -5,21 +5,18 @@ and its module is called live.
 """
 
 import inspect
-import math
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from convoy.errors import InputError
 from convoy.model.layer_rules import is_registered
 from convoy.model.tracing.effects import counts_batches, has_effect, mutates, unsupported_in_place, written
-from convoy.model.tracing.kinds import chosen_forward, computes_its_rows, has_hooks, replaced_by_hand
+from convoy.model.tracing.kinds import chosen_forward, has_hooks, replaced_by_hand
 from convoy.model.tracing.node_values import Sizes, Spec, Untraceable
 from convoy.model.tracing.python_state import State, random_kept, subtree
 from convoy.model.tracing.trials import first_line
@@ -164,15 +161,10 @@ class _Tracer(fx.Tracer):
         self._refuse_surroundings(sys._getframe(1))
         path = self.path_of_module(m)
         why = self._why_whole(m, path)
-        if why is None and (attention := _attention_by_heads(m, args, kwargs)):
-            self._is_leaf = False
-            self.seen.append(path)
-            return super().call_module(m, partial(attend, m, **attention), (), {})
         if why:
             self.whole[path] = why
         # A parametrized weight is computed in layers of its own; then the module is an ordinary one.
-        computed = parametrize.is_parametrized(m) and not computes_its_rows(m)
-        self._is_leaf = why is not None or (not computed and super().is_leaf_module(m, path))
+        self._is_leaf = why is not None or (not is_parametrized(m) and super().is_leaf_module(m, path))
         if self._is_leaf:
             return super().call_module(m, forward, args, kwargs)
         nodes, constants, seen = len(self.graph.nodes), len(self.tensor_attrs), len(self.seen)
@@ -394,47 +386,3 @@ class _Shape(tuple[Any, ...]):
         for extent in self:
             result = extent * result
         return result
-
-
-# --- torch's attention as calls: queries, keys and values by filter, then each head alone ----------------------------
-
-
-def _attention_by_heads(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `attend` where it computes the same as a call; {} where not (masks, dropout)."""
-    if type(module) is not nn.MultiheadAttention or not module.batch_first or not module._qkv_same_embed_dim:
-        return {}
-    if module.bias_k is not None or module.add_zero_attn or (module.dropout and module.training):
-        return {}
-    if type(module.out_proj) is not NonDynamicallyQuantizableLinear or has_hooks(module.out_proj):
-        return {}  # torch never calls it, it reads its weight
-    bound = inspect.signature(nn.MultiheadAttention.forward).bind(module, *args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    if given["key_padding_mask"] is not None or given["attn_mask"] is not None or given["is_causal"]:
-        return {}
-    names = ("query", "key", "value", "need_weights", "average_attn_weights")
-    for x in (given[name] for name in names[:3]):
-        if not isinstance(x, fx.Proxy):
-            return {}
-        shape = x.tracer.sizes.shape(x.node)  # type: ignore[attr-defined]
-        if shape is None or len(shape) != 3:
-            return {}
-    return {name: given[name] for name in names}
-
-
-def attend(
-    module: Any, query: Any, key: Any, value: Any, need_weights: bool, average_attn_weights: bool
-) -> tuple[Any, Any]:
-    """Return the output (samples, queries, features), and the attention weights if asked for."""
-    heads = []
-    for number, x in enumerate((query, key, value)):
-        rows = slice(number * module.embed_dim, (number + 1) * module.embed_dim)
-        bias = None if module.in_proj_bias is None else module.in_proj_bias[rows]
-        projected: Any = nn.functional.linear(x, module.in_proj_weight[rows], bias)
-        heads.append(projected.unflatten(-1, (module.num_heads, -1)).transpose(1, 2))
-    q, k, v = heads
-    y = module.out_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-    if not need_weights:
-        return y, None
-    weights = (q @ k.transpose(-2, -1) / math.sqrt(module.head_dim)).softmax(-1)
-    return y, weights.mean(1) if average_attn_weights else weights

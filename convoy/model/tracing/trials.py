@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy.errors import InputError
 from convoy.model.graph import Cut, Layer
 from convoy.model.operation import Operation, call_operation
+from convoy.model.tracing.copies import is_shared, shared, shared_copy
 from convoy.model.tracing.python_state import REGISTERED, State, random_kept
-from convoy.model.tracing.shared_copy import is_shared, shared, shared_copy
 
 _PARTS = ((2, 3), (1, 4))
 """A batch of five is computed together and in these parts."""

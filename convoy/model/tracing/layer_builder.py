@@ -1,0 +1,569 @@
+"""Build the layers of a traced forward: one for every tensor, or for every region of odd calls."""
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from convoy.errors import InputError
+from convoy.model.graph import Graph, Layer, Parameter
+from convoy.model.layer_rules import Call, Known
+from convoy.model.operation import Form, Operation, Ref, Region, TracedModel
+from convoy.model.tracing.copies import shared_copy
+from convoy.model.tracing.effects import IN_PLACE, batch_norm_of, called, draws_random
+from convoy.model.tracing.kinds import has_hooks, known, replaced_by_hand
+from convoy.model.tracing.node_values import (
+    BATCHES,
+    NodeValues,
+    Pair,
+    Spec,
+    Untraceable,
+    across,
+    is_batched,
+    is_form,
+    mentions_batch,
+    without_batch,
+)
+from convoy.model.tracing.python_state import subtree
+from convoy.model.tracing.tracer import Nodes
+from convoy.model.tracing.trials import (
+    Observation,
+    TrialInputs,
+    check_cuts,
+    has_dropout,
+    is_floating,
+    observe,
+    per_sample,
+    tensors_of,
+)
+
+
+class LayerBuilder:
+    """The layers of a model, built in one pass over its nodes.
+
+    Args:
+        meta: a copy of the model on the meta device.
+        together: keys of parameters that belong to one layer in another mode.
+        elsewhere: see `stateful_layers`, of the other mode.
+        samples: number of samples with which a layer of the user's Python is called once.
+
+    Attributes:
+        changed: layer -> the Python state that it changes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        meta: nn.Module,
+        traced: Nodes,
+        specs: Sequence[Spec],
+        together: Sequence[set[str]] = (),
+        elsewhere: Mapping[str, bool] = MappingProxyType({}),
+        samples: int = BATCHES[0],
+    ) -> None:
+        self.model, self.traced, self.together = model, traced, together
+        self.elsewhere, self.samples = elsewhere, samples
+        self.values = NodeValues(model, meta, specs, traced.constants)
+        self.changed: dict[str, str] = {}
+        self._norms = {node: path for node in traced.nodes if (path := batch_norm_of(model, node)) is not None}
+        self._names: dict[fx.Node, str] = {}
+        self._items: dict[fx.Node, tuple[str, Sequence[int]]] = {}  # of several tensors: the layer, and which it gives
+        self._shown: dict[str, Any] = {}  # layer -> its value for the smaller batch
+        self._layers: dict[str, Layer] = {}
+        self._operations: dict[str, Operation] = {}
+        self._keys = canonical_keys(model)
+        self._uses: dict[str, list[str]] = {}
+        self._members: dict[fx.Node, list[fx.Node]] = {}  # node -> its region
+        self._waits: dict[fx.Node, list[fx.Node]] = {}  # node -> the nodes whose tensors, or odd numbers, it reads
+        self._done: set[fx.Node] = set()
+
+    def run(self) -> TracedModel:
+        """Build all layers.
+
+        Raises:
+            Untraceable: a submodule, or the model as a whole, must stay one layer.
+        """
+        nodes, values = self.traced.nodes, self.values
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            for node in nodes:
+                values.visit(node, counter)
+        for node in nodes:
+            reads = dict.fromkeys(values.reads[node].values())
+            if node in self._norms:
+                reads = dict.fromkeys(n for n in reads if n.op != "get_attr")
+            self._waits[node] = [n for n in reads if n in values.odd or tensors_of(values[n][0])]
+        together = [[n for n in nodes if keys & self._keys_of(n)] for keys in self.together]
+        for region in _regions(nodes, self._waits, values, [group for group in together if len(group) > 1]):
+            self._members |= dict.fromkeys(region, region)
+        for node in nodes:
+            self._emit(node, [])
+        names: list[str] = []
+        (result,), _ = self._arguments(nodes[-1], names, {})
+        if not names or mentions_batch(result):
+            raise Untraceable("it returns something that is not a tensor")
+        shared = {name for users in self._uses.values() if len(set(users)) > 1 for name in users}
+        layers = {name: replace(layer, shared=name in shared) for name, layer in self._layers.items()}
+        graph = Graph(type(self.model).__name__, layers, tuple(names))
+        return TracedModel(graph, self._operations, result, self.traced.seen, self.traced.leaves)
+
+    def _keys_of(self, node: fx.Node) -> set[str]:
+        module = self._module(node)
+        if module is None or node in self._norms:
+            return {str(node.target)} if node.op == "get_attr" else set()
+        return {self._keys[f"{node.target}.{key}"] for key, _ in module.named_parameters()}
+
+    def _emit(self, node: fx.Node, above: list[list[fx.Node]]) -> None:
+        """Build the layer of a node, or of its region, after those that it reads."""
+        if node in self._done or node.op == "output":
+            return
+        group = self._members.get(node, [node])
+        if group in above:
+            raise Untraceable("two odd regions of it wait for each other", node.meta["where"])
+        for member in group:
+            for read in self._waits[member]:
+                if read not in group and read not in self._done:
+                    self._emit(read, [*above, group])
+        if len(group) > 1 or node in self.values.odd:
+            self._add_region(group)
+        elif tensors_of(self.values[node][0]) and not is_form(node) and not self._is_inside(node):
+            self._add(node)
+        self._done.update(group)
+
+    def _is_inside(self, node: fx.Node) -> bool:
+        """Return whether only batch norms, or one region, read a parameter or buffer: it belongs to their layers then."""
+        if node.op != "get_attr" or not node.users:
+            return False
+        first, *others = (self._members.get(user) for user in node.users)
+        of_region = first is not None and all(group is first for group in others)
+        return of_region or all(user in self._norms for user in node.users)
+
+    def _add(self, node: fx.Node) -> None:
+        source = self.values.reads[node].get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if node.target is operator.getitem and source in self._items:
+            self._pick(node, *self._items[source])
+            return
+        refs: list[str] = []
+        operation = self._operation(node, *self._arguments(node, refs, {}))
+        path = str(node.target) if node.op in ("call_module", "get_attr") else self._norms.get(node)
+        name = self._unused_name(path or node.name)
+        parameters = self._parameters(node, name)
+        layer = Layer(name, "opaque", tuple(refs), (), parameters, flop=self.values.flop[node])
+        layer = self._with_shape(node, layer)
+        found = self._known(node, operation, layer)
+        operation = found.operation or operation
+        layer = replace(
+            layer, kind=found.kind, groups=found.groups, axis=found.axis, statistics=found.statistics, cuts=found.cuts
+        )
+        layer = self._with_samples(node, operation, layer, found)
+        self._names[node], self._shown[name] = name, self.values[node][0]
+        self._layers[name], self._operations[name] = layer, operation
+        if not found.trusted:
+            check_cuts(self.model, layer, operation, self._trial_inputs(layer), found.like)
+        if layer.several:
+            self._items[node] = (name, range(len(self.values[node][0])))
+
+    # --- layers with several outputs ---------------------------------------------------------------------------------
+
+    def _pick(self, node: fx.Node, name: str, items: Sequence[int]) -> None:
+        """Pick `outputs[i]`, which is one tensor, or `outputs[i:j]`, which is fewer of them."""
+        index = node.args[1]
+        if isinstance(index, slice) and not any(isinstance(a, fx.Node) for a in (index.start, index.stop, index.step)):
+            self._items[node] = (name, items[index])
+        elif isinstance(index, int):
+            self._names[node] = self._item(name, items[index])
+        else:
+            raise Untraceable(f"{node.name} picks by something else than a number", node.meta["where"])
+
+    def _item(self, name: str, item: int, of_batch: Pair | None = None) -> str:
+        """Return the layer that picks one tensor of a layer's output.
+
+        Args:
+            of_batch: the values of the tensor where it is one of the whole batch.
+        """
+        picked = f"{name}[{item}]"
+        if picked not in self._layers:
+            source, small = self._layers[name], self._shown[name][item]
+            batched, axes = source.batched and of_batch is None, across(of_batch) if of_batch is not None else ()
+            self._layers[picked] = Layer(
+                picked, "pick", (name,), tuple(small.shape[1:]) if batched else without_batch(small.shape, axes),
+                dtype=dtype_name(small.dtype), batched=batched, across=axes,
+                differentiable=source.differentiable and is_floating(small),
+            )  # fmt: skip
+            self._operations[picked] = Operation("function", operator.getitem, (Ref(0), item))
+            self._shown[picked] = small
+        return picked
+
+    # --- regions -----------------------------------------------------------------------------------------------------
+
+    def _add_region(self, group: Sequence[fx.Node]) -> None:
+        """Build one layer for the calls of a region, with the values that leave it as its outputs."""
+        values = self.values
+        refs, calls = list[str](), list[fx.Node]()
+        for node in group:
+            for read in self._waits[node]:
+                if read.op == "get_attr" and read not in self._names:
+                    if read not in calls:
+                        calls.append(read)
+                elif read not in group:
+                    self._lowered(read, functools.partial(_ref, refs))
+            calls.append(node)
+        at = {node: Ref(len(refs) + i) for i, node in enumerate(calls)}
+        operations = tuple(self._operation(node, *self._arguments(node, refs, at)) for node in calls)
+        read_outside = {n for reader, reads in values.reads.items() if reader not in group for n in reads.values()}
+        gives = [n for n in group if n in read_outside and (n not in values.odd or n in values.of_batch)]
+        gives = [n for n in gives if tensors_of(values[n][0])]
+        if not gives:
+            return
+        several = len(gives) > 1 or gives[0] in values.of_batch
+        graded = tuple(not node.meta["no_grad"] for node in calls)
+        target = Region(operations, graded, tuple(at[n].index for n in gives), several)
+        operation = Operation("region", target, tuple(Ref(i) for i in range(len(refs))))
+        odd = [n for n in group if n in values.odd]
+        with_keys = [str(n.target) for n in group if n.op == "call_module" and self._keys_of(n)]
+        name = self._unused_name(with_keys[0] if len(with_keys) == 1 else [*odd, group[0]][0].name)
+        paths = [str(n.target) for n in calls if n.op == "call_module"] + [
+            self._norms[n] for n in calls if n in self._norms
+        ]
+        parameters = {p.key: p for node in calls for p in self._parameters(node, name).values()}
+        small = [values[n][0] for n in gives]
+        layer = Layer(
+            name, "opaque", tuple(refs), tuple(small[0].shape[1:]), parameters, several=several,
+            flop=sum(values.flop[n] for n in calls), dtype=dtype_name(small[0].dtype),
+            differentiable=any(map(is_floating, small)) and any(values.passes_gradient(n) for n in group),
+            random=any(draws_random(n) for n in calls),
+        )  # fmt: skip
+        why = values.odd[odd[0]] if odd else "it is one layer in the other mode"
+        for path in paths:
+            if path in self.traced.whole:
+                why = f"{type(self.model.get_submodule(path)).__name__} stays whole: {self.traced.whole[path]}"
+        mixes = any(n in values.mixing for n in group)
+        self._layers[name] = self._tried(operation, layer, paths, why, mixes=mixes)
+        self._operations[name], self._shown[name] = operation, tuple(small) if several else small[0]
+        for i, node in enumerate(gives):
+            of_batch = values[node] if node in values.of_batch else None
+            self._names[node] = self._item(name, i, of_batch) if several else name
+
+    # --- the call ----------------------------------------------------------------------------------------------------
+
+    def _arguments(self, node: fx.Node, refs: list[str], at: dict[fx.Node, Ref]) -> tuple[Any, Any]:
+        """Return the arguments with a Ref for every tensor, and a BatchExtent for every size that follows the batch.
+
+        Args:
+            refs: names of the layers read so far; it grows.
+            at: the nodes of the same region.
+        """
+
+        def lower(n: fx.Node) -> Any:
+            n = self.values.reads[node][n]
+            if n in at and (n in self.values.odd or tensors_of(self.values[n][0])):
+                return at[n]
+            return self._lowered(n, functools.partial(_ref, refs), at)
+
+        given = (node.args[:1], {}) if node in self._norms else (node.args, node.kwargs)
+        return fx.node.map_arg(given, lower)
+
+    def _lowered(self, n: fx.Node, ref: Callable[[str], Ref], at: Mapping[fx.Node, Ref] = MappingProxyType({})) -> Any:
+        """Return what stands for a value from outside among the arguments of a call."""
+        if is_form(n):
+            assert callable(n.target)
+
+            def part(m: fx.Node) -> Any:
+                m = self.values.reads[n][m]
+                return at[m] if m in at else self._lowered(m, ref, at)
+
+            args, kwargs = fx.node.map_arg((n.args, n.kwargs), part)
+            return Form(n.target, tuple(args), dict(kwargs))
+        if n in self._items:
+            name, items = self._items[n]
+            return tuple(ref(self._item(name, item)) for item in items)
+        return ref(self._names[n]) if n in self._names else self.values.constant(n)
+
+    def _operation(self, node: fx.Node, args: Any, kwargs: Any) -> Operation:
+        kwargs = {k: (False if k == "inplace" else v) for k, v in kwargs.items()}
+        match node.op:
+            case "placeholder":
+                return Operation("input", node.name)
+            case "get_attr":
+                held = self.traced.constants.get(str(node.target))
+                return Operation("attribute", str(node.target)) if held is None else Operation("constant", held)
+            case "call_module":
+                return Operation("module", str(node.target), args, kwargs)
+        if node in self._norms:
+            return Operation("batch_norm", self._norms[node], args)
+        pure = IN_PLACE.get(called(node))
+        if pure is None:
+            return Operation("method" if node.op == "call_method" else "function", node.target, args, kwargs)
+        home = next(home for home in (operator, torch, nn.functional) if hasattr(home, pure))
+        return Operation("function", getattr(home, pure), args, kwargs)
+
+    def _unused_name(self, name: str) -> str:
+        if name in self._layers:
+            name = f"{name}#{sum(other.partition('#')[0] == name for other in self._layers) + 1}"
+        return name
+
+    def _module(self, node: fx.Node) -> nn.Module | None:
+        path = str(node.target) if node.op == "call_module" else self._norms.get(node)
+        return None if path is None else self.model.get_submodule(path)
+
+    # --- what a plan must know ---------------------------------------------------------------------------------------
+
+    def _known(self, node: fx.Node, operation: Operation, layer: Layer) -> Known:
+        """Return the kind of a layer, and where it may be cut."""
+        if node.op in ("placeholder", "get_attr"):
+            return Known("input" if node.op == "placeholder" else "parameter")
+        if node in self._norms:
+            norm: Any = self._module(node)
+            return Known("batch_norm", statistics=norm.training or norm.running_mean is None)
+        if called(node) == "stochastic_depth" and not draws_random(node):
+            return Known("elementwise")
+        batched = tuple(self._layers[name].batched for name in layer.inputs)
+        if not layer.batched or layer.several or not any(batched):
+            return Known("opaque")
+        inputs = tuple(self._layers[name].batch_shape(BATCHES[0]) for name in layer.inputs)
+        call = Call(operation, self._module(node), inputs, batched, layer.batch_shape(BATCHES[0]))
+        return known(call) or Known("opaque")
+
+    def _parameters(self, node: fx.Node, name: str) -> dict[str, Parameter]:
+        """Return the parameters and buffers of a call, and record that layer `name` uses them."""
+        module, path = self._module(node), self._norms.get(node, str(node.target))
+        rows: dict[str, Tensor] = {}
+        if module is not None:
+            inside = node not in self._norms
+            rows = dict(module.named_parameters(recurse=inside)) | dict(module.named_buffers(recurse=inside))
+        elif node.op == "get_attr" and path in self._keys:
+            rows = {"": operator.attrgetter(path)(self.model)}
+        result = {}
+        for key, tensor in rows.items():
+            full = self._keys[f"{path}.{key}".strip(".")]
+            is_buffer = not isinstance(tensor, nn.Parameter)
+            trainable = tensor.requires_grad and not is_buffer
+            result[key] = Parameter(full, tuple(tensor.shape), trainable, is_buffer)
+            self._uses.setdefault(full, []).append(name)
+        return result
+
+    def _with_shape(self, node: fx.Node, layer: Layer) -> Layer:
+        """Add dtype, shape per sample, and whether there is a batch axis."""
+        small, large = self.values[node]
+        first = tensors_of(small)[0]
+        layer = replace(
+            layer, dtype=dtype_name(first.dtype), differentiable=self.values.passes_gradient(node),
+            several=not isinstance(small, Tensor),
+        )  # fmt: skip
+        if layer.several:
+            fixed = all(isinstance(a, Tensor) and a.shape == b.shape for a, b in zip(small, large, strict=True))
+            batched = not fixed or any(self._layers[i].batched for i in layer.inputs)
+        else:
+            batched = is_batched((small, large))
+        return replace(layer, shape=tuple(first.shape[1:] if batched else first.shape), batched=batched)
+
+    def _with_samples(self, node: fx.Node, operation: Operation, layer: Layer, found: Known) -> Layer:
+        """Add whether the layer draws random numbers, and whether its samples depend on each other."""
+        module = self._module(node)
+        random = draws_random(node) if module is None else node not in self._norms and has_dropout(module)
+        layer = replace(layer, random=random)
+        counts = mentions_batch((operation.args, dict(operation.kwargs)))
+        if counts and found.operation is None and layer.kind not in ("opaque", "flatten", "cat"):
+            # A number computed from the batch size means the global batch, not this device's samples.
+            layer = replace(layer, kind="opaque", cuts=(), groups=1)
+        if found.whole_batch:
+            return replace(layer, per_sample=False, reason=f"{found.whole_batch}, so it runs whole on one device")
+        if layer.kind != "opaque" and found.trusted:
+            return layer
+        what = type(module).__name__ if module is not None else node.name
+        why = self.traced.whole.get(str(node.target)) if node.op == "call_module" else None
+        why = f"{what} stays whole: {why}" if why else f"no rule splits the channels of {what}" if found.trusted else ""
+        paths = [str(node.target)] if module is not None else []
+        return self._tried(operation, layer, paths, why, registered=not found.trusted)
+
+    def _trial_inputs(self, layer: Layer, *, registered: bool = False) -> TrialInputs:
+        like, batched = [self._shown[i] for i in layer.inputs], [self._layers[i].batched for i in layer.inputs]
+        return TrialInputs(like, batched, self.samples, registered)
+
+    def _tried(
+        self,
+        operation: Operation,
+        layer: Layer,
+        modules: Sequence[str],
+        why: str,
+        *,
+        mixes: bool = False,
+        registered: bool = False,
+    ) -> Layer:
+        """Run an opaque layer on random numbers, and add how it may be computed.
+
+        Args:
+            modules: paths of those that it calls.
+            why: why it is opaque.
+            mixes: it certainly looks at several samples.
+            registered: it was registered as one that treats samples alike.
+        """
+        if not layer.batched:
+            return replace(layer, reason="it has no batch axis, so every device makes it")
+        inputs = self._trial_inputs(layer, registered=registered)
+
+        def not_registrable(why: str) -> InputError:
+            return InputError(
+                f"layer {layer.name!r} was registered with register_layer, which is for layers that treat each sample alone, "
+                f"but {why}: do not register it"
+            )
+
+        if is_of_user(operation, self.model):
+            inside = {path: m for each in modules for path, m in subtree(self.model, each).items()}
+            seen = observe(self.model, operation, inside, inputs)
+            if not registered:
+                self.changed[layer.name] = seen.changes
+                return whole(layer, seen, why, self.elsewhere)
+            if keeps := seen.changes or seen.hidden:
+                raise not_registrable(f"it keeps {keeps} in Python from call to call")
+        if mixes:
+            return replace(layer, per_sample=False, reason=f"{why}; so it runs whole on one device")
+        if layer.random and not modules:
+            # No two calls agree, so none can show whether samples are independent. These functions draw for each entry.
+            return replace(layer, reason=why)
+        found = per_sample(self.model, operation, lambda: self._precise, inputs, modules)
+        if found.overwrites:
+            where = max(modules, key=len).rpartition(".")[0] if modules else ""
+            raise Untraceable(f"{layer.name} overwrites its input", where)
+        if registered and found.dependence:
+            raise not_registrable(found.dependence)
+        reason = "; ".join(filter(None, (why, found.dependence)))
+        each = found.each and not layer.random
+        return replace(layer, per_sample=not found.dependence, reason=reason, notes=found.each, each=each)
+
+    @functools.cached_property
+    def _precise(self) -> nn.Module:
+        return shared_copy(self.model).double()
+
+
+def is_of_user(operation: Operation, model: nn.Module) -> bool:
+    """Return whether a call runs Python that is not torch's, which may do something else in a later step."""
+
+    def is_of_torch(thing: Any) -> bool:
+        home = (getattr(thing, "__module__", None) or "torch").partition(".")[0]
+        return home in ("torch", "torchvision", "_operator", "operator", "math", "builtins")
+
+    if isinstance(operation.target, Region):
+        return any(is_of_user(call, model) for call in operation.target.calls)
+    if operation.call != "module":
+        return callable(operation.target) and not is_of_torch(operation.target)
+    modules = model.get_submodule(str(operation.target)).modules()
+    return any(not is_of_torch(type(m)) or has_hooks(m) or bool(replaced_by_hand(m)) for m in modules)
+
+
+def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, bool]) -> Layer:
+    """Return the layer with the global batch as its input, because its Python is not known.
+
+    If it changes Python state, every device calls it, so that all have the same state. With random numbers inside, copies
+    would differ: then one device calls it, and its state must not change.
+
+    Args:
+        why: why it is opaque.
+        elsewhere: see `stateful_layers`, of the other mode.
+    """
+    random = layer.random or seen.draws or bool(seen.hidden)
+    notes = bool(seen.changes or seen.hidden) or layer.name in elsewhere
+    each = elsewhere.get(layer.name, notes) and notes and not random
+    does = f"it reads {seen.hidden}" if seen.hidden else f"it changes {seen.changes}" if seen.changes else ""
+    who = "every device computes it for the whole batch" if each else "one device computes it for the whole batch"
+    return replace(
+        layer, per_sample=False, random=random, reason="; ".join(filter(None, (why, does, who))), alone=seen.alone,
+        notes=notes or seen.writes, blocked=seen.blocked, each=each, everywhere=each,
+    )  # fmt: skip
+
+
+def stateful_layers(graph: Graph) -> dict[str, bool]:
+    """Return layer -> whether every device calls it, for layers with calls that change state. It must be so in both modes."""
+    return {name: layer.each for name, layer in graph.layers.items() if layer.notes}
+
+
+def _ref(refs: list[str], name: str) -> Ref:
+    if name not in refs:
+        refs.append(name)
+    return Ref(refs.index(name))
+
+
+def canonical_keys(model: nn.Module) -> dict[str, str]:
+    """Return state_dict key -> the first key of the same tensor (tied weights share one)."""
+    first: dict[int, str] = {}
+    rows = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {key: first.setdefault(id(tensor), key) for key, tensor in rows}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- regions: values between their nodes are not rows of the batch, so each region becomes one layer --------------------
+
+Groups = dict[fx.Node, set[fx.Node]]
+
+
+def _regions(
+    nodes: Sequence[fx.Node],
+    reads: Mapping[fx.Node, Collection[fx.Node]],
+    values: NodeValues,
+    together: Sequence[Collection[fx.Node]],
+) -> list[list[fx.Node]]:
+    """Return the regions, each with its nodes in order. All readers of an odd value join its region.
+
+    Args:
+        reads: node -> the nodes whose tensors, or odd numbers, it reads.
+        together: nodes that must be in one region for another reason.
+
+    Raises:
+        Untraceable: an odd value is an input or an output of the model.
+    """
+    odd = values.odd
+    order = {node: place for place, node in enumerate(nodes)}
+    users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    for node in nodes:
+        for read in reads[node]:
+            users[read].append(node)
+    groups: Groups = {node: {node} for node in nodes}
+    for group in together:
+        _unite(groups, group)
+    for node in odd:
+        returned = [n for n in users[node] if node in values.of_batch and (n.op == "output" or is_form(n))]
+        _unite(groups, [node, *(n for n in users[node] if n not in returned)])
+    before, count = 0, len(nodes) + 1
+    while count != before:
+        before = count
+        found = {id(g): g for g in groups.values() if len(g) > 1 or not odd.keys().isdisjoint(g)}
+        for group in found.values():
+            for node in group.copy():
+                # No region gives a value that is several tensors.
+                small = values[node][0] if node.op != "output" else None
+                if isinstance(small, tuple | list) and tensors_of(small):
+                    _unite(groups, [node, *users[node]])
+            current = groups[next(iter(group))]
+            # The nodes on the way from one node of the group to another.
+            places = [order[node] for node in current]
+            between = nodes[min(places) : max(places) + 1]
+            after, ahead = set(current), set(current)
+            for node in between:
+                if not after.isdisjoint(reads[node]):
+                    after.add(node)
+            for node in reversed(between):
+                if not ahead.isdisjoint(users[node]):
+                    ahead.add(node)
+            _unite(groups, after & ahead)
+        count = len({id(group) for group in groups.values()})
+    result = [sorted(g, key=order.__getitem__) for g in found.values() if len(g) > 1 or not odd.keys().isdisjoint(g)]
+    for region in result:
+        for node in region:
+            if node.op in ("placeholder", "output"):
+                why = next((odd[n] for n in region if n in odd), "")
+                raise Untraceable(why, "" if node.op == "output" else node.meta["where"])
+    return result
+
+
+def _unite(groups: Groups, nodes: Collection[fx.Node]) -> None:
+    union: set[fx.Node] = set().union(*(groups[node] for node in nodes))
+    for node in union:
+        groups[node] = union
