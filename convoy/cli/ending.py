@@ -8,8 +8,8 @@ import psutil  # type: ignore[import-untyped]
 
 from convoy.errors import ConvoyError, InputError
 from convoy.machine import roster
+from convoy.machine.process import END, LEAVE
 from convoy.machine.roster import JobProcess
-from convoy.machine.signals import END, LEAVE
 
 
 def leave(job: str | None, devices: Sequence[int], wait_s: float) -> None:

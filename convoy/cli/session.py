@@ -18,7 +18,7 @@ from convoy.cli.show import decision_reporter, show_new_plan, show_plan
 from convoy.comm.environment import imposed_slowdown
 from convoy.config.run_file import to_toml
 from convoy.files import write_whole
-from convoy.machine.signals import handle_signals
+from convoy.machine.process import handle_signals
 from convoy.measure.replanner import expect_measured
 from convoy.plan.presets import AUTO
 from convoy.train.loop import fit

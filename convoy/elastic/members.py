@@ -32,7 +32,7 @@ from convoy.elastic.regroup import Home, Membership, UnnamedLossError, home_here
 from convoy.elastic.snapshot import SnapshotInterval, SnapshotStore, restore, take
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 from convoy.machine import roster
-from convoy.machine.signals import handle_signals
+from convoy.machine.process import handle_signals
 from convoy.plan.coupling import plan_for
 from convoy.plan.exchange_program import clear_move_cache
 from convoy.plan.plan import Plan
@@ -398,7 +398,6 @@ class Members:
             LeftError, StoppedError: this device, or all, were to end after this step.
         """
         self.steps, self.place = self.steps + 1, place
-        roster.refresh()
         if self.membership is None:
             if self._leaves or self._ends:
                 self._end_all()

@@ -20,7 +20,7 @@ from convoy.comm.job_key import KEY_PIPE, JobKey, hand_over
 from convoy.errors import InputError
 from convoy.launch.exit_status import Ending
 from convoy.machine import roster
-from convoy.machine.signals import END, LEAVE_TOO
+from convoy.machine.process import END, LEAVE_TOO
 
 TERMINATE_S = 2.0  # seconds between SIGTERM and SIGKILL
 KILL_S = 5.0  # seconds that the kernel may take to end a killed process

@@ -153,6 +153,9 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     size = whole(environment, "SLURM_STEP_NUM_TASKS", 1, MAX_PROCESSES)
     here = tasks_on(environment["SLURM_STEP_TASKS_PER_NODE"], whole(environment, "SLURM_NODEID", 0, MAX_PROCESSES))
     local = whole(environment, "SLURM_LOCALID", 0, here - 1)
+    job = step = 0
+    if not environment.get("MASTER_PORT"):  # the same port for all processes of a step; steps and jobs differ
+        job, step = (whole(environment, name, 0, 1 << 40) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return {
         "RANK": str(whole(environment, "SLURM_PROCID", 0, size - 1)),
         "WORLD_SIZE": str(size),
@@ -161,14 +164,8 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_ADDR": environment.get("MASTER_ADDR")
         or (_LOOPBACK if here == size else first_host(environment["SLURM_STEP_NODELIST"])),
-        "MASTER_PORT": environment.get("MASTER_PORT") or _slurm_port(environment),
+        "MASTER_PORT": environment.get("MASTER_PORT") or _port(job + 1009 * step),
     }
-
-
-def _slurm_port(environment: Mapping[str, str]) -> str:
-    """Derive a port that is the same for all processes of a step, and differs between steps and jobs."""
-    job = whole(environment, "SLURM_JOB_ID", 0, 1 << 40)
-    return _port(job + 1009 * whole(environment, "SLURM_STEP_ID", 0, 1 << 40))
 
 
 def first_host(nodelist: str) -> str:

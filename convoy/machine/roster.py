@@ -8,7 +8,6 @@ import atexit
 import json
 import os
 import stat
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -21,9 +20,6 @@ from convoy.errors import InputError
 
 SHARED = Path("/tmp")
 """Every user may make a folder here, and nobody can remove or rename another user's."""
-
-FRESH_S = 3600.0
-"""How often a row is rewritten, so that cleaners of /tmp do not find it old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +73,6 @@ def update(**changes: Any) -> None:
             _write(_mine)
 
 
-def refresh() -> None:
-    """Rewrite the row if it is old. Called after each step."""
-    if time.monotonic() > _written_s + FRESH_S:
-        update()
-
-
 def job() -> str:
     """Return the job of this process. Empty: it has no row."""
     return "" if _mine is None else _mine.job
@@ -96,8 +86,14 @@ def rows() -> list[JobProcess]:
     """
     found = []
     for path in _folder().glob("*.json"):
-        row = _read(path)
-        if row is None or not _runs(row):
+        row, runs = _read(path), False
+        with suppress(psutil.Error, OSError):
+            runs = (
+                row is not None
+                and psutil.Process(row.pid).status() != psutil.STATUS_ZOMBIE
+                and _began(row.pid) == row.began
+            )
+        if row is None or not runs:
             with suppress(OSError):
                 path.unlink()
         elif row.network == _network():
@@ -113,7 +109,6 @@ def of_processes(pids: Sequence[int]) -> list[JobProcess | None]:
 
 
 _mine: JobProcess | None = None
-_written_s = 0.0
 
 
 def _leave(pid: int) -> None:
@@ -123,12 +118,10 @@ def _leave(pid: int) -> None:
 
 
 def _write(row: JobProcess) -> None:
-    global _written_s
     path = _folder() / f"{row.pid}.json"
     new = path.with_suffix(".new")
     new.write_text(json.dumps(asdict(row)))
     new.replace(path)
-    _written_s = time.monotonic()
 
 
 def _read(path: Path) -> JobProcess | None:
@@ -136,13 +129,6 @@ def _read(path: Path) -> JobProcess | None:
         row = json.loads(path.read_text())
         return JobProcess(**{**row, "members": tuple(row["members"])})
     return None
-
-
-def _runs(row: JobProcess) -> bool:
-    try:
-        return psutil.Process(row.pid).status() != psutil.STATUS_ZOMBIE and _began(row.pid) == row.began
-    except (psutil.Error, OSError):
-        return False
 
 
 def _began(pid: int) -> float:

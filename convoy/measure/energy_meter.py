@@ -40,12 +40,11 @@ class Counter:
 
 
 class EnergyMeter:
-    """The energy that one device uses.
+    """The energy that one device uses, by counters that are added.
 
     Args:
-        source: what measures, for messages; the reason if nothing does.
+        source: what measures, for messages; the reason if there are no counters.
         key: of the counters; devices with the same key share them.
-        counters: are added; none: there is no measurement.
     """
 
     def __init__(self, source: str, key: str = "", counters: Sequence[Counter] = ()) -> None:

@@ -131,7 +131,7 @@ class LayerTimer:
         return [size for size in self.grids[name] if not self.timings[name, size].is_known]
 
     def time(self, name: str, size: LocalSize) -> float:
-        """Time a layer at one size for some more rounds, and return its seconds, forward and backward."""
+        """Time a layer at one size for some more rounds; return its seconds, forward and backward."""
         layer, backward = self.traced.graph[name], name in self.trained
         # As in training, where autograd is off around the executor and layers that need it turn it on.
         with (
@@ -145,7 +145,8 @@ class LayerTimer:
             self.wall_s += time.perf_counter() - wall_s
             self.processor_s += time.process_time() - processor_s
         self.timings[name, size] = timing
-        return timing.times(steady=self.timer.steady).both_s
+        times = timing.times(steady=self.timer.steady)
+        return times.forward_s + times.backward_s
 
     def rows(self, factor: float = 1.0) -> dict[str, list[list[Any]]]:
         """Return all points by layer, each as the values of a `LayerPoint` after device and layer.
@@ -171,11 +172,11 @@ class LayerTimer:
             sizes = [size for size in self.grids[first] if not size.shares_statistics]
             size = max(sizes, key=lambda size: (size.samples, size.outputs, size.inputs))
             times = self.timings[first, size].times(steady=self.timer.steady)
-            passes = 1 + (times.backward_s > 0)
+            seconds, passes = times.forward_s + times.backward_s, 1 + (times.backward_s > 0)
             if layer.weighted:
-                work, work_s = work + flop(layer, size) * (2 * passes - 1), work_s + times.both_s
+                work, work_s = work + flop(layer, size) * (2 * passes - 1), work_s + seconds
             else:
-                moved, moved_s = moved + bytes_moved(layer, size, 4) * passes, moved_s + times.both_s
+                moved, moved_s = moved + bytes_moved(layer, size, 4) * passes, moved_s + seconds
         rates = {"flop_per_s": (work, work_s), "memory_bytes_per_s": (moved, moved_s)}
         return {name: amount / seconds if seconds else 0.0 for name, (amount, seconds) in rates.items()}
 
@@ -214,10 +215,9 @@ def workload(
     """Give a layer's arithmetic at one size. Until the context ends, `model` holds only the local shard of its weights.
 
     Args:
-        model: a copy that nobody else uses; on the device that is timed.
+        model: a copy on the device that is timed.
         size: its outputs are a multiple of the layer's `granule`.
         wants: which inputs need a gradient.
-        backward: whether a gradient reaches this layer.
     """
     placed = placement_of(traced.graph, layer, size)
     with _sliced(model, layer, placed):

@@ -20,19 +20,12 @@ from convoy.measure.timing import plain_torch, spread_of, typical
 from convoy.simulate.table import LinkSpread
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)
-"""Bytes of the messages of a pair, as far as its time reaches."""
+"""Bytes of the messages of a pair: the first, and the largest that its time allows."""
 
 ACK_BYTES = 8
-PROBE_S = 1.0
-"""A message that is expected to take longer is not tried."""
-
-PAUSE_S = 0.1
-"""Longer than the pauses of a quota: a message that is later than a small one by this is slow."""
-
-REPEATS = (3, 20)
-"""The fewest and the most messages of one size."""
-
-NIC_REPEATS = 3
+PROBE_S = 1.0  # a message that is expected to take longer is not tried
+PAUSE_S = 0.1  # longer than the pauses of a quota
+REPEATS, NIC_REPEATS = (3, 20), 3  # the fewest and the most messages of one size
 PAIR_S = 1.0
 
 
@@ -194,30 +187,25 @@ class _Messages:
             stages.append(Stage(size, [], self.fan(peer, {me: size}, {me: ACK_BYTES}, count).processor_s))
 
     def lead(self, peer: int, allowance_s: float) -> list[Stage]:
-        """Send messages of growing size. Only this end reads the time, so it alone decides how far to go."""
+        """Send small messages, and large ones of the largest size that the time allows. Only this end reads the time."""
+
+        def count(each_s: float) -> int:
+            return min(REPEATS[1], max(REPEATS[0], round(allowance_s / 4 / max(each_s, 1e-9))))
+
         # The first ones find cold connections; they only say how many more fit.
-        first_s = self._stage(peer, SIZES[0], REPEATS[0]).seconds
-        last_s, sent = statistics.median(first_s), SIZES[0]
-        fastest_s, s_per_byte = min(first_s), last_s / sent
-        stages: list[Stage] = []
-        for size in SIZES:
-            # By what the last size took longer than the one before. The smallest is mostly latency, or the pause of a quota:
-            # in proportion to it everything seems slow, so the second size may take longer.
-            if size > SIZES[0] and s_per_byte * size > (allowance_s if size == SIZES[1] else allowance_s / 4):
-                # Under a small quota small messages differ by pauses, so one message of this size decides.
-                hopeless = size > SIZES[1] and s_per_byte * size > PROBE_S
-                if hopeless or self._stage(peer, size, 1).seconds[0] - fastest_s > max(allowance_s / 4, PAUSE_S):
-                    break
-                s_per_byte = 0.0
-            expected_s = max(1e-9, last_s + s_per_byte * (size - sent))
-            stage = self._stage(peer, size, min(REPEATS[1], max(REPEATS[0], round(allowance_s / 4 / expected_s))))
-            # The fastest of each size: the median of a few may contain a pause, which no byte took.
-            if size > sent:
-                s_per_byte = max(0.0, (min(stage.seconds) - fastest_s) / (size - sent))
-            last_s, fastest_s, sent = statistics.median(stage.seconds), min(stage.seconds), size
-            stages.append(stage)
+        first_s = statistics.median(self._stage(peer, SIZES[0], REPEATS[0]).seconds)
+        small = self._stage(peer, SIZES[0], count(first_s))
+        fastest_s, size, longer_s = min(small.seconds), SIZES[0], 0.0
+        for larger in SIZES[1:]:
+            if longer_s * larger / size > PROBE_S:
+                break
+            tried_s = self._stage(peer, larger, 1).seconds[0] - fastest_s
+            if tried_s > max(allowance_s / 4, PAUSE_S):  # under a small quota any message may contain a pause
+                break
+            size, longer_s = larger, max(0.0, tried_s)
+        large = self._stage(peer, size, count(fastest_s + longer_s))
         self._stage(peer, 0, 0)
-        return stages
+        return [small, large]
 
 
 # --- rates and latencies ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -42,22 +42,8 @@ def read_usage() -> Reading:
     return Reading(time.perf_counter(), sum(times) - idle_s, time.process_time())
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """The use of a machine as one device saw it.
-
-    Attributes:
-        machine: the same for all devices of a machine.
-        cores: of the machine.
-        wanted: cores that this device would use alone.
-        busy, own: busy cores of the machine, and cores used by this process.
-    """
-
-    machine: str
-    cores: float
-    wanted: float
-    busy: float
-    own: float
+Usage = tuple[str, float, float, float, float]
+"""What a device saw: the name of its machine, that machine's cores, the cores that it wants, busy cores, cores that it used."""
 
 
 def slowed_by_others(group: Group, topic: str, begin: Reading) -> tuple[float, ...]:
@@ -66,20 +52,18 @@ def slowed_by_others(group: Group, topic: str, begin: Reading) -> tuple[float, .
     wall_s = max(1e-9, now.wall_s - begin.wall_s)
     busy, own = (now.busy_s - begin.busy_s) / wall_s, (now.own_s - begin.own_s) / wall_s
     threads = float(torch.get_num_threads() if group.torch_device.type == "cpu" else 1)
-    wanted = min(threads, quota_cores() or threads)
-    usage = Usage(machine_name(), float(os.cpu_count() or 1), wanted, busy, own)
-    return slowdowns([Usage(**each) for each in gather(group, topic, asdict(usage))])
+    usage: Usage = machine_name(), float(os.cpu_count() or 1), min(threads, quota_cores() or threads), busy, own
+    return slowdowns(gather(group, topic, usage))
 
 
 def slowdowns(usages: Sequence[Usage]) -> tuple[float, ...]:
     """Return the slowdown of each device: the job's devices on a machine lose the cores that no longer fit next to others."""
     result = []
-    for usage in usages:
-        here = [each for each in usages if each.machine == usage.machine]
-        others = max(0.0, max(each.busy for each in here) - sum(each.own for each in here))
-        wanted = min(usage.cores, sum(each.wanted for each in here))
-        lost = min(others, max(0.0, wanted + others - usage.cores))
-        result.append(wanted / max(wanted - lost, LEAST_FRACTION * wanted))
+    for machine, cores, *_ in usages:
+        _, _, wanted, busy, own = zip(*(each for each in usages if each[0] == machine), strict=True)
+        others, needed = max(0.0, max(busy) - sum(own)), min(cores, sum(wanted))
+        lost = min(others, max(0.0, needed + others - cores))
+        result.append(needed / max(needed - lost, LEAST_FRACTION * needed))
     return tuple(result)
 
 

@@ -255,7 +255,8 @@ def _chain_layer(kind: str, device: torch.device) -> Iterator[Workload]:
 
 def _layer_s(kind: str, timer: RoundTimer) -> float:
     with _chain_layer(kind, timer.clock.device) as work:
-        return timer.time(work).times(steady=True).both_s
+        times = timer.time(work).times(steady=True)
+    return times.forward_s + times.backward_s
 
 
 def _queue_s(device: torch.device) -> float:

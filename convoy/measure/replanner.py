@@ -26,9 +26,9 @@ class Replanner:
         rebalancer: corrects what was measured before.
 
     Attributes:
-        known: all devices so far, and what was measured of them since.
+        known: all devices so far, and what was measured of them.
         found: the latest plan, on the device that planned.
-        prepared: a plan made before the devices change, after the plan, devices, new devices and speeds that it is valid for.
+        prepared: the plan, devices, new devices and speeds for which a plan was made in advance, and that plan.
     """
 
     def __init__(self, request: PlanRequest, rebalancer: Rebalancer | None = None) -> None:

@@ -23,21 +23,15 @@ Progress = Callable[[str], object]
 SLICE_S = 0.02
 """Calls are timed together for this long, twice the usual period of a quota: a short call meets a whole pause or none."""
 
-ROUNDS = 5
-TURN_ROUNDS = 2
-"""Rounds of a workload that is timed in several turns, with others in between, so that a disturbance hits one turn of many."""
+ROUNDS, TURN_ROUNDS = 5, 2
+"""Rounds of a workload timed once, and in each of several turns with others in between: a disturbance hits one turn of many."""
 
-KNOWN_TO = 0.02
-"""Relative standard error at which seconds are known, from `LEAST_KNOWN` rounds on."""
+KNOWN_TO, LEAST_KNOWN = 0.02, 6
+"""Relative standard error at which seconds are known, and the least rounds."""
 
-LEAST_KNOWN = 6
-MOST_ROUNDS = 50
-MOST_CALLS = 10_000
-LONG = 15.0
-"""A call of this many slices spans enough periods of a quota and runs only twice."""
-
-HELD_BYTES, ACCELERATOR_HELD_BYTES = 64 << 20, 1 << 30
-"""Most bytes that forward calls may keep for their backward calls."""
+MOST_ROUNDS, MOST_CALLS = 50, 10_000
+LONG = 15.0  # a call of this many slices spans enough periods of a quota and runs only twice
+HELD_BYTES, ACCELERATOR_HELD_BYTES = 64 << 20, 1 << 30  # that forward calls may keep for their backward calls
 
 FRESH_BYTES, MOST_FRESH = 4 << 20, 3
 """A round in which the process grew by this much does not count, at most this often: the kernel clears new pages, which no
@@ -64,10 +58,6 @@ class Times:
     backward_s: float
     spread: float
 
-    @property
-    def both_s(self) -> float:
-        return self.forward_s + self.backward_s
-
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -93,19 +83,13 @@ class Workload:
 
 @dataclass(slots=True)
 class Timing:
-    """The timed rounds of one workload, of one turn or several. Every pair is (forward, backward).
-
-    Attributes:
-        seconds: of one call, by round.
-        total_s, calls: of all rounds.
-    """
+    """The timed rounds of one workload: seconds of one call by round, and the totals. Pairs are (forward, backward)."""
 
     seconds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     total_s: tuple[float, float] = (0.0, 0.0)
     calls: tuple[int, int] = (0, 0)
 
     def add(self, round_s: tuple[float, float], calls: tuple[int, int]) -> None:
-        """Add a round of some calls."""
         for each, seconds, count in zip(self.seconds, round_s, calls, strict=True):
             each.append(seconds / count)
         self.total_s = self.total_s[0] + round_s[0], self.total_s[1] + round_s[1]
@@ -136,21 +120,14 @@ class Timing:
 
 COLD_ROUNDS = 9
 CORE_BYTES, LAYERS_BYTES, PROCESSOR_BYTES = 4 << 20, 16 << 20, 32 << 20
-"""More than the caches of a core hold, what other layers replace in a processor's caches, and about what those hold."""
+"""More than a core's caches hold; what other layers replace in a processor's caches; about what those hold."""
 
 
 class ColdCaches:
     """Fills the caches with other bytes, as the layers of a step do. Its clock stands still meanwhile.
 
-    A step calls most things once, between layers that take milliseconds, and finds neither code nor data in a cache. Repeated
-    calls find both: on an EPYC, cold copies took 2.2 times as long, additions 1.6 times, the optimizer 1.8 times.
-
-    Args:
-        now: reads seconds.
-        filled_bytes: memory that each filling reads and writes. Nothing is filled for an accelerator.
-
-    Attributes:
-        filled_s: seconds spent on filling.
+    A step calls most things once, between layers that take milliseconds, and finds neither code nor data in a cache. On an
+    EPYC, cold copies took 2.2 times as long, additions 1.6 times, the optimizer 1.8 times. Accelerators need no filling.
     """
 
     def __init__(self, device: torch.device, now: Now, filled_bytes: int) -> None:
@@ -167,7 +144,6 @@ class ColdCaches:
         self.filled_s += self._clock() - start_s
 
     def now(self) -> float:
-        """Return seconds without those of filling."""
         return self._clock() - self.filled_s
 
     def seconds(self, work: Callable[[], object], slice_s: float = SLICE_S) -> list[float]:
@@ -199,8 +175,8 @@ class RoundTimer:
         now: reads seconds once the device has finished its work. None: the wall clock.
         slice_s: seconds of one slice.
         steady: see `Timing.times`.
-        cold: fill the caches before each call of a workload that a core's caches do not hold. (Those that they hold would find
-            their Python cold each time, which a step does not.)
+        cold: fill the caches before each call of a workload that a core's caches do not hold. (A smaller one would find even
+            Python cold each time, unlike in a step.)
     """
 
     def __init__(
@@ -367,7 +343,7 @@ def queued_seconds(
 
 
 def device_now(device: torch.device) -> Now:
-    """Return a clock that is read once `device` has finished its work."""
+    """Return a clock that waits until `device` has finished its work."""
 
     def now() -> float:
         finish(device)
@@ -390,7 +366,7 @@ ERROR_OF_SPREAD = 0.21
 def typical(values: Sequence[float]) -> float:
     """Return the faster of two, the median of three or four, the mean of the middle half of five or more.
 
-    Under a quota a slice holds either one pause or one more, and a median would fall on one of the two.
+    Under a quota a slice holds one of two numbers of pauses, and a median would fall on one of them.
     """
     if len(values) < 3:
         return min(values)
@@ -401,8 +377,7 @@ def typical(values: Sequence[float]) -> float:
 
 
 def median_error(values: Sequence[float]) -> float:
-    """Return the relative standard error of the median of any distribution: n / 2 values lie below it, give or take
-    sqrt(n) / 2."""
+    """Return the relative standard error of the median: n / 2 values lie below it, give or take sqrt(n) / 2."""
     rows, middle, away = sorted(values), (len(values) - 1) / 2, len(values) ** 0.5 / 2
 
     def at(place: float) -> float:

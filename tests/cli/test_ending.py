@@ -65,7 +65,7 @@ def test_a_job_is_named_where_there_are_several() -> None:
 DEVICE = """
 import sys, time
 from convoy.machine import roster
-from convoy.machine.signals import handle_signals
+from convoy.machine.process import handle_signals
 class Members:
     generation = None
     ends = False

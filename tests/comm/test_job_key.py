@@ -20,7 +20,6 @@ from convoy.comm.processes import join
 from convoy.errors import ConvoyError, InputError
 from convoy.launch.local import launch_local
 from tests.support.processes import PLACE, ROOT, on_processes
-from tests.support.slow import most_slow
 
 HERE = ProcessEnv(0, 2, 0, 2, "192.0.2.7", 29500, hosted=False, attempt=0)
 ELSEWHERE = ProcessEnv(0, 2, 0, 1, "192.0.2.7", 29500, hosted=False, attempt=0)
@@ -166,8 +165,7 @@ def started(words: list[str], folder: Path) -> tuple[subprocess.Popen[str], dict
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **said), environment  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("script", most_slow(1, [False, True]))
-def test_the_key_is_nowhere_to_be_read(tmp_path: Path, script: bool) -> None:
+def test_the_key_is_nowhere_to_be_read(tmp_path: Path) -> None:
     """A training with everything that it can write, watched from outside while it runs."""
     key = tmp_path / "job.key"
     write_key_file(key)
@@ -177,9 +175,6 @@ def test_the_key_is_nowhere_to_be_read(tmp_path: Path, script: bool) -> None:
     written.mkdir()
     options = f"--devices 2 --limit 200 --page --checkpoint {written}/run --job-key {key}"
     words = f"train --data digits --net two-conv:4:8 {options}".split()
-    if script:
-        (tmp_path / "own.py").write_text("from convoy.comm.processes import join\nprint(join().agree('a', 'b'))\n")
-        words = ["run", "--job-key", str(key), "--devices", "2", "--logs", str(written / "logs"), "own.py"]
     process, _ = started(words, tmp_path)
     seen = set[str]()
     while process.poll() is None:

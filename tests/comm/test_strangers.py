@@ -20,7 +20,7 @@ from convoy.comm.failure import PING_S
 from convoy.comm.group import Group, Message, present
 from convoy.comm.job_key import JobKey, make_key
 from convoy.comm.listener import Listener
-from convoy.comm.processes import JoinedGroup, join
+from convoy.comm.processes import JoinedGroup
 from tests.support.networks import ENCRYPTED, ONE_MACHINE
 from tests.support.processes import on_processes
 
@@ -300,18 +300,3 @@ def test_a_job_continues_under_attack(network: dict[str, str]) -> None:
     assert rounds > 10
     assert few >= 3 * len(ATTACKS)
     assert many >= 1000 - listeners.MAX_PENDING + 3 * len(ATTACKS)
-
-
-def meet_under_attack(device: int) -> list[str]:
-    """Device 1 comes late; until then unauthenticated peers connect to the store."""
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if device == 1:
-        for attack in ATTACKS * 4:
-            with suppress(OSError):
-                attack(place)
-    with join("cpu", timeout_s=20) as group:
-        return list(group.agree("here", str(device)))
-
-
-def test_a_job_meets_under_attack() -> None:
-    assert on_processes(2, "tests.comm.test_strangers:meet_under_attack", joined=False) == [["0", "1"]] * 2

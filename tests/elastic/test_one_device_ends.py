@@ -13,7 +13,7 @@ from convoy.checkpoint import Checkpointer
 from convoy.checkpoint.run_folder import latest
 from convoy.comm.group import AloneGroup
 from convoy.elastic.members import StoppedError
-from convoy.machine.signals import END, LEAVE, LEAVE_TOO, handle_signals
+from convoy.machine.process import END, LEAVE, LEAVE_TOO, handle_signals
 from convoy.runtime.module import Distributed
 from convoy.train import Members
 from convoy.train.loader import Loader

@@ -23,7 +23,7 @@ import os, sys, threading, time
 sys.path[:0] = PATHS
 from pathlib import Path
 from convoy.machine import roster
-from convoy.machine.signals import handle_signals
+from convoy.machine.process import handle_signals
 # As `watch_parent` does, which would load torch.
 threading.Thread(target=lambda: (os.read(int(os.environ["CONVOY_PARENT_PIPE"]), 1), os._exit(2)), daemon=True).start()
 rank, folder, how, members = os.environ["RANK"], Path(sys.argv[1]), sys.argv[2], tuple(range(int(sys.argv[3])))
@@ -104,16 +104,12 @@ def heard(folder: Path) -> list[str]:
     return [path.read_text() if (path := folder / f"{rank}.heard").exists() else "" for rank in "01"]
 
 
-slow = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("launcher", "members", "what"),
     [
         pytest.param(HERE, 2, "ends", id="here-all"),
         pytest.param(HERE, 3, "leaves", id="here-some"),
         pytest.param(FLEET, 2, "ends", id="fleet-all"),
-        pytest.param(FLEET, 3, "leaves", id="fleet-some", marks=slow),
     ],
 )
 def test_devices_finish_the_step_and_end_or_leave_to_others(
@@ -135,10 +131,9 @@ def test_who_gets_the_signal_of_the_system_and_that_of_its_launcher_finishes_the
     assert heard(tmp_path) == ["leaves", "leaves"]
 
 
-@pytest.mark.parametrize("launcher", [HERE, pytest.param(FLEET, marks=slow)], ids=["here", "fleet"])
 @pytest.mark.parametrize("how", ["limit", "twice"])
-def test_a_device_that_does_not_finish_is_killed(tmp_path: Path, launcher: str, how: str) -> None:
-    with started(tmp_path, launcher, "deaf", limit_s=0.3 if how == "limit" else 60.0) as (process, _):
+def test_a_device_that_does_not_finish_is_killed(tmp_path: Path, how: str) -> None:
+    with started(tmp_path, HERE, "deaf", limit_s=0.3 if how == "limit" else 60.0) as (process, _):
         process.terminate()
         if how == "twice":
             assert process.stderr is not None
@@ -155,15 +150,13 @@ def test_devices_that_do_not_train_yet_end_at_once(tmp_path: Path) -> None:
     assert heard(tmp_path) == ["", ""]
 
 
-@pytest.mark.parametrize("connection", [pytest.param("stays", marks=slow), "goes"])
-def test_the_devices_of_a_host_leave_when_its_agent_is_asked_to_end(tmp_path: Path, connection: str) -> None:
+def test_the_devices_of_a_host_leave_when_its_agent_is_asked_to_end(tmp_path: Path) -> None:
     """At a shutdown sshd ends beside it: the end of its orders killed them within the step."""
     with started(tmp_path, FLEET, members=3) as (process, devices):
         agent = devices[0].parent()
         assert agent is not None
         agent.terminate()
-        if connection == "goes":
-            process.kill()
+        process.kill()
     assert heard(tmp_path) == ["leaves", "leaves"]
     _, left = psutil.wait_procs([agent], timeout=10.0)
     assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -43,14 +42,6 @@ def test_a_started_device_uses_its_memory_again(tmp_path: Path) -> None:
     two-conv 150:800, Convoy was a tenth slower than plain PyTorch, which holds a few of them less."""
     assert launch_local([WHERE, str(tmp_path)], ["cpu", "cpu"], command=(sys.executable, "-c")) == 0
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["True 1"] * 2
-
-
-@glibc
-def test_a_process_that_joins_is_left_as_it_is(tmp_path: Path) -> None:
-    """join() once changed malloc for the whole process, and importing set a variable: a notebook that trained a little
-    never gave its memory back."""
-    subprocess.run([sys.executable, "-c", WHERE, str(tmp_path)], timeout=60, check=True)
-    assert (tmp_path / "alone").read_text() == "False None"
 
 
 def test_what_is_set_depends_on_what_was() -> None:

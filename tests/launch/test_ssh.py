@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from convoy.comm.job_key import write_key_file
 from tests.support.commands import TINY, results
 from tests.support.processes import ROOT
-from tests.support.slow import most_slow
 from tests.support.ssh_fleets import convoy, fleet_file, python_of
 from tests.support.ssh_hosts import Lab, eventually, needs_ssh
 
@@ -110,12 +108,7 @@ TROUBLES: dict[str, tuple[str, str, list[str]]] = {
     # case: configuration of ssh, what cellar's section says, what is told
     "wrong key": ("wrong-key", "", ["Permission denied (publickey)", "ssh-copy-id 10.77.0.3"]),
     "unknown host key": ("unknown-host", "", ["Host key verification failed", "connect once by hand", "ssh 10.77.0.3"]),
-    "changed host key": ("changed-host", "", ["is another one than before", "ssh-keygen -R 10.77.0.3"]),
-    "nobody listens": ("client", "ssh_port = 2222", ["Connection refused", "see whether", "ssh -p 2222 10.77.0.3"]),
-    "no Python": ("client", 'python = "/no/python"', ["/no/python cannot be run there", "`python` in its [[host]]"]),
     "no Convoy": ("client", "BARE", ["No module named", "has no Convoy: install it"]),
-    "no folder": ("client", 'folder = "/no/folder"', ["the folder /no/folder is not there"]),
-    "another user": ("client", 'user = "nobody-of-that-name"', ["Permission denied", "nobody-of-that-name@10.77.0.3"]),
 }
 
 
@@ -200,15 +193,14 @@ WAIT = "here()\ntime.sleep(60)"
 STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
 
 
-@pytest.mark.parametrize(("start", "rank"), most_slow(1, [("attic", 1), ("desk", 0)]))
-def test_a_device_that_is_killed_ends_all(hosts: Lab, tmp_path: Path, start: str, rank: int) -> None:
-    """And is named; also where the others would not listen to anything polite."""
-    with hosts.on(start, launching(quick_fleet(tmp_path), STUBBORN)) as launcher:
+def test_a_device_that_is_killed_ends_all(hosts: Lab, tmp_path: Path) -> None:
+    """And is named; also where the others ignore SIGTERM."""
+    rank = 1
+    with hosts.on("attic", launching(quick_fleet(tmp_path), STUBBORN)) as launcher:
         os.kill(pids(tmp_path)[rank], signal.SIGKILL)
         _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 2
-    host = "cellar" if rank == 1 else "attic"
-    assert errors.startswith(f"DeviceLostError: device {rank} (host {host}, cpu) was killed by SIGKILL")
+    assert errors.startswith(f"DeviceLostError: device {rank} (host cellar, cpu) was killed by SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -216,8 +208,6 @@ def test_a_device_that_is_killed_ends_all(hosts: Lab, tmp_path: Path, start: str
     [
         pytest.param("attic", WAIT, id="attic-polite"),
         pytest.param("desk", STUBBORN, id="desk-stubborn"),
-        pytest.param("attic", STUBBORN, id="attic-stubborn", marks=pytest.mark.slow),
-        pytest.param("desk", WAIT, id="desk-polite", marks=pytest.mark.slow),
     ],
 )
 def test_after_ctrl_c_nothing_stays_on_any_host(hosts: Lab, tmp_path: Path, start: str, script: str) -> None:
@@ -274,31 +264,6 @@ def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_host_leaves_a_fleet_and_convoy_stop_ends_it(hosts: Lab, tmp_path: Path) -> None:
-    """Given on the machines of the devices; the one that started them is a third."""
-    fleet = fleet_file(tmp_path, f'folder = "{tmp_path}"', f'folder = "{tmp_path}"')
-    options = ["--data", "digits", "--net", "two-conv:6:12", "--plan", "model", "--speeds", "1,1,1", "--epochs", "5000"]
-    options += ["--checkpoint", "run", "--log", "log.jsonl", "--fleet", str(fleet)]
-    log = tmp_path / "log.jsonl"
-    with hosts.on("desk", convoy("train", *options)) as launcher:
-        assert eventually(lambda: log.exists() and '"step"' in log.read_text(), 110), launcher.poll()
-        status, output, errors = hosts.run("cellar", convoy("leave"))
-        assert (status, errors) == (0, "")
-        assert output.startswith("device 1 (cpu) of job ")
-        status, output, errors = hosts.run("attic", convoy("leave"))
-        assert (status, output) == (2, "")
-        assert re.search("nobody of job .* would be left: its devices are 0, 2", errors)
-        status, output, errors = hosts.run("attic", convoy("stop"))
-        assert (status, errors) == (0, "")
-        printed, errors = launcher.communicate(timeout=60)
-    assert launcher.returncode == 2
-    assert "2 go on after step" in printed
-    assert "repeated" not in printed
-    assert "error: the training was stopped after step" in errors
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_script_of_ones_own_runs_on_every_host(hosts: Lab, tmp_path: Path) -> None:
     """`convoy run` over ssh: the example of the README trains on three devices of two hosts, and prints on one."""
     fleet, script = fleet_file(tmp_path, "", ""), str(ROOT / "examples" / "one_line.py")
@@ -308,40 +273,6 @@ def test_a_script_of_ones_own_runs_on_every_host(hosts: Lab, tmp_path: Path) -> 
     losses = re.findall(r"^epoch \d: loss ([\d.]+)$", output, re.MULTILINE)
     assert len(losses) == 2
     assert float(losses[1]) < 0.5 * float(losses[0])
-
-
-@pytest.mark.slow
-def test_the_lines_to_paste_do_the_same(hosts: Lab, tmp_path: Path) -> None:
-    """Each is pasted in a shell on its host, in another folder."""
-    fleet = fleet_file(tmp_path, "", f'folder = "{tmp_path}"')
-    write_key_file(tmp_path / "job.key")
-    options = ["--plan", "data", "--speeds", "2,1,1", "--fleet", str(fleet), "--port", "29876", "--compare"]
-    options += ["--job-key", str(tmp_path / "job.key")]
-    status, output, errors = hosts.run("attic", convoy("train", *TINY, *options, "--print"))
-    assert (status, errors) == (0, "")
-    heading, attic, other, cellar = output.splitlines()
-    assert (heading, other) == ("# on host attic (10.77.0.2)", "# on host cellar (10.77.0.3)")
-    with hosts.on("cellar", ["sh", "-c", f"cd /; {cellar}"]) as behind:
-        status, output, errors = hosts.run("attic", ["bash", "-c", f"cd /; {attic}"], limit_s=110)
-        silent = behind.communicate(timeout=60)
-    assert (status, errors) == (0, "")
-    assert (behind.returncode, *silent) == (0, "", "")
-    assert_as_one_device(output, "Training on 3 devices, plan data")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_fleet_is_measured_and_planned_for(hosts: Lab, tmp_path: Path) -> None:
-    fleet, measured = fleet_file(tmp_path, "", ""), tmp_path / "measured.toml"
-    options = ["--fleet", str(fleet), "--net", "two-conv:4:6", "--batch", "32", "--budget", "1"]
-    status, output, errors = hosts.run("attic", convoy("measure", *options, "-o", str(measured)), limit_s=110)
-    assert (status, errors) == (0, "")
-    assert 'address = "10.77.0.3"' in measured.read_text()
-    status, output, errors = hosts.run(
-        "attic", convoy("train", *TINY, "--plan", "auto", "--fleet", str(measured)), limit_s=110
-    )
-    assert (status, errors) == (0, "")
-    assert "Predicted:" in output
 
 
 # ------------------------------------------------------------------------------------------------- the real doctor

@@ -1,15 +1,12 @@
 """A first device that is stopped: what the others print is shown, and the job ends in bounded time."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from convoy.launch import local, supervisor
 from convoy.launch.host_job import JobOptions
-from tests.launch.test_leaving import FLEET, PATHS
-from tests.support.ssh_fleets import QUICK
+from tests.launch.test_leaving import PATHS
 
 DEVICE = """
 import os, signal, sys, threading, time
@@ -36,15 +33,3 @@ def test_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     monkeypatch.setattr(local, "CONVOY_COMMAND", quick)
     status = local.launch_local([DEVICE], ["cpu"] * 3, JobOptions(goes_on=True, silence_s=2.0), command=quick)
     assert (status, capfd.readouterr().out) == (0, "device 1 speaks\n")
-
-
-def test_on_hosts(tmp_path: Path) -> None:
-    quick = tmp_path / "quick"
-    quick.write_text(
-        QUICK.format(python=sys.executable, more="from convoy.launch import supervisor; supervisor.LOOK_S = 0.2")
-    )
-    quick.chmod(0o755)
-    code = FLEET.replace("range(2)", "range(3)").replace("goes_on=True", "goes_on=True, silence_s=2.0")
-    command = [sys.executable, "-c", code, "60", DEVICE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "device 1 speaks\n"), done.stderr

@@ -9,7 +9,7 @@ from convoy.measure.other_load import Usage, quota_cores, slowdowns
 
 
 def use(busy: float, own: float, wants: float = 1.0, cores: float = 2.0, machine: str = "m") -> Usage:
-    return Usage(machine, cores, wants, busy, own)
+    return machine, cores, wants, busy, own
 
 
 @pytest.mark.parametrize(

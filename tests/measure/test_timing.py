@@ -47,6 +47,11 @@ def fake_layer(run: FakeRun, gradient: Any = True) -> Workload:
     return Workload("layer", run, [], 1, (), gradient, 0)
 
 
+def both_s(timing: Timing, *, steady: bool = False) -> float:
+    times = timing.times(steady=steady)
+    return times.forward_s + times.backward_s
+
+
 def timer_of(processor: Processor) -> RoundTimer:
     return RoundTimer(Clock(CPU), processor.now)
 
@@ -68,7 +73,7 @@ def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, for
 def test_a_long_call_runs_twice_and_the_faster_counts() -> None:
     processor = Processor()
     run = FakeRun(processor, 1.0, 2.0)
-    assert timer_of(processor).time(fake_layer(run)).times().both_s == pytest.approx(3.0)
+    assert both_s(timer_of(processor).time(fake_layer(run))) == pytest.approx(3.0)
     assert processor.used_s == pytest.approx(6.0, abs=0.01)
 
 
@@ -96,7 +101,7 @@ def test_turns_of_one_layer_add_up_until_it_is_known() -> None:
         assert timer.time(each, first, rounds=2) is first
     assert len(first.rounds_s) >= 8
     assert first.is_known
-    assert first.times(steady=True).both_s == pytest.approx(3e-3)
+    assert both_s(first, steady=True) == pytest.approx(3e-3)
     assert first.times(steady=True).spread == pytest.approx(0.0, abs=1e-6)
 
 
@@ -123,7 +128,7 @@ def test_a_process_that_never_stops_growing_is_timed_all_the_same(monkeypatch: p
     resident = iter(range(0, 1 << 60, timing.FRESH_BYTES))
     monkeypatch.setattr(timing, "_resident_bytes", lambda: next(resident))
     processor = Processor()
-    assert timer_of(processor).time(fake_layer(FakeRun(processor, 1e-3, 1e-3))).times().both_s == pytest.approx(2e-3)
+    assert both_s(timer_of(processor).time(fake_layer(FakeRun(processor, 1e-3, 1e-3)))) == pytest.approx(2e-3)
 
 
 def test_no_backward_where_no_gradient_comes() -> None:
@@ -234,7 +239,7 @@ def test_layers_are_timed_with_caches_as_another_layer_leaves_them(monkeypatch: 
     timer.time(small)
     assert filled.times == 0
     found = timer.time(replace(small, held_bytes=timing.CORE_BYTES))
-    assert found.times().both_s == pytest.approx(3e-3)
+    assert both_s(found) == pytest.approx(3e-3)
     assert found.calls[0] == 3 * len(found.rounds_s)
     uncounted = 2 * 2  # two first rounds of a call each way
     assert filled.times == sum(found.calls) + uncounted
