@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from convoy.cli.inputs import load_images
+from convoy.cli.train_parts import load_images
 from convoy.config.run_file import resolve_settings
 from convoy.data import Samples, load
 from convoy.errors import DataError, InputError

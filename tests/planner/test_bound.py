@@ -308,7 +308,7 @@ def test_every_plan_of_the_table_says_how_far_above_the_bound_it_is() -> None:
     mixing = Plan("mixing", graph.fingerprint, 2, 16, {}, Batch((8, 8)), "inexact-butterfly-mixing")
     rows = [predict_plan(plan, context) for plan in (context.named("data"), context.named("model"), mixing)]
     printed = io.StringIO()
-    show_predictions(Console(file=printed, width=200), rows, context)
+    show_predictions(Console(file=printed, width=200), rows, context, lower_bound(context))
     cells = [re.findall(r"[^\s│|]+", line) for line in printed.getvalue().splitlines()]
     for row in rows:
         (found,) = (line for line in cells if line[:1] == [row.plan.name])

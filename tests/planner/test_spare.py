@@ -16,7 +16,7 @@ from convoy.plan.strategy import One
 from convoy.planner.prediction import PlanPrediction, predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.planner.spare import MOST_PART, kept_bytes, spare_price
-from convoy.report.plans import show_spare
+from convoy.report.plans import show_all
 from convoy.simulate.costs import Overheads
 from tests.support.described_fleets import measured_fleet
 from tests.support.plain_nets import TwoConv
@@ -90,11 +90,11 @@ def test_no_room_is_said_and_one_device_keeps_nothing(graph: Graph) -> None:
     row, context = case(graph, "data", d1=1000)
     assert [each.partition(" needs")[0] for each in spare_price(row, context).overfull] == ["d1"]
     out = StringIO()
-    show_spare(Console(file=out, width=200), row, context)
+    show_all(Console(file=out, width=200), [row], context)
     assert "snapshots do not fit: d1 needs" in out.getvalue()
     row, context = case(graph, "data", copy_s_per_byte=0.07 / (8 * entries(graph)))
     out = StringIO()
-    show_spare(Console(file=out, width=200), row, context)
+    show_all(Console(file=out, width=200), [row], context)
     assert "(--spare auto): after every 4 steps, 1.8% of a step's time, nothing sent" in out.getvalue()
     assert "after each step (--spare every-step) 7.0%" in out.getvalue()
     row, context = case(graph, "data", devices=1)

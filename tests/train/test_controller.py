@@ -3,7 +3,6 @@
 Seconds are told to the rebalancer by a clock that is made up: nothing here depends on how fast this machine is.
 """
 
-import io
 import itertools
 import json
 import threading
@@ -14,29 +13,24 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import convoy
 from convoy import cli
-from convoy.cli.show import decision_reporter
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.layout import Partial, box, entries
 from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Channel, Filter, One
-from convoy.report.screen import Screen
-from convoy.runlog.observers import StepTimer
-from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
 from convoy.train.observer import Evaluation, Observer
-from convoy.train.rebalance import Balancer, Decision, Keep, Reshard, observe
+from convoy.train.rebalance import Keep, Reshard
 from convoy.train.record import History
 from tests.support import nets
 from tests.support.one_device import EXACT, by_name, graph_of, mixed, one_trace
@@ -302,35 +296,6 @@ def test_it_starts_with_any_plan() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- the command
-
-
-def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Path) -> None:
-    state = Balancer.start(by_samples((10, 10)), graph_of("two-conv"))
-    decision: Decision = Keep("nothing yet")
-    while not isinstance(decision, Reshard):
-        state, decision = observe(state, {"conv1": [0.3, 0.1]})
-    screen = Screen(visible=True, console=Console(file=io.StringIO(), width=200))
-    with RunLog(tmp_path / "run.jsonl") as log:
-        log.plan(by_samples((10, 10)), graph_of("two-conv"))
-        timer, predicted = StepTimer(20), []
-        tell = decision_reporter(
-            screen, timer, lambda: log, lambda plan, _, shares_only: predicted.append((plan, shares_only))
-        )
-        tell(37, decision)
-        tell(38, Keep("the trial has ended as it began"))
-        tell(39, Reshard(by_samples((4, 16)), (), "another plan"))
-        assert predicted == [(decision.plan, True), (by_samples((4, 16)), False)], (
-            "other shares are no plan of their own"
-        )
-        decision_reporter(screen, timer, lambda: None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
-    words = "batch 10/10 -> 5/15 samples: device 0 took 2x the balanced time; predicted compute 0.3 s -> 0.15 s"
-    assert isinstance(screen.console.file, io.StringIO)
-    others = "  step 38: the trial has ended as it began\n  step 39: another plan\n"
-    assert screen.console.file.getvalue() == f"  step 37: {words}\n{others}  step 40: {words}\n"
-    _, row, another = (json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines())
-    assert (another["step"], another["reason"]) == (39, "another plan")
-    assert (row["what"], row["step"], row["reason"]) == ("reshare", 37, words)
-    assert Plan.from_json(json.dumps(row["plan"])) == decision.plan
 
 
 def test_the_command_takes_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
