@@ -1,6 +1,5 @@
 """What `import convoy` costs and offers."""
 
-import gc
 import importlib
 import re
 import shutil
@@ -10,7 +9,6 @@ import sys
 import pytest
 
 import convoy
-from convoy.cli.options import loading
 from tests.support.processes import ROOT
 
 HEAVY = ("torch", "numpy", "rich", "typer", "pydantic", "tomlkit", "psutil", "sklearn", "scipy")
@@ -95,18 +93,3 @@ def test_a_tag_is_the_version() -> None:
         assert tag == f"v{convoy.__version__}"
         assert re.search(rf"^## {re.escape(convoy.__version__)} \(\d{{4}}-\d\d-\d\d\)$", changes, re.MULTILINE)
     assert re.search(rf"^## {re.escape(convoy.__version__)} ", changes, re.MULTILINE)
-
-
-def test_what_is_loaded_at_the_start_is_left_to_no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It went through torch again and again, for a third of the time of importing. What a training makes, it collects."""
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    frozen = gc.get_freeze_count()
-    with loading():
-        assert not gc.isenabled()
-        importlib.import_module("colorsys")
-    assert gc.isenabled()
-    assert gc.get_freeze_count() > frozen
-    frozen, made = gc.get_freeze_count(), [[number] for number in range(10_000)]
-    with loading():
-        importlib.import_module("colorsys")
-    assert gc.get_freeze_count() < frozen + len(made), "it was known: what a caller made is not kept"
