@@ -2,9 +2,9 @@
 
     model, optimizer, loader = convoy.prepare(model, optimizer, loader)
 
-That is `join`, `make_plan`, `distribute` and `loader` in one. More stands in `convoy.train` (averages, clipping, which
-optimizers work on pieces, moving shares), `convoy.checkpoint`, `convoy.data`, `convoy.errors` and `convoy.api`. Names and
-these modules are loaded when they are first used, so that `import convoy` costs no more than importing torch.
+That is `join`, `make_plan`, `distribute` and `loader` in one. More is in `convoy.train` (averages, clipping, rebalancing),
+`convoy.checkpoint`, `convoy.data`, `convoy.errors` and `convoy.api`. Names and these modules are loaded at first use, so that
+`import convoy` costs no more than importing torch.
 """
 
 from importlib import import_module
@@ -12,49 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 from convoy._version import __version__
 
-_HOMES = {
-    "prepare": "convoy.api",
-    "is_first": "convoy.api",
-    "print": "convoy.api",
-    "notebook": "convoy.launch.notebook",
-    "join": "convoy.elastic.entrance",
-    "make_plan": "convoy.api",
-    "distribute": "convoy.api",
-    "loader": "convoy.api",
-    "loss": "convoy.train.loss",
-    "register_layer": "convoy.model.tracing",
-    "Plan": "convoy.plan.plan",
-    "Rebalancer": "convoy.train",
-    "WeightAverage": "convoy.train",
-    "GradScaler": "convoy.train",
-    "record": "convoy.runlog.recorder",
-    "Checkpointer": "convoy.checkpoint",
-    "save_checkpoint": "convoy.checkpoint",
-    "load_checkpoint": "convoy.checkpoint",
-    "ConvoyError": "convoy.errors",
-    "InputError": "convoy.errors",
-    "DeviceLostError": "convoy.errors",
-}
-
-_ALIASES = {
-    "make_plans": "convoy.api",
-    "clip_grad_norm_": "convoy.train",
-    "full_optimizer_state": "convoy.train",
-    "reshard": "convoy.train",
-    "ELEMENTWISE": "convoy.train",
-    "Progress": "convoy.checkpoint",
-    "PlanError": "convoy.errors",
-    "DataError": "convoy.errors",
-    "MismatchError": "convoy.errors",
-}
-"""Names that stood here before, and are found in these modules now. Kept for one release after 0.1."""
-
-_UNLISTED = {"load_ipython_extension": "convoy.launch.notebook"}
-"""What others look for by name: `%load_ext convoy` in a notebook."""
-
 _MODULES = ("api", "checkpoint", "data", "errors", "train")
 
-__all__ = ["__version__", *_HOMES]
+_HOMES = {
+    "convoy.api": ("prepare", "is_first", "print", "make_plan", "distribute", "loader"),
+    "convoy.launch.notebook": ("notebook",),
+    "convoy.elastic.entrance": ("join",),
+    "convoy.train.loss": ("loss",),
+    "convoy.model.tracing": ("register_layer",),
+    "convoy.plan.plan": ("Plan",),
+    "convoy.train": ("Rebalancer", "WeightAverage", "GradScaler"),
+    "convoy.runlog.recorder": ("record",),
+    "convoy.checkpoint": ("Checkpointer", "save_checkpoint", "load_checkpoint"),
+    "convoy.errors": ("ConvoyError", "InputError", "DeviceLostError"),
+}
+
+_UNLISTED = {
+    # Names that `convoy` itself had before, for one release after 0.1.
+    "convoy.api": ("make_plans",),
+    "convoy.train": ("clip_grad_norm_", "full_optimizer_state", "reshard", "ELEMENTWISE"),
+    "convoy.checkpoint": ("Progress",),
+    "convoy.errors": ("PlanError", "DataError", "MismatchError"),
+    "convoy.launch.notebook": ("load_ipython_extension",),  # for `%load_ext convoy`
+}
+
+__all__ = ["__version__", *(name for names in _HOMES.values() for name in names)]
 
 if TYPE_CHECKING:
     from convoy import api, checkpoint, data, errors, train
@@ -81,12 +63,12 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"convoy.{name}")
-    home = _HOMES.get(name) or _ALIASES.get(name) or _UNLISTED.get(name)
-    if home is None:
-        raise AttributeError(f"module 'convoy' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+    for homes in (_HOMES, _UNLISTED):
+        for home, names in homes.items():
+            if name in names:
+                globals()[name] = getattr(import_module(home), name)
+                return globals()[name]
+    raise AttributeError(f"module 'convoy' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,17 +1,16 @@
-"""What can go wrong, as one small family.
+"""The errors that Convoy raises on purpose.
 
 ::
 
-    ConvoyError            everything Convoy raises on purpose
-    ├── InputError         something a person wrote cannot be used: a name, a number, a file, a plan
-    │   ├── PlanError      a plan that does not fit: this model, these devices, these shares
-    │   └── DataError      images that are missing, truncated or not what their checksum says
-    ├── DivergedError      the loss is no number any more, and the training was to stop there
-    ├── MismatchError      the devices of one job disagree: models, plans, versions
+    ConvoyError            all of them
+    ├── InputError         unusable user input: a name, a number, a file, a plan
+    │   ├── PlanError      a plan that does not fit the model, the devices or itself
+    │   └── DataError      images that are missing, truncated or do not match their checksum
+    ├── DivergedError      the loss is NaN or infinite, and training should stop there
+    ├── MismatchError      the devices of one job have different models, plans or versions
     └── DeviceLostError    a device died, froze or left; the message names it
 
-Every message gives the value that was met, the rule it broke and the remedy. None is longer than a screen: `shown` shortens a
-value, and `bounded` a whole message.
+Every message gives the value, the rule and the remedy. None is longer than a screen.
 """
 
 import difflib
@@ -26,7 +25,7 @@ MOST_LINE, MOST_LINES = 1500, 60
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: of a text, number or container its repr, of a path its name; at most `MOST_SHOWN` long."""
+    """Return a value as messages show it: its repr, or a path's name; at most `MOST_SHOWN` long."""
     try:
         text = repr(value) if isinstance(value, str | bytes | int | float | list | tuple | dict | None) else str(value)
     except (RecursionError, ValueError):  # nested too deep, or a number of more than 4,300 digits
@@ -35,9 +34,8 @@ def shown(value: object) -> str:
 
 
 def bounded(message: str) -> str:
-    """A message whose lines, and whose number of lines, are limited: it loses its middle, since it begins with the value and
-    ends with the remedy. What no UTF-8 can say, as of a file's name, is escaped."""
-    message = message.encode("utf-8", "backslashreplace").decode()
+    """Limit the lines of a message, and their number. The middle is cut: the value is at the start, the remedy at the end."""
+    message = message.encode("utf-8", "backslashreplace").decode()  # a file name may be no UTF-8
     lines = [shortened(line, MOST_LINE) for line in message.split("\n")]
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
@@ -46,7 +44,7 @@ def bounded(message: str) -> str:
 
 
 def shortened(text: str, most: int = MOST_SHOWN) -> str:
-    """A text without its middle, where it is longer."""
+    """Cut the middle of a text that is too long."""
     if len(text) <= most:
         return text
     left = (most - 40) * 2 // 3
@@ -55,22 +53,24 @@ def shortened(text: str, most: int = MOST_SHOWN) -> str:
 
 
 class ConvoyError(Exception):
-    """Everything that Convoy raises on purpose. The command line prints it without a traceback."""
+    """An error that Convoy raises on purpose. The command line prints it without a traceback."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(bounded(message))
 
     def again(self) -> Self:
-        """The same, to be raised. What is kept for later must not be raised itself: with its traceback it would keep everything
-        that was in use there, and a tensor of autograd's among that can keep it for ever, since Python's collector does not
-        see through graphs of autograd."""
+        """Return a copy to raise, without a traceback.
+
+        The traceback of a kept error would keep the values of its frames. Among them may be tensors of autograd graphs, in
+        which Python's garbage collector finds no cycles.
+        """
         made = type(self).__new__(type(self), *self.args)
         vars(made).update(vars(self))
         return made
 
 
 class InputError(ConvoyError, ValueError):
-    """Something a person wrote cannot be used."""
+    """Unusable user input."""
 
 
 class PlanError(InputError):
@@ -78,7 +78,7 @@ class PlanError(InputError):
 
 
 class DataError(InputError):
-    """Images that are missing, truncated or not what their checksum says."""
+    """Images that are missing, truncated or do not match their checksum."""
 
 
 class DivergedError(ConvoyError):
@@ -86,14 +86,14 @@ class DivergedError(ConvoyError):
 
 
 class MismatchError(ConvoyError):
-    """The devices of one job disagree on something that must be the same everywhere."""
+    """The devices of one job differ in something that must be the same everywhere."""
 
 
 class DeviceLostError(ConvoyError):
     """A device of the job died, froze past the time limit or left.
 
     Attributes:
-        device: index of the lost device, as in the fleet.
+        device: index of the lost device.
     """
 
     def __init__(self, device: int, message: str) -> None:
@@ -102,7 +102,7 @@ class DeviceLostError(ConvoyError):
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:
-    """The error for a name that is none of the known ones: it lists them, and says which one is nearly it."""
+    """Return the error for an unknown name. It lists the known ones, and the most similar."""
     choices = sorted(choices)
     known = {choice.partition(":")[0]: choice for choice in choices}
     near = difflib.get_close_matches(name.partition(":")[0][:80], known, n=1)

@@ -1,7 +1,7 @@
-"""Files of the user's: read within bounds, written whole or not at all.
+"""Reads user files within bounds, and writes files whole or not at all.
 
-What a person names may be a pipe that never ends, a device, a folder, gigabytes, or brackets nested a hundred thousand deep.
-All that Convoy reads as text passes through here, and each of these is an error that says so.
+A path may name an endless pipe, a device, a folder, gigabytes, or brackets nested a hundred thousand deep. Everything that
+Convoy reads as text is read here, and each of these is an error that says so.
 """
 
 import errno
@@ -24,6 +24,11 @@ MOST_TEXT_BYTES = 64 << 20
 MOST_DEPTH = 100
 """Tables within tables; the deepest file of ours has six."""
 
+LEFT_BEHIND_S = 60.0
+"""An unfinished file of this age belongs to a process that was killed."""
+
+_TOO_DEEP = f"it is nested deeper than {MOST_DEPTH} levels"
+
 _KINDS = (
     (stat.S_ISDIR, "it is a folder"),
     (stat.S_ISFIFO, "it is a pipe, not a regular file"),
@@ -40,7 +45,7 @@ def open_regular(path: Path) -> BufferedReader:
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError:  # each Python has other words for it
+    except ValueError:  # each Python words this differently
         raise OSError(errno.EINVAL, "embedded null byte", str(path)) from None
     try:
         if why := not_regular(os.fstat(handle).st_mode):
@@ -52,38 +57,32 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def not_regular(mode: int) -> str:
-    """What a file is that is no regular one, in words; empty where it is."""
+    """Return why a file is no regular one; empty if it is."""
     return next((words for applies, words in _KINDS if applies(mode)), "")
 
 
 def unwritable(folder: Path) -> str:
-    """Why files cannot be made in a folder that may not be there yet, in words; empty where they can."""
-    try:
-        near = next(path for path in (folder.absolute(), *folder.absolute().parents) if _is_there(path))
-        if not near.is_dir():
+    """Return why no file can be made in a folder, which may not exist yet; empty if one can."""
+    for near in (folder.absolute(), *folder.absolute().parents):
+        try:
+            is_folder = stat.S_ISDIR(near.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:
+            return getattr(error, "strerror", None) or str(error)
+        if not is_folder:
             return f"{near} is no folder"
         return "" if os.access(near, os.W_OK) else f"{near} cannot be written"
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
-
-
-def _is_there(path: Path) -> bool:
-    """As `Path.exists`, which from Python 3.14 on says False of a name that is too long, too."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+    return f"{folder} has no parent"
 
 
 def read_text(
     path: Path, what: str, remedy: str, *, most_bytes: int = MOST_TEXT_BYTES, kind: type[InputError] = InputError
 ) -> str:
-    """The text of a file in UTF-8.
+    """Return the text of a file in UTF-8.
 
     Args:
         what: names the file in errors, with its article: "the plan".
-        remedy: what to give in its place.
         kind: of the error.
 
     Raises:
@@ -92,10 +91,9 @@ def read_text(
     try:
         with open_regular(path) as file:
             content = file.read(most_bytes + 1)
-        if len(content) > most_bytes:
-            why = f"it has more than {most_bytes:,} bytes"
-        else:
+        if len(content) <= most_bytes:
             return content.decode("utf-8-sig")
+        why = f"it has more than {most_bytes:,} bytes"
     except UnicodeDecodeError as error:
         why = f"it is no text in UTF-8 ({error.reason} at byte {error.start})"
     except OSError as error:
@@ -104,14 +102,14 @@ def read_text(
 
 
 def parse_toml(text: str, source: str, remedy: str = "correct that line") -> dict[str, Any]:
-    """The table that a text in TOML is.
+    """Return the table of a TOML text.
 
     Raises:
-        InputError: it is none, or nested deeper than `MOST_DEPTH`; begins with `source`.
+        InputError: it is no TOML, or nested deeper than `MOST_DEPTH`; begins with `source`.
     """
     try:
         table = tomllib.loads(text)
-        check_depth(text, table)
+        _check_depth(text, table)
     except RecursionError:
         raise InputError(f"{source}: not TOML: {_TOO_DEEP}; {remedy}") from None
     except ValueError as error:  # TOMLDecodeError is one; so is a number of 5,000 digits
@@ -120,27 +118,23 @@ def parse_toml(text: str, source: str, remedy: str = "correct that line") -> dic
 
 
 def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value that a text in JSON is.
+    """Return the value of a JSON text.
 
     Args:
         pairs: makes an object of its names and values; default: a dict.
 
     Raises:
-        ValueError: it is none, or nested deeper than `MOST_DEPTH`.
+        ValueError: it is no JSON, or nested deeper than `MOST_DEPTH`.
     """
     try:
         value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    check_depth(text, value)
+    _check_depth(text, value)
     return value
 
 
-_TOO_DEEP = f"it is nested deeper than {MOST_DEPTH} levels"
-
-
-def check_depth(text: str, value: Any) -> None:
-    """ValueError where a value that was parsed of this text is nested deeper than `MOST_DEPTH`."""
+def _check_depth(text: str, value: Any) -> None:
     if text.count("[") + text.count("{") + text.count(".") <= MOST_DEPTH:
         return
     level, depth = [value], 0
@@ -152,21 +146,8 @@ def check_depth(text: str, value: Any) -> None:
         level = [each for values in inner for each in values if isinstance(each, dict | list)]
 
 
-LEFT_BEHIND_S = 60.0
-"""A file that was not given its name for so long belongs to a process that was killed meanwhile."""
-
-
-def _remove_left_behind(target: Path) -> None:
-    start, before_s = f".{target.name}.", time.time() - LEFT_BEHIND_S
-    with suppress(OSError):
-        names = [each for each in os.listdir(target.parent) if each.startswith(start)]
-        for each in (target.with_name(name) for name in names if name[len(start) :].isdecimal()):
-            if each.lstat().st_mtime < before_s:
-                each.unlink()
-
-
 def write_whole(path: Path, text: str) -> None:
-    """All of a file or nothing of it; an older one of that name is replaced. Through a symbolic link the file it leads to.
+    """Write a whole file, or nothing. Replace an older one; follow a symbolic link.
 
     Raises:
         InputError: it cannot be written, or is a device, a pipe or a folder.
@@ -176,8 +157,14 @@ def write_whole(path: Path, text: str) -> None:
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
         if os.path.exists(target) and (why := not_regular(target.stat().st_mode)):
             raise OSError(errno.EINVAL, why)
-        fresh = target.with_name(f".{target.name}.{os.getpid()}")
-        _remove_left_behind(target)
+        prefix = f".{target.name}."
+        with suppress(OSError):
+            for name in os.listdir(target.parent):
+                old = target.with_name(name)
+                is_ours = name.startswith(prefix) and name[len(prefix) :].isdecimal()
+                if is_ours and old.lstat().st_mtime < time.time() - LEFT_BEHIND_S:
+                    old.unlink()
+        fresh = target.with_name(f"{prefix}{os.getpid()}")
         fresh.write_text(text, encoding="utf-8", errors="backslashreplace")
         fresh.replace(target)
     except (OSError, ValueError) as error:

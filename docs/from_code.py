@@ -18,7 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from convoy.cli import app as command_line
-from convoy.config.settings import FIELDS, key_of, panel, rule_of
+from convoy.config.settings import FIELDS, MAX_NUMBER, extra_of, key_of, kind_of
 from convoy.model.nets.builtin import NETS
 from docs.figures_rooms import PACKAGE, ROOT, rooms
 
@@ -28,13 +28,26 @@ def settings_markdown() -> str:
     panels: dict[str, list[list[str]]] = {}
     for name, field in FIELDS.items():
         default = "" if field.default is None else f"`{_as_written(field.default)}`"
-        rule = rule_of(name)
-        # What every text, path or switch may be needs no words.
-        bounds = "" if rule in ("a text", "a path", "true or false") else f" *{rule.capitalize()}.*"
-        row = [f"`{key_of(name)}`", f"{_plain(field.description or '')}{bounds}", default]
-        panels.setdefault(panel(name), []).append(row)
+        row = [f"`{key_of(name)}`", f"{_plain(field.description or '')}{_rule_of(name)}", default]
+        panels.setdefault(extra_of(name)["panel"], []).append(row)
     parts = [f"## {title}\n\n{_table(['key', 'meaning', 'default'], rows)}" for title, rows in panels.items()]
     return "\n\n".join(parts)
+
+
+_BOUNDS = {"ge": "at least {:,}", "gt": "above {:,}", "le": "at most {:,}", "lt": "below {:,}"}
+_KINDS = {int: "whole number", float: "number", tuple: "numbers with commas between them, e.g. 1,1,2,4"}
+
+
+def _rule_of(name: str) -> str:
+    """What may be given for a setting, beyond a text, a path or a switch."""
+    bounds = [
+        words.format(getattr(each, side))
+        for each in FIELDS[name].metadata
+        for side, words in _BOUNDS.items()
+        if getattr(each, side, MAX_NUMBER) != MAX_NUMBER
+    ]
+    kind = _KINDS.get(kind_of(name))
+    return f" *A {', '.join([kind, *bounds])}.*".replace("A numbers", "Numbers") if kind else ""
 
 
 def commands_markdown() -> str:

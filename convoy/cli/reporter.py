@@ -2,72 +2,159 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
 
 from convoy.api import Plans
-from convoy.cli.job import Job
 from convoy.comm.collectives import gather
+from convoy.config.run_file import RunSettings
 from convoy.config.settings import key_of
-from convoy.elastic.members import Members
 from convoy.errors import ConvoyError
-from convoy.machine import roster
-from convoy.plan.explain import work_shares
+from convoy.plan.explain import layer_rows, work_shares
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import Speeds
 from convoy.report.screen import Screen
-from convoy.runlog.directory import RunDirectory, RunHeader
+from convoy.runlog.directory import RunDirectory, write_files
 from convoy.runlog.loggers import Logger, to_mlflow, to_tensorboard, to_wandb
 from convoy.runlog.observers import Meters, StepTimer, Utilization
 from convoy.runlog.schema import DeviceLine, EndLine, MembersLine, SystemLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
+from convoy.train.autotune import is_end
 from convoy.train.observer import Observer, Observers
+from convoy.train.rebalance import Decision, Reshard
 
 
-@dataclass
-class Reporter:
-    """What reports a training on one device.
+class Reporter(ExitStack):
+    """What reports a training on one device. Leaving its context closes log and loggers.
+
+    Make it once nothing can refuse the job any more: until then an older log stays.
+
+    Args:
+        devices: kind, host and slowdown of each.
+        directory: where the log is; known to every device, because each may have to continue it.
+        images: training images of an epoch.
+        done: steps that were done before, if the run is resumed.
 
     Attributes:
-        directory: where the log is; known to every device.
-        log, loggers: on device 0 only.
+        devices, speeds: by id.
+        log: on device 0 only.
     """
 
-    job: Job
-    part: Distributed
-    header: RunHeader
-    directory: RunDirectory | None
-    log: RunLog | None
-    loggers: Sequence[Observer]
-    observers: Observers
-    timer: StepTimer
+    def __init__(
+        self, run: RunSettings, part: Distributed, plans: Plans, devices: Sequence[tuple[str, str, float]], screen: Screen,
+        directory: RunDirectory | None, images: int, done: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.run, self.part, self.plans, self.screen = run, part, plans, screen
+        self.directory, self.images = directory, images
+        self.devices, self.speeds = dict(enumerate(devices)), dict(enumerate(plans.speeds.devices))
+        self.are_measured = plans.speeds.measured
+        self.log: RunLog | None = None
+        self.loggers: list[Observer] = []
+        self.bar = Observer()
+        part.clock.reset()
+        self.timer, self.utilization = StepTimer(run.settings.batch), Utilization(part.group, part.clock)
+        self.meters = Meters(part.group, self.on_system, done)
+        self.observers = Observers()
+        if screen.visible:
+            self._open(done)
+        if screen.visible:
+            self._log_plan()
+            self._predict(plans[0])
+            write_files(directory, run.settings, plans[0], plans.request.fleet.measured)
+        self.observe(self.bar)
 
-    @property
-    def screen(self) -> Screen:
-        return self.job.screen
+    def _open(self, done: int, *, from_lost: bool = False) -> None:
+        """Open the log and the loggers that the settings ask for."""
+        settings, tell, directory = self.run.settings, self.screen.line, self.directory
+        folder = None if directory is None else directory.folder
+        if directory is not None:
+            self.log = self.enter_context(RunLog(directory.log, done, tell, from_lost=from_lost))
+            options = settings.model_dump(mode="json") | {"rebalance": settings.rebalances}
+            steps = math.ceil(self.images / settings.batch)
+            self.log.run(options, sources=dict(self.run.sources), images=self.images, epoch_steps=steps)
+        name = None if folder is None else folder.name
+        shown = {key_of(name): value for name, value in settings.model_dump(mode="json").items()}
+        loggers: list[Logger] = []
+        if settings.tensorboard is not None:
+            loggers.append(to_tensorboard(settings.tensorboard, done, tell))
+        if settings.wandb is not None:
+            loggers.append(to_wandb(settings.wandb, name, shown, folder, tell))
+        if settings.mlflow is not None:
+            loggers.append(to_mlflow(settings.mlflow, name, shown, tell))
+        self.loggers = [self.enter_context(logger) for logger in loggers]
+        if settings.page and directory is not None:
+            from convoy.report.page import LivePage  # imports jinja2, which only a page needs
 
-    def on_members(self, members: Members, reason: str) -> None:
-        """Report that other devices train from now on."""
-        assert members.generation is not None
-        ids, is_first = members.generation.members, self.part.group.device == 0
-        self.screen.show(is_first)
-        if is_first and self.log is None and self.directory is not None:
-            self._continue_log(self.directory, members.steps)
-        for observer in self.observers.observers:
-            if isinstance(observer, Utilization):
-                observer.restart()
-                observer.log = self.log
-            elif isinstance(observer, Meters):
-                observer.restart(members.steps)
+            self.loggers.append(LivePage(directory.run, tell))
+
+    def observe(self, bar: Observer) -> None:
+        """Let the progress bar observe the training, too."""
+        self.bar, self.utilization.log = bar, self.log
+        logs = [] if self.log is None else [self.log]
+        self.observers.observers = (self.timer, bar, self.utilization, *logs, *self.loggers, self.meters)
+
+    def show_plan(self) -> None:
+        """Print each device's share of each layer; with `--explain`, also every step and device program."""
+        settings, screen, plan, graph = self.run.settings, self.screen, self.part.plan, self.part.traced[True].graph
+        work, count = self._work(), settings.accumulate
+        idle = [str(device) for device, share in enumerate(work) if not share]
+        if settings.plan == "auto" and idle:
+            screen.line(f"auto leaves device{'s' * (len(idle) > 1)} {', '.join(idle)} idle: a step takes less time so.")
+        screen.plan(plan, layer_rows(plan, graph), work)
+        if settings.explain:
+            screen.programs(plan, graph, count)
+        if count > 1:
+            screen.line(
+                f"A step of {settings.batch} samples has {count} micro-batches of {settings.micro_batch}; gradients are "
+                "all-reduced in the last."
+            )
+
+    def _work(self) -> Sequence[float]:
+        return work_shares(self.part.steps(self.run.settings.micro_batch), self.part.traced[True].graph)
+
+    def _log_plan(self) -> None:
+        """Log the devices that train now, and their plan."""
+        if self.log is None:
+            return
+        ids = self.part.group.ids
+        solo = [self.speeds[d] if self.are_measured else None for d in ids]
+        self.log.fleet([self.devices[d] for d in ids], solo, ids)
+        self.log.plan(self.part.plan, self.part.traced[True].graph)
+
+    def _predict(self, plan: Plan, shares_only: bool = False) -> None:
+        """Log the prediction for a plan if the devices were measured; `shares_only` as in `PredictionLine`."""
+        settings, measured = self.run.settings, self.plans.request.fleet.measured
+        if measured is not None and self.log is not None:
+            self.log.predict(plan, measured, settings.optimizer_state, settings.accumulate, shares_only)
+
+    def on_decision(self, step: int, decision: Decision) -> None:
+        """Print and log a change of the plan, or why there is none."""
+        self.screen.line(f"  step {step}: {decision.reason}")
+        plan, graph = self.part.plan, self.part.traced[True].graph
+        if is_end(decision) and plan != self.plans[0]:  # another of several plans has been chosen
+            self.screen.plan(plan, layer_rows(plan, graph), work_shares(lower(plan, graph), graph), self.part.group.ids)
+        if self.log is not None and isinstance(decision, Reshard):
+            self.log.reshard(step, decision)
+            self._predict(decision.plan, bool(decision.changes))
         self.timer.restart()
+
+    def on_members(self, step: int, reason: str) -> None:
+        """Report that other devices train from this step on."""
+        is_first = self.part.group.device == 0
+        self.screen.show(is_first)
+        if is_first and self.log is None and self.directory is not None:  # device 0, which wrote the log, is lost
+            try:
+                self._open(max(1, step), from_lost=True)
+            except ConvoyError as error:
+                self.screen.line(f"WARNING: {error}; the run continues without a log")
+        self.utilization.restart()
+        self.meters.restart(step)
+        self.timer.restart()
+        self.observe(self.bar)
         if self.log is not None:
-            header = self.header
-            devices = [header.devices[d] for d in ids if d < len(header.devices)]
-            solo = tuple(header.speeds.devices[d] for d in ids if d < len(header.speeds.devices))
-            self.log.write(MembersLine(step=members.steps, devices=ids, reason=reason))
-            if len(devices) == len(ids):
-                self.log.fleet(devices, Speeds(solo, measured=header.speeds.measured), ids)
-            self.log.plan(self.part.plan, self.part.traced[True].graph)
+            self.log.write(MembersLine(step=step, devices=tuple(self.part.group.ids), reason=reason))
+            self._log_plan()
 
     def on_system(self, line: SystemLine) -> None:
         if self.log is not None:
@@ -76,102 +163,28 @@ class Reporter:
             if isinstance(logger, Logger):
                 logger.on_system(line)
 
-    def usage(self, members: Members | None, wall_s: float) -> list[DeviceLine]:
+    def usage(self, wall_s: float) -> list[DeviceLine]:
         """Gather per-device usage. Last collective of the run."""
+        part, ids, shares = self.part, self.part.group.ids, self._work()
+        own = [part.clock.compute_s, part.clock.exchange_s, sum(part.group.sent_bytes), wall_s]
+        speeds = [self.speeds[d] for d in ids]
+        return [
+            DeviceLine(
+                device=ids[device], slowdown=self.devices[ids[device]][2],
+                speed_share=speeds[device] / sum(speeds), work_share=shares[device],
+                compute_s=compute_s, exchange_s=exchange_s, sent_bytes=sent_bytes, wall_s=device_s,
+            )
+            for device, (compute_s, exchange_s, sent_bytes, device_s) in enumerate(gather(part.group, "use", own))
+        ]  # fmt: skip
 
-        def gathered() -> list[DeviceLine]:
-            part, header, ids = self.part, self.header, ids_of(members, self.job)
-            shares = work_shares(part.steps(self.job.settings.pass_batch), part.traced[True].graph)
-            row = [part.clock.compute_s, part.clock.exchange_s, sum(self.job.group.sent_bytes), wall_s]
-            speeds = [header.speeds.devices[d] for d in ids]
-            return [
-                DeviceLine(
-                    device=ids[device], slowdown=header.devices[ids[device]][2],
-                    speed_share=speeds[device] / sum(speeds), work_share=shares[device],
-                    compute_s=compute_s, exchange_s=exchange_s, sent_bytes=sent_bytes, wall_s=device_s,
-                )
-                for device, (compute_s, exchange_s, sent_bytes, device_s) in enumerate(gather(self.job.group, "use", row))
-            ]  # fmt: skip
-
-        if members is None:
-            return gathered()
-        uses = members.repeated(gathered)
-        members.close()
-        return uses
-
-    def on_end(self, plans: Plans, chosen: Plan, uses: Sequence[DeviceLine]) -> None:
+    def on_end(self, chosen: Plan, uses: Sequence[DeviceLine]) -> None:
+        """Compare the prediction with the measurement, and write the last lines of the log."""
         if self.part.compiler is not None:
-            self.screen.lines([self.part.compiler.told()])
-        predicted_s, within = plans.predicted_s(chosen), plans.within(chosen)
-        if predicted_s is not None and within is not None and len(uses) == plans[0].devices:
-            self.screen.lines([self.timer.beside(predicted_s, within, self.job.settings.passes)])
+            self.screen.line(self.part.compiler.told())
+        predicted_s, within = self.plans.predicted_s(chosen), self.plans.within(chosen)
+        if predicted_s is not None and within is not None and len(uses) == self.plans[0].devices:
+            self.screen.line(self.timer.compared_with(predicted_s, within, self.run.settings.accumulate))
         if self.log is not None:
             for use in uses:
                 self.log.write(use)
             self.log.write(EndLine(step_s=self.timer.step_s))
-
-    def _continue_log(self, directory: RunDirectory, step: int) -> None:
-        """Take over the log of a lost device 0, or begin one if that log is not on this machine."""
-        header, stack = replace(self.header, done=step), self.job.stack
-        try:
-            self.log = stack.enter_context(RunLog(directory.log, max(1, step), self.screen.line, from_lost=True))
-            header.write_run(self.log)
-        except ConvoyError as error:
-            self.log = None
-            self.screen.line(f"WARNING: {error}; the run continues without a log")
-        self.loggers = build_loggers(self.job, directory, step)
-        logs = [self.log] if self.log is not None else []
-        self.observers.observers = (*self.observers.observers, *logs, *self.loggers)
-
-
-def ids_of(members: Members | None, job: Job) -> tuple[int, ...]:
-    """Return which of the devices that began train now."""
-    generation = None if members is None else members.generation
-    return tuple(range(job.group.devices)) if generation is None else generation.members
-
-
-def start_reporting(
-    job: Job, part: Distributed, plans: Plans, devices: Sequence[tuple[str, str, float]], images: int, done: int
-) -> Reporter:
-    """Open the log and the loggers. Called once nothing can refuse the job any more: until then an older log stays.
-
-    Args:
-        images: training images in an epoch.
-        done: steps that were done before, if the run is resumed.
-    """
-    settings, screen, directory = job.settings, job.screen, job.directory()
-    roster.update(run="" if directory is None else str(directory.run.absolute()))
-    header = RunHeader(
-        job.run, devices, plans.speeds, plans[0], part.traced[True].graph, plans.request.fleet.measured, images,
-        math.ceil(images / settings.batch), done,
-    )  # fmt: skip
-    log = header.open_log(directory, screen.line, job.stack) if directory is not None and screen.visible else None
-    loggers = build_loggers(job, directory, done) if screen.visible else []
-    logs = [log] if log is not None else []
-    observers = Observers(Utilization(job.group, part.clock, log), *logs, *loggers)
-    part.clock.reset()
-    reporter = Reporter(job, part, header, directory, log, loggers, observers, StepTimer(settings.batch))
-    observers.observers = (*observers.observers, Meters(job.group, reporter.on_system, done))
-    return reporter
-
-
-def build_loggers(job: Job, directory: RunDirectory | None, done: int) -> list[Observer]:
-    """Return the loggers and the page that the settings want. They are closed with the job."""
-    settings, screen, stack = job.settings, job.screen, job.stack
-    folder = None if directory is None else directory.folder
-    name = None if folder is None else folder.name
-    shown = {key_of(name): value for name, value in settings.model_dump(mode="json").items()}
-    loggers: list[Logger] = []
-    if settings.tensorboard is not None:
-        loggers.append(to_tensorboard(settings.tensorboard, done, screen.line))
-    if settings.wandb is not None:
-        loggers.append(to_wandb(settings.wandb, name, shown, folder, screen.line))
-    if settings.mlflow is not None:
-        loggers.append(to_mlflow(settings.mlflow, name, shown, screen.line))
-    for logger in loggers:
-        stack.enter_context(logger)
-    if not settings.page or directory is None:
-        return [*loggers]
-    from convoy.report.page import LivePage  # imports jinja2, which only a page needs
-
-    return [*loggers, LivePage(directory.run, screen.line)]

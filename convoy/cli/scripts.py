@@ -1,4 +1,4 @@
-"""convoy run."""
+"""The verb run: starts the user's own script on every device."""
 
 import os
 import sys
@@ -12,7 +12,6 @@ from convoy.comm.environment import JOIN
 from convoy.comm.job_key import KEY_FILE, choose
 from convoy.config.option_types import read_address
 from convoy.config.run_file import resolve_settings
-from convoy.config.settings import Settings
 from convoy.errors import InputError
 from convoy.machine.launch_env import hidden
 
@@ -62,8 +61,17 @@ def run(
 
     Example: convoy run --devices 4 examples/one_line.py
     """
-    argv = _python_words(words or [], module)
-    settings = resolve_settings(None, {name: value for name, value in given.items() if value is not None}).settings
+    argv = ["-m", module, *(words or [])] if module is not None else words or []
+    if not argv:
+        raise InputError(
+            "nothing to run: give a script and its arguments, e.g. convoy run --devices 4 train.py --lr 0.1"
+        )
+    if module is None and not os.path.isfile(argv[0]):
+        raise InputError(
+            f"the script {argv[0]} is not there: give the path of a Python file; options of convoy run stand before it, those "
+            "of the script after it"
+        )
+    settings = resolve_settings(None, given).settings
     one_of_job, listen, fleet = in_job(), settings.listen, settings.fleet
     choose(settings.job_key, settings.trust_network, os.environ)
     if listen is not None or join is not None:
@@ -71,14 +79,43 @@ def run(
             raise InputError(
                 "--listen and --join: give one of them, --join with one device of this machine, and neither with --print"
             )
-        _announce(listen, join, one_of_job)
+        for address in str(listen or join).split(","):
+            read_address(address)
+        option = "--join" if listen is None else "--listen"
+        os.environ[JOIN if listen is None else "CONVOY_LISTEN"] = str(listen or join)
+        if not one_of_job:  # in a job its launcher has done this
+            if not os.environ.get(KEY_FILE):
+                raise InputError(
+                    f"{option} without --job-key: joining devices prove themselves by it; make one with `convoy fleet key "
+                    "FILE`, and give it on both machines"
+                )
+            if listen is not None:
+                line = f"convoy run --join {listen} --job-key FILE"
+                print(f"Others may join: {line}, with the same script and arguments", flush=True)
     if one_of_job:
         _become(argv, hidden(os.environ))
     from convoy.launch.host_job import JobOptions, memory_environment
 
     options = JobOptions(port=settings.port, logs=logs, goes_on=goes_on or listen is not None)
     if fleet is not None or print_for is not None or image is not None:
-        raise typer.Exit(_on_fleet(argv, options, settings, print_for, image, doctor))
+        from convoy.launch.fleet_command import fleet_to_start, script_on_fleet
+        from convoy.setup.setup import sent_modules
+
+        started = fleet_to_start(fleet, print_for is not None or image is not None)
+        if started is None:
+            raise InputError(
+                f"--fleet {fleet}: its hosts have no address, so there is nothing to start by ssh: give each its `address`, "
+                "or start this machine's devices with --devices"
+            )
+        if settings.devices != "auto":
+            raise InputError(
+                f"--devices {settings.devices} with --fleet: the file names the devices; leave --devices out"
+            )
+        files = sent_modules(started, Path.cwd())
+        _examine(doctor, fleet)
+        raise typer.Exit(
+            script_on_fleet(started, argv, options, print_for=print_for, image=image, files=files, listen=listen)
+        )
     _examine(doctor, None)
     names = settings.device_names
     if join is not None and len(names) > 1:
@@ -92,51 +129,6 @@ def run(
     raise typer.Exit(launch_local(argv, names, options=options, host=host, command=(sys.executable,), script=True))
 
 
-def _announce(listen: str | None, join: str | None, one_of_job: bool) -> None:
-    """Pass the address to the script, and print it for the user.
-
-    Raises:
-        InputError: no such address, or no key.
-    """
-    option, text = ("--listen", listen) if listen is not None else ("--join", str(join))
-    # In a job its launcher has said this to the user, and gives the key.
-    if not one_of_job and not os.environ.get(KEY_FILE):
-        raise InputError(
-            f"{option} without --job-key: joining devices prove themselves by it; make one with `convoy fleet key FILE`, and "
-            "give it on both machines"
-        )
-    for address in str(text).split(","):
-        read_address(address)
-    os.environ["CONVOY_LISTEN" if listen is not None else JOIN] = str(text)
-    if listen is not None and not one_of_job:
-        print(
-            f"Others may join: convoy run --join {listen} --job-key FILE, with the same script and arguments",
-            flush=True,
-        )
-
-
-def _on_fleet(
-    argv: list[str], options: Any, settings: Settings, print_for: str | None, image: str | None, doctor: bool
-) -> int:
-    """Start the script on every device of a fleet, or print what does; return the exit status."""
-    from convoy.launch.fleet_command import fleet_to_start, script_on_fleet
-    from convoy.setup.setup import sent_modules
-
-    started = fleet_to_start(settings.fleet, print_for is not None or image is not None)
-    if started is None:
-        raise InputError(
-            f"--fleet {settings.fleet}: its hosts have no address, so there is nothing to start by ssh: give each its "
-            "`address`, or start this machine's devices with --devices"
-        )
-    if settings.devices != "auto":
-        raise InputError(f"--devices {settings.devices} with --fleet: the file names the devices; leave --devices out")
-    files = sent_modules(started, Path.cwd())
-    _examine(doctor, settings.fleet)
-    return script_on_fleet(
-        started, argv, options, print_for=print_for, image=image, files=files, listen=settings.listen
-    )
-
-
 def _examine(wanted: bool, fleet: Path | None) -> None:
     """Run the doctor. If it finds errors, the job does not start."""
     if wanted:
@@ -144,22 +136,6 @@ def _examine(wanted: bool, fleet: Path | None) -> None:
 
         if status := run_doctor(fleet, None, 60.0):
             raise typer.Exit(status)
-
-
-def _python_words(words: list[str], module: str | None) -> list[str]:
-    """Return the words after `python`. InputError if there is no script."""
-    if module is not None:
-        return ["-m", module, *words]
-    if not words:
-        raise InputError(
-            "nothing to run: give a script and its arguments, e.g. convoy run --devices 4 train.py --lr 0.1"
-        )
-    if not os.path.isfile(words[0]):
-        raise InputError(
-            f"the script {words[0]} is not there: give the path of a Python file; options of convoy run stand before it, those "
-            "of the script after it"
-        )
-    return words
 
 
 def _become(argv: list[str], environment: dict[str, str]) -> None:

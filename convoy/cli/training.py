@@ -1,28 +1,33 @@
-"""convoy train, join, leave, stop, demo."""
+"""The verbs train, join, leave, stop and demo."""
 
 import os
+import signal
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil  # type: ignore[import-untyped]
 import typer
 
 from convoy.cli.options import (
     PATH,
     SECONDS,
     HelpAll,
-    JobKeyFile,
     Print,
     SettingsCommand,
     app,
     help_of,
     in_job,
-    loading,
     path_of,
     with_settings,
-)
+)  # fmt: skip
 from convoy.comm.job_key import KEY_FILE, choose
-from convoy.errors import InputError
+from convoy.errors import ConvoyError, InputError
+from convoy.machine import roster
+from convoy.machine.process import END, LEAVE
+from convoy.machine.roster import JobProcess
 
 
 @app.command(cls=SettingsCommand)
@@ -46,7 +51,7 @@ def train(
     from convoy.config.run_file import resolve_settings
 
     one_of_job = in_job()
-    resolved = resolve_settings(run, {name: value for name, value in given.items() if value is not None})
+    resolved = resolve_settings(run, given)
     settings = resolved.settings
     choose(settings.job_key, settings.trust_network, os.environ)
     if not one_of_job and (settings.fleet is not None or print_lines):
@@ -55,33 +60,33 @@ def train(
         if (fleet := fleet_to_start(settings.fleet, print_lines)) is not None:
             raise typer.Exit(train_on_fleet(resolved, fleet, print_lines))
     devices = settings.device_names
-    if settings.listen is not None and not one_of_job and not os.environ.get(KEY_FILE):
-        raise InputError(
-            "--listen without --job-key: joining devices prove themselves by it; make one with `convoy fleet key FILE`, and "
-            "give it here"
-        )
     if not one_of_job:
-        with loading():
-            from convoy.config.checks import check_at_once
+        from convoy.config import checks
 
-        check_at_once(settings)
+        if settings.listen is not None and not os.environ.get(KEY_FILE):
+            raise InputError(
+                "--listen without --job-key: joining devices prove themselves by it; make one with `convoy fleet key FILE`, "
+                "and give it here"
+            )
+        checks.check(settings)
+        checks.check_places(settings)
+        checks.check_outputs(settings)
         print(f"Starting {len(devices)} device{'s' * (len(devices) > 1)} ...", flush=True)
     if one_of_job or len(devices) == 1:
-        with loading():
-            from convoy.cli.train import run_device
+        from convoy.cli.train_job import run_device
 
         run_device(resolved)
         return
-    from convoy.config.checks import must_fetch
+    from convoy.data import FETCHED
     from convoy.launch.host_job import JobOptions
     from convoy.launch.local import launch_local
 
-    if must_fetch(settings):
-        from convoy.cli.inputs import load_images
+    if settings.data in FETCHED and settings.data_dir is None:  # download once, before the devices start
+        from convoy.cli.train_parts import load_images
 
         load_images(settings)
     host = "127.0.0.1" if settings.listens_at is None else settings.listens_at[0]
-    options = JobOptions(port=settings.port, goes_on=settings.goes_on, silence_s=settings.timeout_s)
+    options = JobOptions(port=settings.port, goes_on=settings.recovers, silence_s=settings.timeout_s)
     raise typer.Exit(launch_local(sys.argv[1:], devices, options=options, host=host))
 
 
@@ -90,7 +95,7 @@ def join(
     job: Annotated[
         str, typer.Argument(metavar="HOST:PORT,...", help="Addresses of the job's devices, as the job prints them.")
     ],
-    job_key: JobKeyFile = None,
+    job_key: Annotated[Path | None, typer.Option("--job-key", help=help_of("job_key"), **PATH)] = None,
     device: Annotated[
         str | None, typer.Option(help="Device to compute on: cuda:0 or cpu; default: the first GPU, or the CPU.")
     ] = None,
@@ -114,12 +119,17 @@ def join(
     Example: convoy join 192.168.1.5:7000,192.168.1.6:7000 --job-key lab.key
     """
     choose(job_key, False, os.environ)
-    from convoy.cli.train import run_newcomer
+    from convoy.cli.train_job import run_joining_device
     from convoy.config.option_types import read_address
 
     own = {"data_dir": data_dir, "checkpoint": checkpoint}
     addresses = [read_address(text) for text in job.split(",")]
-    run_newcomer(addresses, device, {name: value for name, value in own.items() if value is not None}, accept or ())
+    run_joining_device(
+        addresses, device, {name: value for name, value in own.items() if value is not None}, accept or ()
+    )
+
+
+# --- leave and stop: signal the devices of this machine, and wait until they have ended ---------------------------------------
 
 
 JobName = Annotated[
@@ -142,9 +152,11 @@ def leave(
 
     Example: convoy leave && sudo poweroff
     """
-    from convoy.cli.ending import leave as leave_job
-
-    leave_job(job, device or (), wait)
+    here = of_job(roster.rows(), job)
+    rows = leaving(here, device or ())
+    _signal(rows, LEAVE)
+    print(f"{_names(rows)} of {_title(here)}: asked to leave after the step", flush=True)
+    _wait_for(rows, wait)
 
 
 @app.command()
@@ -155,9 +167,90 @@ def stop(job: JobName = None, wait: Wait = 60.0) -> None:
 
     Example: convoy stop
     """
-    from convoy.cli.ending import stop as stop_job
+    here = of_job(roster.rows(), job)
+    training = [row for row in here if row.members]
+    _signal(training, END)
+    _signal([row for row in here if not row.members], LEAVE)  # the others end with it
+    after = (
+        "asked to end after the step, on all machines"
+        if training
+        else "ended at once; it did not train yet, or could not end after a step (--spare none, a script without Members)"
+    )
+    print(f"{_title(here)}: {after}", flush=True)
+    _wait_for(here, wait)
 
-    stop_job(job, wait)
+
+def of_job(rows: Sequence[JobProcess], job: str | None) -> list[JobProcess]:
+    """Return the rows of one job. InputError if there is none, or several and none was named."""
+    if not rows:
+        raise InputError(
+            f"no job of user {os.geteuid()} runs on this machine ({os.uname().nodename}): give the command on a machine where "
+            "its devices are, as the user who started it"
+        )
+    named = [row for row in rows if job is None or row.is_named(job)]
+    count = len({row.job for row in named})
+    if count == 1:
+        return named
+    titles = [_title([row for row in rows if row.job == each]) for each in dict.fromkeys(row.job for row in rows)]
+    found = f"{count} jobs run here" if named else f"no job here is called {job!r}"
+    raise InputError("\n  ".join([f"{found}: name one by its HOST:PORT or its folder:", *titles]))
+
+
+def leaving(here: Sequence[JobProcess], devices: Sequence[int]) -> list[JobProcess]:
+    """Return the devices of a job that are to leave; none named: all that are here.
+
+    Raises:
+        InputError: they are not here, they cannot leave, or no device would be left.
+    """
+    ids = [row.device for row in here]
+    if strange := [device for device in devices if device not in ids]:
+        raise InputError(
+            f"--device {strange[0]}: the devices of {_title(here)} on this machine are {', '.join(map(str, ids))}; the others "
+            "leave where they are"
+        )
+    rows = [row for row in here if not devices or row.device in devices]
+    if fixed := [row for row in rows if not row.members]:
+        raise InputError(
+            f"{_names(fixed)} of {_title(here)} cannot leave: it has not begun to train, or the others could not continue "
+            "without it (--spare none, a script without convoy.train.Members); `convoy stop` ends the job"
+        )
+    members = rows[0].members
+    if {row.device for row in rows} >= set(members):
+        raise InputError(
+            f"no device of {_title(here)} would be left: its devices are {', '.join(map(str, members))}; `convoy stop` ends "
+            "it, with a checkpoint if it saves them"
+        )
+    return rows
+
+
+def _signal(rows: Sequence[JobProcess], signum: signal.Signals) -> None:
+    for row in rows:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(row.pid, signum)
+
+
+def _wait_for(rows: Sequence[JobProcess], wait_s: float) -> None:
+    processes = []
+    for row in rows:
+        with suppress(psutil.Error):
+            processes.append(psutil.Process(row.pid))
+    _, left = psutil.wait_procs(processes, timeout=wait_s)
+    if left:
+        pids = [process.pid for process in left]
+        raise ConvoyError(
+            f"{_names([row for row in rows if row.pid in pids])} did not end within {wait_s:g} s: a step, or the work "
+            "between two steps, takes longer. Wait, or end it at once, which loses what it has since the last checkpoint: "
+            f"kill -9 {' '.join(map(str, pids))}"
+        )
+
+
+def _names(rows: Sequence[JobProcess]) -> str:
+    return " and ".join(f"device {row.device} ({row.kind})" for row in rows)
+
+
+def _title(rows: Sequence[JobProcess]) -> str:
+    run = next((row.run for row in rows if row.run), "")
+    return f"job {rows[0].job}" + (f" (run {run})" if run else "")
 
 
 # Each process plays a machine that is this many times slower than a core of this one. Together the four compute for 0.9 of

@@ -1,4 +1,4 @@
-"""Refuses settings that cannot be right before torch is imported, which takes seconds."""
+"""Refuses settings that cannot be right before torch is imported, which takes seconds. Every function raises InputError."""
 
 import os
 import sys
@@ -10,43 +10,19 @@ from pathlib import Path
 from convoy.comm.environment import imposed_slowdown
 from convoy.config.option_types import AUTO_DEVICE
 from convoy.config.settings import NO_LOG, Settings
-from convoy.data import FETCHED, folder_of
 from convoy.data import check as check_data
+from convoy.data import folder_of
 from convoy.errors import InputError, shortened, shown, unknown_name
-from convoy.files import not_regular
 from convoy.fleet import MAX_SLOWDOWN
 from convoy.model.entry_points import names_callable
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 
-MOST_DIVISORS = 1024
-MOST_COUNTED = 10**9  # samples of a batch, or classes: more are a slip of the finger
-
-
-def check_counts(batch: int, classes: int) -> None:
-    """Refuse a batch or a number of classes that cannot be. InputError."""
-    for option, count in (("--batch", batch), ("--classes", classes)):
-        if not 1 <= count <= MOST_COUNTED:
-            raise InputError(f"{option} {shown(count)}: give 1 or more, up to {MOST_COUNTED:,}")
-
-
-def check_at_once(settings: Settings) -> None:
-    """Refuse settings in the process that starts this machine's devices, which check the rest.
-
-    Raises:
-        InputError: with the value, the rule and the remedy.
-    """
-    check(settings)
-    check_places(settings)
-    check_devices(settings)
-    check_outputs(settings)
-
-
 NETS = ("two-conv", "alexnet", "vgg", "resnet", "resnet18", "unet")  # of model.nets, which imports torch
 
 
 def check_net(text: str) -> None:
-    """Refuse a net that has no such name. InputError."""
+    """Refuse a net that has no such name."""
     name = text.partition(":")[0]
     if name not in (*NETS, "torchvision", "timm") and not names_callable(text):
         near = get_close_matches(name[:80], NETS, n=1, cutoff=0.87)
@@ -58,32 +34,19 @@ def check_net(text: str) -> None:
 
 
 def check_places(settings: Settings) -> None:
-    """Refuse folders and modules that are not on this machine."""
+    """Refuse folders, modules and devices that are not on this machine."""
     folder = folder_of(settings.data)
     for option, path in (("--data", folder), ("--data-dir", settings.data_dir)):
         if path is not None and not os.path.isdir(path):
             raise InputError(f"{option} {path} is no folder: give one that is there")
     for option, text in (("--net", settings.net), ("--data", settings.data)):
-        if names_callable(text) and (folder is None or option == "--net"):
-            check_module(option, text)
-
-
-def check_module(option: str, text: str) -> None:
-    """Refuse MODULE:FUNCTION if the module, or its package, is neither installed nor in the working folder. InputError."""
-    name = text.partition(":")[0].split(".")[0]
-    if name not in sys.modules and find_spec(name) is None and PathFinder.find_spec(name, [os.getcwd()]) is None:
-        raise InputError(
-            f"{option} {text}: there is no module {name!r}; name one that is installed or lies in the working folder"
-        )
-
-
-def must_fetch(settings: Settings) -> bool:
-    """Return whether files may have to be downloaded: once, before the devices of a machine start."""
-    return settings.data in FETCHED and settings.data_dir is None
-
-
-def check_devices(settings: Settings) -> None:
-    """Refuse devices that this machine does not have. InputError."""
+        name = text.partition(":")[0].split(".")[0]
+        if not names_callable(text) or (option == "--data" and folder is not None):
+            continue
+        if name not in sys.modules and find_spec(name) is None and PathFinder.find_spec(name, [os.getcwd()]) is None:
+            raise InputError(
+                f"{option} {text}: there is no module {name!r}; name one that is installed or lies in the working folder"
+            )
     for name in dict.fromkeys(settings.device_names):
         if name not in (AUTO_DEVICE, "cpu"):
             from convoy.machine.accelerator import check_device
@@ -92,12 +55,12 @@ def check_devices(settings: Settings) -> None:
 
 
 def check(settings: Settings) -> None:
-    """Refuse settings that do not fit each other or the devices. InputError."""
+    """Refuse settings that do not fit each other or the devices."""
     check_data(settings.data, settings.data_dir, settings.image_size, settings.test_fraction)
     check_net(settings.net)
-    count, slowdowns, speeds = len(settings.device_names), settings.slowdowns, settings.speeds
+    count, slowdowns, speeds, memory = len(settings.device_names), settings.slowdowns, settings.speeds, settings.memory
     imposed_slowdown()
-    if settings.listen is not None and not settings.goes_on:
+    if settings.listen is not None and not settings.recovers:
         raise InputError(
             "--listen with --spare none (or inexact mixing): no device can join such a training; leave one out"
         )
@@ -111,29 +74,22 @@ def check(settings: Settings) -> None:
             f"--speeds {_listed(speeds)}: give one positive number for each of the {count} devices, e.g. --speeds 4,2,1,1, "
             "from 1e-12 to 1e12"
         )
-    if settings.memory is not None and len(settings.memory) not in (1, count):
-        raise InputError(
-            f"--memory has {len(settings.memory)} values: give one for all devices, or one for each of the {count}"
-        )
-    if settings.memory is not None and settings.fleet is not None:
+    if memory is not None and len(memory) not in (1, count):
+        raise InputError(f"--memory has {len(memory)} values: give one for all devices, or one for each of the {count}")
+    if memory is not None and settings.fleet is not None:
         raise InputError(
             "--memory with --fleet: write memory_bytes of each device into the fleet file, and leave --memory out"
         )
-    if settings.batch % settings.passes:
-        some = [n for n in range(1, min(settings.batch, MOST_DIVISORS + 1)) if not settings.batch % n]
+    if settings.batch % settings.accumulate:
+        some = [str(n) for n in range(1, min(settings.batch, 1024)) if not settings.batch % n]
         raise InputError(
-            f"--accumulate {settings.passes} with --batch {settings.batch}: the micro-batches of a step must be equal; give "
-            f"one of {', '.join(map(str, [*some, settings.batch]))}"
+            f"--accumulate {settings.accumulate} with --batch {settings.batch}: the micro-batches of a step must be equal; "
+            f"give one of {', '.join([*some, str(settings.batch)])}"
         )
-    if settings.precision != Settings.model_fields["precision"].default:
+    if settings.precision != "float32":
         from convoy.runtime.precision import check_kinds
 
         check_kinds(settings.precision, settings.device_names)
-    _check_checkpoint(settings)
-    _check_plan(settings)
-
-
-def _check_checkpoint(settings: Settings) -> None:
     for option, given in (("--checkpoint-steps", settings.checkpoint_steps), ("--resume", settings.resume)):
         if given and settings.checkpoint is None:
             raise InputError(
@@ -143,9 +99,10 @@ def _check_checkpoint(settings: Settings) -> None:
         raise InputError("--compare with --resume: one device would start from the beginning; leave one of them out")
     if settings.page and settings.log == NO_LOG:
         raise InputError("--page with --log none: the page is made of the log; leave one of them out")
+    _check_plan(settings, count)
 
 
-def _check_plan(settings: Settings) -> None:
+def _check_plan(settings: Settings, count: int) -> None:
     plan = settings.plan
     if settings.fleet is not None and plan != AUTO:
         raise InputError(
@@ -161,12 +118,12 @@ def _check_plan(settings: Settings) -> None:
         return
     if not (plan.endswith(".json") or os.path.isfile(plan)):
         raise unknown_name("plan", plan, [*PLANS, AUTO, "a plan file (….json)"])
-    saved, count = Plan.load(Path(plan)), len(settings.device_names)
-    if settings.pass_batch != saved.batch:
-        passes = f" in {settings.passes} micro-batches of {settings.pass_batch}" if settings.passes > 1 else ""
+    saved = Plan.load(Path(plan))
+    if settings.micro_batch != saved.batch:
+        parts = f" in {settings.accumulate} micro-batches of {settings.micro_batch}" if settings.accumulate > 1 else ""
         raise InputError(
-            f"--batch {settings.batch}{passes}, but the plan {plan} is for {saved.batch}: give --batch "
-            f"{saved.batch * settings.passes}, or make a new plan"
+            f"--batch {settings.batch}{parts}, but the plan {plan} is for {saved.batch}: give --batch "
+            f"{saved.batch * settings.accumulate}, or make a new plan"
         )
     if count != saved.devices:
         raise InputError(
@@ -176,29 +133,22 @@ def _check_plan(settings: Settings) -> None:
 
 
 def check_outputs(settings: Settings) -> None:
-    """Refuse files that could not be written. InputError."""
-    rows = (("--save-run", settings.save_run), ("--save-plan", settings.save_plan), ("--log", settings.log))
-    for option, path in rows:
+    """Refuse files that could not be written."""
+    for option, path in (("save-run", settings.save_run), ("save-plan", settings.save_plan), ("log", settings.log)):
         if path is not None:
-            check_output(option, path, appends=path == settings.log)
+            check_output(f"--{option}", path)
 
 
-def check_output(option: str, path: Path, *, appends: bool = False) -> None:
-    """Refuse a file that could not be written. InputError.
-
-    Args:
-        appends: it is written in place; otherwise a new file in the same folder replaces it.
-    """
+def check_output(option: str, path: Path) -> None:
+    """Refuse a file that could not be written."""
     if not os.path.isdir(path.parent):
         raise InputError(f"{option} {path}: the folder {path.parent} does not exist; make it or name another")
     if os.path.isdir(path):
         raise InputError(f"{option} {path} is a folder: name a file in it, e.g. {option} {path / 'FILE'}")
-    if not appends and os.path.exists(path) and (why := not_regular(path.stat().st_mode)):
-        raise InputError(f"{option} {path}: {why}; name a file")
-    written = path if appends and os.path.exists(path) else path.parent
+    written = path if os.path.exists(path) else path.parent
     if not os.access(written, os.W_OK):
         raise InputError(f"{option} {path}: {written} cannot be written; change its permissions or name another file")
 
 
-def _listed(numbers: tuple[float, ...]) -> str:
-    return shortened(",".join(f"{n:g}" for n in numbers))
+def _listed(values: tuple[float, ...]) -> str:
+    return shortened(",".join(f"{value:g}" for value in values))

@@ -1,26 +1,19 @@
-"""Values as people write them: numbers with commas between them, devices, addresses, names out of a list.
-
-Every function here raises InputError, which says what to give.
-"""
+"""Values as people write them: numbers, devices, addresses. Every function raises InputError, which says what to give."""
 
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from convoy.errors import InputError, shortened, shown
-from convoy.files import unwritable
 from convoy.fleet.units import quantity
 from convoy.layout.comm_dtype import parse_comm_dtype
 
 MAX_DEVICES = 1024  # more processes than that on one machine are a slip of the finger
-MOST_CHARACTERS = 20_000  # of an option's value: more than the names of MAX_DEVICES devices need
-MOST_PATH_BYTES = 4000
-MOST_SHOWN = 4  # addresses
 
 AUTO_DEVICE = "auto"
 """As `--devices`: every GPU of this machine, or its CPU if there is none. As one device's name: the best for its rank."""
@@ -57,36 +50,24 @@ def sizes(value: Any) -> Any:
 def device_names(text: str) -> tuple[str, ...]:
     """Read `--devices`: a number, names, `auto` or `all`. Under torchrun, its number of processes counts."""
     named = tuple(part.strip() for part in text.split(","))
-    if (count := _count(os.environ.get("WORLD_SIZE", ""))) is not None:
-        return named if len(named) == count and not text.isdecimal() and text != ALL else (AUTO_DEVICE,) * count
-    if text in (AUTO_DEVICE, ALL):
-        return _devices_here(every=text == ALL)
-    if (count := _count(text)) is not None:
-        if not 1 <= count <= MAX_DEVICES:
+    is_number = text.isdecimal()
+    if (processes := os.environ.get("WORLD_SIZE", "")).isdecimal():
+        count = int(processes)
+        return named if len(named) == count and not is_number and text != ALL else (AUTO_DEVICE,) * count
+    if text == ALL or (text == AUTO_DEVICE and not os.environ.get("CONVOY_DEVICE")):
+        # Imported here, because it imports torch.
+        here: tuple[str, ...] = importlib.import_module("convoy.machine.accelerator").local_devices()
+        chosen = here if text == ALL else here[:-1]
+        return chosen if len(chosen) > 1 else (AUTO_DEVICE,)
+    if is_number:
+        if len(text) > 9 or not 1 <= int(text) <= MAX_DEVICES:
             raise InputError(
                 f"--devices {shortened(text)}: give a number from 1 to {MAX_DEVICES}, or their names: cuda:0,cpu"
             )
-        return ("cpu",) * count if count > 1 else (AUTO_DEVICE,)
+        return ("cpu",) * int(text) if int(text) > 1 else (AUTO_DEVICE,)
     if not all(named) or any(name[0] in "-+." for name in named):
         raise InputError(f"--devices {shown(text)}: give a number, or names with commas between them: cuda:0,cpu")
     return named
-
-
-def _count(text: str) -> int | None:
-    """Read a whole number, or `MAX_DEVICES + 1` for any larger one; None if the text is none."""
-    digits = text.strip().lstrip("0") or "0"
-    if not (text.strip().isascii() and text.strip().isdecimal()):
-        return None
-    return min(int(digits), MAX_DEVICES + 1) if len(digits) <= 10 else MAX_DEVICES + 1
-
-
-def _devices_here(every: bool) -> tuple[str, ...]:
-    if os.environ.get("CONVOY_DEVICE") and not every:
-        return (AUTO_DEVICE,)
-    # Imported here, because it may import torch.
-    devices: tuple[str, ...] = importlib.import_module("convoy.machine.accelerator").local_devices()
-    chosen = devices if every else devices[:-1]
-    return chosen if len(chosen) > 1 else (AUTO_DEVICE,)
 
 
 def devices_text(value: Any) -> Any:
@@ -96,84 +77,11 @@ def devices_text(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
-def wire_text(value: Any) -> Any:
-    return parse_comm_dtype(value) if isinstance(value, str) else value
-
-
-def checked_data(text: str) -> str:
-    importlib.import_module("convoy.data").check(text)  # imported here: --help needs no torch
-    return text
-
-
-def checked_augment(text: str) -> str:
-    importlib.import_module("convoy.data.augment").augment_steps(text)
-    return text
-
-
-def checked_tensorboard(folder: Path) -> Path:
-    _check_installed("tensorboard")
-    if why := unwritable(folder):
-        raise InputError(f"give a folder that you may write: {why}")
-    return folder
-
-
-def checked_wandb(project: str) -> str:
-    _check_installed("wandb")
-    if not project.strip() or len(project) > 128 or any(sign in project for sign in "/\\#?%:"):
-        raise InputError("give the name of a project: 1 to 128 characters, none of / \\ # ? % :")
-    return project
-
-
-def checked_mlflow(uri: str) -> str:
-    _check_installed("mlflow")
-    kind, _, rest = uri.partition(":")
-    if uri != "databricks" and not (kind.isascii() and kind.replace("+", "").isalnum() and rest.strip("/")):
-        raise InputError("give the address of a tracking store, such as http://host:5000 or sqlite:///mlflow.db")
-    return uri
-
-
-def _check_installed(name: str) -> None:
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:  # W&B keeps its files in a folder "wandb", which is no package
-        raise InputError(f"{name} is not installed: pip install 'convoy-train[{name}]', or leave it out")
-
-
-def one_of(home: str) -> AfterValidator:
-    """Check a name against `module:NAMES`. The module is imported only then, because --help needs no torch."""
-
-    def check(name: str) -> str:
-        module, _, names = home.partition(":")
-        choices: Iterable[str] = getattr(importlib.import_module(module), names)
-        if name not in choices:
-            raise InputError(f"choose one of {', '.join(sorted(choices))}")
-        return name
-
-    return AfterValidator(check)
-
-
-def check_text(text: str) -> None:
-    """Refuse a text that no file, and no file's name, could hold."""
-    if len(text) > MOST_CHARACTERS:
-        raise InputError(f"give a text of at most {MOST_CHARACTERS:,} characters")
-    if "\0" in text or (not text.isascii() and text.encode("utf-8", "replace").decode() != text):
-        raise InputError("give a text in UTF-8, without zero bytes")
-
-
 def a_path(value: Any) -> Any:
-    """Refuse an empty path, which would mean the current folder, and one that is too long."""
-    if isinstance(value, str):
-        if not value.strip():
-            raise InputError("give a path: this is empty; the current folder is .")
-        check_text(value)
-        if len(value.encode()) > MOST_PATH_BYTES or any(len(part.encode()) > 255 for part in Path(value).parts):
-            raise InputError(f"give a path of at most {MOST_PATH_BYTES} bytes, with names of at most 255")
+    """Refuse an empty path, which would mean the current folder."""
+    if isinstance(value, str) and not value.strip():
+        raise InputError("give a path: this is empty; the current folder is .")
     return value
-
-
-Seconds = Annotated[float, BeforeValidator(seconds)]
-Sizes = Annotated[tuple[float, ...], BeforeValidator(sizes)]
-File = Annotated[Path, BeforeValidator(a_path), Field(strict=False)]
-Numbers = Annotated[tuple[float, ...], BeforeValidator(numbers)]
 
 
 def read_address(text: str) -> tuple[str, int]:
@@ -197,16 +105,49 @@ def listen_address(text: str) -> tuple[str, int]:
     return read_address(text) if ":" in text else (read_address(f"{text}:1")[0], 0)
 
 
-def checked_listen(text: str) -> str:
-    listen_address(text)
-    return text
+# Checks by modules that import torch. They are imported only for the check, so that --help is quick.
 
 
-def shown_addresses(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the addresses that a person is shown: of each host the first, then others; at most `MOST_SHOWN`."""
-    first = {host: (host, port) for host, port in reversed(addresses)}
-    return sorted(addresses, key=lambda address: first[address[0]] != address)[:MOST_SHOWN]
+def one_of(home: str) -> AfterValidator:
+    """Check a name against `module:NAMES`."""
+
+    def check(name: str) -> str:
+        module, _, names = home.partition(":")
+        choices: Iterable[str] = getattr(importlib.import_module(module), names)
+        if name not in choices:
+            raise InputError(f"choose one of {', '.join(sorted(choices))}")
+        return name
+
+    return AfterValidator(check)
 
 
-def addresses_text(addresses: Sequence[tuple[str, int]]) -> str:
-    return ",".join(f"{host}:{port}" if ":" not in host else f"[{host}]:{port}" for host, port in addresses)
+def checked_by(home: str) -> AfterValidator:
+    """Check a text by calling `module:function`."""
+
+    def check(text: str) -> str:
+        module, _, function = home.partition(":")
+        getattr(importlib.import_module(module), function)(text)
+        return text
+
+    return AfterValidator(check)
+
+
+def needs(package: str) -> AfterValidator:
+    """Refuse a setting if its package is not installed."""
+
+    def check(value: Any) -> Any:
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:  # W&B keeps its files in a folder "wandb", which is no package
+            raise InputError(f"{package} is not installed: pip install 'convoy-train[{package}]', or leave it out")
+        return value
+
+    return AfterValidator(check)
+
+
+Seconds = Annotated[float, BeforeValidator(seconds)]
+Sizes = Annotated[tuple[float, ...], BeforeValidator(sizes)]
+File = Annotated[Path, BeforeValidator(a_path), Field(strict=False)]
+Numbers = Annotated[tuple[float, ...], BeforeValidator(numbers)]
+Devices = Annotated[str, BeforeValidator(devices_text)]
+Wire = BeforeValidator(lambda value: parse_comm_dtype(value) if isinstance(value, str) else value)
+Listen = Annotated[str, checked_by(f"{__name__}:listen_address")]

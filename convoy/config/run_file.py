@@ -21,7 +21,7 @@ from typing import Any
 import tomlkit
 from pydantic import ValidationError
 
-from convoy.config.settings import FIELDS, Settings, key_of, kind_of, panel, rule_of
+from convoy.config.settings import FIELDS, Settings, extra_of, key_of
 from convoy.errors import InputError, shortened, shown
 from convoy.files import parse_toml, read_text
 
@@ -50,25 +50,31 @@ def resolve_settings(file: Path | None, given: Mapping[str, Any]) -> RunSettings
 
     Args:
         file: a run file, or None.
-        given: values of the command line, by name of the setting; they override the file's.
+        given: values of the command line, by name of the setting, which override the file's; None: not given.
 
     Raises:
         InputError: a file that cannot be read, an unknown key, a value that is not allowed.
     """
     values, sources = ({}, {}) if file is None else _read(file)
+    given = {name: value for name, value in given.items() if value is not None}
     values |= given
     sources |= dict.fromkeys(given, "command line")
+
+    def refused(name: str, rule: object) -> InputError:
+        value = shortened(_shown(values[name]))
+        place = f"--{key_of(name)} {value}" if name in given else f"{sources[name]}: {key_of(name)} = {value}"
+        return InputError(f"{place}: {rule}")
+
+    for name, value in values.items():
+        if isinstance(value, str | Path) and not str(value).isprintable():
+            raise refused(name, "give a text in UTF-8, without line breaks and zero bytes")
     try:
         settings = Settings(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
-        is_path = kind_of(name) is Path and values[name] != ""
-        value = shortened(str(values[name]) if is_path else _shown(values[name]))
-        said = f"--{key_of(name)} {value}" if name in given else f"{sources[name]}: {key_of(name)} = {value}"
         # A rule of our own says itself what to give.
-        own = first.get("ctx", {}).get("error")
-        raise InputError(f"{said}: {own or f'give {rule_of(name)}'}") from None
+        rule = first.get("ctx", {}).get("error") or first["msg"][0].lower() + first["msg"][1:]
+        raise refused(str(first["loc"][0]), rule) from None
     return RunSettings(settings, {name: sources.get(name, "default") for name in FIELDS})
 
 
@@ -78,23 +84,20 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     table = parse_toml(text, str(file), 'write lines such as net = "two-conv:50:500"')
     if table.pop("try-again", False):  # of older files
         raise InputError(
-            f"{_place(file, text, 'try-again')}: try-again = true: lost devices are not restarted any more; remove the line, "
-            "and let systemd run `convoy join` where a device shall come back"
+            f"{file}: try-again = true: lost devices are not restarted any more; remove the line, and let systemd run "
+            "`convoy join` where a device shall come back"
         )
-    places = {key: _place(file, text, key) for key in table}
-    for key, place in places.items():
+    values, places = {}, {}
+    for key, value in table.items():
+        pattern = re.compile(rf"\s*\[?\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
+        line = next((number for number, row in enumerate(text.splitlines(), 1) if pattern.match(row)), None)
+        place = str(file) if line is None else f"{file} line {line}"
         if key not in _NAMES:
             near = difflib.get_close_matches(key[:80].replace("_", "-").lower(), _NAMES, n=1)
             remedy = f"did you mean {near[0]!r}?" if near else "convoy train --help-all lists them, with -- before each"
             raise InputError(f"{place}: unknown key {shown(key)}: {remedy}")
-    return {_NAMES[key]: value for key, value in table.items()}, {_NAMES[key]: at for key, at in places.items()}
-
-
-def _place(file: Path, text: str, key: str) -> str:
-    """Return file and line of a key, which the parser does not give."""
-    pattern = re.compile(rf"\s*\[?\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
-    line = next((number for number, row in enumerate(text.splitlines(), 1) if pattern.match(row)), None)
-    return str(file) if line is None else f"{file} line {line}"
+        values[_NAMES[key]], places[_NAMES[key]] = value, place
+    return values, places
 
 
 def _shown(value: Any) -> str:
@@ -118,8 +121,8 @@ def to_toml(settings: Settings) -> str:
     document.add(tomlkit.comment("convoy train FILE"))
     values, part = settings.model_dump(mode="json", exclude_none=True, exclude={"save_run"}), ""
     for name, value in values.items():
-        if panel(name) != part:
-            part = panel(name)
+        if (panel := extra_of(name)["panel"]) != part:
+            part = panel
             document.add(tomlkit.nl())
             document.add(tomlkit.comment(part))
         document.add(key_of(name), value)

@@ -7,42 +7,32 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from convoy.config.option_types import (
+    Devices,
     File,
+    Listen,
     Numbers,
     Seconds,
     Sizes,
-    check_text,
-    checked_augment,
-    checked_data,
-    checked_listen,
-    checked_mlflow,
-    checked_tensorboard,
-    checked_wandb,
+    Wire,
+    checked_by,
     device_names,
-    devices_text,
     listen_address,
+    needs,
     one_of,
-    wire_text,
-)
-from convoy.errors import InputError
+)  # fmt: skip
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.redistribute import Sum
 from convoy.plan.presets import AUTO, PLANS
 
-Spare = Literal["auto", "every-step", "none"]
-
-MAX_SEED = 2**32 - 1
+MAX_NUMBER = 1e10
+"""Largest number of a setting that names no other: more is a slip of the finger."""
 
 NO_LOG = Path("none")
 """As `log`: write no log."""
-
-MOST_NUMBER = 1e10
-MOST: Mapping[str, float] = {"timeout_s": 1e6, "budget_s": 1e6, "workers": 256, "image_size": 8192}
-"""The largest number per setting; for all others `MOST_NUMBER`."""
 
 
 def _setting(panel: str, default: Any, meaning: str, *, here: bool = False, often: bool = False, **rules: Any) -> Any:
@@ -55,9 +45,10 @@ def _setting(panel: str, default: Any, meaning: str, *, here: bool = False, ofte
         often: `--help` shows it; the others are shown by `--help-all`.
         rules: bounds, as pydantic names them.
     """
-    return Field(
-        default, description=meaning, json_schema_extra={"panel": panel, "here": here, "often": often}, **rules
-    )
+    if rules.keys() & {"ge", "gt"} and "lt" not in rules:
+        rules.setdefault("le", MAX_NUMBER)
+    extra: dict[str, Any] = {"panel": panel, "here": here, "often": often}
+    return Field(default, description=meaning, json_schema_extra=extra, **rules)
 
 
 DATA, TRAINING = "Data and net", "Training"
@@ -77,7 +68,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    data: Annotated[str, AfterValidator(checked_data)] = _data(
+    data: Annotated[str, checked_by("convoy.data:check")] = _data(
         "digits",
         "Images by name, folder:PATH or MODULE:FUNCTION. By name: digits (ships with scikit-learn), fashion-mnist, "
         "cifar10, cifar100. folder:PATH or a path: a folder of JPEG or PNG images per class, in train and val, or with a part "
@@ -90,17 +81,19 @@ class Settings(BaseModel):
         here=True,
         often=True,
     )
-    image_size: int | None = _data(None, "Resize the images of a folder to squares of this side, in pixels.", ge=1)
+    image_size: int | None = _data(
+        None, "Resize the images of a folder to squares of this side, in pixels.", ge=1, le=8192
+    )
     test_fraction: float | None = _data(
         None, "Part of each class to hold out for tests, if the data has no test images. Default: 0.2.", gt=0, lt=1
     )
-    augment: Annotated[str, AfterValidator(checked_augment)] | None = _data(
+    augment: Annotated[str, checked_by("convoy.data.augment:augment_steps")] | None = _data(
         None,
         "Change training images anew in every epoch, e.g. crop,flip. Also crop[:PADDING], resized-crop[:AREA], "
         "jitter[:STRENGTH], cutout[:SIDE], erase[:PROBABILITY], with commas between them.",
     )
     limit: int | None = _data(None, "Use only the first N training images.", ge=1)
-    workers: int = _data(0, "Processes per device that load batches ahead; 0: none.", here=True, ge=0)
+    workers: int = _data(0, "Processes per device that load batches ahead; 0: none.", here=True, ge=0, le=256)
     net: str = _data(
         "two-conv:50:500",
         "Net by name, or MODULE:FUNCTION. Built in: two-conv:K1:K2 (filters), alexnet:F "
@@ -118,7 +111,7 @@ class Settings(BaseModel):
         "(Jin 2018). auto: the planner measures the devices and chooses.",
         often=True,
     )
-    devices: Annotated[str, BeforeValidator(devices_text)] = _fleet(
+    devices: Devices = _fleet(
         "auto",
         "Devices here: auto, all, a number, or names. auto: every GPU, or the CPU if there is none. all: the GPUs "
         "and the CPU. Names: cuda:0,cpu. A number of processes on the CPU: 4. Ignored under torchrun, srun and mpirun.",
@@ -134,7 +127,7 @@ class Settings(BaseModel):
         "All-reduce algorithm: ring, butterfly, direct or star. inexact-butterfly-mixing is not a sum and does not train like "
         "one device. Default: butterfly for hybrid, ring for the other named plans; auto chooses, a plan file says.",
     )
-    wire: Annotated[CommDtype | None, BeforeValidator(wire_text)] = _fleet(
+    wire: Annotated[CommDtype | None, Wire] = _fleet(
         None,
         "Number format of sent activations and gradients: exact or inexact-bf16. inexact-bf16 (short: bf16) halves the bytes, "
         "rounds to 8 bits and does not quite train like one device. Default: exact, or as the plan file says.",
@@ -170,8 +163,10 @@ class Settings(BaseModel):
         here=True,
         often=True,
     )
-    budget_s: Seconds = _fleet(20.0, "About the time that measuring may take, with --plan auto.", here=True, gt=0)
-    spare: Spare = _fleet(
+    budget_s: Seconds = _fleet(
+        20.0, "About the time that measuring may take, with --plan auto.", here=True, gt=0, le=1e6
+    )
+    spare: Literal["auto", "every-step", "none"] = _fleet(
         "auto",
         "How often to keep a snapshot, so that the others continue if a device is lost. every-step: after each step, with "
         "copies of sharded parameters in another device's memory. auto: as often as costs at most 2 % of the time; the steps "
@@ -188,14 +183,14 @@ class Settings(BaseModel):
         "Neither authenticate nor encrypt connections. Whoever reaches the machines' ports can read and end the job.",
         here=True,
     )
-    listen: Annotated[str, AfterValidator(checked_listen)] | None = _fleet(
+    listen: Listen | None = _fleet(
         None,
         "Let further devices join: the address of this machine where they ask. E.g. 192.168.1.5:7000 or 192.168.1.5; with "
         "--fleet, of the machine of device 0. It needs --job-key. Default: no device may join.",
         here=True,
     )
     port: int | None = _fleet(None, "Port where the processes meet; default: a free one.", here=True, ge=0, le=65535)
-    timeout_s: Seconds = _fleet(60.0, "Time after which a silent device counts as lost.", here=True, gt=0)
+    timeout_s: Seconds = _fleet(60.0, "Time after which a silent device counts as lost.", here=True, gt=0, le=1e6)
 
     epochs: int = _step(1, "Passes over the training images.", often=True, ge=1)
     batch: int = _step(64, "Global batch: samples per step.", often=True, ge=1)
@@ -230,7 +225,7 @@ class Settings(BaseModel):
         "float32, and so does what is sent, unless --wire says otherwise.",
         often=True,
     )
-    seed: int = _step(0, "Decides the first weights and the order of the images.", ge=0, le=MAX_SEED)
+    seed: int = _step(0, "Decides the first weights and the order of the images.", ge=0, le=2**32 - 1)
 
     evaluate_epochs: int = _test(1, "Test after every N epochs, and after the last one.", ge=1)
     evaluate_steps: int | None = _test(None, "Test after every N steps, too.", ge=1)
@@ -275,34 +270,22 @@ class Settings(BaseModel):
         "Write the page of `convoy report` after every epoch. A browser that shows it follows the run.",
         here=True,
     )
-    tensorboard: Annotated[File, AfterValidator(checked_tensorboard)] | None = _output(
+    tensorboard: Annotated[File, needs("tensorboard")] | None = _output(
         None,
         "Folder for TensorBoard: loss, accuracy, learning rate, samples/s. Needs pip install 'convoy-train[tensorboard]'.",
         here=True,
     )
-    wandb: Annotated[str, AfterValidator(checked_wandb)] | None = _output(
+    wandb: Annotated[str, needs("wandb")] | None = _output(
         None,
         "Project of Weights & Biases: the same numbers, and each device's usage. Needs pip install 'convoy-train[wandb]'; "
         "without a network: WANDB_MODE=offline.",
         here=True,
     )
-    mlflow: Annotated[str, AfterValidator(checked_mlflow)] | None = _output(
+    mlflow: Annotated[str, needs("mlflow")] | None = _output(
         None,
         "MLflow: the address of a tracking server, or sqlite:///FILE. Needs pip install 'convoy-train[mlflow]'.",
         here=True,
     )
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _within_bounds(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse numbers that are too large for any training, and texts that no file could hold."""
-        name = str(info.field_name)
-        most = MOST.get(name, MOST_NUMBER)
-        if isinstance(value, int | float) and value > most:
-            raise InputError(f"give {rule_of(name)}, at most {most:g}")
-        if isinstance(value, str | Path):
-            check_text(str(value))
-        return value
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -314,17 +297,12 @@ class Settings(BaseModel):
         return (1.0,) * len(self.device_names) if self.slowdown is None else self.slowdown
 
     @property
-    def passes(self) -> int:
-        """Micro-batches per step."""
-        return self.accumulate
-
-    @property
-    def pass_batch(self) -> int:
+    def micro_batch(self) -> int:
         """Samples of one micro-batch over all devices. Plans are made for this number."""
-        return self.batch // self.passes
+        return self.batch // self.accumulate
 
     @property
-    def goes_on(self) -> bool:
+    def recovers(self) -> bool:
         """Whether the training continues if devices are lost."""
         return self.spare != "none" and self.reduce != "inexact-butterfly-mixing"
 
@@ -340,19 +318,18 @@ class Settings(BaseModel):
 
     @property
     def optimizer_state(self) -> str:
-        """Return the optimizer by the state that it keeps, for predictions of memory."""
+        """The optimizer by the state that it keeps, for predictions of memory."""
         if self.optimizer == "sgd":
             return "sgd-momentum" if self.momentum else "sgd"
         return "adam"
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """Return the settings that must be the same on every device, as JSON.
+        """The settings that must be the same on every device, as JSON.
 
         A plan file or a folder of images may lie elsewhere on each machine; their contents are compared later.
         """
-        names = {name for name, field in FIELDS.items() if not _extra(field)["here"]}
-        shown = self.model_dump(mode="json", include=names)
+        shown = self.model_dump(mode="json", include={name for name in FIELDS if not extra_of(name)["here"]})
         if self.plan not in (*PLANS, AUTO):
             shown["plan"] = "a file"
         if importlib.import_module("convoy.data").folder_of(self.data) is not None:
@@ -361,28 +338,20 @@ class Settings(BaseModel):
 
     @property
     def lasting(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must not change, as JSON: those that shape its loss curve."""
-        shaping = {name: value for name, value in self.decisive.items() if panel(name) in (DATA, TRAINING)}
+        """The settings that a resumed run must not change, as JSON: those that shape its loss curve."""
         free = {"accumulate"} if self.schedule in ("cosine", "one-cycle") else {"accumulate", "epochs"}
-        return {name: value for name, value in shaping.items() if name not in free}
+        shaping = {name for name in FIELDS if extra_of(name)["panel"] in (DATA, TRAINING)} - free
+        return {name: value for name, value in self.decisive.items() if name in shaping}
 
 
 FIELDS: Mapping[str, FieldInfo] = Settings.model_fields
 
 
-def _extra(field: FieldInfo) -> Mapping[str, Any]:
-    assert isinstance(field.json_schema_extra, dict)
-    return field.json_schema_extra
-
-
-def panel(name: str) -> str:
-    """Return the part of the list in which a setting stands."""
-    return str(_extra(FIELDS[name])["panel"])
-
-
-def is_often(name: str) -> bool:
-    """Return whether the short `--help` shows a setting."""
-    return bool(_extra(FIELDS[name])["often"])
+def extra_of(name: str) -> Mapping[str, Any]:
+    """Return panel, here and often of a setting, as `_setting` was given them."""
+    extra = FIELDS[name].json_schema_extra
+    assert isinstance(extra, dict)
+    return extra
 
 
 def key_of(name: str) -> str:
@@ -392,47 +361,11 @@ def key_of(name: str) -> str:
 
 def kind_of(name: str) -> type:
     """Return the type of a setting's values: bool, int, float, str, Path or tuple."""
-    annotation = _annotation(name)
-    kind = str if get_origin(annotation) is Literal else get_origin(annotation) or annotation
-    assert isinstance(kind, type)
-    return kind
-
-
-def _annotation(name: str) -> Any:
-    """Without None, and without what only pydantic reads."""
-    annotation: Any = FIELDS[name].annotation
-    if get_origin(annotation) in (Union, UnionType):
-        annotation = next(each for each in get_args(annotation) if each is not type(None))
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-
-
-_SIDES = ("ge", "gt", "le", "lt")
-_BOUNDS = {
-    (): "",
-    ("ge",): " of {} or more",
-    ("gt",): " above {}",
-    ("ge", "le"): " from {} to {}",
-    ("ge", "lt"): " from {} to below {}",
-    ("gt", "le"): " above {}, up to {}",
-    ("gt", "lt"): " between {} and {}",
-}
-"""Bounds of a number, as pydantic names them, in words."""
-
-
-def rule_of(name: str) -> str:
-    """Return in words what may be given for a setting."""
-    annotation = _annotation(name)
-    if get_origin(annotation) is Literal and int in get_args(FIELDS[name].annotation):
-        return f"{', '.join(get_args(annotation))}, or a whole number of 1 or more"
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(sorted(get_args(annotation)))}"
-    words = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "a text",
-        Path: "a path",
-        tuple: "finite numbers with commas between them, e.g. 1,1,2,4",
-    }
-    found = {side: getattr(each, side) for side in _SIDES for each in FIELDS[name].metadata if hasattr(each, side)}
-    return words[kind_of(name)] + _BOUNDS[tuple(found)].format(*found.values())
+    kind: Any = FIELDS[name].annotation
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(each for each in get_args(kind) if each is not type(None))
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    found = str if get_origin(kind) is Literal else get_origin(kind) or kind
+    assert isinstance(found, type)
+    return found

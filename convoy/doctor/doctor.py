@@ -24,7 +24,7 @@ from convoy.launch.exit_status import ERROR_STATUS
 from convoy.launch.fleet import startable
 from convoy.machine.process import watch_parent
 from convoy.report.numbers import in_bytes
-from convoy.report.screen import FILE_WIDTH, Screen
+from convoy.report.screen import FILE_WIDTH, Screen, Wait
 
 LISTED_LINKS = 12
 _INDENT = "    "
@@ -151,7 +151,7 @@ def _run(env: ProcessEnv | None, context: Context, json_file: Path | None, wait_
         found = examine_alone(context)
     else:
         own = collect_facts(env)
-        with Screen(visible=env.device == 0).working(f"Examining {env.devices} devices"):
+        with Wait(Screen(visible=env.device == 0).console, f"Examining {env.devices} devices"):
             outcome = examine_job(env, own, context, wait_s, imposed_slowdown())
         if outcome is None:
             return 0

@@ -1,13 +1,12 @@
-"""The page of a run: one HTML file, made from its log. It needs no network and no program but a browser."""
+"""Pages of one run or of several: one HTML file, made from logs. It needs no network and no program but a browser."""
 
 import base64
 import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from convoy._version import __version__
+from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.measure.energy_meter import ABSENT
 from convoy.report import timeline
-from convoy.report.chart import Chart, Curve, Level
+from convoy.report.chart import Chart, Curve, Level, Point
 from convoy.report.numbers import in_bytes, percent, plain, seconds
-from convoy.runlog.reader import InForce, Record, log_of, read_log
+from convoy.runlog.reader import LOG_NAME, InForce, RunRecord, log_of, read_log
 from convoy.runlog.schema import LayerEntry, PlanLine, PredictionLine, ReshardLine
 from convoy.simulate.interval import around
 from convoy.train.observer import EpochResult, Observer
@@ -36,6 +36,11 @@ MIN_TEXT_PART = 0.07
 
 COLOURS = 8
 """Further devices take the same colours again, hatched."""
+
+LETTERS = "ABCDEFGH"
+"""Names of the runs on the page, one per colour of the style sheet."""
+
+TIME_UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 RELOAD_S = 5
 
@@ -79,6 +84,20 @@ def write_report(run: Path, output: Path | None = None, *, reload_s: int = 0) ->
     return target
 
 
+def write_comparison(runs: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the page of several runs, folders or logs, and return its path.
+
+    Args:
+        output: default: comparison.html in the current folder.
+
+    Raises:
+        InputError: too many runs, no log, or the page cannot be written.
+    """
+    target = output or Path("comparison.html")
+    write_whole(target, comparison_of([read_log(log_of(run)) for run in runs]))
+    return target
+
+
 class LivePage(Observer):
     """Writes the page of a run after every epoch, so that a browser that shows it can follow the run.
 
@@ -103,30 +122,36 @@ class LivePage(Observer):
             self.tell(f"WARNING: {error}; training continues without the page")
 
 
-def page_of(record: Record, reload_s: int = 0) -> str:
+def page_of(record: RunRecord, reload_s: int = 0) -> str:
     names = device_names(record)
     places = range(len(names))
     ids = [record.id_of(place) for place in places]
-    numbered = [f"device {device}" for device in ids]
-    return render(
-        "page.html", reload_s=reload_s, record=record, names=names, title=title_of(record), begun=_date(record.run.date),
-        state=state_of(record), cards=_cards(record), curves=_curves(record), rate=_rate(record),
-        plans=shown_plans(record), bars=[_bar(record, place) for place in places],
-        time_shares=[
-            [line.epoch + 1, line.steps, *(percent(s and s[0]) for s in (record.time_shares(d, n) for d in places))]
-            for n, line in enumerate(record.utilization)
-        ] if any(record.time_shares(place) for place in places) else [],
-        ids=ids, numbered=numbered, devices=list(zip(numbered, names, strict=True)), system=system_charts(record),
-        shares=_shares(record), settings=settings_of(record),
-    )  # fmt: skip
+    numbered, begun = [f"device {device}" for device in ids], record.run.date.replace("T", " ")
+    time_shares = [
+        [line.epoch + 1, line.steps, *(percent(s and s[0]) for s in (record.time_shares(d, n) for d in places))]
+        for n, line in enumerate(record.utilization)
+    ]
+    try:
+        return render(
+            "page.html", reload_s=reload_s, record=record, names=names, title=title_of(record), begun=begun,
+            state=state_of(record), cards=_cards(record), curves=_curves(record), rate=_rate(record),
+            plans=shown_plans(record), bars=[_bar(record, place) for place in places],
+            time_shares=time_shares if any(record.time_shares(place) for place in places) else [],
+            ids=ids, numbered=numbered, devices=list(zip(numbered, names, strict=True)), system=system_charts(record),
+            shares=_shares(record), settings=settings_of(record),
+        )  # fmt: skip
+    except (IndexError, OverflowError, ValueError) as error:
+        raise InputError(
+            f"the lines of {record.path} do not fit together ({error}): give the log as it was written"
+        ) from error
 
 
-def title_of(record: Record) -> str:
+def title_of(record: RunRecord) -> str:
     options = record.run.options
     return f"{options.get('net', 'a net')} on {options.get('data', 'images')}"
 
 
-def device_names(record: Record) -> list[str]:
+def device_names(record: RunRecord) -> list[str]:
     """Describe each device: "cpu (1 thread) on lab1, slowed down 2x"; with its id if devices left or joined."""
     if record.fleet is None:
         count = max((len(each.line.work) for each in record.plans), default=0)
@@ -139,15 +164,7 @@ def device_names(record: Record) -> list[str]:
     ]
 
 
-def _date(text: str) -> str:
-    try:
-        date = datetime.fromisoformat(text)
-    except ValueError:
-        return text
-    return f"{date.day} {date:%B %Y, %H:%M} {date.tzname() or ''}".strip()
-
-
-def state_of(record: Record) -> str:
+def state_of(record: RunRecord) -> str:
     done = record.steps_done
     epochs, each = record.run.options.get("epochs"), record.run.epoch_steps
     steps = f"{done:,} of {each * epochs:,} steps" if each and isinstance(epochs, int) else f"{done:,} steps"
@@ -156,7 +173,7 @@ def state_of(record: Record) -> str:
     return f"Not finished: {steps}; it is running or was stopped." + " Its last line is incomplete." * record.is_cut
 
 
-def settings_of(record: Record) -> list[tuple[str, str, str]]:
+def settings_of(record: RunRecord) -> list[tuple[str, str, str]]:
     """Return name, value and source of every setting."""
     sources = record.run.sources
     return [
@@ -173,16 +190,16 @@ def _value(value: object) -> str:
             return str(value).lower()
         case list():
             return ", ".join(map(_value, value))
-        case float():
-            return f"{value:g}"
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _cards(record: Record) -> list[tuple[str, str, str]]:
+def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
     """The most important numbers: name, value, note."""
     losses = [epoch.loss for epoch in record.epochs if epoch.loss is not None]
     best, predicted, limit = record.best_test, record.prediction, record.limit_samples_per_s
     error, train_s = record.prediction_error, sum(line.train_s for line in record.epochs)
+    within = around(predicted.step_s, predicted.spread) if predicted and predicted.spread > 1 else None
+    interval = "" if within is None else f" (nine of ten: {seconds(within.low)} - {seconds(within.high)})"
     cards = [
         ("Test accuracy", percent(record.tests[-1][1] if best else None),
          f"best {percent(best[1])} after step {best[0]:,}" if best else "not evaluated yet"),
@@ -190,32 +207,27 @@ def _cards(record: Record) -> list[tuple[str, str, str]]:
          "mean of the last epoch" if losses else "no complete epoch yet"),
         ("Samples/s", plain(record.samples_per_s), f"{seconds(record.step_s)} a step, median"),
         ("Predicted samples/s", plain(predicted.samples_per_s if predicted else None),
-         f"{seconds(predicted.step_s)} a step{_within(predicted)}" + (f", {error:+.1%} off" if error is not None else "")
+         f"{seconds(predicted.step_s)} a step{interval}" + (f", {error:+.1%} off" if error is not None else "")
          if predicted else "only --plan auto predicts"),
         ("Limit", plain(limit), "samples/s, the sum of solo throughputs" if limit else "solo speeds were not measured"),
         ("Efficiency", percent(record.efficiency), "samples/s divided by the limit"),
         ("Training", seconds(train_s or None), f"{len(record.epochs)} epochs, {len(record.steps):,} steps"),
     ]  # fmt: skip
-    sources = [by for line in record.system for by in line.joules_by]
+    sources = {by for line in record.system for by in line.joules_by}
     if sources:
         expected = predicted and predicted.joules_per_image
-        beside = f"{plain(expected)} predicted" if expected else "no prediction: the fleet has no watts"
+        compared = f"{plain(expected)} predicted" if expected else "no prediction: the fleet has no watts"
         absent = [by for by in sources if by.startswith(ABSENT)]
-        by = absent[0] if absent else "; ".join(sorted({by for by in sources if not by.startswith("counted")}))
-        cards.append(("Joules/image", plain(record.joules_per_image), f"measured: {by}; {beside}"))
+        by = absent[0] if absent else "; ".join(sorted(by for by in sources if not by.startswith("counted")))
+        cards.append(("Joules/image", plain(record.joules_per_image), f"measured: {by}; {compared}"))
     return cards
 
 
-def _within(predicted: PredictionLine) -> str:
-    within = around(predicted.step_s, predicted.spread)
-    return "" if predicted.spread == 1 else f" (nine of ten: {seconds(within.low)} - {seconds(within.high)})"
-
-
-def _span(record: Record) -> tuple[float, float]:
+def _span(record: RunRecord) -> tuple[float, float]:
     return (record.steps[0].step, record.steps[-1].step + 1) if record.steps else (0, 1)
 
 
-def _curves(record: Record) -> list[Chart]:
+def _curves(record: RunRecord) -> list[Chart]:
     lr = [(row.step, row.lr) for row in record.steps if row.lr is not None]
     losses = Curve("training loss", record.losses, is_smooth=True)
     tests = Curve("accuracy", record.tests, dots=True)
@@ -226,7 +238,7 @@ def _curves(record: Record) -> list[Chart]:
     ]
 
 
-def _rate(record: Record) -> Chart:
+def _rate(record: RunRecord) -> Chart:
     limit, predicted = record.limit_samples_per_s, record.prediction
     levels = [Level("predicted", predicted.samples_per_s, "prediction")] if predicted is not None else []
     levels += [Level("limit", limit, "limit")] if limit is not None else []
@@ -235,7 +247,7 @@ def _rate(record: Record) -> Chart:
     return Chart("rate", "Samples/s", "step", [measured], _span(record), levels, marks, from_zero=True)
 
 
-def system_charts(record: Record) -> list[Chart]:
+def system_charts(record: RunRecord) -> list[Chart]:
     """Draw what the devices used, a chart per resource and a curve per device, including devices that left."""
     lines = [(line.step, line.by_id) for line in record.system]
     ids = [record.id_of(place) for place in range(len(device_names(record)))]
@@ -252,7 +264,7 @@ def system_charts(record: Record) -> list[Chart]:
     return charts
 
 
-def _shares(record: Record) -> Chart:
+def _shares(record: RunRecord) -> Chart:
     """Draw each device's share of the arithmetic over the steps."""
     points: dict[int, list[tuple[float, float]]] = {}
     end = record.steps_done
@@ -275,7 +287,7 @@ class Box:
     title: str
 
 
-def _bar(record: Record, device: int) -> tuple[list[Box], str]:
+def _bar(record: RunRecord, device: int) -> tuple[list[Box], str]:
     """Where the time of a device went, and what else is known of it."""
     parts = zip(("computing", "exchange", "rest"), record.time_shares(device) or (0.0, 0.0, 1.0), strict=True)
     boxes = [
@@ -378,7 +390,7 @@ class ShownPlan:
         ]  # fmt: skip
 
 
-def shown_plans(record: Record) -> list[ShownPlan]:
+def shown_plans(record: RunRecord) -> list[ShownPlan]:
     """Return the plans in force in their order; of many, the first and the last."""
     known = [
         ShownPlan(
@@ -391,11 +403,101 @@ def shown_plans(record: Record) -> list[ShownPlan]:
     return known if len(known) <= MAX_PLANS else [known[0], *known[1 - MAX_PLANS :]]
 
 
-def _spans(record: Record) -> list[tuple[InForce, int | None]]:
+def _spans(record: RunRecord) -> list[tuple[InForce, int | None]]:
     """Return each plan with the step at which it was replaced. The first of two that begin at one step never ran."""
     stops: list[int | None] = [each.step for each in record.plans]
     pairs = zip(record.plans, [*stops[1:], None], strict=False)
     return [(each, until) for each, until in pairs if until is None or until > each.step]
+
+
+# --- several runs on one page -------------------------------------------------------------------------------------------------
+
+
+def comparison_of(records: Sequence[RunRecord]) -> str:
+    if len(records) > len(LETTERS):
+        raise InputError(f"{len(records)} runs on one page: at most {len(LETTERS)} can be told apart; leave some out")
+    paths = [record.path.absolute() for record in records]
+    names = [path.parent.name if path.name == LOG_NAME else path.stem for path in paths]
+    return render(
+        "compare.html", title=f"{len(records)} runs", letters=list(LETTERS[: len(records)]),
+        runs=[(name, title_of(record), state_of(record)) for name, record in zip(names, records, strict=True)],
+        measures=_measures(records), curves=list(_curves_of_all(records)), differences=_differences(records),
+        plans=[(device_names(record), shown_plans(record)[-1:]) for record in records],
+    )  # fmt: skip
+
+
+def _measures(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
+    """Return a row for each measure, with a column for each run."""
+    best = [None if record.best_test is None else record.best_test[1] for record in records]
+    reached = [accuracy for accuracy in best if accuracy is not None]
+    aim = min(reached) if len(reached) == len(best) else None  # the highest accuracy that all runs reached
+
+    def predicted(record: RunRecord) -> str:
+        error = "" if record.prediction_error is None else f" ({record.prediction_error:+.1%})"
+        return seconds(record.prediction.step_s if record.prediction else None) + error
+
+    def time_to_aim(record: RunRecord) -> float | None:
+        steps = [step for step, accuracy in record.tests if aim is not None and accuracy >= aim]
+        return record.time_of(steps[0]) if steps else None
+
+    columns: list[tuple[str, Callable[[RunRecord], str]]] = [
+        ("plan", lambda run: "–" if run.plan is None else run.plan.plan.name),
+        ("devices", lambda run: str(len(device_names(run)) or "–")),
+        ("seconds of a step, median", lambda run: seconds(run.step_s)),
+        ("samples/s", lambda run: plain(run.samples_per_s)),
+        ("limit: sum of solo throughputs", lambda run: plain(run.limit_samples_per_s)),
+        ("efficiency: samples/s divided by the limit", lambda run: percent(run.efficiency)),
+        ("predicted seconds of a step", predicted),
+        ("training loss, last epoch", lambda run: plain(run.epochs[-1].loss if run.epochs else None, 3)),
+        ("best test accuracy", lambda run: percent(run.best_test and run.best_test[1])),
+        (f"time to {percent(aim)} test accuracy", lambda run: seconds(time_to_aim(run))),
+        ("time so far", lambda run: seconds(run.times_s[-1] if run.times_s else None)),
+        ("steps so far", lambda run: f"{run.steps_done:,}"),
+        ("changes of shares", lambda run: f"{len(run.reshards):,}"),
+    ]
+    return [(name, *(shown(record) for record in records)) for name, shown in columns]
+
+
+def _curves_of_all(records: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Yield each kind of curve over steps, and over time."""
+    longest_s = max((record.times_s[-1] for record in records if record.times_s), default=0.0)
+    unit, unit_s = next((each for each in TIME_UNITS if longest_s >= 2 * each[1]), TIME_UNITS[-1])
+    kinds: list[tuple[str, str, str, list[Sequence[tuple[int, float]]]]] = [
+        ("loss", "Training loss", "plain", [[(step + 1, loss) for step, loss in run.losses] for run in records]),
+        ("accuracy", "Test accuracy", "percent", [run.tests for run in records]),
+        ("rate", "Samples/s", "plain", [[(step + 1, rate) for step, rate in run.rates()] for run in records]),
+    ]
+    for name, title, shown, over_steps in kinds:
+        over_time: list[Sequence[Point]] = [
+            [(time_s / unit_s, y) for steps, y in points if (time_s := record.time_of(steps)) is not None]
+            for record, points in zip(records, over_steps, strict=True)
+        ]
+        for over, x_label, drawn in (("steps", "step", over_steps), ("time", unit, over_time)):
+            curves = [
+                Curve(LETTERS[place], points, f"r{place}", dots=name == "accuracy", is_smooth=name != "accuracy")
+                for place, points in enumerate(drawn)
+                if points
+            ]
+            xs = [x for curve in curves for x, _ in curve.points] or [0.0]
+            yield Chart(
+                f"{name}-{over}", f"{title} over {over}", x_label, curves, (min(xs), max(xs)), shown=shown,
+                from_zero=name == "rate",
+            )  # fmt: skip
+
+
+def _differences(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
+    """Return the settings, versions and devices that are not the same in all runs."""
+    tables = []
+    for record in records:
+        run = record.run
+        about = {"convoy": run.convoy, "torch": run.torch, "python": run.python, "system": run.system}
+        devices = {f"device {record.id_of(place)}": name for place, name in enumerate(device_names(record))}
+        tables.append({name: value for name, value, _ in settings_of(record)} | devices | about)
+    rows = [
+        (name, *(table.get(name, "–") for table in tables))
+        for name in dict.fromkeys(name for table in tables for name in table)
+    ]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 # --- templates ----------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -12,10 +12,11 @@ from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.prediction import PlanPrediction
 from convoy.planner.request import PlanRequest
 from convoy.planner.spare import spare_price
+from convoy.report.measured import remarks
 from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.report.screen import Screen, new_table
 from convoy.report.timeline import kind_of
-from convoy.simulate.events import Event, Timeline
+from convoy.simulate.events import Timeline
 from convoy.simulate.interval import Basis, Within
 from convoy.simulate.memory import micro_batch_words
 from convoy.simulate.network import Network
@@ -30,9 +31,52 @@ BASIS: Mapping[Basis | None, str] = {
 }
 
 
-def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest) -> None:
+def show_all(
+    console: Console,
+    rows: Sequence[PlanPrediction],
+    request: PlanRequest,
+    counts: Sequence[tuple[int, float]] = (),
+) -> None:
+    """Print the predicted plans, of which the last is chosen, and the chosen one in detail.
+
+    Args:
+        counts: throughput by number of devices, the fastest first.
+    """
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True)
+
+    row, names, least = rows[-1], request.names, lower_bound(request)
+    show_predictions(console, rows, request, least)
+    if request.micro_batches > 1:
+        say(
+            f"A step of {request.batch * request.micro_batches} samples is "
+            f"{micro_batch_words(request.graph, request.micro_batches)}. The tables are per micro-batch of "
+            f"{request.batch} samples, on average; a step of plan {row.plan.name} takes "
+            f"{seconds(request.micro_batches * row.step_s)}."
+        )
+    basis = BASIS[request.costs.errors.basis]
+    say(f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. Based on {basis}.")
+    measured = request.fleet.measured
+    for remark in [] if measured is None else remarks(measured):
+        say(remark)
+    speeds = request.speeds.devices
+    order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
+    for (fewer, before), (more, after) in itertools.pairwise(counts):
+        added, alone = " and ".join(names[d] for d in order[fewer:more]), speeds[order[0]]
+        say(
+            f"Adding {added}: from {before / alone:.2f}x to {after / alone:.2f}x the throughput of {names[order[0]]} alone."
+        )
+    _show_devices(console, row, request)
+    show_step_parts(console, row, least, request)
+    if len(names) > 1:
+        _show_spare(console, row, request)
+    _show_plan(console, row, request)
+
+
+def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest, least: LowerBound) -> None:
     """Print a row per plan, and how far the last, chosen one is from the lower bound."""
-    speeds, names, least = request.speeds.devices, request.names, lower_bound(request)
+    speeds, names = request.speeds.devices, request.names
     table = new_table(
         f"Predicted; the limit, the sum of solo throughputs, is {plain(sum(speeds))} samples/s", ("plan",),
         ("step", "nine of ten", "step / bound", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
@@ -71,26 +115,7 @@ def between(within: Within) -> str:
     return f"{seconds(within.low)} - {seconds(within.high)}"
 
 
-def show_basis(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
-    basis = BASIS[request.costs.errors.basis]
-    console.print(
-        f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. Based on {basis}.", soft_wrap=True
-    )
-
-
-def show_counts(console: Console, counts: Sequence[tuple[int, float]], request: PlanRequest) -> None:
-    """Print what each further device brings, the fastest first."""
-    speeds, names = request.speeds.devices, request.names
-    order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
-    for (fewer, before), (more, after) in itertools.pairwise(counts):
-        added, alone = " and ".join(names[d] for d in order[fewer:more]), speeds[order[0]]
-        console.print(
-            f"Adding {added}: from {before / alone:.2f}x to {after / alone:.2f}x the throughput of {names[order[0]]} alone.",
-            soft_wrap=True,
-        )
-
-
-def show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
+def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
     """Print what each device computes, sends, receives, stores and draws in a step. A device without work may be busy with
     messages and the loss function."""
     columns = ("work", "busy", "sends", "receives", "memory", "of", "idle - busy", "joules")
@@ -109,10 +134,8 @@ def show_devices(console: Console, row: PlanPrediction, request: PlanRequest) ->
     console.print(table)
 
 
-def show_spare(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
+def _show_spare(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
     """Print the cost of the snapshots that `convoy train` keeps for a device that is lost."""
-    if len(request.names) == 1:
-        return
     chosen, each = spare_price(row, request), spare_price(row, request, 1)
     often = "each step" if chosen.every == 1 else f"every {chosen.every} steps"
     sent = f"{in_bytes(chosen.sent_bytes)} sent per step" if chosen.sent_bytes else "nothing sent"
@@ -125,7 +148,7 @@ def show_spare(console: Console, row: PlanPrediction, request: PlanRequest) -> N
         console.print(f"! The snapshots do not fit: {'; '.join(chosen.overfull)}. Give --spare none.", soft_wrap=True)
 
 
-def show_plan(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
+def _show_plan(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
     """Print the plan layer by layer, with the cost of layers that are not split."""
     graph, rows = request.graph, []
     steps = lower(row.plan, graph)
@@ -139,85 +162,41 @@ def show_plan(console: Console, row: PlanPrediction, request: PlanRequest) -> No
     Screen(visible=True, console=console).plan(row.plan, rows, work_shares(steps, graph))
 
 
-def show_passes(console: Console, row: PlanPrediction, request: PlanRequest, other: PlanPrediction | None) -> None:
-    """Print how many micro-batches a step has, and whether `other`, a step of several, would be much shorter."""
-    if request.micro_batches > 1:
-        console.print(
-            f"A step of {request.batch * request.micro_batches} samples is "
-            f"{micro_batch_words(request.graph, request.micro_batches)}. The tables are per "
-            f"micro-batch of {request.batch} samples, on average; a step of plan {row.plan.name} takes "
-            f"{seconds(request.micro_batches * row.step_s)}.",
-            soft_wrap=True,
-        )
-    if other is not None:
-        count = request.batch // other.plan.batch
-        words = micro_batch_words(request.graph, count, count * other.step_s)
-        console.print(f"Memory makes this slow. A step could be made in {words}.", soft_wrap=True)
-
-
 # --- the parts of a step --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """Seconds of one device. Each second counts once, for the first part that applies.
-
-    Attributes:
-        handling_s: copying, adding or starting messages, fetching a batch.
-        wire_s: idle, while a message that it sends or receives is on the wire.
-        latency_s: idle, while such a message has left but not begun to arrive.
-        others_s: idle, waiting for other devices.
-    """
-
-    device: int
-    layers_s: float
-    optimizer_s: float
-    loss_s: float
-    handling_s: float
-    wire_s: float
-    latency_s: float
-    others_s: float
-
-    @property
-    def step_s(self) -> float:
-        return self.layers_s + self.optimizer_s + self.loss_s + self.handling_s + self.waits_s
-
-    @property
-    def waits_s(self) -> float:
-        return self.wire_s + self.latency_s + self.others_s
-
 
 Span = tuple[float, float]
 
 
-def step_parts(timeline: Timeline, network: Network) -> StepParts:
-    """Divide the step of the device that finishes last; if several do, of the one that computes longest."""
+def step_parts(timeline: Timeline, network: Network) -> tuple[int, dict[str, float]]:
+    """Divide the step of the device that finishes last; if several do, of the one that computes longest.
+
+    Returns:
+        the device, and the seconds of each part. A second counts once, for the first part that applies: layers, optimizer,
+        loss, handling (of messages and batches); idle while a message is on the wire, while one has left but not begun to
+        arrive (latency), or otherwise (others).
+    """
     ends_s = [0.0] * len(timeline.compute_s)
     for event in timeline.events:
         ends_s[event.device] = max(ends_s[event.device], event.end_s)
     last = max(range(len(ends_s)), key=lambda d: (ends_s[d], timeline.compute_s[d]))
-    own = [event for event in timeline.events if event.device == last]
     spans: dict[str, list[Span]] = {}
-    for event in own:
+    names = {"forward": "layers", "backward": "layers", "send": "wire", "receive": "wire"}
+    for event in timeline.events:
+        if event.device != last:
+            continue
         if event.activity != "wait":
-            kind = LOSS if event.label == LOSS else kind_of(event.activity, event.label)
-            spans.setdefault(kind, []).append((event.start_s, event.end_s))
-    in_flight = [_latency(event, network) for event in own if event.peer >= 0]
-    found, covered, before_s = [], list[Span](), 0.0
-    for kinds in (("forward", "backward"), ("optimizer",), (LOSS,), ("handling",), ("send", "receive"), ()):
-        covered = _merged(
-            [*covered, *(span for kind in kinds for span in spans.get(kind, ())), *(() if kinds else in_flight)]
-        )
+            kind = "loss" if event.label == LOSS else kind_of(event.activity, event.label)
+            spans.setdefault(names.get(kind, kind), []).append((event.start_s, event.end_s))
+        if event.peer >= 0:
+            source, target = (last, event.peer) if event.activity == "send" else (event.peer, last)
+            left_s = max(0.0, event.start_s - network.latency_s[source][target])
+            spans.setdefault("latency", []).append((left_s, event.start_s))
+    found, covered, before_s = {}, list[Span](), 0.0
+    for kind in ("layers", "optimizer", "loss", "handling", "wire", "latency"):
+        covered = _merged([*covered, *spans.get(kind, ())])
         total_s = sum(end - start for start, end in covered)
-        found.append(total_s - before_s)
-        before_s = total_s
-    found.append(max(0.0, timeline.step_s - before_s))
-    return StepParts(last, *found)
-
-
-def _latency(event: Event, network: Network) -> Span:
-    source, target = (event.device, event.peer) if event.activity == "send" else (event.peer, event.device)
-    return max(0.0, event.start_s - network.latency_s[source][target]), event.start_s
+        found[kind], before_s = total_s - before_s, total_s
+    return last, found | {"others": max(0.0, timeline.step_s - before_s)}
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
@@ -233,23 +212,24 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
 
 def show_step_parts(console: Console, row: PlanPrediction, least: LowerBound, request: PlanRequest) -> None:
     """Print a row for each part of the step, with the same part of the lower bound and the difference."""
-    parts = step_parts(row.timeline, request.costs.network)
+    device, parts = step_parts(row.timeline, request.costs.network)
     step = "Step" if request.micro_batches == 1 else "Last micro-batch of a step"
-    title = f"{step} of plan {row.plan.name} on {request.names[parts.device]}, which finishes last"
+    title = f"{step} of plan {row.plan.name} on {request.names[device]}, which finishes last"
     table = new_table(title, ("part",), ("predicted", "of the step", "lower bound", "difference"))
+    waits_s, whole_s = parts["wire"] + parts["latency"] + parts["others"], sum(parts.values())
     rows: Sequence[tuple[str, float, float | None]] = (
-        ("layers", parts.layers_s, least.layers_s),
-        ("optimizer", parts.optimizer_s, least.updates_s),
-        ("loss function", parts.loss_s, least.loss_s),
-        ("copies, calls, loading data", parts.handling_s, least.apart_s),
-        ("waiting", parts.waits_s, least.step_s - least.compute_s),
-        ("  messages on the wire", parts.wire_s, None),
-        ("  their latency", parts.latency_s, None),
-        ("  other devices", parts.others_s, None),
-        ("all", parts.step_s, least.step_s),
+        ("layers", parts["layers"], least.layers_s),
+        ("optimizer", parts["optimizer"], least.updates_s),
+        ("loss function", parts["loss"], least.loss_s),
+        ("copies, calls, loading data", parts["handling"], least.apart_s),
+        ("waiting", waits_s, least.step_s - least.compute_s),
+        ("  messages on the wire", parts["wire"], None),
+        ("  their latency", parts["latency"], None),
+        ("  other devices", parts["others"], None),
+        ("all", whole_s, least.step_s),
     )
     for name, part_s, bound_s in rows:
         beyond_s = 0.0 if bound_s is None else part_s - bound_s
         bound = ("", "") if bound_s is None else (seconds(bound_s), "-+"[beyond_s >= 0] + seconds(abs(beyond_s)))
-        table.add_row(name, seconds(part_s), percent(part_s / parts.step_s), *bound)
+        table.add_row(name, seconds(part_s), percent(part_s / whole_s), *bound)
     console.print(table)

@@ -1,4 +1,4 @@
-"""What `convoy train` prints: the fleet, the plan, progress, where the time went. Plain lines if there is no terminal."""
+"""Prints the fleet, the plan, progress and usage of `convoy train`. Plain lines if there is no terminal."""
 
 import os
 import time
@@ -7,12 +7,17 @@ from contextlib import contextmanager
 from typing import Literal, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from convoy.plan.explain import LayerRow
+from convoy.model.graph import Graph
+from convoy.plan.compile import compile_all
+from convoy.plan.device_program import program_lines
+from convoy.plan.explain import LayerRow, step_lines
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
+from convoy.plan.steps import micro_batches
 from convoy.report.numbers import in_bytes, seconds
 from convoy.runlog.schema import DeviceLine
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
@@ -38,7 +43,7 @@ def new_table(
 
 
 class Wait:
-    """Tells a waiting user what happens: a spinner on a terminal; elsewhere a line at once, then one every ten seconds.
+    """Shows a waiting user the current task: a spinner on a terminal; elsewhere a line at once, then one every ten seconds.
 
     Call it with the current task.
 
@@ -56,37 +61,32 @@ class Wait:
         first_s: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console, self.now, self.next_s = console, now, first_s
+        self.console, self.now, self.next_s, self.start_s = console, now, first_s, now()
         self.text = text if about_s is None else f"{text}, about {seconds(about_s)}"
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         live = console.is_terminal and not console.quiet
-        self.progress = Progress(*columns, console=console, transient=True) if live else None
-        self.task = TaskID(0)
-        self.start_s, self.is_introduced = 0.0, False
+        self.progress = Progress(*columns, console=console, transient=True, disable=not live)
+        self.task, self.is_live, self.is_introduced = self.progress.add_task(self.text), live, False
 
-    def __call__(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress.update(self.task, description=f"{self.text}: {what}")
-        elif (waited_s := self.now() - self.start_s) >= self.next_s:
+    def __call__(self, task: str) -> None:
+        self.progress.update(self.task, description=f"{self.text}: {task}")
+        if not self.is_live and (waited_s := self.now() - self.start_s) >= self.next_s:
             self.next_s = waited_s + LINE_EVERY_S
-            self._line(f"  {seconds(waited_s)}: {what}" if self.is_introduced else f"{self.text}: {what} ...")
-            self.is_introduced = True
+            self._line(f"  {seconds(waited_s)}: {task}" if self.is_introduced else f"{self.text}: {task} ...")
 
     def __enter__(self) -> Self:
-        self.start_s, self.is_introduced = self.now(), False
-        if self.progress is not None:
-            self.task = self.progress.add_task(self.text)
-            self.progress.start()
-        elif not self.next_s:
-            self.next_s, self.is_introduced = LINE_EVERY_S, True
+        self.start_s = self.now()
+        self.progress.start()
+        if not self.is_live and not self.next_s:
+            self.next_s = LINE_EVERY_S
             self._line(f"{self.text} ...")
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.progress is not None:
-            self.progress.stop()
+        self.progress.stop()
 
     def _line(self, line: str) -> None:
+        self.is_introduced = True
         self.console.print(line, markup=False, soft_wrap=True)
 
 
@@ -144,6 +144,13 @@ class Screen:
         if plan.inexact:
             self.console.print(f"INEXACT: {plan.inexact}.", soft_wrap=True)
 
+    def programs(self, plan: Plan, graph: Graph, accumulate: int) -> None:
+        """Print the step list, of the last micro-batch if there are several, and every device program."""
+        steps = lower(plan, graph, micro_batch=[*micro_batches(accumulate)][-1])
+        self.lines(step_lines(steps))
+        for program in compile_all(steps, graph):
+            self.lines(program_lines(program))
+
     def settings(self, rows: Sequence[tuple[str, str, str]]) -> None:
         """Print name, value and source of each setting."""
         table = new_table("Settings in force", ("setting", "value", "from"), overflow="fold")
@@ -156,9 +163,6 @@ class Screen:
 
     def line(self, line: str) -> None:
         self.lines([line])
-
-    def working(self, text: str, about_s: float | None = None) -> Wait:
-        return Wait(self.console, text, about_s)
 
     @contextmanager
     def progress(self, title: str, epochs: int, samples: int, seen: int = 0, tests: int = 0) -> Iterator["Bar"]:
@@ -213,14 +217,13 @@ class Screen:
         alone: History,
         devices: Sequence[tuple[str, str, float]],
         uses: Sequence[DeviceLine],
-        *,
-        inexact: str = "",
-        precision: str = "float32",
+        reason: str,
     ) -> None:
-        """Compare two trainings, which must agree unless `inexact` says why they do not.
+        """Compare a training on all devices with the same one on one device.
 
         Args:
             devices: kind, host and slowdown of each.
+            reason: why losses differ.
         """
         pairs = (f"{name}\n{who}" for name in ("loss", "accuracy", "samples/s") for who in ("all", "one"))
         table = new_table("The same training on one device (plain PyTorch)", (), ("epoch", *pairs))
@@ -232,43 +235,32 @@ class Screen:
             )  # fmt: skip
         self.console.print(table)
         apart = max(abs(a - b) for a, b in zip(together.losses, alone.losses, strict=True))
-        rounding = f"rounding of {precision}, which grows from step to step; in float64 they agree to 1e-10"
-        why = f"INEXACT: {inexact}" if inexact else rounding
-        self.console.print(
-            f"Loss curves over {len(alone.losses)} steps: at most {apart:.2g} apart ({why}).", soft_wrap=True
+        self.line(f"Loss curves over {len(alone.losses)} steps: at most {apart:.2g} apart ({reason}).")
+        if len(devices) == 1:
+            return
+        times = sum(epoch.train_s for epoch in alone.epochs) / sum(epoch.train_s for epoch in together.epochs)
+        if times <= 1:
+            compute_s, exchange_s = sum(use.compute_s for use in uses), sum(use.exchange_s for use in uses)
+            self.line(
+                "One device alone was faster here. All devices together computed for "
+                f"{compute_s:.1f} s and exchanged and waited for {exchange_s:.1f} s: either a step has too little arithmetic "
+                f"for this network, or the {len(uses)} processes share {os.cpu_count()} cores. convoy measure and convoy plan "
+                "say so before anything runs."
+            )
+            return
+        verdict = f"{len(devices)} devices trained {times:.1f} times as fast as"
+        if len({(kind, host) for kind, host, _ in devices}) > 1 or not devices[0][0].startswith("cpu"):
+            self.line(f"{verdict} one CPU alone.")  # solo speeds of the others are not known
+            return
+        slowdowns = [slowdown for _, _, slowdown in devices]
+        possible = sum(min(slowdowns) / slowdown for slowdown in slowdowns)
+        self.line(
+            f"{verdict} the fastest of them alone: {times / possible:.0%} of the {possible:.1f} that their speeds add up to."
         )
-        if len(devices) > 1:
-            times = sum(epoch.train_s for epoch in alone.epochs) / sum(epoch.train_s for epoch in together.epochs)
-            curve = "" if inexact else f", with the same losses (to {apart:.1g})"
-            verdict = _faster(times, devices) + curve if times > 1 else _slower(uses)
-            self.console.print(f"{verdict}.", soft_wrap=True)
 
 
 def _slowed(slowdown: float) -> str:
     return f"{slowdown:g}x" if slowdown != 1 else "-"
-
-
-def _faster(times: float, devices: Sequence[tuple[str, str, float]]) -> str:
-    said = f"{len(devices)} devices trained {times:.1f} times as fast as"
-    if len({(kind, host) for kind, host, _ in devices}) > 1 or not devices[0][0].startswith("cpu"):
-        return f"{said} one CPU alone"  # what each of them would reach alone is not known
-    slowdowns = [slowdown for _, _, slowdown in devices]
-    possible = sum(min(slowdowns) / slowdown for slowdown in slowdowns)
-    return f"{said} the fastest of them alone: {times / possible:.0%} of the {possible:.1f} that their speeds add up to"
-
-
-def _slower(uses: Sequence[DeviceLine]) -> str:
-    compute_s, exchange_s = sum(use.compute_s for use in uses), sum(use.exchange_s for use in uses)
-    if exchange_s > compute_s:
-        return (
-            "One device alone was faster here: with so little arithmetic per step the devices wait for each other longer than "
-            f"they compute ({exchange_s:.1f} s against {compute_s:.1f} s, all devices together). convoy measure and convoy "
-            "plan say so before anything runs"
-        )
-    return (
-        f"One device alone was faster here: computing took longer than alone, because the {len(uses)} processes share "
-        f"{os.cpu_count()} cores with each other and with other programs on this machine"
-    )
 
 
 class Bar(Observer):

@@ -27,9 +27,6 @@ KINDS = {
 
 LANES: tuple[Activity, ...] = ("compute", "send", "receive")
 
-Trace = dict[str, Any]
-"""A JSON object in the Trace Event Format."""
-
 _COLOURS = dict(zip(KINDS, ("#0072B2", "#56B4E9", "#CC79A7", "#999999", "#E69F00", "#009E73"), strict=True))
 """Okabe and Ito's palette, distinguishable for colour-blind readers."""
 
@@ -54,7 +51,7 @@ JOINED = 1 / 1500
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class DrawnEvent:
     """One event, or several of a kind in a row."""
 
     kind: str
@@ -66,33 +63,30 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A device in the picture of a step; `boxes` are x, y, width, kind and text of each interval."""
+    """A device in the picture of a step; `boxes` are x, y, width, kind and text of each event."""
 
     name: str
     words: str
     boxes: Sequence[tuple[float, float, float, str, str]]
 
 
-def intervals(events: Iterable[LogEvent], device: int, activity: str, step_s: float) -> list[Interval]:
-    """Return what is drawn of a device, ordered by time. Intervals of messages may overlap."""
-    result: list[Interval] = []
+def drawn_events(events: Iterable[LogEvent], device: int, activity: str, step_s: float) -> list[DrawnEvent]:
+    """Return what is drawn of a device, ordered by time. Messages may overlap."""
+    result: list[DrawnEvent] = []
+    near_s = JOINED * step_s
     own = sorted((e for e in events if e[0] == device and e[1] == activity), key=lambda e: (e[3], e[4]))
     for _, _, label, start_s, end_s, peer, size in own:
         way = "to" if activity == "send" else "from"
         text = label if peer < 0 else f"{label}, {in_bytes(size)} {way} device {peer}"
-        new = Interval(kind_of(activity, label), start_s, end_s, text)
+        kind = kind_of(activity, label)
         last = result[-1] if result else None
-        if last is not None and _are_one(last, new, JOINED * step_s):
+        is_near = last is not None and last.kind == kind and start_s - last.end_s < near_s
+        if last is not None and is_near and min(last.end_s - last.start_s, end_s - start_s) < 2 * near_s:
             text = f"{last.label.partition(' … ')[0]} … {text}"
-            result[-1] = Interval(last.kind, last.start_s, max(last.end_s, end_s), text, last.times + 1)
+            result[-1] = DrawnEvent(kind, last.start_s, max(last.end_s, end_s), text, last.times + 1)
         else:
-            result.append(new)
+            result.append(DrawnEvent(kind, start_s, end_s, text))
     return result
-
-
-def _are_one(last: Interval, new: Interval, near_s: float) -> bool:
-    thinner_s = min(last.end_s - last.start_s, new.end_s - new.start_s)
-    return last.kind == new.kind and new.start_s - last.end_s < near_s and thinner_s < 2 * near_s
 
 
 def tracks(prediction: PredictionLine) -> list[Track]:
@@ -102,7 +96,7 @@ def tracks(prediction: PredictionLine) -> list[Track]:
     for device, name in enumerate(prediction.names):
         boxes = []
         for row, lane in enumerate(LANES):
-            for each in intervals(prediction.events, device, lane, step.s):
+            for each in drawn_events(prediction.events, device, lane, step.s):
                 several = f" ({each.times} in a row)" if each.times > 1 else ""
                 text = f"{each.label}{several}: {seconds(each.start_s)} to {seconds(each.end_s)}"
                 x, width = each.start_s / step.s * WIDTH, (each.end_s - each.start_s) / step.s * WIDTH
@@ -121,38 +115,46 @@ def time_axis(step_s: float) -> tuple[str, list[tuple[float, str]]]:
 # --- Chrome trace -----------------------------------------------------------------------------------------------------------
 
 
-def to_chrome_trace(timeline: Timeline, names: Sequence[str] | None = None) -> Trace:
-    """Return the trace of a step, in microseconds.
+def to_chrome_trace(timeline: Timeline, names: Sequence[str]) -> dict[str, Any]:
+    """Return the trace of a step, in microseconds, as JSON in the Trace Event Format.
 
     Each device has a row for computing, one for sending and one for receiving. Messages that overlap get rows of their
     own ("send 2"), because a trace viewer shows only nested events in a row.
 
     Args:
-        names: of the devices in order; default "device 0", "device 1", ...
-
-    Raises:
-        InputError: `names` does not have one name per device.
+        names: of the devices in order.
     """
-    titles = _titles(timeline, names)
     events: list[dict[str, Any]] = []
 
     def add(kind: str, device: int, row: int, **args: Any) -> None:
         events.append({"ph": "M", "name": kind, "pid": device, "tid": row, "args": args})
 
-    for device, title in enumerate(titles):
-        add("process_name", device, 0, name=title)
+    for device, name in enumerate(names):
+        add("process_name", device, 0, name=name)
         add("process_sort_index", device, 0, sort_index=device)
-        row = 0
+        first = 0
         for activity in LANES:
-            for number, lane in enumerate(_lanes(_events_of(timeline, device, activity)), start=1):
-                add("thread_name", device, row, name=activity if number == 1 else f"{activity} {number}")
-                add("thread_sort_index", device, row, sort_index=row)
-                events += [_trace_event(event, titles, row) for event in lane]
-                row += 1
+            ends_s: list[float] = []  # of the last event in each row
+            for event in _events_of(timeline, device, activity):
+                lane = next((i for i, end_s in enumerate(ends_s) if end_s <= event.start_s), len(ends_s))
+                ends_s[lane : lane + 1] = [event.end_s]
+                duration_s = event.end_s - event.start_s
+                args: dict[str, Any] = {"step": event.step}
+                if event.peer >= 0:
+                    rate = event.size_bytes / duration_s
+                    args |= {"peer": names[event.peer], "bytes": event.size_bytes, "bytes_per_s": rate}
+                events.append({
+                    "ph": "X", "name": event.label, "cat": event.activity, "pid": device, "tid": first + lane,
+                    "ts": event.start_s * 1e6, "dur": duration_s * 1e6, "args": args,
+                })  # fmt: skip
+            for lane in range(max(1, len(ends_s))):
+                add("thread_name", device, first + lane, name=f"{activity} {lane + 1}" if lane else activity)
+                add("thread_sort_index", device, first + lane, sort_index=first + lane)
+            first += max(1, len(ends_s))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_chrome_trace(timeline: Timeline, path: Path, names: Sequence[str] | None = None) -> Path:
+def write_chrome_trace(timeline: Timeline, path: Path, names: Sequence[str]) -> Path:
     """Write the trace as JSON. Raises InputError if the file cannot be written."""
     try:
         path.write_text(json.dumps(to_chrome_trace(timeline, names)), encoding="utf-8")
@@ -161,70 +163,39 @@ def write_chrome_trace(timeline: Timeline, path: Path, names: Sequence[str] | No
     return path
 
 
-def _titles(timeline: Timeline, names: Sequence[str] | None) -> Sequence[str]:
-    count = len(timeline.compute_s)
-    if names is not None and len(names) != count:
-        raise InputError(f"{len(names)} names for a timeline of {count} devices: give one name per device")
-    return names if names is not None else [f"device {device}" for device in range(count)]
-
-
 def _events_of(timeline: Timeline, device: int, activity: Activity) -> list[Event]:
     found = [e for e in timeline.events if e.device == device and e.activity == activity and e.end_s > e.start_s]
     return sorted(found, key=lambda e: (e.start_s, e.end_s, e.peer))
 
 
-def _lanes(events: Sequence[Event]) -> list[list[Event]]:
-    """Put each event into the first row that is free; return one row at least."""
-    lanes: list[list[Event]] = [[]]
-    for event in events:
-        free = next((lane for lane in lanes if not lane or lane[-1].end_s <= event.start_s), None)
-        if free is None:
-            lanes.append([event])
-        else:
-            free.append(event)
-    return lanes
-
-
-def _trace_event(event: Event, titles: Sequence[str], row: int) -> dict[str, Any]:
-    duration_s = event.end_s - event.start_s
-    args: dict[str, Any] = {"step": event.step}
-    if event.peer >= 0:
-        args |= {"peer": titles[event.peer], "bytes": event.size_bytes, "bytes_per_s": event.size_bytes / duration_s}
-    return {
-        "ph": "X", "name": event.label, "cat": event.activity, "pid": event.device, "tid": row,
-        "ts": event.start_s * 1e6, "dur": duration_s * 1e6, "args": args,
-    }  # fmt: skip
-
-
 # --- figure -----------------------------------------------------------------------------------------------------------------
 
 
-def draw(timeline: Timeline, path: Path, names: Sequence[str] | None = None, title: str = "") -> Path:
+def draw(timeline: Timeline, path: Path, names: Sequence[str], title: str) -> Path:
     """Draw the step as a figure: time to the right, three rows per device.
 
     Raises:
         InputError: matplotlib is missing, or the file cannot be written.
     """
-    titles = _titles(timeline, names)
     unit, size = unit_of(timeline.step_s)
-    figure = new_figure(9.0, 1.2 + 0.62 * len(titles))
+    figure = new_figure(9.0, 1.2 + 0.62 * len(names))
     axes = figure.add_subplot()
-    for device in range(len(titles)):
+    for device in range(len(names)):
         for place, activity in enumerate(LANES):
             events = _events_of(timeline, device, activity)
             spans = [(event.start_s / size, (event.end_s - event.start_s) / size) for event in events]
             colours = [_COLOURS[kind_of(event.activity, event.label)] for event in events]
             axes.broken_barh(spans, (device + 0.08 + 0.28 * place, 0.26), facecolors=colours, linewidth=0)
-    busy = [seconds / timeline.step_s if timeline.step_s else 0.0 for seconds in timeline.compute_s]
-    axes.set_yticks([d + 0.5 for d in range(len(titles))])
-    axes.set_yticklabels([f"{name}\ncomputes {part:.0%}" for name, part in zip(titles, busy, strict=True)])
-    axes.set_ylim(len(titles), 0)
+    busy = [seconds / (timeline.step_s or 1.0) for seconds in timeline.compute_s]
+    axes.set_yticks([d + 0.5 for d in range(len(names))])
+    axes.set_yticklabels([f"{name}\ncomputes {part:.0%}" for name, part in zip(names, busy, strict=True)])
+    axes.set_ylim(len(names), 0)
     axes.set_xlim(0, timeline.step_s / size or 1)
     axes.set_xlabel(f"time ({unit})")
     axes.grid(axis="x", alpha=0.3)
-    axes.set_title(title or f"one training step: {timeline.step_s / size:.3g} {unit}")
+    axes.set_title(title)
     patches = [axes.barh(0, 0, color=colour, label=KINDS[kind]) for kind, colour in _COLOURS.items()]
-    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.5 / (0.6 + 0.62 * len(titles))), ncols=6)
+    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.5 / (0.6 + 0.62 * len(names))), ncols=6)
     return save(figure, path)
 
 

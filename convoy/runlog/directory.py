@@ -8,24 +8,17 @@ import datetime
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from convoy.checkpoint.run_folder import run_folder
-from convoy.config.run_file import RunSettings, to_toml
+from convoy.config.run_file import to_toml
 from convoy.config.settings import NO_LOG, Settings
 from convoy.errors import InputError
 from convoy.files import unwritable, write_whole
-from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
-from convoy.plan.presets import Speeds
-from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.prediction import predict_plan
-from convoy.planner.request import PlanRequest
 from convoy.runlog.reader import LOG_NAME
-from convoy.runlog.writer import RunLog
 from convoy.simulate.table import Measurement
 
 
@@ -40,6 +33,13 @@ class RunDirectory:
     def run(self) -> Path:
         """The argument for `convoy report`."""
         return self.folder or self.log
+
+
+def paths_of(directory: RunDirectory | None) -> list[str | None] | None:
+    """Return log and folder as JSON. Every device knows them, because each may have to continue the log."""
+    if directory is None:
+        return None
+    return [str(directory.log), None if directory.folder is None else str(directory.folder)]
 
 
 def check_directory(settings: Settings) -> None:
@@ -89,56 +89,14 @@ def new_folder(net: str) -> Path:
     raise AssertionError("unreachable")
 
 
-@dataclass(frozen=True, slots=True)
-class RunHeader:
-    """What is known of a run before its first step.
-
-    Attributes:
-        devices: kind, host and slowdown of each.
-        measured: the times that the planner used; None if it did not measure.
-        images, steps: per epoch.
-        done: steps done before, if the run is resumed.
-    """
-
-    run: RunSettings
-    devices: Sequence[tuple[str, str, float]]
-    speeds: Speeds
-    plan: Plan
-    graph: Graph
-    measured: Measurement | None
-    images: int
-    steps: int
-    done: int = 0
-
-    def open_log(self, directory: RunDirectory, tell: Callable[[str], None], stack: ExitStack) -> RunLog:
-        """Open the log and write its first lines; if the run has a folder, also run.toml, plan.json and fleet.toml.
-
-        Raises:
-            InputError: a file cannot be written.
-        """
-        log = stack.enter_context(RunLog(directory.log, self.done, tell))
-        self.write_run(log)
-        log.fleet(self.devices, self.speeds)
-        log.plan(self.plan, self.graph)
-        self.predict(self.plan, log)
-        if directory.folder is not None:
-            write_whole(directory.folder / "run.toml", to_toml(self.run.settings))
-            write_whole(directory.folder / "plan.json", self.plan.to_json())
-            if self.measured is not None:
-                write_whole(directory.folder / "fleet.toml", self.measured.to_toml())
-        return log
-
-    def write_run(self, log: RunLog) -> None:
-        settings = self.run.settings
-        options = settings.model_dump(mode="json") | {"rebalance": settings.rebalances}
-        log.run(options, sources=dict(self.run.sources), images=self.images, epoch_steps=self.steps)
-
-    def predict(self, plan: Plan, log: RunLog, shares_only: bool = False) -> None:
-        """Log the prediction for a plan if the devices were measured; `shares_only` as in `PredictionLine`."""
-        if self.measured is not None:
-            settings = self.run.settings
-            request = PlanRequest(
-                self.graph, plan.batch, FleetKnowledge(measured=self.measured),
-                optimizer=settings.optimizer_state, wire=plan.wire, micro_batches=settings.passes,
-            )  # fmt: skip
-            log.prediction(predict_plan(plan, request), request, shares_only)
+def write_files(directory: RunDirectory | None, settings: Settings, plan: Plan, measured: Measurement | None) -> None:
+    """Write settings, plan and measurement into the run's folder, and to --save-run and --save-plan. InputError."""
+    folder = None if directory is None else directory.folder
+    for path in (settings.save_run, folder and folder / "run.toml"):
+        if path is not None:
+            write_whole(path, to_toml(settings))
+    for path in (settings.save_plan, folder and folder / "plan.json"):
+        if path is not None:
+            write_whole(path, plan.to_json())
+    if folder is not None and measured is not None:
+        write_whole(folder / "fleet.toml", measured.to_toml())

@@ -1,6 +1,6 @@
 """Loggers for TensorBoard, Weights & Biases, MLflow, and anything else that takes named numbers.
 
-`Logger` is an observer that hands the numbers of a training to a `Sink` on a thread of its own. A sink that is slow or
+`Logger` is an observer that hands the numbers of a training to a `MetricSink` on a thread of its own. A sink that is slow or
 broken neither delays nor ends the training: it is reported once.
 """
 
@@ -24,15 +24,12 @@ MAX_ROWS = 10_000
 CLOSE_S = 10.0
 """How long the end of a training waits for a sink."""
 
-EXPERIMENT = "convoy"
-"""Experiment in MLflow unless MLFLOW_EXPERIMENT_NAME names one."""
-
 MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000
 """Entries that MLflow takes in one call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricRow:
     """Named numbers of one step; `time_s` since 1970."""
 
     step: int
@@ -40,10 +37,10 @@ class Row:
     numbers: Mapping[str, float]
 
 
-class Sink(Protocol):
+class MetricSink(Protocol):
     """Where numbers go. Created, used and closed on one thread; may block and raise anything."""
 
-    def write(self, rows: Sequence[Row]) -> None: ...
+    def write(self, rows: Sequence[MetricRow]) -> None: ...
 
     def close(self, *, failed: bool) -> None: ...
 
@@ -57,21 +54,19 @@ class Logger(Observer):
         tell: called with a line of text when numbers are lost, once.
     """
 
-    def __init__(self, name: str, make: Callable[[], Sink], tell: Callable[[str], None] = warnings.warn) -> None:
+    def __init__(self, name: str, make: Callable[[], MetricSink], tell: Callable[[str], None] = warnings.warn) -> None:
         self.name, self.make, self.tell = name, make, tell
-        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self._reported = threading.Lock()
-        self._run_failed = False
+        self._rows: queue.SimpleQueue[MetricRow | None] = queue.SimpleQueue()
+        self._is_reported = self._has_failed = False
         self._last_s: float | None = None
         self._thread = threading.Thread(target=self._serve, name=f"convoy {name}", daemon=True)
         self._thread.start()
 
     def on_step(self, result: StepResult) -> None:
-        now_s = result.ended_s
         numbers = {"loss": result.loss, "learning rate": result.lr}
         if self._last_s is not None:
-            numbers["samples per s"] = result.samples / max(now_s - self._last_s, 1e-9)
-        self._last_s = now_s
+            numbers["samples per s"] = result.samples / max(result.ended_s - self._last_s, 1e-9)
+        self._last_s = result.ended_s
         self.write(result.step, numbers)
 
     def on_evaluation(self, result: Evaluation) -> None:
@@ -93,13 +88,13 @@ class Logger(Observer):
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Queue any other numbers of a step. Returns at once."""
         if self._rows.qsize() < MAX_ROWS:
-            self._rows.put(Row(step, time.time(), numbers))
+            self._rows.put(MetricRow(step, time.time(), numbers))
         else:
             self._report(f"{self.name} is slower than the training: some of its numbers are left out")
 
     def close(self, *, failed: bool = False) -> None:
         """Wait at most `CLOSE_S` until the sink has taken all rows and is closed; `failed`: the training failed."""
-        self._run_failed = failed
+        self._has_failed = failed
         self._rows.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -113,20 +108,21 @@ class Logger(Observer):
 
     def _serve(self) -> None:
         try:
-            sink, row = self.make(), self._rows.get()
-            while row is not None:
-                rows = [row]
-                while len(rows) < MAX_ROWS and not self._rows.empty() and (row := self._rows.get()) is not None:
-                    rows.append(row)
-                sink.write(rows)
-                row = self._rows.get() if row is not None else None
-            sink.close(failed=self._run_failed)
+            sink, is_open = self.make(), True
+            while is_open:
+                rows = [self._rows.get()]
+                while len(rows) < MAX_ROWS and not self._rows.empty():
+                    rows.append(self._rows.get())
+                is_open = None not in rows
+                sink.write([row for row in rows if row is not None])
+            sink.close(failed=self._has_failed)
         except Exception as error:  # no error of another project's package may end the training
             lines = str(error).strip().splitlines() or [type(error).__name__]
             self._report(f"{self.name} takes no numbers ({lines[0]}): training continues without it")
 
     def _report(self, message: str) -> None:
-        if self._reported.acquire(blocking=False):
+        if not self._is_reported:
+            self._is_reported = True
             self.tell(f"WARNING: {message}")
 
 
@@ -146,7 +142,7 @@ class _TensorBoard:
 
         self.writer = SummaryWriter(folder, purge_step=step or None)
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
             for name, number in row.numbers.items():
                 self.writer.add_scalar(name, number, row.step, row.time_s)
@@ -165,9 +161,8 @@ def to_wandb(
     """Return a logger to a run of Weights & Biases, which reads its own variables: WANDB_MODE=offline, WANDB_ENTITY, ...
 
     Args:
-        name: of the run; None: W&B chooses.
+        name, folder: of the run, and for its files; None: W&B chooses.
         settings: configuration of the run.
-        folder: for the files of W&B; None: W&B chooses.
     """
     return Logger("W&B", partial(_Wandb, project, name, dict(settings or {}), folder), tell)
 
@@ -176,10 +171,9 @@ class _Wandb:
     def __init__(self, project: str, name: str | None, settings: dict[str, Any], folder: Path | None) -> None:
         import wandb
 
-        place = None if folder is None else str(folder)
-        self.run = wandb.init(project=project, name=name, config=settings, dir=place)
+        self.run = wandb.init(project=project, name=name, config=settings, dir=folder and str(folder))
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
             self.run.log(dict(row.numbers), step=row.step)
 
@@ -209,7 +203,7 @@ class _MLflow:
         from mlflow.entities import Metric, Param
 
         self.client, self.metric = MlflowClient(tracking_uri=uri), Metric
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "convoy")
         found = self.client.get_experiment_by_name(experiment)
         place = self.client.create_experiment(experiment) if found is None else found.experiment_id
         self.run_id = self.client.create_run(place, run_name=name).info.run_id
@@ -217,7 +211,7 @@ class _MLflow:
         for start in range(0, len(params), MLFLOW_PARAMS):
             self.client.log_batch(self.run_id, params=params[start : start + MLFLOW_PARAMS])
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[MetricRow]) -> None:
         metrics = [
             self.metric(key, number, int(row.time_s * 1000), row.step)
             for row in rows

@@ -63,13 +63,9 @@ class StepTimer(Observer):
     def on_epoch(self, result: EpochResult) -> None:  # noqa: ARG002
         self.last_s = None
 
-    def beside(self, pass_s: float, within: Within, passes: int = 1) -> str:
-        """Compare the prediction with the measurement, as text.
-
-        Args:
-            pass_s: predicted seconds of a micro-batch, of which nine of ten take `within`.
-        """
-        low_s, step_s, high_s = (passes * s for s in (within.low, pass_s, within.high))
+    def compared_with(self, micro_batch_s: float, within: Within, micro_batches: int = 1) -> str:
+        """Return a line that compares the measured step with the prediction for a micro-batch."""
+        low_s, step_s, high_s = (micro_batches * s for s in (within.low, micro_batch_s, within.high))
         predicted = f"Predicted: {step_s:.3g} s a step (nine of ten: {low_s:.3g} - {high_s:.3g} s)"
         if self.step_s is None:
             return f"{predicted}; too few steps of {self.batch} samples to compare."
@@ -86,7 +82,7 @@ class Utilization(Observer):
     Seconds count from the end of one step to the end of the next, without evaluation and the first step after it.
     """
 
-    def __init__(self, group: Group, clock: Clock, log: RunLog | None) -> None:
+    def __init__(self, group: Group, clock: Clock, log: RunLog | None = None) -> None:
         self.group, self.clock, self.log = group, clock, log
         self.restart()
 
@@ -171,7 +167,7 @@ class Meters(Observer):
             self.energy.joules(), self.energy.key, self.energy.source, self.group.rejected,
         ]  # fmt: skip
         rows = gather(self.group, f"meters at step {self.step}", own)
-        times_s, cores, host, memory, accelerator, sent_by, joules, keys, sources, strangers = zip(*rows, strict=True)
+        times_s, cores, host, memory, accelerator, sent_by, joules, keys, sources, rejected = zip(*rows, strict=True)
         step_s = times_s[0] / (self.step - self.reported)
         self.reported, self.due = self.step, self.step + max(1, math.ceil(SYSTEM_EVERY_S / step_s))
         samples, self.samples = self.samples, 0
@@ -184,6 +180,6 @@ class Meters(Observer):
                 received_bytes_per_s=tuple(map(sum, zip(*rates, strict=True))),
                 power_w=tuple(j if j is None else j / s for (j, _), s in zip(used, times_s, strict=True)),
                 joules=tuple(j for j, _ in used), joules_by=tuple(by for _, by in used),
-                samples=samples, strangers=strangers, ids=tuple(self.group.ids),
+                samples=samples, rejected=rejected, ids=tuple(self.group.ids),
             )
         )  # fmt: skip

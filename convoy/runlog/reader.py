@@ -2,10 +2,8 @@
 
 import bisect
 import codecs
-import errno
 import os
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -23,9 +21,6 @@ LOG_NAME = "log.jsonl"
 MIN_STEP_S = 1e-9
 """A shorter step means that the clock was set or the log was edited."""
 
-MAX_LOG_BYTES = 1 << 30
-"""A step takes about 100 bytes."""
-
 MIN_STEPS = 5
 """Steps that the current shares need before their median is reported."""
 
@@ -42,7 +37,7 @@ class InForce:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """A run as its log tells it. Parts of a resumed run are one run: of a repeated step the last line counts.
 
     Attributes:
@@ -89,11 +84,8 @@ class Record:
         """Median seconds of a full step, with the current shares if enough steps had them."""
         batch = max((row.samples for row in self.steps), default=0)
         start = self.plans[-1].step if self.plans else 0
-        timed = [
-            (row.step, s)
-            for row, s in zip(self.steps, self.seconds, strict=True)
-            if s is not None and row.samples == batch
-        ]
+        rows = zip(self.steps, self.seconds, strict=True)
+        timed = [(row.step, s) for row, s in rows if s is not None and row.samples == batch]
         late = [s for step, s in timed if step >= start]
         chosen = late if len(late) >= MIN_STEPS else [s for _, s in timed]
         return statistics.median(chosen) if chosen else None
@@ -202,7 +194,7 @@ def newest_run(runs: Path) -> Path:
     return max(logs, key=lambda path: path.stat().st_mtime_ns).parent
 
 
-def read_log(path: Path) -> Record:
+def read_log(path: Path) -> RunRecord:
     """Read a log, whose last line may be incomplete.
 
     Raises:
@@ -210,9 +202,7 @@ def read_log(path: Path) -> Record:
     """
     try:
         with open_regular(path) as file:
-            content = file.read(MAX_LOG_BYTES + 1)
-        if len(content) > MAX_LOG_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {MAX_LOG_BYTES:,} bytes")
+            content = file.read()
         # Incremental: a killed run may have written half a character.
         *rows, rest = codecs.getincrementaldecoder("utf-8")().decode(content).split("\n")
     except UnicodeDecodeError as error:
@@ -220,16 +210,7 @@ def read_log(path: Path) -> Record:
         raise InputError(f"cannot read the log {shown(path)}: {why}; {_REMEDY}") from None
     except OSError as error:
         raise InputError(f"cannot read the log {shown(path)}: {error.strerror or error}; {_REMEDY}") from None
-    lines = list(_lines(path, rows))
-    if not lines or not isinstance(lines[0], schema.RunLine):
-        raise _not_a_log(path, 'its first line is not {"what": "run", ...}' if lines else "it is empty")
-    record = _record(path, lines, bool(rest))
-    if len(set(map(len, _per_device(record)))) > 1:
-        raise _not_a_log(path, "its lines have different numbers of devices")
-    return record
-
-
-def _lines(path: Path, rows: list[str]) -> Iterator[schema.Line]:
+    lines = []
     for number, row in enumerate(rows, 1):
         try:
             raw = parse_json(row)
@@ -239,17 +220,20 @@ def _lines(path: Path, rows: list[str]) -> Iterator[schema.Line]:
             raise _not_a_log(path, f'line {number} has no "what"')
         if isinstance(raw["what"], str) and raw["what"] in schema.KINDS:
             try:
-                yield schema.LINE.validate_python(raw)
+                lines.append(schema.LINE.validate_python(raw))
             except ValidationError as error:
                 fault = error.errors()[0]
                 raise _not_a_log(path, f"line {number}: {fault['loc'][-1]}: {fault['msg'].lower()}") from None
+    if not lines or not isinstance(lines[0], schema.RunLine):
+        raise _not_a_log(path, 'its first line is not {"what": "run", ...}' if lines else "it is empty")
+    return _record(path, lines, bool(rest))
 
 
 def _not_a_log(path: Path, why: str) -> InputError:
     return InputError(f"{path} is not the log of a training: {why}; {_REMEDY}")
 
 
-def _record(path: Path, lines: list[schema.Line], is_cut: bool) -> Record:
+def _record(path: Path, lines: list[schema.Line], is_cut: bool) -> RunRecord:
     latest: dict[type[schema.Line], Any] = {}
     steps: dict[int, tuple[schema.StepLine, float | None, float]] = {}
     tests: dict[int, schema.EvaluationLine] = {}
@@ -299,29 +283,10 @@ def _record(path: Path, lines: list[schema.Line], is_cut: bool) -> Record:
             case schema.ReshardLine():
                 plans.append(InForce(line.step + 1, line))
     done = [steps[number] for number in sorted(steps)]
-    return Record(
+    return RunRecord(
         path, latest[schema.RunLine], latest.get(schema.FleetLine), latest.get(schema.PlanLine), prediction,
         tuple(line for line, _, _ in done), tuple(s for _, s, _ in done), tuple(time_s for _, _, time_s in done),
         tuple(tests.values()), tuple(epochs[n] for n in sorted(epochs)),
         tuple(utilization[n] for n in sorted(utilization)), tuple(system[n] for n in sorted(system)), tuple(plans),
         latest.get(schema.EndLine), is_cut, latest[schema.MembersLine].devices if schema.MembersLine in latest else (),
     )  # fmt: skip
-
-
-def _per_device(record: Record) -> Iterator[tuple[Any, ...]]:
-    """Yield all tuples of the record with a value per device."""
-    for line in record.utilization:
-        yield from (line.wall_s, line.compute_s, line.exchange_s)
-    for each in record.system:
-        values = [*each.per_device.values(), *([each.ids] if each.ids else [])]
-        # Lines of an earlier fleet must agree within themselves only.
-        if each.ids in ((), record.ids) or len(set(map(len, values))) > 1:
-            yield from values
-    for plan in record.plans:
-        yield from (layer.parts for layer in plan.line.layers)
-        yield from [plan.line.work] if plan.line.work else []
-    if record.fleet is not None:
-        yield record.fleet.devices
-    for predicted in (record.prediction, *(plan.prediction for plan in record.plans)):
-        if predicted is not None:
-            yield from (predicted.names, predicted.one_pass.compute_s, predicted.one_pass.exchange_s)

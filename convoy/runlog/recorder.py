@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from convoy.comm.collectives import from_first, gather
 from convoy.errors import InputError, shown
-from convoy.plan.presets import Speeds
 from convoy.runlog.directory import new_folder
 from convoy.runlog.observers import Meters, StepTimer, Utilization
 from convoy.runlog.reader import LOG_NAME
@@ -25,15 +24,8 @@ from convoy.train.rebalance import Decision, Reshard
 from convoy.train.record import LateLosses, Unread, UnreadNumber, lateness
 
 
-def record(
-    model: Distributed,
-    optimizer: Optimizer,
-    *,
-    observers: Sequence[Observer] = (),
-    settings: Mapping[str, Any] | None = None,
-    folder: Path | None = None,
-) -> "Recorder":
-    """Log a training, for `convoy report` and for observers. Every device calls it.
+class Recorder:
+    """The log of a training, for `convoy report` and for observers, as a context. Every device creates one.
 
     ::
 
@@ -51,18 +43,12 @@ def record(
         settings: shown on the page of the run; `net` and `data` appear in its title.
         folder: where device 0 writes; None: a new folder in `runs`, or in the folder that CONVOY_RUNS names.
 
+    Attributes:
+        folder: of the run, on device 0's host.
+
     Raises:
         InputError: on every device, if the folder cannot be created or another run writes there.
         DeviceLostError: a device did not take part.
-    """
-    return Recorder(model, optimizer, observers, settings or {}, folder)
-
-
-class Recorder:
-    """The log of a training, as a context that ends with the training.
-
-    Attributes:
-        folder: of the run, on device 0's host.
     """
 
     _log: RunLog | None = None
@@ -71,11 +57,12 @@ class Recorder:
         self,
         model: Distributed,
         optimizer: Optimizer,
-        observers: Sequence[Observer],
-        settings: Mapping[str, Any],
-        folder: Path | None,
+        *,
+        observers: Sequence[Observer] = (),
+        settings: Mapping[str, Any] | None = None,
+        folder: Path | None = None,
     ) -> None:
-        group = model.group
+        group, settings = model.group, settings or {}
         self.optimizer, self.batch = optimizer, model.plan.batch
         self.steps = self.epochs = 0
         self._unread = LateLosses(lateness(group.torch_device))
@@ -88,15 +75,13 @@ class Recorder:
             self.folder = Path(from_first(group, "folder of the record", lambda: self._open_log(folder, net, stack)))
             if self._log is not None:
                 options = {"net": net, "plan": model.plan.name, "batch": self.batch, **settings}
-                self._log.run({
-                    name: value if value is None or isinstance(value, bool | int | float | str) else str(value)
-                    for name, value in options.items()
-                })  # fmt: skip
+                plain = bool | int | float | str | None
+                self._log.run({name: v if isinstance(v, plain) else str(v) for name, v in options.items()})
                 devices = [
                     (f"{device} ({threads} thread{'s' * (threads > 1)})", host, slowdown)
                     for device, host, threads, slowdown in rows
                 ]
-                self._log.fleet(devices, Speeds((1.0,) * len(rows), measured=False))
+                self._log.fleet(devices, [None] * len(rows), range(len(rows)))
                 self._log.plan(model.plan, model.traced[True].graph)
             self._timer = StepTimer(self.batch)
             self._observers = Observers(
@@ -110,9 +95,8 @@ class Recorder:
             place = new_folder(net) if folder is None else folder
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            why = error.strerror or str(error)
             raise InputError(
-                f"cannot make the folder {shown(folder or net)} for the log: {why}; name another"
+                f"cannot make the folder {shown(folder or net)} for the log: {error.strerror}; name another"
             ) from None
         self._log = stack.enter_context(RunLog(place / LOG_NAME))
         return str(place)
@@ -175,3 +159,6 @@ class Recorder:
         if self._log is not None and kind is None:
             self._log.write(EndLine(step_s=self._timer.step_s))
         self._stack.close()
+
+
+record = Recorder

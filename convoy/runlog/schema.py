@@ -4,28 +4,21 @@ A log is a file of JSON objects, one per line. A resumed run appends another "ru
 Readers skip kinds and fields they do not know. docs/reference/files.md lists the fields.
 """
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
-MAX_NUMBER = 1e150
-"""Largest number that is drawn: squares and differences of larger ones overflow."""
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER else value
-
-
-Number = Annotated[float | None, BeforeValidator(_finite), AfterValidator(_finite)]
+Number = Annotated[float | None, BeforeValidator(lambda v: v if not isinstance(v, float) or math.isfinite(v) else None)]
 """None if unknown or not finite, such as the loss of a diverged training: JSON has no NaN."""
 
-Seconds = Annotated[float, Field(ge=-1e12, le=1e12)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Rate = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+Seconds = float
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True, allow_inf_nan=False)
 
 
 class RunLine(_Model):
@@ -116,15 +109,15 @@ class PlanLine(_Model):
     work: tuple[Rate, ...]
 
 
-class PassEntry(_Model):
+class MicroBatchEntry(_Model):
     """Predicted seconds of one micro-batch, and each device's part of them."""
 
-    s: Annotated[float, Field(gt=1e-12, le=1e12)]
+    s: Annotated[float, Field(gt=0)]
     compute_s: tuple[Seconds, ...]
     exchange_s: tuple[Seconds, ...]
 
 
-Event = tuple[Count, str, str, Seconds, Seconds, Annotated[int, Field(ge=-1, le=2**53)], Count]
+Event = tuple[Count, str, str, Seconds, Seconds, int, Count]
 """Device, activity, label, start and end in seconds, peer (-1: none), bytes; see `convoy.simulate.events.Event`."""
 
 
@@ -143,9 +136,9 @@ class PredictionLine(_Model):
     limit_samples_per_s: Rate
     bound: str
     names: tuple[str, ...]
-    one_pass: PassEntry = Field(alias="pass")
+    one_pass: MicroBatchEntry = Field(alias="pass")
     events: tuple[Event, ...]
-    spread: Annotated[float, Field(ge=1, le=1e12)] = 1.0
+    spread: Annotated[float, Field(ge=1)] = 1.0
     shares_only: bool = False
     joules_per_image: Number = None
 
@@ -197,7 +190,7 @@ class SystemLine(_Model):
 
     Attributes:
         power_w, joules: measured, evaluation included; None if `joules_by` says that nothing measures them.
-        strangers: connections without the job's key that the device has rejected so far.
+        rejected: connections without the job's key that the device has rejected so far; "strangers" in old logs.
     """
 
     what: Literal["system"] = "system"
@@ -213,13 +206,13 @@ class SystemLine(_Model):
     joules: tuple[Number, ...] = ()
     joules_by: tuple[str, ...] = ()
     samples: Count = 0
-    strangers: tuple[Count, ...] = ()
+    rejected: tuple[Count, ...] = Field((), validation_alias=AliasChoices("rejected", "strangers"))
     ids: tuple[Count, ...] = ()
 
     @property
     def per_device(self) -> dict[str, tuple[float | None, ...]]:
         """Values of the devices by field name, without empty fields."""
-        found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "strangers", "ids"})
+        found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "rejected", "ids"})
         return {name: values for name, values in found.items() if values}
 
     @property

@@ -26,11 +26,12 @@ from convoy.model.graph import Graph
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import Speeds
 from convoy.plan.steps import Move, StepList, traffic
-from convoy.planner.prediction import PlanPrediction
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.runlog import schema
+from convoy.simulate.table import Measurement
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from convoy.train.rebalance import Reshard
 
@@ -39,19 +40,16 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_PENDING_BYTES = 4 << 20
 """Lines that wait in memory while the disk is full."""
 
-WRITE_BYTES = 64 << 10
-
 
 class RunLog(Observer):
     """A JSONL file with one line per event; it observes the training.
 
-    While the disk is full, lines wait in memory; the log counts those it must drop. A disk that is gone ends the log, not
-    the training. Both are reported once.
+    While the disk is full, lines wait in memory. A disk that is gone, or full for too long, ends the log, not the training.
 
     Args:
         path: the file, in a folder that exists. An older file is replaced, unless the run is resumed.
         step: steps that the run has done before.
-        tell: called with a line of text when the log ends early.
+        tell: called with a line of text when lines cannot be written.
         from_lost: the process that wrote this log is lost, and may be suspended with the file open: a copy replaces the
             file. Missing folders are created.
 
@@ -67,52 +65,41 @@ class RunLog(Observer):
         *,
         from_lost: bool = False,
     ) -> None:
-        self.path, self.done, self.tell, self.ended = path, step, tell, False
+        self.path, self.done, self.tell = path, step, tell
         self.graph: Graph | None = None
         self._start_s = time.perf_counter()
-        self._pending = bytearray()
-        self._is_full, self._dropped = False, 0
+        self._pending, self._is_full, self._ended = bytearray(), False, False
         try:
             if from_lost:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if path.is_file():
-                    _replace_by_copy(path)
+                    copy = path.with_name(f".{path.name}.{os.getpid()}")
+                    shutil.copyfile(path, copy)
+                    copy.replace(path)
             self._file = _open(path, resumed=step > 0)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
             raise InputError(f"cannot write the log {path}: {why}; give a path in a folder that exists") from None
 
     def write(self, line: schema.Line) -> None:
-        if self.ended:
-            return
-        row = line.model_dump_json(by_alias=True).encode("utf-8", "backslashreplace") + b"\n"
-        if self._pending and len(self._pending) + len(row) > MAX_PENDING_BYTES:
-            self._dropped += 1
-        else:
-            self._pending += row
-        self._flush()
+        if not self._ended:
+            self._pending += line.model_dump_json(by_alias=True).encode("utf-8", "backslashreplace") + b"\n"
+            self._flush()
 
     def _flush(self) -> None:
         try:
             while self._pending:
                 # A line may be written in part: its rest is then the first of what is pending.
-                del self._pending[: os.write(self._file, bytes(self._pending[:WRITE_BYTES]))]
+                del self._pending[: os.write(self._file, self._pending)]
+            self._is_full = False
         except OSError as error:
-            why = error.strerror or str(error)
-            if error.errno not in DISK_FULL:
-                self.ended = True
-                self.tell(f"WARNING: cannot write the log {self.path} any more ({why}): training continues without it")
+            why = f"WARNING: cannot write the log {self.path} ({error.strerror})"
+            if error.errno not in DISK_FULL or len(self._pending) > MAX_PENDING_BYTES:
+                self._ended = True
+                self.tell(f"{why}: training continues, and the log lacks its last lines")
             elif not self._is_full:
                 self._is_full = True
-                self.tell(
-                    f"WARNING: cannot write the log {self.path} ({why}): free some space; training continues, and up to "
-                    f"{MAX_PENDING_BYTES:,} bytes of lines wait in memory"
-                )
-            return
-        if self._is_full:
-            missing = f"{self._dropped} lines are missing" if self._dropped else "no line is missing"
-            self.tell(f"the log {self.path} continues: {missing}")
-            self._is_full, self._dropped = False, 0
+                self.tell(f"{why}: free some space; training continues, and lines wait in memory")
 
     def run(self, options: Mapping[str, Any], **more: Any) -> None:
         """Write the first line: settings, versions, date and first step; `more` are other fields of `RunLine`."""
@@ -125,34 +112,43 @@ class RunLog(Observer):
         )  # fmt: skip
 
     def fleet(
-        self, devices: Sequence[tuple[str, str, float]], speeds: Speeds, ids: Sequence[int] | None = None
+        self, devices: Sequence[tuple[str, str, float]], solo: Sequence[float | None], ids: Sequence[int]
     ) -> None:
-        """Write the devices (kind, host, slowdown), their speeds if these were measured, and their ids (None: 0, 1, ...)."""
+        """Write the devices (kind, host, slowdown), their solo throughputs if these were measured, and their ids."""
         entries = [
-            schema.DeviceEntry(
-                name=name, host=host, slowdown=slowdown, samples_per_s=speed if speeds.measured else None
-            )
-            for (name, host, slowdown), speed in zip(devices, speeds.devices, strict=True)
+            schema.DeviceEntry(name=name, host=host, slowdown=slowdown, samples_per_s=samples_per_s)
+            for (name, host, slowdown), samples_per_s in zip(devices, solo, strict=True)
         ]
-        self.write(schema.FleetLine(devices=tuple(entries), ids=tuple(range(len(devices)) if ids is None else ids)))
+        self.write(schema.FleetLine(devices=tuple(entries), ids=tuple(ids)))
 
     def plan(self, plan: Plan, graph: Graph) -> None:
         self.graph = graph
         self.write(plan_line(plan, graph))
 
-    def prediction(self, predicted: PlanPrediction, request: PlanRequest, shares_only: bool = False) -> None:
-        """Write what a plan is predicted to reach."""
+    def predict(
+        self, plan: Plan, measured: Measurement, optimizer: str, micro_batches: int, shares_only: bool = False
+    ) -> None:
+        """Write what a plan is predicted to reach on the measured devices; :meth:`plan` comes first."""
+        assert self.graph is not None
+        request = PlanRequest(
+            self.graph, plan.batch, FleetKnowledge(measured=measured), optimizer=optimizer, wire=plan.wire,
+            micro_batches=micro_batches,
+        )  # fmt: skip
+        predicted = predict_plan(plan, request)
         timeline = predicted.timeline
         events = [
             (e.device, e.activity, e.label, e.start_s, e.end_s, e.peer, e.size_bytes)
             for e in timeline.events
             if e.activity != "wait" and e.end_s > e.start_s
         ]
+        one_pass = schema.MicroBatchEntry(
+            s=timeline.step_s, compute_s=timeline.compute_s, exchange_s=timeline.exchange_s
+        )
         self.write(
             schema.PredictionLine(
                 step_s=predicted.step_s * request.micro_batches, samples_per_s=predicted.samples_per_s,
                 limit_samples_per_s=sum(request.speeds.devices), bound=predicted.bound, names=request.names,
-                one_pass=schema.PassEntry(s=timeline.step_s, compute_s=timeline.compute_s, exchange_s=timeline.exchange_s),
+                one_pass=one_pass,
                 events=tuple(events), spread=min(predicted.spread, 1e12), shares_only=shares_only,
                 joules_per_image=None if predicted.energy is None else predicted.energy.image_j,
             )
@@ -185,22 +181,11 @@ class RunLog(Observer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.ended:
+        if not self._ended:
             self._flush()
-            if missing := self._pending.count(b"\n") + self._dropped:
+            if missing := self._pending.count(b"\n"):
                 self.tell(f"WARNING: the log {self.path} lacks its last {missing} lines: the disk is full")
         os.close(self._file)
-
-
-def _replace_by_copy(path: Path) -> None:
-    """Put a copy in the place of a file, so that a process which has it open cannot write into what others read."""
-    copy = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        shutil.copyfile(path, copy)
-        copy.replace(path)
-    except BaseException:
-        copy.unlink(missing_ok=True)
-        raise
 
 
 def _open(path: Path, *, resumed: bool) -> int:
@@ -218,21 +203,12 @@ def _open(path: Path, *, resumed: bool) -> int:
             except OSError:
                 pass  # a file system without locks
             # A killed run may have left half a line: the next one must not be joined to it.
-            os.ftruncate(handle, _complete_lines_bytes(handle) if resumed else 0)
+            content = path.read_bytes() if resumed else b""
+            os.ftruncate(handle, content.rfind(b"\n") + 1)
         return handle
     except BaseException:
         os.close(handle)
         raise
-
-
-def _complete_lines_bytes(handle: int) -> int:
-    stop = os.fstat(handle).st_size
-    while stop:
-        start = max(0, stop - 65_536)
-        if (place := os.pread(handle, stop - start, start).rfind(b"\n")) >= 0:
-            return start + place + 1
-        stop = start
-    return 0
 
 
 def plan_line(plan: Plan, graph: Graph) -> schema.PlanLine:

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from convoy.api import Plans, distribute, make_plan, make_plans
-from convoy.cli.plan import run_plan
-from convoy.cli.question import PlanQuestion
+from convoy.cli import planning
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.layout.layout import local_shape
@@ -32,7 +31,7 @@ from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
 BATCH = 12
-QUESTION = PlanQuestion("two-conv:4:6", (1, 8, 8), 10, 32)
+QUESTION: dict[str, Any] = {"net": "two-conv:4:6", "image": "1,8,8", "batch": 32}
 SHAPE = (3, 8, 8)
 
 
@@ -234,10 +233,10 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     timer.on_step_end(5, 8)
     timer.on_step_end(5, 8)
     assert timer.step_s == 1.5
-    told = timer.beside(0.9, around(0.9, 1.5), passes=2)
+    told = timer.compared_with(0.9, around(0.9, 1.5), 2)
     assert "measured: 1.5 s, the median of 4 steps, inside the interval; the prediction is +20.0% off" in told
     assert "nine of ten: 1.2 - 2.7 s" in told
-    assert "outside the interval" in timer.beside(1.8, around(1.8, 1.1))
+    assert "outside the interval" in timer.compared_with(1.8, around(1.8, 1.1))
 
 
 def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps(
@@ -259,7 +258,7 @@ def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps
     assert timer.step_s == 3.0, "four steps tell too little"
     steps(1.0)
     assert timer.step_s == 1.0
-    assert "the median of 5 steps" in timer.beside(1.0, around(1.0, 1.1))
+    assert "the median of 5 steps" in timer.compared_with(1.0, around(1.0, 1.1))
 
 
 def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first(
@@ -337,7 +336,7 @@ def test_the_forecast_marks_what_does_not_fit(
     tables = tuple(replace(table, process_bytes=0) for table in tiny.device)
     file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
     file.write_text(replace(tiny, fleet=replace(tiny.fleet, devices=devices), device=tables).to_toml())
-    run_plan(QUESTION, file, plan)
+    planning.plan(fleet=file, output=plan, **QUESTION)
     said = capsys.readouterr().out
     assert f"! data does not fit: {first.name} needs" in said
     assert "! auto" not in said
@@ -346,9 +345,9 @@ def test_the_forecast_marks_what_does_not_fit(
     saved = Plan.load(plan)
     graph = trace(build_net("two-conv:4:6", (1, 8, 8), 10), torch.zeros(1, 1, 8, 8)).graph
     assert memory_of(saved, graph)[0].total_bytes <= 20_000
-    run_plan(QUESTION, file, least_energy_s=1e3)
+    planning.plan(fleet=file, least_energy=1e3, **QUESTION)
     with pytest.raises(PlanError, match="the fastest takes"):
-        run_plan(QUESTION, file, least_energy_s=1e-9)
+        planning.plan(fleet=file, least_energy=1e-9, **QUESTION)
 
 
 def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> None:
@@ -362,8 +361,8 @@ def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> Non
     assert all(line.startswith("planning ") for line in done.stderr.splitlines()), done.stderr
     assert Plan.load(plan).wire == "inexact-bf16"
     with pytest.raises(InputError, match="unknown wire format 'fp8'"):
-        run_plan(replace(QUESTION, wire="fp8"), file)
-    run_plan(replace(QUESTION, outputs="where-computed"), file, plan)
+        planning.plan(fleet=file, wire="fp8", **QUESTION)
+    planning.plan(fleet=file, output=plan, outputs="where-computed", **QUESTION)
     assert Plan.load(plan).outputs == "where-computed"
 
 

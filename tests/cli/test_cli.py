@@ -186,7 +186,7 @@ def test_bad_input_to_the_real_command(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (
         2,
         "",
-        "error: --batch 0: give a whole number of 1 or more\n",
+        "error: --batch 0: input should be greater than or equal to 1\n",
     )
     assert time.monotonic() - begin_s < 60
 

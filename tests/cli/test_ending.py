@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.ending import leave, of_job, stop, who_leaves
+from convoy.cli.training import leave, leaving, of_job, stop
 from convoy.errors import ConvoyError, InputError
 from convoy.machine import roster
 from convoy.machine.roster import JobProcess
@@ -28,7 +28,7 @@ def row(
 def test_the_devices_of_this_machine_leave_or_those_that_are_named(
     here: tuple[int, ...], devices: tuple[int, ...], leaves: list[int]
 ) -> None:
-    assert [each.device for each in who_leaves([row(d) for d in here], devices)] == leaves
+    assert [each.device for each in leaving([row(d) for d in here], devices)] == leaves
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_devices_of_this_machine_leave_or_those_that_are_named(
 )
 def test_who_cannot_leave_is_told_why(here: list[JobProcess], devices: tuple[int, ...], says: str) -> None:
     with pytest.raises(InputError, match=re.escape(says)):
-        who_leaves(here, devices)
+        leaving(here, devices)
 
 
 def test_a_job_is_named_where_there_are_several() -> None:
@@ -118,7 +118,7 @@ def test_a_device_that_has_not_begun_cannot_leave_and_is_ended_at_once(folder: P
     with device(folder, "starting") as process:
         try:
             with pytest.raises(InputError, match="cannot leave"):
-                leave(None, (), 1.0)
+                leave(wait=1.0)
             assert process.poll() is None
             stop(None, 20.0)
             assert process.stdout is not None
@@ -134,10 +134,10 @@ def test_who_is_still_there_is_told_with_a_remedy(folder: Path) -> None:
     with device(folder, "deaf") as process:
         try:
             with pytest.raises(ConvoyError, match=f"did not end within 0.2 s.* kill -9 {process.pid}"):
-                leave(None, (), 0.2)
+                leave(wait=0.2)
             assert process.stdout is not None
             assert process.stdout.readline() == "leaves\n"
-            leave(None, (), 20.0)  # the second time ends it
+            leave(wait=20.0)  # the second time ends it
         finally:
             process.kill()
 

@@ -1,10 +1,9 @@
-"""Thousands of damaged files and odd options: each is used, or refused in one bounded message. No traceback, no hang.
+"""Thousands of damaged files: each is used, or refused in one bounded message. No traceback, no hang.
 
 The slow tests have the thousands, the fast ones a sample of the same.
 """
 
 import contextlib
-import io
 import json
 import shutil
 import tomllib
@@ -18,20 +17,14 @@ import pytest
 import safetensors.torch
 import tomlkit
 import torch
-from rich.console import Console
 from torch import nn
 
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
 from convoy.checkpoint.run_folder import Manifest
-from convoy.cli.fleet_tree import tree_of
-from convoy.cli.predict import run_predict
-from convoy.cli.question import PlanQuestion
-from convoy.cli.simulate import run_step
+from convoy.cli import fleet_commands, planning, simulating
 from convoy.config.checks import check
 from convoy.config.run_file import resolve_settings, to_toml
-from convoy.errors import InputError
 from convoy.fleet import Fleet, read_fleet
-from convoy.launch.survey import fleet_of, host_of, read_answer
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
@@ -39,10 +32,8 @@ from convoy.planner.prediction import predict_plan
 from convoy.report.page import write_report
 from convoy.simulate.table import Measurement
 from tests.support.good_files import (
-    ANSWER,
     CLASSES,
     FLEET,
-    IMAGE,
     NET,
     graph,
     make_log,
@@ -96,15 +87,15 @@ def mutated_toml(content: bytes, random: Random) -> bytes:
 
 
 def use_fleet(path: Path) -> None:
-    run_step(path.parent / "out", PlanQuestion(NET, IMAGE, 10, 16), path, "data", draw=False)
+    simulating.simulate(path.parent / "out", NET, path, "data", 16, "1,8,8", figures=False)
 
 
 def use_classes(path: Path) -> None:
     """As `convoy fleet show` and `convoy predict`; and what is written of it is read again."""
+    fleet_commands.show(path)
     fleet = read_fleet(path)
-    Console(file=io.StringIO()).print(tree_of(fleet))
     assert Fleet.from_toml(fleet.to_toml()) == fleet
-    run_predict(PlanQuestion(NET, IMAGE, 10, 16), fleet=path)
+    planning.predict(NET, fleet=path, batch=16, image="1,8,8", classes=10)
 
 
 def use_measurement(path: Path) -> None:
@@ -294,15 +285,3 @@ def test_a_sample_of_damaged_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_thousands_of_damaged_checkpoints(tmp_path: Path) -> None:
     assert fuzz_checkpoints(tmp_path, range(1000, 4000)) > 1500
-
-
-def test_what_a_host_says_of_itself_may_be_anything() -> None:
-    """Its login shell prints what it likes beside the answers."""
-    for seed in range(1000):
-        answer = read_answer(mutated_bytes(ANSWER.encode(), Random(f"answer {seed}")).decode("utf-8", "replace"))
-        if answer is not None:
-            try:
-                fleet, _ = fleet_of([host_of("ann@attic")], [answer])
-            except InputError:
-                continue
-            assert Fleet.from_toml(fleet.to_toml()) == fleet

@@ -1,17 +1,19 @@
 """A joining device: the settings that it takes from the job, and the addresses where it can ask."""
 
+import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from convoy.cli.admission import JoiningDevices
-from convoy.cli.newcomer import run_of
+from convoy.cli.admitting import TrainAdmission, join_addresses
+from convoy.cli.joining import run_of
 from convoy.comm.environment import LISTENER
 from convoy.comm.processes import JoinedGroup
+from convoy.config.option_types import read_address
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.elastic.regroup import home_at, member_address
 from convoy.errors import InputError
@@ -19,7 +21,6 @@ from convoy.measure.replanner import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.request import PlanRequest
-from convoy.runlog.directory import RunHeader
 
 GIVEN: dict[str, Any] = {
     "data": "digits", "net": "two-conv:4:8", "devices": "cpu,cpu", "slowdown": (1.0, 2.0), "speeds": (2.0, 1.0),
@@ -27,19 +28,11 @@ GIVEN: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass
-class Here:
-    """A device, as far as it tells newcomers, or hears of the training."""
-
-    header: RunHeader
-
-
-def joining(run: RunSettings, count: int) -> tuple[JoiningDevices, Here]:
-    speeds = Speeds((1.0,) * count, measured=False)
-    header: Any = RunHeader(run, [("cpu", "desk", 1.0)] * count, speeds, None, None, None, 64, 4)  # type: ignore[arg-type]
-    known = FleetKnowledge(ids=tuple(range(count)), speeds=speeds)
-    here, replan = Here(header), Replanner(PlanRequest(None, 1, known, "data"))  # type: ignore[arg-type]
-    return JoiningDevices(None, "", replan, here), here  # type: ignore[arg-type]
+def admission(run: RunSettings, count: int) -> TrainAdmission:
+    known = FleetKnowledge(ids=tuple(range(count)), speeds=Speeds((1.0,) * count, measured=False))
+    reporter: Any = SimpleNamespace(run=run, devices=dict.fromkeys(range(count), ("cpu", "desk", 1.0)), speeds={})
+    model: Any = None
+    return TrainAdmission(model, "", Replanner(PlanRequest(model, 1, known, "data")), reporter)
 
 
 def test_who_goes_on_with_the_log_later_logs_the_settings_of_the_run() -> None:
@@ -48,11 +41,10 @@ def test_who_goes_on_with_the_log_later_logs_the_settings_of_the_run() -> None:
     offer = {"run": to_toml(run.settings)}
     own = run_of(offer, {"devices": "cpu"})
     assert own.settings != run.settings
-    first, _ = joining(run, 2)
-    newcomer, here = joining(own, 1)
-    newcomer.learn(first.knowledge())
-    assert here.header.run == run
-    assert len(here.header.devices) == 2
+    joining = admission(own, 1)
+    joining.learn(json.loads(json.dumps(admission(run, 2).knowledge())))
+    assert joining.reporter.run == run
+    assert joining.reporter.devices == {0: ("cpu", "desk", 1.0), 1: ("cpu", "desk", 1.0)}
 
 
 def test_a_job_cannot_make_a_joining_device_call_any_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +70,13 @@ def test_a_folder_for_checkpoints_that_nobody_writes_is_refused(tmp_path: Path) 
         run_of({"run": to_toml(run)}, {"checkpoint": tmp_path})
     saved = run.model_copy(update={"checkpoint": Path("run")})
     assert run_of({"run": to_toml(saved)}, {"checkpoint": tmp_path}).settings.checkpoint == tmp_path
+
+
+def test_an_address_of_each_host_is_shown() -> None:
+    doors = [("10.0.0.1", 7000), ("10.0.0.1", 9), ("10.0.0.2", 7000), ("fe80::1", 7)]
+    shown = join_addresses(doors)
+    assert shown == "10.0.0.1:7000,10.0.0.2:7000,[fe80::1]:7"
+    assert [read_address(each) for each in shown.split(",")] == [doors[0], doors[2], doors[3]]
 
 
 def group(device: int, address: str) -> JoinedGroup:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from convoy.cli.show import decision_reporter, show_new_plan
-from convoy.plan.explain import differences
+from convoy.cli.reporter import Reporter
 from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
 from convoy.runlog.schema import DeviceLine
@@ -20,7 +19,7 @@ from convoy.train.observer import EpochResult, Evaluation, StepResult
 from convoy.train.rebalance import Balancer, Keep, Reshard, observe
 from convoy.train.record import History
 from tests.support.commands import convoy_in_process
-from tests.support.one_device import UNEVEN, by_name, graph_of
+from tests.support.one_device import by_name, graph_of
 
 
 def screen() -> tuple[Screen, io.StringIO]:
@@ -105,26 +104,15 @@ def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
     group = SimpleNamespace(ids=(0, 1, 2, 3))
     part: Any = SimpleNamespace(plan=second, group=group, traced={True: SimpleNamespace(graph=graph)})
     shown, file = screen()
-    tell = decision_reporter(
-        shown, StepTimer(8), lambda: None, lambda *_: None, lambda: show_new_plan(part, first, shown)
-    )
-    tell(7, Reshard(second, (), "autotune: plan 1 0.2 s; now plan 2"))
+    reporter: Any = SimpleNamespace(screen=shown, part=part, plans=[first], log=None, timer=StepTimer(8))
+    Reporter.on_decision(reporter, 7, Reshard(second, (), "autotune: plan 1 0.2 s; now plan 2"))
     assert "Plan" not in file.getvalue()
     chosen = Keep("autotune: plan 1 0.2 s, plan 2 0.1 s a step; plan 2 goes on")
     assert is_end(chosen)
-    tell(9, chosen)
+    Reporter.on_decision(reporter, 9, chosen)
     table = {row[0]: row[3:7] for row in cells(file.getvalue())}
     state, decision = Balancer.start(second, graph), Keep("nothing yet")  # type: tuple[Balancer, Decision]
     while not isinstance(decision, Reshard):
         state, decision = observe(state, {"conv1": [0.9, 0.1, 0.1, 0.1]})
     begins = re.findall(r"\d+(?:/\d+){3}", decision.reason)[0]
     assert begins == "/".join(table["conv1"]).replace("-", "0")
-
-
-def test_plans_that_are_tried_are_told_apart() -> None:
-    graph = graph_of("two-conv")
-    told = differences(by_name("data", "two-conv"), by_name("model", "two-conv", speeds=UNEVEN), graph)
-    assert re.match(r"conv1 by filter, [\d/-]+; ", told)
-    assert (
-        differences(by_name("data", "two-conv"), by_name("data", "two-conv"), graph) == "the same shares, other moves"
-    )

@@ -1,14 +1,13 @@
 """`convoy predict`, and `convoy plan` of a fleet that is only described."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from convoy import cli
-from convoy.cli.predict import run_predict
-from convoy.cli.question import PlanQuestion
+from convoy.cli import planning
 from convoy.errors import InputError
 
 FLEET = """
@@ -89,13 +88,9 @@ def test_plan_answers_for_a_described_fleet(
         ({}, "say on what: --on"),
         ({"on": "rtx3060", "fleet": Path("f.toml")}, "say on what"),
         ({"on": "rtx3061"}, "did you mean rtx3060"),
-        ({"on": "rtx3060", "batch": 0}, "--batch 0"),
         ({"on": "rtx3060", "outputs": "here"}, "unknown place of outputs 'here'"),
     ],
 )
-def test_what_cannot_be_answered(given: dict[str, object], message: str) -> None:
-    own = {name: given[name] for name in ("batch", "outputs", "optimizer") if name in given}
-    question = replace(PlanQuestion("two-conv:4:6", (3, 32, 32), 10, 8), **own)  # type: ignore[arg-type]
-    others = {name: value for name, value in given.items() if name not in own}
+def test_what_cannot_be_answered(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        run_predict(question, **others)  # type: ignore[arg-type]
+        planning.predict("two-conv:4:6", image="3,32,32", **given)

@@ -2,15 +2,13 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from convoy import cli
-from convoy.cli.question import PlanQuestion
-from convoy.cli.simulate import run_step
+from convoy.cli import simulating
 from convoy.errors import InputError
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
@@ -31,28 +29,20 @@ def fleet_file(tmp_path: Path) -> Path:
     return path
 
 
-def question(batch: int) -> PlanQuestion:
-    return PlanQuestion(NET, (3, 32, 32), 10, batch)
-
-
 def trace_of(tmp_path: Path, fleet_file: Path, plan: str) -> list[dict[str, Any]]:
-    said: list[str] = []
-    (path,) = run_step(tmp_path / "out", question(12), fleet_file, plan, draw=False, say=said.append)
-    assert path.name == "step.json"
-    assert said[-1] == f"wrote {path}"
-    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    simulating.simulate(tmp_path, NET, fleet_file, plan, batch=12, figures=False)
+    events: list[dict[str, Any]] = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     return events
 
 
 @pytest.mark.parametrize("plan", ["auto", "data"])
 def test_outputs_that_stay_join_their_losses(tmp_path: Path, fleet_file: Path, plan: str) -> None:
     for outputs, expected in (("everywhere", False), ("where-computed", True)):
-        asked = PlanQuestion("two-conv:4:6", (3, 32, 32), 10, 6000, outputs=outputs)
-        run_step(tmp_path, asked, fleet_file, plan, draw=False)
+        simulating.simulate(tmp_path, NET, fleet_file, plan, batch=6000, outputs=outputs, figures=False)
         names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
         assert any("loss of the global batch" in name for name in names) == expected
     with pytest.raises(InputError, match="unknown place of outputs 'here'"):
-        run_step(tmp_path, replace(question(12), outputs="here"), fleet_file, plan, draw=False)
+        simulating.simulate(tmp_path, NET, fleet_file, plan, outputs="here")
 
 
 @pytest.mark.parametrize("plan", ["auto", "hybrid", "model"])
@@ -107,17 +97,10 @@ def test_a_plan_file_and_a_picture(tmp_path: Path, fleet_file: Path, monkeypatch
     assert (out / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("plan", "batch", "words"),
-    [
-        ("automatic", 12, "a plan file"),
-        ("data", 0, "--batch 0: give 1 or more"),
-        ("none.json", 12, "cannot read the plan"),
-    ],
-)
-def test_what_a_step_refuses(tmp_path: Path, fleet_file: Path, plan: str, batch: int, words: str) -> None:
+@pytest.mark.parametrize(("plan", "words"), [("automatic", "a plan file"), ("none.json", "cannot read the plan")])
+def test_what_a_step_refuses(tmp_path: Path, fleet_file: Path, plan: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        run_step(tmp_path / "out", question(batch), fleet_file, plan, draw=False)
+        simulating.simulate(tmp_path / "out", NET, fleet_file, plan)
     assert not (tmp_path / "out").exists()
 
 

@@ -177,7 +177,7 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert options == JobOptions(goes_on=True)
     assert named == {"files": []}
     given: list[Any] = []
-    monkeypatch.setattr("convoy.cli.train.run_device", given.append)
+    monkeypatch.setattr("convoy.cli.train_job.run_device", given.append)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
         monkeypatch.setenv(name, value)
     cli.app(args=list(argv), standalone_mode=False)
@@ -257,7 +257,7 @@ def test_measuring_is_started_with_the_same_words(
 def test_in_a_job_a_fleet_file_starts_nothing(fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command under torchrun is one of its processes."""
     given: list[Any] = []
-    monkeypatch.setattr("convoy.cli.train.run_device", given.append)
+    monkeypatch.setattr("convoy.cli.train_job.run_device", given.append)
     monkeypatch.setattr("convoy.launch.fleet_command.run_on_fleet", lambda *_, **__: pytest.fail("it started a fleet"))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
         monkeypatch.setenv(name, value)

@@ -14,9 +14,10 @@ from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from convoy.cli.measure import MeasureJob, run_measure
+from convoy.cli.measuring import check_measure, measure_device
 from convoy.comm.group import AloneGroup, Group
 from convoy.config.run_file import resolve_settings
+from convoy.config.settings import Settings
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.measure.device_info import DeviceInfo, fit, fleet_of, host_indices
@@ -234,14 +235,14 @@ def test_devices_with_different_fleet_files_are_refused() -> None:
         measure_on_threads([fleet, None])
 
 
-def job_of(output: Path, fleet: Path | None = None, **changes: Any) -> MeasureJob:
+def settings_of(**changes: Any) -> Settings:
     given = {"net": "two-conv:1:1", "devices": "cpu,cpu", "batch": 1, "slowdown": "1,3", "budget_s": 1.0} | changes
-    return MeasureJob(output, resolve_settings(None, given).settings, fleet)
+    return resolve_settings(None, given).settings
 
 
 def measure_command(_device: int, output: str) -> None:
     torch.set_num_threads(1)
-    run_measure(job_of(Path(output)))
+    measure_device(Path(output), settings_of(), None)
 
 
 def test_two_processes_measure_themselves_and_write_a_file(tmp_path: Path) -> None:
@@ -259,7 +260,6 @@ def test_two_processes_measure_themselves_and_write_a_file(tmp_path: Path) -> No
     for costs in measured.device:
         assert 0 < costs.processor_s_per_byte < 1e-6
         assert 0 < costs.update_s_per_entry < 1e-6
-    job_of(output, fleet=output).check_inputs()
 
 
 @pytest.mark.parametrize(
@@ -290,17 +290,19 @@ def test_bad_options_are_refused_before_anything_starts(
         if name in changes and changes[name] != Path():
             changes = changes | {name: tmp_path / changes[name]}
     monkeypatch.delenv("CONVOY_FLEET", raising=False)
+    given = {"output": tmp_path / "fleet.toml", "fleet": None} | changes
+    output, fleet = given.pop("output"), given.pop("fleet")
     with pytest.raises(InputError, match=message):
-        job_of(**{"output": tmp_path / "fleet.toml"} | changes).check_inputs()
+        check_measure(output, settings_of(**given), fleet)
 
 
-def test_an_emulated_host_measures_its_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = Fleet((Host("a"),), (Device("x", "a", "cpu"), Device("y", "a", "cpu")))
-    (tmp_path / "two.toml").write_text(two.to_toml())
-    monkeypatch.setenv("CONVOY_FLEET", str(tmp_path / "two.toml"))
-    assert job_of(tmp_path / "out.toml").read_fleet() == two
-    monkeypatch.delenv("CONVOY_FLEET")
-    assert job_of(tmp_path / "out.toml").read_fleet() is None
+def test_an_emulated_host_measures_the_fleet_that_is_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Fleet((Host("a"),), (Device("x", "a", "cpu"),))
+    (tmp_path / "one.toml").write_text(one.to_toml())
+    check_measure(tmp_path / "out.toml", settings_of(), None)
+    monkeypatch.setenv("CONVOY_FLEET", str(tmp_path / "one.toml"))
+    with pytest.raises(InputError, match="--devices 2, but the fleet file has 1"):
+        check_measure(tmp_path / "out.toml", settings_of(), None)
 
 
 def test_a_loss_is_timed_of_the_outputs_that_the_model_has() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from convoy import cli
 from convoy.errors import InputError
-from convoy.report.compare import LETTERS, comparison_of, write_comparison
+from convoy.report.page import LETTERS, comparison_of, write_comparison
 from convoy.runlog.reader import read_log
 from tests.report.test_report_page import Elements
 from tests.support.run_logs import FLEET, PLAN, RUN, epoch, whole_run, write

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from convoy.report.compare import write_comparison
-from convoy.report.page import write_report
+from convoy.report.page import write_comparison, write_report
 from tests.support.browser import Page, browsing, needs_browser
 from tests.support.run_logs import epoch, layer, whole_run, write
 
@@ -99,7 +98,7 @@ def test_the_numbers_of_the_log_stand_where_they_belong(page: Page) -> None:
     page.tell(UNFOLD)
     header = page.tell("document.querySelector('header').innerText")
     assert "two-conv:32:128 on digits" in header
-    assert "Plan auto on 3 devices, started 21 November 2026, 19:47 UTC. Finished: 40 of 40 steps." in header
+    assert "Plan auto on 3 devices, started 2026-11-21 19:47:17+00:00. Finished: 40 of 40 steps." in header
     expected = {
         "numbers": [
             "Test accuracy 87.5% best 87.5% after step 40",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-import convoy.cli.train  # noqa: F401 - the nursery imports this file, so that the devices forked from it have it
+import convoy.cli.train_job  # noqa: F401 - the nursery imports this file, so that the devices forked from it have it
 from convoy import cli
 from convoy.data import load
 from tests.support.processes import PLACE, ROOT

@@ -1,17 +1,16 @@
-"""A device that joins a running `convoy train`: its settings, and its own speed."""
+"""What a device does to join a running `convoy train`: it takes over its settings, and measures itself."""
 
-import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from convoy.comm.connection import Fields
 from convoy.comm.group import Group
+from convoy.config.option_types import AUTO_DEVICE
 from convoy.config.run_file import RunSettings, resolve_settings
-from convoy.config.settings import Settings
+from convoy.config.settings import FIELDS, Settings, key_of
 from convoy.elastic.entrance import Entrance
 from convoy.errors import InputError
 from convoy.files import parse_toml
@@ -31,11 +30,16 @@ class Invitation:
     """The answer of a running job to a device that asked to join.
 
     Attributes:
-        offer: what `admission.offer_of` made there.
+        offer: made by `convoy.cli.admitting.TrainAdmission` there.
     """
 
     entrance: Entrance
     offer: Fields
+
+
+def device_named(names: tuple[str, ...]) -> str | None:
+    """Return the device that an option names; None: in a job of several, the launcher gives each its own."""
+    return names[0] if len(names) == 1 and names[0] != AUTO_DEVICE else None
 
 
 def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()) -> RunSettings:
@@ -48,12 +52,16 @@ def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()
     Raises:
         InputError: a folder for checkpoints, while the job saves none; a function that is not accepted.
     """
-    if "checkpoint" in own and "checkpoint" not in parse_toml(str(offer["run"]), "the job's settings", ""):
+    table = parse_toml(str(offer["run"]), "the job's settings", "")
+    if "checkpoint" in own and "checkpoint" not in table:
         raise InputError(f"--checkpoint {own['checkpoint']}: the job saves no checkpoints; leave it out")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "run.toml"
-        file.write_text(str(offer["run"]))
-        run = resolve_settings(file, {"compare": False, "explain": False, "page": False, "port": None, **own})
+    values = {name: table[key_of(name)] for name in FIELDS if key_of(name) in table} | {**own}
+    # These describe the first fleet, or are the business of its device 0. A plan is for several devices; this one is alone.
+    for name in ("slowdown", "speeds", "memory", "fleet", "port", "save_plan", "compare", "explain", "page", "resume"):
+        values.pop(name, None)
+    if values["plan"] not in (*PLANS, AUTO):
+        values["plan"] = "data"
+    run = resolve_settings(None, values)
     for option, text in (("--net", run.settings.net), ("--data", run.settings.data)):
         own_code = names_callable(text) and not (option == "--net" and is_packaged(text))
         if own_code and text not in accepted and not lies_here(text):
@@ -61,10 +69,7 @@ def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()
                 f"the job trains with {option} {text}, a function that does not lie in this folder, so it is not called: if "
                 f"you trust the job, join with --accept {text}"
             )
-    # These describe the first fleet, or are the business of its device 0. A plan is for several devices; this one is alone.
-    alone: dict[str, Any] = dict.fromkeys(("slowdown", "speeds", "memory", "fleet", "save_run", "save_plan"))
-    alone |= {"resume": False} | ({} if run.settings.plan in (*PLANS, AUTO) else {"plan": "data"})
-    return RunSettings(run.settings.model_copy(update=alone), run.sources)
+    return run
 
 
 def measured_alone(
@@ -73,7 +78,7 @@ def measured_alone(
     """Measure this device alone, in the way that the job measured its devices."""
     if not offer["timed"]:
         return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,), measured=False))
-    traced, batch = trace(model, example), settings.pass_batch
+    traced, batch = trace(model, example), settings.micro_batch
     with random_state_kept(group.torch_device):
         if not offer["measured"]:
             clock = Clock(group.torch_device, slowdown)
@@ -83,4 +88,5 @@ def measured_alone(
             settings.net, budget_s=settings.budget_s, slowdown=slowdown, precision=settings.precision
         )
         measured = measure_job(group, traced, model, batch, options)
-        return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,)), measured=measured)  # the times of layers tell the speeds
+        # Speeds follow from the layers' times.
+        return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,)), measured=measured)

@@ -1,5 +1,6 @@
 """Starts `convoy train` on one device: as one of a job's first devices, or as one that joins a running job."""
 
+import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -7,19 +8,20 @@ from typing import Any
 
 import torch
 
-from convoy.cli.comparison import compare_with_one_device
-from convoy.cli.inputs import check_resume, device_named
-from convoy.cli.job import Job
-from convoy.cli.newcomer import Invitation, run_of
-from convoy.cli.session import train_job
-from convoy.comm.collectives import from_first
-from convoy.comm.group import AloneGroup, ChangingGroup
+from convoy.checkpoint.checkpoint import check_settings, find_checkpoint
+from convoy.checkpoint.run_folder import holding, run_folder, starting_point
+from convoy.cli.joining import Invitation, device_named, run_of
+from convoy.cli.train_parts import compare_with_one_device
+from convoy.cli.train_session import Job, train_job
+from convoy.comm.collectives import difference, from_first, gather
+from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.processes import join, own_device
 from convoy.config.checks import check, check_outputs
 from convoy.config.run_file import RunSettings
-from convoy.config.settings import Settings
+from convoy.config.settings import Settings, key_of
 from convoy.elastic.entrance import greet
 from convoy.elastic.regroup import home_at
+from convoy.errors import InputError, MismatchError
 from convoy.machine import roster
 from convoy.machine.accelerator import limit_memory, set_modes
 from convoy.machine.process import watch_parent
@@ -36,8 +38,7 @@ def run_device(run: RunSettings) -> None:
         if settings.listen is not None and group.devices == 1:
             group = ChangingGroup(group)
         screen = Screen(visible=group.device == 0)
-        job = Job(run, group, screen, stack)
-        job.check_same_settings()
+        _check_same_settings(settings, group)
         if settings.listens_at is not None:
             home_at(*settings.listens_at, group)  # refuse a wrong address before anything takes long
         if settings.memory is not None:
@@ -47,8 +48,8 @@ def run_device(run: RunSettings) -> None:
             check_directory(settings)
             if settings.explain:
                 screen.settings(run.rows())
-        from_first(group, "checkpoint: to resume", lambda: check_resume(settings))
-        done = train_job(job)
+        from_first(group, "checkpoint: to resume", lambda: _check_resume(settings))
+        done = train_job(Job(run, group, screen, stack))
     if not screen.visible:
         return
     if settings.compare:  # after the group is closed: the other devices need not wait
@@ -60,23 +61,23 @@ def run_device(run: RunSettings) -> None:
             from convoy.report.page import write_report  # imports jinja2, which only a page needs
 
             page = str(write_report(folder))
-        screen.lines([f"A page of this run: {page}"])
+        screen.line(f"A page of this run: {page}")
 
 
-def run_newcomer(
+def run_joining_device(
     addresses: Sequence[tuple[str, int]], device: str | None, own: Mapping[str, Any], accepted: Collection[str] = ()
 ) -> None:
     """Join a running training.
 
     Args:
-        addresses: where its devices answer.
+        addresses: of its devices.
         device: to compute on; None: as in a job of one.
         own: settings that this device has for itself, by name.
-        accepted: see `run_of`.
+        accepted: functions outside of the working folder that the job may name as its net or data.
 
     Raises:
-        InputError, MismatchError: there is no such training, it does not take this device, or was started by another version.
-        DeviceLostError: it has ended, or went on without this device.
+        InputError, MismatchError: there is no such training, it does not admit this device, or another version started it.
+        DeviceLostError: it has ended, or continued without this device.
     """
     watch_parent()
     entrance, offer = greet(addresses)
@@ -94,3 +95,41 @@ def _prepare(settings: Settings) -> None:
     check(settings)
     set_modes(settings.tf32, settings.deterministic)
     torch.manual_seed(settings.seed)
+
+
+def _check_same_settings(settings: Settings, group: Group) -> None:
+    """Compare the settings that decide what is computed. Raise MismatchError for the first that differs."""
+    rows = gather(group, "settings", settings.decisive)
+    for name in rows[0]:
+        if found := difference([row[name] for row in rows]):
+            raise MismatchError(
+                f"the devices were started with different options: --{key_of(name)} is {found}; start every device with the "
+                "same options"
+            )
+
+
+def _check_resume(settings: Settings) -> None:
+    """Refuse a run that cannot be resumed, by its files alone. Called on device 0, where these are.
+
+    Raises:
+        InputError: as `Checkpointer.begin`; or the run is complete.
+    """
+    if settings.checkpoint is None:
+        return
+    folder = run_folder(settings.checkpoint)
+    start = starting_point(settings.checkpoint, settings.resume)
+    if os.path.isdir(folder):
+        try:
+            with holding(folder):
+                pass
+        except OSError as error:
+            raise InputError(
+                f"cannot write into {folder}: {error.strerror}; name a folder that you may write"
+            ) from None
+    if start is None:
+        return
+    path, manifest = find_checkpoint(start)
+    check_settings(path, manifest, settings.lasting)
+    done = manifest.progress.epoch
+    if done >= settings.epochs:
+        raise InputError(f"the run in {folder} is complete: {done} epochs are done; give --epochs above {done}")

@@ -1,21 +1,20 @@
 """`convoy plan --accumulate`: a step of several micro-batches."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from convoy.cli.plan import run_plan
-from convoy.cli.question import PlanQuestion
+from convoy.cli import planning
 from convoy.errors import PlanError
 from convoy.model.nets import graph_of
 from convoy.plan.plan import Plan
 from convoy.simulate.memory import memory_of
-from tests.planner.test_passes import fleet
+from tests.support.described_fleets import fleet
 
 NET, IMAGE, CLASSES, BATCH = "two-conv:4:6", (1, 8, 8), 10, 64
-QUESTION = PlanQuestion(NET, IMAGE, CLASSES, BATCH)
+QUESTION: dict[str, Any] = {"image": "1,8,8", "batch": BATCH}
 ROOM = 60_000
 
 
@@ -31,10 +30,10 @@ def test_the_number_of_micro_batches_that_the_refusal_names_fits(
     tight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(PlanError, match=r"Make a step of (\d+) micro-batches .*, which fits: \S+ s a step") as caught:
-        run_plan(QUESTION, tight)
+        planning.plan(NET, tight, **QUESTION)
     wanted = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
     plan = tmp_path / "plan.json"
-    run_plan(replace(QUESTION, micro_batches=wanted), tight, plan)
+    planning.plan(NET, tight, output=plan, accumulate=wanted, **QUESTION)
     said = " ".join(capsys.readouterr().out.split())
     assert (
         f"A step of {BATCH} samples is {wanted} micro-batches (--accumulate {wanted}; in Python, model.no_sync())"
@@ -49,10 +48,10 @@ def test_the_number_of_micro_batches_that_the_refusal_names_fits(
 def test_a_net_with_batch_norm_is_told_what_passes_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text(fleet((1e9, 250_000), (5e8, 250_000)).to_toml())
-    run_plan(replace(QUESTION, net="resnet:8:4", micro_batches=16), file)
+    planning.plan("resnet:8:4", file, accumulate=16, **QUESTION)
     assert "with other numbers than in one, since batch norm" in " ".join(capsys.readouterr().out.split())
 
 
 def test_micro_batches_that_are_not_equal_are_refused(tight: Path) -> None:
     with pytest.raises(PlanError, match="divides 64"):
-        run_plan(replace(QUESTION, micro_batches=3), tight)
+        planning.plan(NET, tight, accumulate=3, **QUESTION)

@@ -1,0 +1,214 @@
+"""The verbs emulate and doctor, and those of convoy fleet: init, show, setup, key."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.tree import Tree
+
+from convoy.cli.options import PATH, SECONDS, app, in_job
+from convoy.errors import InputError
+from convoy.fleet import Fleet, Nic, read_fleet
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+@app.command("rehearse", hidden=True, context_settings={"allow_interspersed_args": False})  # its name until 0.1
+def emulate(
+    fleet: Annotated[
+        Path, typer.Argument(**PATH, help="Fleet file (TOML): hosts, their NICs, devices with their cores.")
+    ],
+    command: Annotated[
+        list[str], typer.Argument(help="Program and arguments, run once per device; write -- before it.")
+    ],
+    limit_s: Annotated[
+        float, typer.Option("--limit", help="Time after which the command is ended.", **SECONDS)
+    ] = 3600.0,
+    goes_on: Annotated[
+        bool, typer.Option("--goes-on", help="Let the others continue if a device is lost, as convoy train can.")
+    ] = False,
+) -> None:
+    """Run a command on every device of an emulated fleet (Linux, root).
+
+    Each host becomes a network namespace with its NIC's rates (tc tbf). Each device gets its cores as a
+    processor quota (cgroup) and torchrun's environment. Everything is removed afterwards, also after an interrupt.
+
+    Example: convoy emulate benchmarks/fleets/mixed4.toml -- convoy train --plan hybrid
+    """
+    from convoy.emulate.run import emulate as run
+
+    program = command[1:] if command[0] == "--" else command
+    if not program:
+        raise InputError("nothing to run: write a command after --, e.g. convoy emulate fleet.toml -- convoy train")
+    raise typer.Exit(run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet, goes_on=goes_on))
+
+
+@app.command()
+def doctor(
+    fleet: Annotated[
+        Path | None,
+        typer.Option(help="Fleet file: hosts by name, and what their links and devices should do.", **PATH),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write all facts and findings to this file (JSON).", **PATH)
+    ] = None,
+    wait: Annotated[float, typer.Option(help="Time to wait for hosts that have not come.", **SECONDS)] = 30.0,
+    case: Annotated[str | None, typer.Option(hidden=True)] = None,  # of an examination that was started over ssh (JSON)
+) -> None:
+    """Examine this machine, or all machines of a job, before any training.
+
+    It prints each finding with its cure. Started on every host (convoy emulate, torchrun, srun, mpirun), or over ssh with
+    a fleet file whose hosts have addresses, it also tries every pair of hosts: closed ports, slow links, other versions.
+    Exit status: 0 ready to train, 1 there are errors.
+
+    Example: convoy emulate fleet.toml -- convoy doctor
+    """
+    from convoy.doctor.doctor import run_doctor
+
+    in_job()
+    raise typer.Exit(run_doctor(fleet, json_file, wait, case))
+
+
+fleet_app = typer.Typer(no_args_is_help=True, help="Prepare a fleet: write its file, set up its hosts.")
+app.add_typer(fleet_app, name="fleet")
+
+
+@fleet_app.command()
+def init(
+    hosts: Annotated[
+        list[str], typer.Argument(help="Machines as ssh reaches them: name, user@name, name:port; . is this machine.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The fleet file to write.", **PATH)] = Path(
+        "fleet.toml"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a fleet file by asking each host over ssh for its processor, GPUs, memory and NIC.
+
+    Nothing needs to be installed on the hosts, and nothing is changed there. The file has what the catalogue
+    knows of each device; `convoy measure` finds the rest.
+
+    Example: convoy fleet init . user@host2 host3 -o lab.toml
+    """
+    from convoy.files import write_whole
+    from convoy.launch.survey import ask, fleet_of, host_of
+
+    if output.exists() and not force:
+        raise InputError(f"{output} is there already: give another -o, or --force to write over it")
+    named = [host_of(text) for text in hosts]
+    print(f"Asking {len(named)} hosts ...", flush=True)
+    fleet, notes = fleet_of(named, ask(named))
+    write_whole(output, fleet.to_toml())
+    _show(fleet)
+    for note in notes:
+        print(f"Note: {note}.")
+    print(f"Wrote {output}. Next: convoy fleet setup --fleet {output}, if the hosts have no Convoy; then convoy doctor")
+
+
+@fleet_app.command()
+def show(fleet: Annotated[Path, typer.Argument(help="Fleet file.", **PATH)]) -> None:
+    """Draw a fleet file: its hosts, devices and links."""
+    _show(read_fleet(fleet))
+
+
+def _show(fleet: Fleet) -> None:
+    """Print a fleet as a tree: hosts, devices, links."""
+    count = len(fleet.devices)
+    tree = Tree(f"{count} device{'s' * (count > 1)} on {len(fleet.hosts)} host{'s' * (len(fleet.hosts) > 1)}")
+    for host in fleet.hosts:
+        user = "" if host.user is None else f"{host.user}@"
+        port = "" if host.ssh_port is None else f":{host.ssh_port}"
+        address = [] if host.address is None else [f"({user}{host.address}{port})"]
+        nic = host.card or fleet.network
+        branch = tree.add("  ".join([host.name, *address, *([] if nic is None else [_rates(nic)])]))
+        for index in fleet.devices_on(host.name):
+            device = fleet.devices[index]
+            kind = device.kind if device.class_name is None else f"{device.class_name} ({device.kind})"
+            facts = [
+                f"{index}: {device.name}",
+                kind,
+                "" if device.cores is None else f"{device.cores:g} cores",
+                "" if device.memory_bytes is None else f"{device.memory_bytes / 1e9:.3g} GB",
+                "" if device.peak_flop_per_s is None else f"{device.peak_flop_per_s / 1e12:.3g} TFLOP/s at most",
+                "" if device.slowdown == 1 else f"made {device.slowdown:g} times slower",
+            ]
+            branch.add(", ".join(filter(None, facts)))
+    for segment in fleet.segments:
+        tree.add(f"{segment.name}: {', '.join(segment.hosts)}; to all others {_rates(segment.uplink)}")
+    links = tree.add("measured links") if fleet.links else tree
+    for link in fleet.links:
+        speed = f"{_rate(link.bandwidth_bytes_per_s)}, {link.latency_s * 1e3:.3g} ms"
+        links.add(f"{link.source} to {link.target}: {speed}")
+    Console(highlight=False, markup=False).print(tree)
+
+
+def _rates(nic: Nic) -> str:
+    out, into = nic.send_bytes_per_s, nic.receive_bytes_per_s
+    speed = _rate(out) if out == into else f"{_rate(out)} out, {_rate(into)} in"
+    return f"{speed}, {nic.latency_s * 1e3:.3g} ms"
+
+
+def _rate(bytes_per_s: float) -> str:
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+@fleet_app.command()
+@app.command(hidden=True)  # its place until 0.1
+def setup(
+    fleet: Annotated[Path, typer.Option(help="Fleet file whose hosts have addresses.", **PATH)],
+    into: Annotated[
+        str,
+        typer.Option(help="Folder on the hosts, for this and other projects; without a leading / in the home there."),
+    ] = "convoy",
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="File or folder of the project to send although git ignores it; may be repeated.", **PATH),
+    ] = None,
+    requirements: Annotated[
+        Path | None,
+        typer.Option(help="File of package names: send only these and what they need, at the versions here.", **PATH),
+    ] = None,
+    wheels: Annotated[Path | None, typer.Option(help="Folder of wheels that are sent and preferred.", **PATH)] = None,
+    index: Annotated[
+        str | None,
+        typer.Option(
+            help="Package index of the hosts; none: only --wheels. Default: each host's own, and PyTorch's for torch.",
+            envvar="CONVOY_INDEX",
+        ),
+    ] = None,
+    print_lines: Annotated[bool, typer.Option("--print", help="Print the commands, and run none of them.")] = False,
+    doctor: Annotated[
+        bool | None, typer.Option(help="Examine the fleet at the end. Default: if packages were installed.")
+    ] = None,
+) -> None:
+    """Bring the hosts of a fleet to the state of this machine.
+
+    ssh, rsync and uv do the work; rsync and uv must be installed here and on each host. Each host gets an environment with the
+    versions that are installed here, torch in the build for its devices, and the files of this folder that differ. All of it is
+    in one folder there, whose name is written into the fleet file. A second run sends and installs only changes.
+
+    Example: convoy fleet setup --fleet lab.toml --data data/cifar10
+    """
+    from convoy.setup.setup import setup_fleet
+
+    raise typer.Exit(setup_fleet(fleet, into.rstrip("/"), data or (), requirements, wheels, index, print_lines, doctor))
+
+
+@fleet_app.command()
+@app.command(hidden=True)  # its place until 0.1
+def key(
+    file: Annotated[Path, typer.Argument(help="File to write; only you can read it.", **PATH)],
+) -> None:
+    """Make the key of a job on several machines that torchrun, srun or mpirun starts.
+
+    Bring the file to every machine (scp -p keeps its mode), and name it there with --job-key FILE, or for a script of your own
+    in the variable CONVOY_JOB_KEY. Who has it can join the job: make a new one for each job, and remove it afterwards.
+    Jobs that Convoy starts need none.
+
+    Example: convoy fleet key job.key
+    """
+    from convoy.comm.job_key import write_key_file
+
+    write_key_file(file)
+    print(f"{file} has a new key. On every machine of the job: --job-key {file}")
