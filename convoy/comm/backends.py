@@ -41,7 +41,7 @@ class PendingWork:
     """Messages in progress.
 
     Attributes:
-        works: what to wait for, and the peers.
+        works: the peers and the message in progress.
         staged: (host buffer, target tensor) of received messages.
         copied: recorded after the copies of sent tensors to host memory. None: nothing was copied.
     """

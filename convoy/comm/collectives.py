@@ -57,7 +57,7 @@ def check_same(values: Sequence[object], otherwise: str) -> None:
     """Check that the values of all devices are the same.
 
     Args:
-        otherwise: what a device with another value than device 0 did, e.g. "started with another plan".
+        otherwise: the predicate of a device whose value differs from device 0's, e.g. "started with another plan".
 
     Raises:
         MismatchError: names the devices whose value is not device 0's.

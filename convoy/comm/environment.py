@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.errors import DeviceLostError, InputError, shown
+from convoy.errors import InputError, shown
 from convoy.machine.launch_env import MAX_PROCESSES, RANK_VARIABLES, as_torchrun, whole
 
 
@@ -46,7 +46,7 @@ def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
     environment = as_torchrun(environment)
     missing = [name for name in RANK_VARIABLES if not environment.get(name)]
     if "RANK" in missing and "WORLD_SIZE" in missing:
-        # MASTER_ADDR alone says nothing: clusters set it for every container.
+        # MASTER_ADDR alone does not mean a job: clusters set it for every container.
         return None
     if missing:
         present = ", ".join(f"{name}={environment[name]}" for name in RANK_VARIABLES if name not in missing)
@@ -55,19 +55,19 @@ def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
             f"{', '.join(RANK_VARIABLES)}; start it with torchrun, srun, mpirun or convoy, or unset them to run alone"
         )
     devices = whole(environment, "WORLD_SIZE", 1, MAX_PROCESSES)
+
+    def optional(name: str, least: int, most: int) -> int | None:
+        return whole(environment, name, least, most) if environment.get(name) else None
+
     return ProcessEnv(
         device=whole(environment, "RANK", 0, devices - 1),
         devices=devices,
-        local=whole(environment, "LOCAL_RANK", 0, MAX_PROCESSES - 1) if environment.get("LOCAL_RANK") else 0,
-        local_devices=whole(environment, "LOCAL_WORLD_SIZE", 1, devices)
-        if environment.get("LOCAL_WORLD_SIZE")
-        else None,
+        local=optional("LOCAL_RANK", 0, MAX_PROCESSES - 1) or 0,
+        local_devices=optional("LOCAL_WORLD_SIZE", 1, devices),
         host=environment["MASTER_ADDR"],
         port=whole(environment, "MASTER_PORT", 1, 65535),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=whole(environment, "TORCHELASTIC_RESTART_COUNT", 0, 1 << 30)
-        if environment.get("TORCHELASTIC_RESTART_COUNT")
-        else 0,
+        attempt=optional("TORCHELASTIC_RESTART_COUNT", 0, 1 << 30) or 0,
     )
 
 
@@ -224,12 +224,3 @@ def resolve(
     except OSError as error:
         raise InputError(f"the host name {host!r} cannot be resolved ({error.strerror}): use its IP address") from None
     return [(family, address) for family, _, _, _, address in found]
-
-
-def nobody_listens(host: str, port: int, reason: str) -> DeviceLostError:
-    """Return the error of a process that does not find device 0."""
-    return DeviceLostError(
-        0,
-        f"device 0 was not found: nobody listens at {host} port {port} ({reason}). Start it; MASTER_ADDR and MASTER_PORT must "
-        "be the same everywhere, and no firewall between the machines",
-    )

@@ -1,9 +1,9 @@
 """Finds which device failed by following which device waits for which.
 
-A closed or silent connection does not say who failed: the peer may have left because of another device. So each process answers
-health requests on its listener's thread. A device that loses a peer asks it: the connection is refused (the process is dead),
-nothing comes back (frozen), or the answer names the device that the peer itself waits for. A process that leaves because of
-an error first sends the others a failure report.
+A closed or silent connection does not show which device failed: the peer may have left because of another one. So each process
+answers health requests on its listener's thread. A device that loses a peer asks it: the connection is refused (the process is
+dead), nothing comes back (frozen), or the answer names the device that the peer itself waits for. A process that leaves because
+of an error first sends the others a failure report.
 """
 
 import socket
@@ -77,7 +77,7 @@ def find_failed(
     report_s: float = REPORT_S,
     ids: Sequence[int] | None = None,
 ) -> Verdict:
-    """Start at a peer that closed or fell silent, and follow who waits for whom to the device that all wait for.
+    """Start at a peer that closed or fell silent, and follow the chain of waits to the device that all wait for.
 
     Args:
         timed_out: the peer was silent for ``limit_s``; otherwise its connection closed.

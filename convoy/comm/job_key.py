@@ -64,7 +64,7 @@ class JobKey:
 
     @property
     def certificate(self) -> bytes:
-        """Return the certificate as DER, to compare with the peer's."""
+        """The certificate as DER, to compare with the peer's."""
         return ssl.PEM_cert_to_DER_cert(self.pem[self.pem.index(b"-----BEGIN CERTIFICATE") :].decode("ascii"))
 
     def _context(self, protocol: int, certificate: str) -> ssl.SSLContext:
@@ -75,7 +75,7 @@ class JobKey:
         if protocol == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0  # no session resumption: recorded traffic cannot be replayed
         # OpenSSL reads keys from files only. A pipe never touches the disk. It is read once per argument.
-        first, second = _pipe_with(self.pem), _pipe_with(self.pem)
+        first, second = hand_over(self.pem), hand_over(self.pem)
         try:
             context.load_cert_chain(f"/dev/fd/{first}", f"/dev/fd/{second}")
         finally:
@@ -194,7 +194,7 @@ def variables_to_paste(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str, str]) -> None:
-    """Set the variables for what the command line says, for this process and its children.
+    """Set the variables for the command line's options, for this process and its children.
 
     Raises:
         InputError: both a key and a trusted network; or as :func:`read_key_file`, even for one device.
@@ -211,12 +211,8 @@ def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str
         environment[TRUST] = "1"
 
 
-def hand_over(key: JobKey) -> int:
-    """Return a pipe that contains the key, for one process that finds its number in `KEY_PIPE`."""
-    return _pipe_with(key.pem)
-
-
-def _pipe_with(content: bytes) -> int:
+def hand_over(content: bytes) -> int:
+    """Return a pipe that contains a key's PEM, for one process that finds its number in `KEY_PIPE`."""
     reading, writing = os.pipe()
     try:
         os.write(writing, content)

@@ -33,7 +33,7 @@ ACCEPTS = MAX_PENDING // 2
 """Connections accepted in a row. Fewer than may be pending, so that each one gets a turn before it is dropped."""
 
 KEPT: Literal["kept"] = "kept"
-"""Returned by a handler that keeps the channel of a message."""
+"""Returned by a handler that keeps the connection of a message."""
 
 Handler = Callable[[Fields, Connection], Fields | Literal["kept"] | None]
 """Returns the answer to a message, KEPT, or None to close the connection."""
@@ -41,11 +41,11 @@ Handler = Callable[[Fields, Connection], Fields | Literal["kept"] | None]
 
 @dataclass(slots=True)
 class _Pending:
-    """A connection whose peer is not authenticated yet. It gets a channel with its first bytes."""
+    """A connected peer that is not authenticated yet. Its `connection` is made at its first bytes."""
 
     host: str
     deadline_s: float
-    channel: Connection | None = None
+    connection: Connection | None = None
 
 
 @final
@@ -96,33 +96,35 @@ class Listener:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                ready = {key.fileobj: key.data for key, _ in self._selector.select(self._timeout_s())}
+                times_s = [pending.deadline_s for pending in self._pending.values()]
+                times_s += [] if self._paused_until_s is None else [self._paused_until_s]
+                wait_s = max(0.0, min(times_s) - time.monotonic()) if times_s else None
+                ready = {key.fileobj: key.data for key, _ in self._selector.select(wait_s)}
                 last = [ready.pop(each, None) for each in (self._handshakes, self._listening)]
                 for serve in (*ready.values(), *last):
                     if serve is not None:
                         serve()
-                self._end_pause()
-                self._drop_late()
+                now_s = time.monotonic()
+                if self._paused_until_s is not None and now_s >= self._paused_until_s:
+                    self._paused_until_s = None
+                    self._selector.register(self._handshakes, selectors.EVENT_READ, self._shake_hands)
+                for late in [each for each, pending in self._pending.items() if pending.deadline_s <= now_s]:
+                    self._reject(late, "no handshake in time")
         finally:
-            for connection in self._pending:
+            for connected in self._pending:
+                connected.close()
+            for connection in (*self._members, *self._streams.values()):
                 connection.close()
-            for channel in (*self._members, *self._streams.values()):
-                channel.close()
             for each in (self._woken, self._listening, self._handshakes, self._selector):
                 each.close()
 
     def _stop(self) -> None:
         self._closing = True
 
-    def _timeout_s(self) -> float | None:
-        times_s = [pending.deadline_s for pending in self._pending.values()]
-        times_s += [] if self._paused_until_s is None else [self._paused_until_s]
-        return max(0.0, min(times_s) - time.monotonic()) if times_s else None
-
     def _accept(self) -> None:
         for _ in range(ACCEPTS):
             try:
-                connection, address = self._listening.accept()
+                connected, address = self._listening.accept()
             except BlockingIOError:
                 break
             except OSError:  # no free file descriptor: the kernel keeps the connection
@@ -132,11 +134,11 @@ class Listener:
                     break
                 self._reject(next(iter(self._pending)), "too many at once")
                 continue
-            connection.setblocking(False)
-            self._pending[connection] = _Pending(str(address[0]), time.monotonic() + HANDSHAKE_S)
-            self._handshakes.register(connection, selectors.EVENT_READ)
+            connected.setblocking(False)
+            self._pending[connected] = _Pending(str(address[0]), time.monotonic() + HANDSHAKE_S)
+            self._handshakes.register(connected, selectors.EVENT_READ)
         while len(self._pending) > MAX_PENDING:
-            silent = {each: pending for each, pending in self._pending.items() if pending.channel is None}
+            silent = {each: pending for each, pending in self._pending.items() if pending.connection is None}
             candidates = silent or self._pending
             ((busiest, _),) = Counter(pending.host for pending in candidates.values()).most_common(1)
             self._reject(next(each for each in candidates if candidates[each].host == busiest), "too many at once")
@@ -152,78 +154,61 @@ class Listener:
             self._paused_until_s = time.monotonic() + pause_s
             self._selector.unregister(self._handshakes)
 
-    def _shake_hand(self, connection: socket.socket) -> None:
-        pending = self._pending[connection]
+    def _shake_hand(self, connected: socket.socket) -> None:
+        pending = self._pending[connected]
         try:
-            channel = pending.channel = pending.channel or self.credentials.accept(connection)
-            while not channel.shake_hands():
+            connection = pending.connection = pending.connection or self.credentials.accept(connected)
+            while not connection.shake_hands():
                 pass
         except BlockingIOError:
             return
-        except NotOfThisJob as error:
-            self._reject(connection, str(error))
+        except Exception as error:
+            self._reject(connected, str(error) if isinstance(error, NotOfThisJob) else "left during the handshake")
             return
-        except Exception:
-            self._reject(connection, "left during the handshake")
-            return
-        self._handshakes.unregister(connection)
-        del self._pending[connection]
-        self._members.add(channel)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(channel))
-        self._receive(channel)  # its first message may have come with the handshake
+        self._handshakes.unregister(connected)
+        del self._pending[connected]
+        self._members.add(connection)
+        self._selector.register(connected, selectors.EVENT_READ, lambda: self._receive(connection))
+        self._receive(connection)  # its first message may have come with the handshake
 
-    def _end_pause(self) -> None:
-        if self._paused_until_s is not None and time.monotonic() >= self._paused_until_s:
-            self._paused_until_s = None
-            self._selector.register(self._handshakes, selectors.EVENT_READ, self._shake_hands)
-
-    def _drop_late(self) -> None:
-        now_s = time.monotonic()
-        for connection in [each for each, pending in self._pending.items() if pending.deadline_s <= now_s]:
-            self._reject(connection, "no handshake in time")
-
-    def _reject(self, connection: socket.socket, reason: str) -> None:
-        del self._pending[connection]
-        self._handshakes.unregister(connection)
-        connection.close()
+    def _reject(self, connected: socket.socket, reason: str) -> None:
+        del self._pending[connected]
+        self._handshakes.unregister(connected)
+        connected.close()
         self.rejected[reason] += 1
 
     # --------------------------------------------------------------------------------------- authenticated connections
 
-    def _receive(self, channel: Connection) -> None:
-        """Answer the messages that have arrived on a channel."""
+    def _receive(self, connection: Connection) -> None:
+        """Answer the messages that have arrived on a connection."""
+        answer: Fields | Literal["kept"] | None = None
         try:
-            while (words := channel.receive_message()) is not None:
-                answer = self.handlers[words["for"]](words, channel)
-                if answer == KEPT:
-                    self._forget(channel)
-                    return
-                if answer is None:
+            while (message := connection.receive_message()) is not None:
+                answer = self.handlers[message["for"]](message, connection)
+                if answer is None or answer == KEPT:
                     break
-                channel.socket.settimeout(ANSWER_S)
-                channel.send_message(answer)
-                channel.socket.setblocking(False)
+                connection.socket.settimeout(ANSWER_S)
+                connection.send_message(answer)
+                connection.socket.setblocking(False)
             else:
                 return
         except BlockingIOError:
             return
         except Exception:  # closed, not a message, another version, or a handler's error: the listener goes on
-            pass
-        self._forget(channel)
-        channel.close()
+            answer = None
+        self._members.discard(connection)
+        self._selector.unregister(connection.socket)
+        if answer != KEPT:
+            connection.close()
 
-    def _forget(self, channel: Connection) -> None:
-        self._members.discard(channel)
-        self._selector.unregister(channel.socket)
-
-    def _take_stream(self, words: Fields, channel: Connection) -> Literal["kept"]:
-        inside = all(is_loopback(str(end[0])) for end in (self.address, channel.socket.getpeername()))
-        channel.socket.settimeout(ANSWER_S)
-        channel.send_message({"sealed": not inside})
-        channel.socket.settimeout(None)
+    def _take_stream(self, message: Fields, connection: Connection) -> Literal["kept"]:
+        inside = all(is_loopback(str(end[0])) for end in (self.address, connection.socket.getpeername()))
+        connection.socket.settimeout(ANSWER_S)
+        connection.send_message({"sealed": not inside})
+        connection.socket.settimeout(None)
         if inside:
-            channel.stop_encrypting()
+            connection.stop_encrypting()
         with self._stream_came:
-            self._streams[str(words["mark"])] = channel
+            self._streams[str(message["mark"])] = connection
             self._stream_came.notify_all()
         return KEPT

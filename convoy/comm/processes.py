@@ -93,7 +93,7 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def own_device(name: str | torch.device | None, local: int) -> torch.device:
-    """Return this process's device, with its memory limited as the launcher says.
+    """Return this process's device, with its memory limited by the launcher's CONVOY_MEMORY.
 
     Raises:
         InputError: no such device, or CONVOY_MEMORY is not an amount of memory.
@@ -155,7 +155,7 @@ class JoinedGroup(Group):
     """One process of a group of processes. Made by :func:`join`.
 
     Attributes:
-        report_s: how long to wait for the report of a device that has left; shorter where this process knows who is lost.
+        report_s: how long to wait for the report of a device that has left; shorter where this process knows the lost device.
     """
 
     _streams: StreamBackend

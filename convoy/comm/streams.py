@@ -6,7 +6,7 @@ receiver does not expect is an error. Lanes are independent.
 Small messages are faster to send than to hand to another thread. The calling thread sends them at once if the queue is empty
 and the kernel accepts them, and the waiting thread receives them. Of a large unencrypted message, the calling thread sends as
 much as the kernel accepts. Threads at both ends move everything else. They release the GIL while they encrypt, decrypt and
-wait, so large messages travel while the device computes. The sender thread joins small messages into one send.
+wait, so large messages are sent while the device computes. The sender thread joins small messages into one send.
 """
 
 import queue

@@ -158,7 +158,7 @@ def measure_fleet(env: ProcessEnv, examination: Examination) -> tuple[Fleet | No
     """Join the devices that came to a group, which ends their exchange, and measure the links between their hosts.
 
     Returns:
-        The fleet with its links as measured, None if there is one host; and what kept them from working as one job.
+        The fleet with its links as measured, None if there is one host; and the findings if they cannot work as one job.
     """
     present = [each.device for each in examination.facts]
     own = examination.facts[present.index(env.device)]
@@ -198,7 +198,7 @@ def examine_job(
     """Examine all devices of a job that come within the time, together. Each device calls it.
 
     Returns:
-        All facts on device 0; None on the others; on a device that could not meet the others, what is in the way.
+        All facts on device 0; None on the others; on a device that could not meet the others, the finding.
     """
     place = f"{env.host} port {env.port}"
     try:
@@ -229,7 +229,7 @@ def _examine(
 ) -> Examination | None:
     texts = exchange.gather("facts", FACTS.dump_json(own).decode(), wait_s)
     facts = [replace(from_text(FACTS, texts[device], f"device {device}"), device=device) for device in sorted(texts)]
-    # No device has work now, so what is busy is not the doctor.
+    # No device has work now, so busy cores belong to other programs.
     pace = measure_pace(torch.device(own.info.device), slowdown)
     texts = exchange.gather("pace", PACE.dump_json(pace).decode(), PACE_LIMIT_S)
     paces = {device: from_text(PACE, texts[device], f"device {device}") for device in texts}
@@ -267,7 +267,7 @@ def examine_fleet(fleet: Fleet, json_file: Path | None, wait_s: float) -> tuple[
     """Examine the hosts of a fleet that ssh reaches, together. Device 0 of those prints, with a report of the other hosts.
 
     Returns:
-        The exit status of the examination there, and what kept it from beginning or ending, still to be printed.
+        The exit status of the examination there, and findings that are still to be printed.
     """
     asked = [host for host in fleet.hosts if not is_own(str(host.address))]
     with ThreadPoolExecutor(SSH_CALLS, thread_name_prefix="convoy-doctor-ssh") as pool:

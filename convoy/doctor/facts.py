@@ -1,4 +1,4 @@
-"""What each device reports of itself and its machine, and what an examination of all of them found."""
+"""Reports of the devices on themselves and their machines, and the result of an examination of all of them."""
 
 import os
 import pwd
@@ -47,13 +47,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What one process reports of its device and its machine, before any other machine is asked.
+    """One process's report on its device and its machine, before any other machine is asked.
 
     Attributes:
         device: its index in the job.
-        info, own: what it would report when joining a job, and to `convoy measure`.
+        info, own: its description when it joins a job, and for `convoy measure`.
         inventory: what `convoy fleet init` would write of the machine; None if its shell did not answer.
-        problems: (what, cure) of what is wrong with the device that was asked for, its address, its home.
+        problems: (what, cure) for the requested device, its address, its home.
         cuda: version of CUDA that torch was built for; empty for a CPU build.
         accelerators: GPUs that torch sees.
         cores: that this process may use; a fraction under a processor quota.
@@ -106,7 +106,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Context:
-    """What is known before any device is asked: the fleet file, and hosts that ssh does not reach."""
+    """Facts known before any device is asked: the fleet file, and hosts that ssh does not reach."""
 
     fleet: Fleet | None = None
     reports: tuple[Finding, ...] = ()
@@ -135,7 +135,7 @@ class Examination:
 
     @cached_property
     def fleet(self) -> Fleet:
-        """A fleet of the devices that came: as the file says, else as they describe themselves."""
+        """A fleet of the devices that came: from the file, else as they describe themselves."""
         if self.file is not None:
             return self.file.with_only([each.device for each in self.facts])
         return fleet_of([each.own for each in self.facts])
@@ -166,7 +166,7 @@ class Examination:
 
 
 def assemble(devices: int, facts: Sequence[DeviceFacts], context: Context) -> Examination:
-    """Begin an examination; what a job of these devices would refuse becomes a report."""
+    """Begin an examination. Reasons for a job to refuse these devices become reports."""
     fleet, reports = context.fleet, context.reports
     came, absent = {each.device: each.info for each in facts}, replace(facts[0].info, accelerator="")
     try:
@@ -200,7 +200,7 @@ def from_text(kind: TypeAdapter[T], text: str, sender: str) -> T:
 
 
 def collect_facts(env: ProcessEnv | None, on: str | None = None) -> DeviceFacts:
-    """Collect what this process can say without asking another machine. It computes on `on`, or what training would take."""
+    """Collect the facts of this process without asking another machine. Use device `on`, or the one that training would use."""
     device, address, problems = torch.device("cpu"), "", []
     try:
         device = pick_device(on, env.local if env else 0)

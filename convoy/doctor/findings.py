@@ -1,4 +1,4 @@
-"""From the facts of an examination to its findings: what is wrong, with the values, and what to do about it. Pure."""
+"""From the facts of an examination to its findings: each problem with its values and its remedy. Pure."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,7 +7,7 @@ from itertools import combinations
 from convoy.comm.environment import is_loopback
 from convoy.doctor.facts import DeviceFacts, Examination, Finding, Reach, Severity, Way
 
-MIN_FREE = 0.1  # of a host's memory; of a GPU's half, since what is taken there belongs to another program
+MIN_FREE = 0.1  # of a host's memory; of a GPU's half, since used memory there belongs to another program
 MIN_SHM_BYTES = 256 << 20  # Docker gives containers 64 MiB
 MIN_OPEN_FILES, OPEN_FILES_PER_DEVICE = 256, 16
 REFUSED_OPEN_FILES = 64  # a process that may open fewer fails while it starts or meets the others
@@ -103,9 +103,9 @@ def _slow(found: Examination) -> Iterator[Finding]:
     groups += [(f"the link from {pair[0]} to {pair[1]} is slow", pair, [pair]) for pair in slow]
     for what, about, those in groups:
         best = max(those, key=lambda pair: rates[pair])
-        cure = "Look at the cable, the switch port and other traffic; ethtool on the host says at what its NIC runs"
+        cure = "Look at the cable, the switch port and other traffic; ethtool on the host shows the rate of its NIC"
         if 0.7 < rates[best] / FAST_ETHERNET_BYTES_PER_S <= 1.05:
-            cure = "This is what 100 Mbit/s carry: a bad cable, or an old switch or port; ethtool on the host tells"
+            cure = "This is what 100 Mbit/s carry: a bad cable, or an old switch or port; see ethtool on the host"
         cure += ". If it is to stay so: convoy measure, then --plan auto sends less over it"
         rate = f"{'at most ' * (len(those) > 1)}{rates[best] / 1e6:.3g} MB/s of the {expected[best] / 1e6:.3g} MB/s"
         yield Finding("warning", f"{what}: {rate} {usual}", cure, about)

@@ -1,4 +1,4 @@
-"""What classes of devices can do, by name (`rtx3060`, `laptop-cpu`). `catalogue.toml` gives the source of every figure."""
+"""Figures of device classes, by name (`rtx3060`, `laptop-cpu`). `catalogue.toml` gives the source of every figure."""
 
 import difflib
 import tomllib
@@ -12,14 +12,14 @@ from convoy.errors import InputError, shown
 
 IDLE = 0.1  # idle watts of a class without a figure of its own, as a part of `busy_w`: an estimate
 CORES_FOR_MEMORY = 4
-"""So many cores of a processor use its whole memory bandwidth; with more than sixteen cores, a quarter of them."""
+"""Cores that use a processor's whole memory bandwidth; with more than sixteen cores, a quarter of them."""
 
 _USUAL = ("rtx3060", "a100", "laptop-cpu", "desktop-cpu", "apple-m2", "raspberry-pi-5")
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number with its source; `estimate` marks what the source does not say."""
+    """A number with its source; `estimate`: the source does not give it."""
 
     value: float
     source: str

@@ -89,8 +89,8 @@ class Nic:
     latency_s: _Seconds
 
     def __post_init__(self) -> None:
-        _in_range("a card", self, "send_bytes_per_s", "receive_bytes_per_s")
-        _in_range("a card", self, "latency_s", least=0, most=MAX_LATENCY_S)
+        _in_range("a NIC", self, "send_bytes_per_s", "receive_bytes_per_s")
+        _in_range("a NIC", self, "latency_s", least=0, most=MAX_LATENCY_S)
 
 
 #: Between two devices of one host, where no link was measured: a round figure for memory and loopback.
@@ -122,7 +122,7 @@ class Host:
         _plain_name(self.name, "a host")
         owner = f"host {self.name!r}"
         for field, word in (("address", self.address), ("user", self.user)):
-            # What begins with a dash would be an option of ssh.
+            # A leading dash would make it an option of ssh.
             if word is not None and not re.fullmatch(r"(?!-)[!-~]+", word):
                 raise InputError(
                     f"{field} = {shown(word)} of {owner}: it has no blanks and no dash in front; correct it, or leave it out"
@@ -146,7 +146,7 @@ class Device:
         memory_bytes: how much plans may fill.
         peak_flop_per_s, memory_bytes_per_s: upper limits of float32 arithmetic and memory bandwidth, for devices that were
             not measured.
-        class_name: its class in the catalogue; `class` in a file, where it supplies what is not given beside it.
+        class_name: its class in the catalogue; `class` in a file, where it supplies the missing figures.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -220,12 +220,12 @@ class Fleet:
     """Devices, hosts and the network between them. The order of the devices is their index in plans and shares.
 
     Attributes:
-        network: the card of every host that has none of its own; None where no host needs it.
-        links: measured pairs; all others follow from the cards.
+        network: the NIC of every host that has none of its own; None where no host needs it.
+        links: measured pairs; all others follow from the NICs.
         segments: hosts whose messages to all others share a cable; empty where all sit on one switch.
 
     Raises:
-        InputError: no device, a name twice, an unknown host, a host without a device or card, a host in two segments.
+        InputError: no device, a name twice, an unknown host, a host without a device or NIC, a host in two segments.
     """
 
     hosts: tuple[Host, ...]
@@ -286,15 +286,15 @@ class Fleet:
         return tomlkit.dumps(document)
 
     def nic(self, host: str) -> Nic:
-        """Return the card of a host: its own, or the fleet's. InputError if the host is unknown or has none."""
-        card = self._host(host).card or self.network
-        if card is None:
-            raise InputError(f"host {host!r} has no card: add a [network] section or a card to the host")
-        return card
+        """Return the NIC of a host: its own, or the fleet's. InputError if the host is unknown or has none."""
+        nic = self._host(host).card or self.network
+        if nic is None:
+            raise InputError(f"host {host!r} has no NIC: add a [network] section or a `card` to the host")
+        return nic
 
     def path(self, source: str, target: str) -> Link:
-        """Return the path from host to host: as measured, or the narrowest of the cards and uplinks, with the longer
-        latency of the cards and that of the uplinks."""
+        """Return the path from host to host: as measured, or the slowest of the NICs and uplinks, with the higher
+        latency of the NICs and that of the uplinks."""
         self._host(source), self._host(target)
         for link in self.links:
             if (link.source, link.target) == (source, target):
@@ -350,7 +350,7 @@ def read_fleet(path: Path) -> Fleet:
 
 
 def _figures(known: DeviceClass) -> dict[str, Any]:
-    """Return what a class says of a device, by the names of the fields."""
+    """Return the figures of a class, by field name."""
     names = ("peak_flop_per_s", "memory_bytes_per_s", "idle_w", "busy_w")
     return {"memory_bytes": int(known.memory_bytes.value), **{name: getattr(known, name).value for name in names}}
 
@@ -402,7 +402,7 @@ _SECTIONS: Mapping[str, type[Any]] = {
 
 
 def first_of(lines: Sequence[str], source: str) -> str:
-    """Join the findings of a file, a line each, and say how many more there are."""
+    """Join the findings of a file, a line each, and count those that are left out."""
     more = [f"and {len(lines) - MOST_LINES} more like these"] * (len(lines) > MOST_LINES)
     return "\n".join(f"{source}: {line}" for line in [*lines[:MOST_LINES], *more])
 
@@ -479,6 +479,6 @@ def _check_hosts(fleet: Fleet) -> None:
             raise InputError(f"host[{index}] {host.name!r} has no device: add a [[device]] to it, or remove the host")
         if len(fleet.hosts) > 1 and fleet.network is None and host.card is None:
             raise InputError(
-                f"host[{index}] {host.name!r} has no card: with {len(fleet.hosts)} hosts each needs one; "
-                "add a [network] section for all, or a card to this host"
+                f"host[{index}] {host.name!r} has no NIC: with {len(fleet.hosts)} hosts each needs one; "
+                "add a [network] section for all, or a `card` to this host"
             )

@@ -38,7 +38,7 @@ from convoy.launch.supervisor import (
 )
 
 BEAT_S = 5.0  # seconds between two signs of life of the launcher
-SILENCE_S = 60.0  # a host that receives nothing for so long ends its devices: the network may be gone without a sign
+SILENCE_S = 60.0  # after this silence a host ends its devices: a lost network may give no sign
 
 Message = dict[str, Any]
 
@@ -113,7 +113,7 @@ class Agent:
 
     def _start(self, devices: Supervisor, order: Message) -> None:
         key = None if order["key"] is None else JobKey(order["key"].encode())
-        # The job's key comes with the order: what this host's environment says of keys does not matter.
+        # The job's key comes with the order: keys in this host's environment are ignored.
         base = {name: value for name, value in os.environ.items() if name not in (KEY_FILE, TRUST)}
         environments = device_environments(
             base if key is not None else base | {TRUST: "1"}, order["ranks"], order["names"], total=order["total"],
@@ -141,7 +141,7 @@ class Agent:
                 raise InputError(f"cannot start {command[0]!r}: {error.strerror}; correct the host's python") from None
 
     def _wait(self, devices: Supervisor, order: Message) -> None:
-        """Wait until all devices have ended. End them if one has failed, or the launcher says so or is gone."""
+        """Wait until all devices have ended. End them if one has failed, on an order, or when the launcher is gone."""
         over = partial(devices.over, order["goes_on"], order["silence_s"])
         end = self._next(devices, over)
         if end is not None and end["after_step"]:
@@ -167,7 +167,7 @@ class Agent:
 
     def _send(self, kind: str, **fields: object) -> None:
         text, answers = to_line(kind, **fields), self._files[1]
-        with suppress(OSError):  # the reader is gone; the end of the orders says so too
+        with suppress(OSError):  # the reader is gone: the orders end, too
             while text:
                 if not select.select([], [answers], [], SILENCE_S)[1]:
                     self._orders.append(None)  # nobody reads any more, so no orders come either

@@ -1,4 +1,4 @@
-"""Write what starts a fleet elsewhere: a line for the shell of each host, a file for Slurm, a JobSet for Kubernetes. Pure."""
+"""Write a fleet's start for other launchers: a shell line per host, a file for Slurm, a JobSet for Kubernetes. Pure."""
 
 import json
 import re
@@ -19,10 +19,10 @@ _KEY_FOLDER = "/etc/convoy"
 
 @dataclass(frozen=True)
 class Command:
-    """What all devices run, where somebody else starts them.
+    """The command of all devices under another launcher.
 
     Attributes:
-        argv: what follows `python -m convoy`; it begins with a verb.
+        argv: arguments of `python -m convoy`, from the verb on.
         port: where the devices meet: device 0 listens there.
         python, folder: for hosts that name none.
         further: variables of all devices.
@@ -95,7 +95,7 @@ def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
     placed = " ".join(shlex.quote(job.host.name) for _, job, _ in rows)
     call = shlex.join([pythons.pop(), "-m", "convoy", *argv])
     task = "\n".join(["case $SLURM_PROCID in", *cases, "esac", f"exec {call}"])
-    # One number holds for all nodes. What a node has beyond it comes with --exclusive.
+    # One number holds for all nodes. --exclusive adds the other GPUs of a node.
     gpus = min(_gpus(job) for job in jobs)
     return "\n".join(
         [
@@ -143,7 +143,7 @@ def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> 
 
     Args:
         name: of the JobSet, at most 20 characters: Kubernetes builds names of up to 63 characters from it.
-        image: of the containers: it has Convoy, and what the command names.
+        image: of the containers, with Convoy and the files of the command.
 
     Raises:
         InputError: a host's name that cannot be part of a DNS name.

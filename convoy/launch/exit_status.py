@@ -22,7 +22,7 @@ class Ending:
     """How one device ended.
 
     Attributes:
-        name: what it computed on, such as "cuda:0".
+        name: its torch device, such as "cuda:0".
         status: its exit status, or minus the number of the signal that ended it.
         stopped_by_us: the launcher ended it, because of another device.
         in_startup: it was killed before it trained. The others would wait for it.
@@ -51,7 +51,7 @@ def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None
     Args:
         endings: in the order of time.
         host_lost: a host was lost with its devices. A killed device explains more.
-        goes_on: the devices continue without a lost one. The job ended well if one device did, else as the last ones say.
+        goes_on: the devices continue without a lost one. One device that ended well is enough; else the last ones decide.
 
     Raises:
         DeviceLostError: a device crashed or was killed, or a host was lost.

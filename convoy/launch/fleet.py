@@ -23,7 +23,7 @@ from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupts, Signalled, Start, Supervisor, by_line
 
 ANSWER_S = 60.0  # a host that has not answered by then is not used. ssh itself gives up earlier, where it can
-_TRAVEL_S = 5.0  # seconds for the last messages of a host, beside the time that it takes to end its devices
+_TRANSFER_S = 5.0  # seconds for the last messages of a host, after its devices have ended
 
 _KEPT_LINES = 20
 
@@ -54,7 +54,7 @@ def run_on_fleet(
     """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
 
     Hosts are reached by ssh, this machine without it. Every device finds its rank in torchrun's variables and its hardware
-    in CONVOY_DEVICE. The output of device 0 is printed here; of the others, what explains a failure.
+    in CONVOY_DEVICE. The output of device 0 is printed here; that of the others only if it explains a failure.
 
     Args:
         fleet: all hosts have an address.
@@ -67,7 +67,7 @@ def run_on_fleet(
         InputError: a host that cannot be reached, has no such Python, folder or file, or a port that is taken. All hosts
             with such troubles are named, and nothing was started.
         MismatchError: a host has another version of Convoy.
-        DeviceLostError: a device crashed or was killed, or its host was lost; the message says which and how.
+        DeviceLostError: a device crashed or was killed, or its host was lost; the message names it.
     """
     key = key_to_start(os.environ)
     with Interrupts() as interrupts, _Hosts(host_jobs(fleet), options, interrupts) as hosts:
@@ -137,7 +137,7 @@ class _Session:
 
     @property
     def trouble(self) -> str:
-        """Why the process has ended, and what to do."""
+        """The reason why the process has ended, and the remedy."""
         lines = [line for line in self._process.tail.lines() if line][-_KEPT_LINES:]
         last = f": {' | '.join(lines[-3:])}" if lines else ""
         status = self._process.popen.returncode
@@ -158,7 +158,7 @@ class _Session:
 
 
 class _Hosts:
-    """The sessions with all hosts of a fleet, that of device 0 first. Leaving the context ends what still runs."""
+    """The sessions with all hosts of a fleet, that of device 0 first. Leaving the context ends all processes."""
 
     def __init__(self, jobs: Sequence[HostJob], options: JobOptions, interrupts: Interrupts) -> None:
         self.endings: list[Ending] = []
@@ -169,7 +169,7 @@ class _Hosts:
         self._processes = Supervisor(interrupts, self._note_gone)
         self._inbox: deque[tuple[_Session, Message | None]] = deque()  # None: no more will come
         self._jobs, self._goes_on = jobs, options.goes_on
-        self._end_s = options.grace_s + 2 * TERMINATE_S + _TRAVEL_S
+        self._end_s = options.grace_s + 2 * TERMINATE_S + _TRANSFER_S
         self._deadline_s = math.inf
         self._beat_s = time.monotonic()
 
@@ -187,7 +187,7 @@ class _Hosts:
             for session in self._sessions:
                 session.hang_up()
             # After an error or a second Ctrl-C the agents end their devices without being watched.
-            self._processes.listen(lambda: not self._processes.running, 0.5 if self.running else _TRAVEL_S)
+            self._processes.listen(lambda: not self._processes.running, 0.5 if self.running else _TRANSFER_S)
 
     def _note_gone(self, ending: Ending) -> None:
         self._inbox.append((next(each for each in self._sessions if each.job.ranks[0] == ending.device), None))

@@ -83,10 +83,10 @@ def script_on_fleet(
     """Run `convoy run` on every device of a fleet.
 
     Args:
-        script: what follows `python`: a script, or -m and a module, and its own arguments.
-        print_for: start nothing, and print what starts the fleet: one of PRINTED.
+        script: arguments of `python`: a script, or -m and a module, and its options.
+        print_for: one of PRINTED: print its file or lines and start nothing.
         image: of the containers in Kubernetes.
-        files: must be the same on every host, beside the script.
+        files: further files that must be the same on every host.
         listen: HOST:PORT, of the host of device 0, where joining devices ask.
     """
     if os.path.isabs(script[0]) and Path.cwd() in Path(script[0]).parents:
@@ -136,7 +136,7 @@ def _start(fleet: Fleet, argv: Sequence[str], options: JobOptions, files: Sequen
 
 
 def _further(fleet: Fleet) -> dict[str, str]:
-    """Return variables for devices that somebody else starts. Nobody hands them a key, so say that they need one."""
+    """Return variables for devices that another launcher starts. Print a note if they need a key file."""
     further = variables_to_paste(os.environ)
     if not further and len(fleet.hosts) > 1:
         print(

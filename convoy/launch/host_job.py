@@ -1,4 +1,4 @@
-"""What each host of a fleet starts, and the environment of each device. Pure."""
+"""The devices that each host of a fleet starts, and their environments. Pure."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from convoy.machine.launch_env import RANK_VARIABLES
 
-if TYPE_CHECKING:  # the agent on a host knows no fleet, and should not load what reads its file
+if TYPE_CHECKING:  # the agent on a host knows no fleet, and should not load the reader of its file
     from convoy.fleet import Device, Fleet, Host
 
 CONVOY_COMMAND = (sys.executable, "-m", "convoy")
@@ -26,7 +26,7 @@ class JobOptions:
 
     Attributes:
         port: where they meet, on the host of device 0; None: a free one.
-        logs: a folder on each host for what its devices print, except device 0.
+        logs: a folder on each host for the output of its devices, except device 0.
         goes_on: the devices continue without those that are lost. The output of all is shown: scripts use `convoy.print`.
         silence_s: with `goes_on`, kill a device that is stopped for this long: the others have lost it by then.
         grace_s: once one has failed, or after Ctrl-C, how long the others may take to end by themselves.
@@ -48,9 +48,9 @@ class HostJob:
 
     Attributes:
         ranks: indices of its devices in the fleet.
-        names: what each computes on, as PyTorch calls it.
-        own: variables of each, beside those of its rank.
-        memory_bytes: what plans may fill of the memory of its CPU devices; 0: unknown.
+        names: their torch devices.
+        own: further variables of each, without those of its rank.
+        memory_bytes: memory that plans may use on its CPU devices; 0: unknown.
     """
 
     host: "Host"
@@ -106,7 +106,7 @@ def device_environments(
 
     Args:
         base: variables of the process that starts them.
-        ranks, names: index of each in the job, and what it computes on, such as "cpu" or "cuda:0".
+        ranks, names: index in the job and torch device of each.
         total: devices of the whole job, on all machines.
         hosted: the launcher keeps the store where all meet; otherwise device 0 does.
         own: further variables of each.

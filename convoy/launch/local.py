@@ -35,11 +35,11 @@ def launch_local(
     output is dropped. Every device finds its rank in torchrun's variables and its hardware in CONVOY_DEVICE.
 
     Args:
-        devices: what each device computes on, such as ``("cpu", "cuda:0")``.
+        devices: a torch device for each process, such as ``("cpu", "cuda:0")``.
         host: the address where they meet.
         environment: further variables for every device.
-        command: what to start instead of this Python's convoy. The store at which the devices meet is then kept here, since
-            a program may need one before it joins; else by device 0, and this process needs no torch.
+        command: the program to start instead of this Python's convoy. This process then hosts the store at which the devices
+            meet, since a program may need one before it joins. Otherwise device 0 does, and this process needs no torch.
         script: it is the user's own: the ranks are in Convoy's own variables, so that it sees one device.
 
     Returns:
@@ -47,7 +47,7 @@ def launch_local(
 
     Raises:
         InputError: no devices, no such command, or the port is taken.
-        DeviceLostError: a device crashed or was killed; the message says which, how, and the end of its output.
+        DeviceLostError: a device crashed or was killed; the message names it and ends with its last output.
     """
     if not devices:
         raise InputError("there are no devices to start: name at least one, such as cpu")

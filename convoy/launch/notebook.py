@@ -29,7 +29,7 @@ def notebook(source: str, options: str = "") -> None:
     with tempfile.TemporaryDirectory(prefix="convoy-cell-") as folder:
         script = Path(folder) / "cell.py"
         script.write_text(source, encoding="utf-8")
-        # A cell shows what this process prints, not what its children print.
+        # A cell shows the output of this process, not of its children.
         process = subprocess.Popen(
             [sys.executable, "-m", "convoy", "run", *shlex.split(options), str(script)], stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,

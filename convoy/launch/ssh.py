@@ -95,7 +95,7 @@ def agent_command(host: Host, python: str, folder: str) -> str:
 
 
 def remedy(host: Host, printed: str, python: str, folder: str) -> str:
-    """Return what to do about a host that cannot be used, given the output of ssh and the host's shell."""
+    """Return the remedy for a host that cannot be used, from the output of ssh and the host's shell."""
     text = next((text for pattern, text in _REMEDIES if re.search(pattern, printed)), "try it by hand: {call}")
     return text.format(
         address=host.address, target=_target(host), call=by_hand(host), python=host.python or python,

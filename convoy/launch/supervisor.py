@@ -1,4 +1,4 @@
-"""Start processes, read what they print, and end all of them. One thread; every wait is bounded."""
+"""Start processes, read their output, and end all of them. One thread; every wait is bounded."""
 
 import codecs
 import os
@@ -165,7 +165,7 @@ class Start:
         key: of the job, handed over through a pipe: no argument or variable holds it.
         own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order. Its children
             get the same signals.
-        log: a file that gets a copy of its output, except of what goes to the terminal.
+        log: a file that gets a copy of its output, unless that goes to the terminal.
     """
 
     device: int
@@ -205,7 +205,7 @@ class Process:
 
 
 class Supervisor:
-    """Running processes. Leaving the context kills what still runs; no process, pipe or file of it is left.
+    """Running processes. Leaving the context kills them and closes all pipes and files.
 
     Methods that wait raise Signalled when this process is asked to end.
 
@@ -258,7 +258,7 @@ class Supervisor:
         if copy is not None and stdout == subprocess.DEVNULL:
             stdout = copy
         piped = [subprocess.PIPE if callable(out) or out == "keep" else out for out in (stdout, stderr)]
-        key_pipe = None if start.key is None else hand_over(start.key)
+        key_pipe = None if start.key is None else hand_over(start.key.pem)
         if key_pipe is not None:
             variables[KEY_PIPE] = str(key_pipe)
             pass_fds.append(key_pipe)

@@ -17,11 +17,11 @@ from convoy.fleet.catalogue import DeviceClass, names, plain_name
 from convoy.launch.ssh import remedy, ssh_call, ssh_program
 
 ANSWER_S = 30.0  # a host that has not answered by then is reported as silent
-ASSUMED_BYTES_PER_S = 125e6  # 1 Gbit/s, for a card that does not tell its speed
+ASSUMED_BYTES_PER_S = 125e6  # 1 Gbit/s, for a NIC that does not report its speed
 
 ASSUMED_LATENCY_S = 1e-4
 
-USED = 0.8  # part of a host's memory that plans may fill, where the catalogue does not say
+USED = 0.8  # part of a host's memory that plans may fill, where the catalogue has no figure
 
 # For any POSIX shell; one fact per line. A system leaves out what it does not have.
 QUESTIONS = r"""
@@ -35,8 +35,8 @@ echo processor "$(sysctl -n machdep.cpu.brand_string 2>/dev/null)"
 nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sed 's/^/gpu /'
 set -- $SSH_CONNECTION
 echo server "$3" "$4"
-card=$(ip -o route get "${1:-192.0.2.1}" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p')
-echo mbit_per_s "$(cat "/sys/class/net/$card/speed" 2>/dev/null)"
+nic=$(ip -o route get "${1:-192.0.2.1}" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p')
+echo mbit_per_s "$(cat "/sys/class/net/$nic/speed" 2>/dev/null)"
 """
 
 
@@ -46,7 +46,7 @@ class Answer:
 
     Attributes:
         server: the address and port at which its ssh server was reached; None for this machine.
-        bytes_per_s, latency_s: of its network card, and of the path there; None where unknown.
+        bytes_per_s, latency_s: of its NIC, and of the path there; None where unknown.
     """
 
     system: str
@@ -60,7 +60,7 @@ class Answer:
 
 
 def read_answer(text: str) -> Answer | None:
-    """Read the answers to QUESTIONS; None if there are none. Ignore what a login shell prints beside them."""
+    """Read the answers to QUESTIONS; None if there are none. Ignore other output of a login shell."""
     facts: dict[str, list[str]] = {}
     for line in text.splitlines():
         key, _, value = line.strip().partition(" ")
@@ -70,7 +70,7 @@ def read_answer(text: str) -> Answer | None:
     cores = _number(first.get("cores"))
     if "survey" not in facts or not cores:
         return None
-    kib, speed = _number(first.get("memory_kib")), _number(first.get("mbit_per_s"))  # -1 where a virtual card has none
+    kib, speed = _number(first.get("memory_kib")), _number(first.get("mbit_per_s"))  # -1 where a virtual NIC has none
     memory = kib * 1024 if kib else _number(first.get("memory_bytes"))
     server = first.get("server", "").split()
     port = _number(server[1]) if len(server) == 2 else None
@@ -115,7 +115,7 @@ def ask(hosts: Sequence[Host]) -> list[Answer]:
 
 
 def ask_one(host: Host) -> Answer | str:
-    """Return the answer of a host, or what went wrong and the remedy."""
+    """Return the answer of a host, or the problem and its remedy."""
     here = host.address == "127.0.0.1"
     command = ["sh", "-s"] if here else ssh_call(ssh_program(os.environ), host, "sh -s")
     try:
@@ -129,8 +129,8 @@ def ask_one(host: Host) -> Answer | str:
         return f"cannot start {command[0]!r}: {error.strerror}; install an ssh client, or correct CONVOY_SSH"
     answer = read_answer(done.stdout)
     if answer is None:
-        said = " | ".join(line for line in done.stderr.splitlines()[-3:] if line)
-        return f"ssh ended with status {done.returncode}{': ' if said else ''}{said}; {remedy(host, done.stderr, 'sh', '.')}"
+        last = " | ".join(line for line in done.stderr.splitlines()[-3:] if line)
+        return f"ssh ended with status {done.returncode}{': ' if last else ''}{last}; {remedy(host, done.stderr, 'sh', '.')}"
     return answer if here or answer.server is None else replace(answer, latency_s=latency_to(answer.server))
 
 
@@ -145,7 +145,7 @@ def latency_to(server: tuple[str, int]) -> float | None:
 
 
 def fleet_of(hosts: Sequence[Host], answers: Sequence[Answer]) -> tuple[Fleet, list[str]]:
-    """Return the hosts with their devices, and notes on what had to be assumed. InputError for two hosts of one name.
+    """Return the hosts with their devices, and notes on assumed figures. InputError for two hosts of one name.
 
     Each GPU is a device, and so are the cores of a host together. Known devices get the figures of the catalogue.
     """
@@ -171,14 +171,14 @@ def fleet_of(hosts: Sequence[Host], answers: Sequence[Answer]) -> tuple[Fleet, l
             device = replace(own, cores=cores, memory_bytes=memory or own.memory_bytes)
         devices.append(device)
         if answer.bytes_per_s is None and len(hosts) > 1:
-            notes.append(f"host {host.name}: its network card does not tell its speed; 1 Gbit/s is assumed")
+            notes.append(f"host {host.name}: its NIC does not report its speed; 1 Gbit/s is assumed")
     late = [answer.latency_s for answer in answers if answer.latency_s is not None]
     usual_s = statistics.median(late) if late else ASSUMED_LATENCY_S
-    cards = [
+    nics = [
         Nic(a.bytes_per_s or ASSUMED_BYTES_PER_S, a.bytes_per_s or ASSUMED_BYTES_PER_S, a.latency_s or usual_s)
         for a in answers
     ]
-    return Fleet(tuple(replace(h, card=c) for h, c in zip(hosts, cards, strict=True)), tuple(devices)), notes
+    return Fleet(tuple(replace(h, card=nic) for h, nic in zip(hosts, nics, strict=True)), tuple(devices)), notes
 
 
 _NOISE = re.compile(

@@ -86,11 +86,11 @@ def setup_fleet(
     if fleet is None:
         raise InputError(f"--fleet {path}: its hosts have no address; give each the `address` by which ssh reaches it")
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         print(f"{time.monotonic() - begin_s:6.1f} s  {text}", flush=True)
 
     project, ssh = Path.cwd(), ssh_program(os.environ)
-    hosts = _to_set_up(fleet, project.name, tell)
+    hosts = _to_set_up(fleet, project.name, report)
     root = {host.name: f"{into}/{project.name}-{host.name}" for host in hosts}
     with tempfile.TemporaryDirectory(prefix="convoy-setup-") as scratch, Interrupts() as interrupts:
         pack(Path(scratch), project, data, requirements, wheels, index)
@@ -101,20 +101,20 @@ def setup_fleet(
             print("\n".join(f"# host {host.name}\n{script}" for host, script in scripts.items()))
             return 0
         try:
-            said = _run(scripts, interrupts, tell)
+            output = _run(scripts, interrupts, report)
         except Signalled as interrupted:
             print("interrupted: what was begun is finished by the next `convoy fleet setup`", file=sys.stderr)
             return interrupted.status
-    _name_places(path, {name: f"{root[name]}/project" for name, (status, _) in said.items() if status == 0}, tell)
-    troubles = [_trouble(host, *said[host.name]) for host in hosts if said[host.name][0] != 0]
+    _name_places(path, {name: f"{root[name]}/project" for name, (status, _) in output.items() if status == 0}, report)
+    troubles = [_trouble(host, *output[host.name]) for host in hosts if output[host.name][0] != 0]
     if troubles:
         raise InputError("\n".join(troubles))
-    installed = any(line.startswith("Installed ") for _, lines in said.values() for line in lines)
+    installed = any(line.startswith("Installed ") for _, lines in output.values() for line in lines)
     if not (installed if doctor is None else doctor):
         return 0
     from convoy.doctor.doctor import run_doctor  # slow: it loads torch, which `sent_modules` does not need
 
-    tell("the doctor examines all hosts together")
+    report("the doctor examines all hosts together")
     return run_doctor(path, None, DOCTOR_S)
 
 
@@ -147,29 +147,29 @@ def host_script(host: Host, root: str, scratch: Path, project: Path, options: Se
     return "\n".join(["set -e", *map(shlex.join, commands)])
 
 
-def _to_set_up(fleet: Fleet, project: str, tell: Callable[[str], None]) -> list[Host]:
+def _to_set_up(fleet: Fleet, project: str, report: Callable[[str], None]) -> list[Host]:
     chosen = []
     for host in fleet.hosts:
         if is_own(str(host.address)):
-            tell(f"{host.name}: this machine, as it is")
+            report(f"{host.name}: this machine, as it is")
         elif (host.python or host.folder) and not (host.folder or "").endswith(f"/{project}-{host.name}/project"):
-            tell(f"{host.name}: left as it is, since its [[host]] names a python or folder that is not setup's")
+            report(f"{host.name}: left as it is, since its [[host]] names a python or folder that is not setup's")
         else:
             chosen.append(host)
     return chosen
 
 
 def _run(
-    scripts: Mapping[Host, str], interrupts: Interrupts, tell: Callable[[str], None]
+    scripts: Mapping[Host, str], interrupts: Interrupts, report: Callable[[str], None]
 ) -> dict[str, tuple[int, deque[str]]]:
     """Run the scripts of all hosts at a time; return the exit status and the last lines of each host, by name."""
-    said = {host.name: deque[str](maxlen=200) for host in scripts}
+    output = {host.name: deque[str](maxlen=200) for host in scripts}
 
     def sink(name: str) -> Callable[[bytes], None]:
         def take(line: bytes) -> None:
-            said[name].append(text := line.decode(errors="replace").strip())
+            output[name].append(text := line.decode(errors="replace").strip())
             if text and text[0] not in "+-~":  # uv's line for each package
-                tell(f"{name}: {text}")
+                report(f"{name}: {text}")
 
         return by_line(take)
 
@@ -185,7 +185,7 @@ def _run(
         if not processes.listen(lambda: not processes.running, LIMIT_S):
             names = ", ".join(process.start.name for process in processes.running)
             raise InputError(f"hosts not ready after {LIMIT_S:g} s: {names}; run setup again, it continues from there")
-        return {ending.name: (ending.status, said[ending.name]) for ending in processes.endings}
+        return {ending.name: (ending.status, output[ending.name]) for ending in processes.endings}
 
 
 def _trouble(host: Host, status: int, lines: Sequence[str]) -> str:
@@ -194,7 +194,7 @@ def _trouble(host: Host, status: int, lines: Sequence[str]) -> str:
     return f"host {host.name} ({host.address}): setup failed with status {status}: {last}; {cure}"
 
 
-def _name_places(path: Path, folders: Mapping[str, str], tell: Callable[[str], None]) -> None:
+def _name_places(path: Path, folders: Mapping[str, str], report: Callable[[str], None]) -> None:
     """Write python and folder of hosts into the fleet file, where they are not there yet."""
     document = tomlkit.parse(read_text(path, "fleet file", "give a fleet file"))
     changed = []
@@ -205,7 +205,7 @@ def _name_places(path: Path, folders: Mapping[str, str], tell: Callable[[str], N
             changed.append(str(table["name"]))
     if changed:
         write_whole(path, tomlkit.dumps(document))
-        tell(f"wrote python and folder of {', '.join(changed)} into {path}")
+        report(f"wrote python and folder of {', '.join(changed)} into {path}")
 
 
 # --- what is sent ------------------------------------------------------------------------------------------
@@ -291,8 +291,8 @@ def _uv(*words: str) -> str:
             f"uv {words[0]} cannot be run here ({error}): pip install uv, https://docs.astral.sh/uv"
         ) from None
     if done.returncode != 0:
-        said = " | ".join(done.stderr.split("\n")[-4:]).strip(" |")
-        raise InputError(f"uv {' '.join(words)} failed: {said}; mend that, or uninstall that package here")
+        output = " | ".join(done.stderr.split("\n")[-4:]).strip(" |")
+        raise InputError(f"uv {' '.join(words)} failed: {output}; mend that, or uninstall that package here")
     return done.stdout
 
 

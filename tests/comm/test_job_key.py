@@ -93,7 +93,7 @@ def test_where_a_process_finds_its_key(tmp_path: Path, monkeypatch: pytest.Monke
     named = {job_key.KEY_FILE: str(tmp_path / "job.key")}
     assert key_of_process(ELSEWHERE, named) == read_key_file(tmp_path / "job.key")
     handed = make_key()
-    monkeypatch.setenv(job_key.KEY_PIPE, str(job_key.hand_over(handed)))
+    monkeypatch.setenv(job_key.KEY_PIPE, str(job_key.hand_over(handed.pem)))
     assert key_of_process(ELSEWHERE, named) == handed, "what the launcher says counts most"
     assert job_key.KEY_PIPE not in os.environ
     assert key_of_process(ELSEWHERE, named) == handed, "and a second time"

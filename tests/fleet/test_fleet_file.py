@@ -105,7 +105,7 @@ def test_one_host_needs_no_network() -> None:
     fleet = Fleet((Host("here"),), (Device("cpu", "here", "cpu"),))
     assert Fleet.from_toml(fleet.to_toml()) == fleet
     assert fleet.path("here", "here") == Link("here", "here", WITHIN_HOST.send_bytes_per_s, WITHIN_HOST.latency_s)
-    with pytest.raises(InputError, match=r"'here' has no card: add"):
+    with pytest.raises(InputError, match=r"'here' has no NIC: add"):
         fleet.nic("here")
 
 
@@ -156,7 +156,7 @@ def test_devices_of_a_host_keep_their_index() -> None:
             '"attic", "attic"]\nuplink',
             r"'attic' is in segment\[0\], too: a host is in one segment at most",
         ),
-        ("5e6,", "-1,", r"send_bytes_per_s = -1.* of a card: must be a finite number, at least 1e-12"),
+        ("5e6,", "-1,", r"send_bytes_per_s = -1.* of a NIC: must be a finite number, at least 1e-12"),
     ],
 )
 def test_segments_that_cannot_be_are_refused(old: str, new: str, message: str) -> None:
@@ -211,7 +211,7 @@ def test_values_made_in_python_are_checked_too() -> None:
     with pytest.raises(InputError, match="0 devices"):
         Fleet((Host("here"),), ())
     two = (Host("a"), Host("b")), (Device("a0", "a", "cpu"), Device("b0", "b", "cpu"))
-    with pytest.raises(InputError, match=r"host\[0\] 'a' has no card: with 2 hosts"):
+    with pytest.raises(InputError, match=r"host\[0\] 'a' has no NIC: with 2 hosts"):
         Fleet(*two)
     link = Link("a", "b", 1e6, 0)
     with pytest.raises(InputError, match=r"link\[1\] 'a to b' is there twice"):

@@ -55,7 +55,7 @@ def test_hosts_become_a_fleet_with_the_figures_of_the_catalogue() -> None:
     assert fleet.devices[2].memory_bytes == int(0.8 * 65536000 * 1024), "the host's own, not the catalogue's"
     assert notes == [
         "box-gpu1 (NVIDIA GeForce RTX 3060 Ti): the catalogue has no such class; `convoy measure` will find its speed",
-        "host mac: its network card does not tell its speed; 1 Gbit/s is assumed",
+        "host mac: its NIC does not report its speed; 1 Gbit/s is assumed",
     ]
     assert fleet == type(fleet).from_toml(fleet.to_toml()), "what is written can be read"
 
