@@ -17,7 +17,7 @@ from convoy.elastic.admission import Verdict
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import Members
 from convoy.errors import InputError
-from convoy.model.tracing.trace_model import trace
+from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from convoy.train.observer import Observer

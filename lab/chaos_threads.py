@@ -35,7 +35,7 @@ from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
 from convoy.elastic.members import JoinOptions, LeftError, Members, StateLostError
 from convoy.errors import ConvoyError
-from convoy.model.tracing.trace_model import trace
+from convoy.model.tracing import trace
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import fit
 from lab.chaos import TIGHT, Blow, Case, build, make_net, whole_state

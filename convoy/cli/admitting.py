@@ -154,7 +154,7 @@ def build_members(
         if members.generation is None:  # it still waits to be admitted
             return
         reporter.on_members(members.steps, reason)
-        planned = replan.told()
+        planned = replan.message()
         screen.lines([f"  {reason}", *([f"  {planned}"] if planned else [])])
         update_offer()
 
@@ -169,7 +169,7 @@ def build_members(
     others = [each for each in (training.schedule, training.scaler) if each is not None]
     members = Members(
         model, training.optimizer, others=others, every=every, replan=replan, tell=on_change,
-        joins=JoinOptions(admission, home, entrance),
+        joins=JoinOptions(admission, home, entrance)
     )  # fmt: skip
     update_offer()
     return members

@@ -87,10 +87,7 @@ class PlanQuestion:
     def request(self, fleet: "FleetKnowledge") -> "PlanRequest":
         """Build the net, and return the planning request for one micro-batch.
 
-        Raises:
-            InputError: an unknown net; a fleet with neither times nor classes or peaks.
-            MismatchError: times of another model.
-            PlanError: a batch that cannot be divided equally.
+        Raises InputError, MismatchError and PlanError as `PlanRequest` and `graph_of` do.
         """
         from convoy.model.nets import graph_of
         from convoy.plan.plan import parse_outputs
@@ -152,7 +149,7 @@ def plan(
     question.check()
     from convoy.config.checks import check_output
     from convoy.planner.knowledge import FleetKnowledge
-    from convoy.planner.prediction import predict_all, proposal, rates_by_devices
+    from convoy.planner.prediction import predict_all, rates_by_devices
     from convoy.report.plans import show_all
     from convoy.report.screen import Screen
 
@@ -165,9 +162,8 @@ def plan(
         rows = predict_all(request, least_energy)
         tell("what fewer devices would bring")
         counts = [] if least_energy is not None else rates_by_devices(request)
-        other = proposal(request, rows[-1].step_s) if request.micro_batches == 1 else None
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
-    show_all(console, rows, request, counts, other)
+    show_all(console, rows, request, counts)
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
         several = f" --accumulate {accumulate}" if accumulate > 1 else ""
@@ -249,11 +245,7 @@ def _quantity(option: str, text: str, dimension: Dimension) -> float:
 
 
 def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
-    """Return a fleet of device classes: `laptop-cpu,2xrtx3060,rtx3090+rtx3090`.
-
-    Raises:
-        InputError: a name left out, an unknown class, too many devices.
-    """
+    """Return a fleet of device classes: `laptop-cpu,2xrtx3060,rtx3090+rtx3090`. InputError if it cannot be read."""
     machines: list[list[str]] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(?:(\d{1,3})\s*[x*]\s*)?(\S.*?)\s*", part)

@@ -36,13 +36,11 @@ def show_all(
     rows: Sequence[PlanPrediction],
     request: PlanRequest,
     counts: Sequence[tuple[int, float]] = (),
-    other: PlanPrediction | None = None,
 ) -> None:
     """Print the predicted plans, of which the last is chosen, and the chosen one in detail.
 
     Args:
         counts: throughput by number of devices, the fastest first.
-        other: a step of several micro-batches that would be much shorter.
     """
 
     def say(line: str) -> None:
@@ -57,10 +55,6 @@ def show_all(
             f"{request.batch} samples, on average; a step of plan {row.plan.name} takes "
             f"{seconds(request.micro_batches * row.step_s)}."
         )
-    if other is not None:
-        count = request.batch // other.plan.batch
-        parts = micro_batch_words(request.graph, count, count * other.step_s)
-        say(f"Memory makes this slow. A step could be made in {parts}.")
     basis = BASIS[request.costs.errors.basis]
     say(f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. Based on {basis}.")
     measured = request.fleet.measured
@@ -85,7 +79,7 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: 
     speeds, names = request.speeds.devices, request.names
     table = new_table(
         f"Predicted; the limit, the sum of solo throughputs, is {plain(sum(speeds))} samples/s", ("plan",),
-        ("step", "nine of ten", "step / bound", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
+        ("step", "nine of ten", "step / bound", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices")
     )  # fmt: skip
     table.add_column("limited by")
     for row in rows:
@@ -93,7 +87,7 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: 
         table.add_row(
             row.plan.name, seconds(row.step_s), between(row.within), _over_bound(row, least), plain(row.samples_per_s),
             percent(row.efficiency), in_bytes(row.traffic_bytes), memory + " !" * bool(row.overfull),
-            "-" if row.energy is None else plain(row.energy.image_j), str(row.workers), row.bound,
+            "-" if row.energy is None else plain(row.energy.image_j), str(row.workers), row.bound
         )  # fmt: skip
     console.print(table)
     for row in rows:
@@ -135,7 +129,7 @@ def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -
             in_bytes(row.sent_bytes[device]), in_bytes(row.received_bytes[device]),
             in_bytes(row.memory[device].total_bytes + own), "-" if limit is None else in_bytes(limit),
             "-" if power is None else f"{power.idle_w:g} - {power.busy_w:g} W",
-            "-" if row.energy is None else plain(row.energy.devices_j[device]),
+            "-" if row.energy is None else plain(row.energy.devices_j[device])
         )  # fmt: skip
     console.print(table)
 
@@ -148,7 +142,7 @@ def _show_spare(console: Console, row: PlanPrediction, request: PlanRequest) -> 
     otherwise = f"; after each step (--spare every-step) {each.part:.1%}" if chosen.every > 1 else ""
     console.print(
         f"Snapshots for recovery from a lost device (--spare auto): after {often}, {chosen.part:.1%} of a step's time, "
-        f"{sent}, at most {in_bytes(max(chosen.memory_bytes))} of memory per device{otherwise}.", soft_wrap=True,
+        f"{sent}, at most {in_bytes(max(chosen.memory_bytes))} of memory per device{otherwise}.", soft_wrap=True
     )  # fmt: skip
     if chosen.overfull:
         console.print(f"! The snapshots do not fit: {'; '.join(chosen.overfull)}. Give --spare none.", soft_wrap=True)

@@ -103,7 +103,6 @@ def test_special_parameters_are_saved_and_loaded(net: str, tmp_path: Path) -> No
 
 
 def test_copies_that_differ_are_saved_as_their_average(tmp_path: Path) -> None:
-    """The inexact plan leaves every device with weights of its own."""
     net = "two-conv"
     whole, training = nets.build(net), Training(net, (10,))
     ((x, y),) = training.batches(whole)
@@ -214,7 +213,6 @@ EVERY: dict[str, Callable[[Any], Optimizer]] = {
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_kind_of_optimizer_state_is_restored(name: str, tmp_path: Path) -> None:
-    """To the last bit, in plain PyTorch, after three steps of six."""
     batches = Training("two-conv", (6,) * 6).batches(nets.build("two-conv"))
 
     def steps(model: nn.Module, optimizer: Optimizer, start: int, stop: int) -> None:
@@ -296,15 +294,6 @@ def test_the_loss_scale_is_restored(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, model, optimizer, scaler=first)
     load_checkpoint(tmp_path, model, optimizer, scaler=then)
     assert steps(then, 2) == [32.0, 32.0]
-
-
-def test_foreach_and_fused_are_not_restored(tmp_path: Path) -> None:
-    model = nets.build("two-conv")
-    save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters(), lr=0.5, foreach=True))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
-    load_checkpoint(tmp_path, model, optimizer)
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["fused"], group["foreach"]) == (0.5, True, None)
 
 
 # ------------------------------------------------------------------------------------------------------------ the folder

@@ -61,15 +61,6 @@ def test_vgg_of_11_layers() -> None:
     assert found == [*convolutions, 512 * 4096 + 4096, 4096 * 4096 + 4096, 4096 * 10 + 10]
 
 
-@pytest.mark.parametrize(("depth", "convolutions"), [(11, 8), (13, 10), (16, 13), (19, 16)])
-def test_vgg_has_the_depth_asked_for(depth: int, convolutions: int) -> None:
-    with torch.device("meta"):
-        model = build_net(f"vgg:{depth}:8", (1, 32, 64), 10)
-    assert sum(isinstance(m, nn.Conv2d) for m in model) == convolutions
-    linears = [m.in_features for m in model if isinstance(m, nn.Linear)]
-    assert linears == [512 * 2, 8, 8]
-
-
 def test_what_vgg_answers_depends_on_the_image() -> None:
     """With torch's own weights each layer halves the signal or more: behind eight of them all images look alike."""
     model = build_net("vgg:11:64", CIFAR, 10)
@@ -91,13 +82,6 @@ def test_resnet18_for_small_images() -> None:
     assert sides == [(64, 32)] * 3 + blocks
 
 
-@pytest.mark.parametrize("text", ["two-conv", "two-conv:3:4", "alexnet:16", "resnet", "resnet:8:2", "resnet18:2"])
-@pytest.mark.parametrize("image", [DIGITS, (3, 17, 9)])
-def test_every_net_gives_a_number_per_class(text: str, image: tuple[int, int, int]) -> None:
-    model = build_net(text, image, 7)
-    assert model(torch.zeros(2, *image)).shape == (2, 7)
-
-
 def test_weights_depend_on_the_seed_alone() -> None:
     torch.manual_seed(99)
     before = torch.get_rng_state()
@@ -111,22 +95,15 @@ def test_weights_depend_on_the_seed_alone() -> None:
     ("text", "image", "words"),
     [
         ("lenet", DIGITS, ["unknown net 'lenet'", "alexnet:F", "resnet:DEPTH:WIDTH", "two-conv:K1:K2", "timm:NAME"]),
-        ("", DIGITS, ["unknown net ''", "two-conv:K1:K2"]),
         ("two-conv:3", DIGITS, ["'two-conv:3'", "two-conv:K1:K2", "1 or more"]),
-        ("two-conv:1:2:3", DIGITS, ["'two-conv:1:2:3'", "two-conv:K1:K2"]),
         ("two-conv:0:5", DIGITS, ["'two-conv:0:5'", "1 or more"]),
         ("two-conv:a:b", DIGITS, ["'two-conv:a:b'", "whole numbers"]),
-        ("two-conv:5.5:5", DIGITS, ["'two-conv:5.5:5'", "whole numbers"]),
-        ("alexnet:-1", DIGITS, ["'alexnet:-1'", "1 or more"]),
         ("resnet:9:4", DIGITS, ["6n+2", "not 9", "resnet:8:16"]),
-        ("resnet:2:4", DIGITS, ["6n+2", "not 2"]),
         ("vgg:12:64", CIFAR, ["11, 13, 16 or 19, not 12", "vgg:11:4096"]),
         ("vgg:11", CIFAR, ["'vgg:11'", "vgg:DEPTH:F"]),
         ("unet:4", (3, 40, 32), ["4 times", "40x32", "multiples of 16"]),
         ("vgg:11:64", (3, 31, 32), ["32x32 or more", "these are 31x32"]),
-        ("two-conv:3:4", (1, 3, 8), ["4x4 or more", "these are 3x8"]),
-        ("alexnet:16", (3, 32, 7), ["8x8 or more", "these are 32x7"]),
-        ("two-conv:9000000:9000000", DIGITS, ["'two-conv:9000000:9000000'", "memory", "smaller"]),
+        ("alexnet:999999999999", CIFAR, ["'alexnet:999999999999'", "memory", "smaller"]),
     ],
 )
 def test_what_is_refused(text: str, image: tuple[int, int, int], words: list[str]) -> None:

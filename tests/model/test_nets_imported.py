@@ -1,4 +1,4 @@
-"""Networks from elsewhere: torchvision, timm, one's own. What they are called with, and what is refused."""
+"""Networks from elsewhere: torchvision, timm, the user's function. Their arguments, and refusals."""
 
 import importlib
 import sys
@@ -57,6 +57,10 @@ def depth_and_more(depth, image, *sizes, **options):
     return everything(image, 7)
 
 
+def ten(image):
+    return everything(image, 10)
+
+
 def fails():
     return {}["weights"]
 
@@ -74,13 +78,12 @@ def large():
 
 
 ready = nn.Linear(3, 7)
-number = 7
 """
 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with modules of one's own."""
+    """A working folder with the user's modules."""
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "net.py").write_text(MINE)
@@ -104,10 +107,9 @@ def packages() -> None:
 
 
 @pytest.mark.usefixtures("mine")
-@pytest.mark.parametrize("name", ["everything", "Net", "nothing", "with_auxiliary", "with_norm"])
-@pytest.mark.parametrize("place", ["mine", "pack.net"])
-def test_a_callable_gets_what_it_has_parameters_for(place: str, name: str) -> None:
-    model = build_net(f"{place}:{name}", CIFAR, 7)
+@pytest.mark.parametrize("text", ["mine:everything", "pack.net:Net", "mine:nothing", "mine:with_auxiliary"])
+def test_a_function_gets_the_arguments_that_it_has_parameters_for(text: str) -> None:
+    model = build_net(text, CIFAR, 7)
     outputs = model(torch.zeros(2, *CIFAR))
     assert (outputs[0] if isinstance(outputs, tuple) else outputs).shape == (2, 7)
 
@@ -123,7 +125,7 @@ def test_its_weights_come_from_the_seed() -> None:
 
 
 @pytest.mark.usefixtures("mine")
-def test_looking_at_its_outputs_leaves_no_trace_in_it() -> None:
+def test_checking_its_outputs_leaves_its_buffers_alone() -> None:
     norm = build_net("mine:with_norm", CIFAR, 7)[0]
     assert int(norm.num_batches_tracked) == 0
     assert norm.training
@@ -134,7 +136,6 @@ def test_looking_at_its_outputs_leaves_no_trace_in_it() -> None:
     ("text", "words"),
     [
         ("absent.place:build", ["no module 'absent'", "working folder"]),
-        ("pack.absent:build", ["no module 'pack.absent'"]),
         (
             "needy:build",
             ["needy:build: the module does not import", "a_package_that_nobody_has", "needy.py line 1", "correct it"],
@@ -142,15 +143,13 @@ def test_looking_at_its_outputs_leaves_no_trace_in_it() -> None:
         ("broken:build", ["broken:build: the module does not import", "ZeroDivisionError", "broken.py line 3"]),
         ("mine:everythin", ["everythin is not there", "did you mean everything"]),
         ("mine:zzz", ["zzz is not there", "a callable that returns a new nn.Module"]),
-        ("mine:ready", ["mine:ready is a Linear", "name what makes one", "def build(image, classes)"]),
-        ("mine:number", ["number is a int", "a callable that returns a new nn.Module"]),
+        ("mine:ready", ["mine:ready is a Linear", "name a function that makes one", "def build(image, classes)"]),
         ("mine:depth_and_more", ["mine:depth_and_more needs depth", "image, classes", "defaults"]),
         ("mine:fails", ["mine:fails failed", "KeyError", "mine.py line", "correct it there"]),
         ("mine:no_module", ["no_module() gave a list", "return an nn.Module"]),
+        ("mine:ten", ["gives (2, 10) for two images of 3x32x32", "7 classes, (2, 7)"]),
         ("mine:for_pixels", ["(2, 7, 32, 32)", "two images of 3x32x32", "7 classes", "(2, 7)"]),
         ("mine:large", ["does not run on images of 3x32x32", "Kernel size", "give images"]),
-        ("mine:2", ["unknown net 'mine:2'", "PACKAGE.MODULE:CALLABLE"]),
-        ("mine:", ["unknown net 'mine:'"]),
         ("mine", ["unknown net 'mine'", "torchvision:NAME", "timm:NAME"]),
     ],
 )
@@ -161,22 +160,15 @@ def test_what_is_refused(text: str, words: list[str]) -> None:
         assert word in str(caught.value)
 
 
-@pytest.mark.usefixtures("mine")
-def test_a_net_of_other_classes_is_refused() -> None:
-    with pytest.raises(InputError, match=r"gives \(2, 7\) for two images of 3x32x32: .* 10 classes, \(2, 10\)"):
-        build_net("mine:nothing", CIFAR, 10)
-
-
 # --- torchvision, timm -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("packages")
-@pytest.mark.parametrize("text", ["torchvision:resnet18", "timm:resnet18", "timm:resnet18.a1_in1k"])
+@pytest.mark.parametrize("text", ["torchvision:resnet18", "timm:resnet18.a1_in1k"])
 def test_models_of_packages_have_the_classes_asked_for(text: str) -> None:
-    a, b, c = (build_net(text, CIFAR, 7, seed) for seed in (1, 1, 2))
+    a, b = (build_net(text, CIFAR, 7, seed) for seed in (1, 1))
     assert a(torch.zeros(2, *CIFAR)).shape == (2, 7)
     assert torch.equal(a.conv1.weight, b.conv1.weight)
-    assert not torch.equal(a.conv1.weight, c.conv1.weight)
 
 
 @pytest.mark.usefixtures("packages")
@@ -191,9 +183,7 @@ def test_timm_takes_images_of_any_channels() -> None:
     ("text", "words"),
     [
         ("torchvision:resnet81", ["torchvision has no net 'resnet81'", "did you mean resnet18"]),
-        ("torchvision:fcn_resnet50", ["torchvision has no net 'fcn_resnet50'"]),  # for pixels
         ("torchvision:zzzzzzzz", ["no net 'zzzzzzzz'", "list_models()"]),
-        ("torchvision", ["torchvision has no net ''"]),
         ("timm:convnext_tini", ["timm has no net 'convnext_tini'", "convnext_tiny"]),
         ("torchvision:alexnet", ["does not run on images of 3x32x32", "too small", "give images"]),
     ],
@@ -233,17 +223,16 @@ def test_a_package_that_is_missing_or_built_for_another_torch(
 
 
 def test_a_net_of_a_package_is_read_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was built and run with weights, since the check of its outputs could not do without: seconds for a ResNet-50."""
     make_importable()
-    traced: list[nn.Module] = []
+    on_meta: list[bool] = []
 
-    def kept(model: nn.Module, example: torch.Tensor) -> TracedModel:
-        traced.append(model)
+    def recorded(model: nn.Module, example: torch.Tensor) -> TracedModel:
+        on_meta.append(all(p.is_meta for p in model.parameters()))
         return trace(model, example)
 
-    monkeypatch.setattr(nets, "trace", kept)
-    graph = nets.graph_of("torchvision:resnet18", CIFAR, 10)
-    assert [all(p.is_meta for p in model.parameters()) for model in traced] == [True]
-    assert graph == trace(build_net("torchvision:resnet18", CIFAR, 10), torch.zeros(2, *CIFAR)).graph
+    monkeypatch.setattr(nets, "trace", recorded)
+    graph = nets.graph_of("torchvision:squeezenet1_1", CIFAR, 10)
+    assert on_meta == [True]
+    assert graph == trace(build_net("torchvision:squeezenet1_1", CIFAR, 10), torch.zeros(2, *CIFAR)).graph
     assert nets.graph_of("torchvision:shufflenet_v2_x0_5", CIFAR, 10).outputs, "a part of it must be run"
-    assert [all(p.is_meta for p in model.parameters()) for model in traced] == [True, True, False]
+    assert on_meta == [True, True, False]

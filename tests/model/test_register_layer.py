@@ -1,4 +1,4 @@
-"""register_layer: what is said of a layer is tried when it is traced, and is part of what devices agree on."""
+"""register_layer: a registration is tried when a model is traced, and is part of the fingerprint."""
 
 from collections.abc import Iterator
 
@@ -46,7 +46,7 @@ class Centred(nn.Module):
 
 
 class Counting(nn.Module):
-    """Its number of channels stands in its arithmetic."""
+    """Computes with its number of channels."""
 
     def __init__(self, channels: int = 6) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class Noting(nn.Module):
         return x * 2 if _reads_numbers(x) else x
 
 
-class BesideConv(nn.Conv2d):
-    """Says that it is a convolution, and is one and a half."""
+class ScaledConv(nn.Conv2d):
+    """One and a half convolutions."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 1.5
@@ -91,7 +91,7 @@ def net(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 6, 3), *layers)
 
 
-def test_what_is_registered_is_a_layer_that_can_be_cut() -> None:
+def test_a_registered_layer_can_be_cut() -> None:
     assert trace(net(Scale()), X).graph["1"].kind == "opaque"
     before = trace(net(Scale()), X).graph.fingerprint
     convoy.register_layer(Scale, splits="channels", parameters={"weight": 0})
@@ -99,11 +99,6 @@ def test_what_is_registered_is_a_layer_that_can_be_cut() -> None:
     assert graph["1"].cuts == (Cut(1, 6, (1,), {"weight": 0}),)
     assert graph["1"].per_sample
     assert graph.fingerprint != before, "a plan made with the rule is refused where the rule is missing"
-
-
-def test_axes_that_are_not_given_are_those_as_long_as_the_channels() -> None:
-    convoy.register_layer(Scale, splits="channels")
-    assert trace(net(Scale()), X).graph["1"].cuts == (Cut(1, 6, (1,), {"weight": 0}),)
 
 
 def test_a_rule_may_be_a_function() -> None:
@@ -124,17 +119,16 @@ def test_a_rule_may_be_a_function() -> None:
         (Counting(), {"splits": "channels"}, "parts of axis 1"),
         (Noting(), {"splits": "channels"}, "in its buffer 'mean'"),
         (AllFilters(6, 6, 3), {"splits": "filters"}, "other numbers in parts of axis 1"),
-        (BesideConv(6, 6, 3), {"like": nn.Conv2d}, "other numbers as Conv2d computes it"),
+        (ScaledConv(6, 6, 3), {"like": nn.Conv2d}, "other numbers as Conv2d computes it"),
     ],
 )  # fmt: skip
-def test_what_is_not_true_is_refused(layer: nn.Module, given: dict[str, object], message: str) -> None:
-    """Two parts put together are compared with the whole: nothing that is said wrongly computes wrongly."""
+def test_a_wrong_registration_is_refused(layer: nn.Module, given: dict[str, object], message: str) -> None:
     convoy.register_layer(type(layer), **given)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=message):
         trace(net(layer), X)
 
 
-def test_numbers_of_the_module_go_with_the_part() -> None:
+def test_attributes_follow_the_shard() -> None:
     convoy.register_layer(Counting, splits="channels", attributes=("channels",))
     assert trace(net(Counting()), X).graph["1"].kind == "parts"
 
@@ -157,7 +151,7 @@ def test_what_cannot_be_registered() -> None:
             convoy.register_layer(layer, **given)  # type: ignore[arg-type]
 
 
-def test_a_device_that_registered_otherwise_is_told_so() -> None:
+def test_a_device_that_registered_otherwise_is_refused() -> None:
     convoy.register_layer(Scale, splits="channels")
     model = net(Scale(), nn.Flatten(), nn.Linear(216, 5))
     with_rule = trace(model, X)
@@ -169,10 +163,10 @@ def test_a_device_that_registered_otherwise_is_told_so() -> None:
         return str(caught.value)
 
     del MODULES[Scale]
-    assert all("another model" in told for told in run_on_threads(2, work))
+    assert all("another model" in message for message in run_on_threads(2, work))
 
 
-# --- by samples alone ------------------------------------------------------------------------------------------------
+# --- by samples only ------------------------------------------------------------------------------------------------
 
 
 class Mixing(nn.Module):
@@ -190,7 +184,7 @@ class Remembering(nn.Module):
         return x
 
 
-def test_python_that_treats_samples_by_themselves_may_say_so() -> None:
+def test_python_that_treats_samples_alone_may_be_registered() -> None:
     net, x = nn.Sequential(nn.Conv2d(3, 6, 3), Centred()), torch.zeros(2, 3, 8, 8)
     assert not trace(net, x).graph["1"].per_sample
     convoy.register_layer(Centred, splits="samples")
@@ -200,7 +194,7 @@ def test_python_that_treats_samples_by_themselves_may_say_so() -> None:
 @pytest.mark.parametrize(
     ("layer", "why"), [(Mixing, "depends on the others"), (Remembering, "keeps '1.calls' in Python")]
 )
-def test_what_does_not_is_refused(layer: type[nn.Module], why: str) -> None:
+def test_a_layer_that_does_not_treat_samples_alone_is_refused(layer: type[nn.Module], why: str) -> None:
     convoy.register_layer(layer, splits="samples")
     with pytest.raises(InputError, match=rf"layer '1' was registered .*{why}"):
         trace(nn.Sequential(nn.Conv2d(3, 6, 3), layer()), torch.zeros(2, 3, 8, 8))

@@ -1,4 +1,4 @@
-"""What a forward asks while it is traced: sizes that do not follow the batch are numbers, and decide branches and loops."""
+"""trace: sizes that do not follow the batch are numbers, and decide branches and loops."""
 
 import copy
 from collections.abc import Callable
@@ -67,7 +67,6 @@ def in_bands(part: nn.Module, x: Tensor) -> Tensor:
     ids=["windows", "bands", "shape", "dtype", "device", "numel"],
 )  # fmt: skip
 def test_sizes_decide(forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    """`if H == window` kept a whole block together, with its batch norm on one device: MobileViT, TinyViT, EfficientViT."""
     assert not kept_whole(forward)
     assert not kept_whole(forward, side=7 if forward is windows else SIDE)
 
@@ -84,29 +83,14 @@ def test_sizes_decide(forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
     ],
     ids=["batch", "quarter", "rows", "numbers", "kind of device", "samples"],
 )  # fmt: skip
-def test_what_follows_batch_numbers_or_device_decides_nothing(forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_a_branch_on_batch_numbers_or_device_keeps_the_module_whole(
+    forward: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
     assert kept_whole(forward)
 
 
-def test_large_images_that_take_another_branch_are_checked_at_their_size() -> None:
-    """Checks are made at small sizes; a branch that only large images take has not been checked then."""
-
-    def changes(part: nn.Module, x: Tensor) -> Tensor:
-        if x.shape[-1] < 40:
-            return part.conv(x)
-        y = x.view(x.shape)
-        y[:, :, :1] += 1.0  # under another name: no trace sees it
-        return part.conv(x)
-
-    assert not kept_whole(changes, side=32)
-    net = nn.Sequential(nn.Conv2d(3, 3, 1), Asks(changes), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
-    x = torch.randn(3, 3, 96, 96, dtype=torch.float64)
-    traced = trace(net, x)
-    assert torch.equal(run_traced(copy.deepcopy(net), traced, [x]), copy.deepcopy(net)(x))
-
-
 def test_one_module_that_is_called_with_two_sizes() -> None:
-    """Whether a trace sees through it was found for the first size, and held for the second, which branches on numbers."""
+    """The second size branches on numbers, the first does not."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -98,18 +98,13 @@ def test_kinds_of_calls(function: Callable[..., Any], kind: str, shape: tuple[in
     assert (layer.kind, layer.shape, layer.per_sample) == (kind, shape, True)
 
 
-def test_the_axis_of_a_concatenation_counts_the_batch() -> None:
-    assert last(lambda _, x: torch.cat([x, x], -1)).axis == 3
-    assert last(lambda _, x: torch.cat((x, x), dim=1)).axis == 1
-
-
-def test_a_flatten_by_numbers_works_on_pieces() -> None:
-    """The 256 in `x.view(-1, 256)` was called as it stood, on pieces with fewer channels: a crash."""
+def test_a_flatten_by_numbers_works_on_shards() -> None:
+    """A shard with fewer channels has another width than the 256 in `x.view(-1, 256)`."""
     model = Calls(lambda _, x: x.view(-1, 256))
     traced = trace(model, torch.zeros(2, 3, 8, 8))
-    piece = torch.randn(5, 2, 8, 8)
-    flat = call_operation(model, traced.operations["view"], [piece], 5)
-    assert torch.equal(flat, piece.flatten(1))
+    shard = torch.randn(5, 2, 8, 8)
+    flat = call_operation(model, traced.operations["view"], [shard], 5)
+    assert torch.equal(flat, shard.flatten(1))
 
 
 def test_parameters_without_a_module() -> None:
@@ -134,7 +129,6 @@ def test_shared_parameters_are_found_under_any_name() -> None:
 
 
 def test_chunks_are_picked_one_by_one() -> None:
-    """A function that took all chunks at once was given the tuple where its code had tensors: training crashed."""
     graph = trace(nets.Shuffle(), torch.zeros(2, 3, 8, 8)).graph
     cat = graph["cat_1"]
     assert graph["chunk"].several
@@ -145,10 +139,10 @@ def test_chunks_are_picked_one_by_one() -> None:
 
 
 def test_gradients_stop_where_torch_stops_them() -> None:
-    """`with torch.no_grad()` leaves no mark in a trace of torch.fx, and a mask of truth values was asked for a gradient."""
+    """`with torch.no_grad()` leaves no mark in a trace of torch.fx."""
     layers = layers_of(nets.NoGradient())
     stopped = {name for name, layer in layers.items() if not layer.differentiable}
-    # The first call of conv2 is the one under no_grad; what follows a detached tensor has simply nobody to pass it to.
+    # The first call of conv2 is the one under no_grad.
     assert stopped == {"gt", "to", "sigmoid", "conv2", "detach", "detach_1"}
     assert layers["conv2"].trainable == ()
     assert layers["conv2"].parameters["weight"].trainable
@@ -203,7 +197,7 @@ def test_fingerprints() -> None:
 
 
 def test_evaluation_keeps_whole_what_training_keeps_whole() -> None:
-    """`Average` can be traced in evaluation. Its buffer would become a layer of its own, with a place of its own."""
+    """`Average` can be traced in evaluation. Its buffer would become its own layer."""
     model = nets.Noting()
     training = trace(model, torch.zeros(2, 3, 8, 8))
     alone = trace(model, torch.zeros(2, 3, 8, 8), training=False)

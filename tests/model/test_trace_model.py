@@ -1,4 +1,4 @@
-"""trace: the user's model is left alone, and examples that cannot be are refused."""
+"""trace: the user's model is left alone, and wrong examples are refused."""
 
 import threading
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def test_tracing_works_without_gradients_around_it() -> None:
 
 
 def test_other_threads_may_run_models_while_one_is_traced() -> None:
-    """torch.fx patches nn.Module for every thread: another thread's forward ended up in the trace, and failed."""
+    """torch.fx patches nn.Module for every thread."""
     bystander, x = nets.build("resnet", dtype=torch.float32), torch.zeros(4, 3, 8, 8)
     expected, found, done = bystander(x), list[bool](), threading.Event()
 
@@ -54,7 +54,7 @@ def test_other_threads_may_run_models_while_one_is_traced() -> None:
     assert all(found)
 
 
-# --- examples that cannot be -----------------------------------------------------------------------------------------
+# --- refused examples ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("example", [[], torch.tensor(1.0), [torch.zeros(2, 3), torch.tensor(0)]])

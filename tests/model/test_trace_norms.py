@@ -13,10 +13,7 @@ from tests.support.traced_models import layers_of
 
 
 class NormAct(nn.BatchNorm2d):
-    """timm's BatchNormAct2d: torch's batch norm by its function, then an activation.
-
-    `F.batch_norm` was asked for a gradient of its running mean, so that most nets of timm failed in `trace`.
-    """
+    """timm's BatchNormAct2d: torch's batch norm by its function, then an activation."""
 
     def __init__(self, channels: int, **options: Any) -> None:
         super().__init__(channels, **options)
@@ -54,14 +51,14 @@ def test_a_batch_norm_with_an_activation_is_taken_apart(options: dict[str, Any])
     assert layers_of(net(**options), training=False)["1"].statistics == ("track_running_stats" in options)
 
 
-@pytest.mark.parametrize("plan", ["data", "model", "master"])
+@pytest.mark.parametrize("plan", ["data", "model"])
 def test_it_trains_as_on_one_device(plan: str) -> None:
     assert difference(net(), plan=plan) < EXACT
     assert difference(net(track_running_stats=False, affine=False), plan=plan) < EXACT
 
 
 class OtherMomentum(NormAct):
-    """Its function notes with a momentum of its own: that is another norm than the module says."""
+    """Its function has another momentum than the module."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.7)

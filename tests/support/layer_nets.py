@@ -191,13 +191,9 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     ),
     "instance norm": (lambda: nn.InstanceNorm2d(WIDTH, affine=True), (5, 0, 3)),
     "instance norm that notes": (lambda: nn.InstanceNorm2d(WIDTH, affine=True, track_running_stats=True), (5, 0, 3)),
-    "instance norm as a function": (
-        lambda: Apply(lambda x, w: F.instance_norm(x, weight=w), w=_ones(WIDTH)), (5, 0, 3),
-    ),
     "layer norm over positions": (lambda: nn.LayerNorm((8, 8)), (1, 0, 7)),
     "prelu": (lambda: nn.PReLU(WIDTH), (5, 0, 3)),
     "prelu of one weight": (lambda: nn.PReLU(), (5, 0, 3)),
-    "prelu as a function": (lambda: Apply(F.prelu, w=_ones(WIDTH)), (5, 0, 3)),
     "softmax over positions": (lambda: nn.Softmax(dim=-1), (5, 0, 3)),
     "log softmax over rows": (lambda: Apply(lambda x: x.log_softmax(2)), (5, 0, 3)),
     "pixel shuffle": (lambda: nn.PixelShuffle(2), (4, 0, 4)),

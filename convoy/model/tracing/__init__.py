@@ -1,14 +1,51 @@
-"""Turn an nn.Module into a graph of layers and their operations, by torch.fx and the meta device.
+"""Turn an nn.Module into a TracedModel: layer by layer where torch.fx can follow it, else with submodules kept whole.
 
-`trace_model.py` has the entry point, `trace`. `tracer.py` gets the calls from torch.fx; `node_values.py` evaluates them for two
-batch sizes; `layer_builder.py` makes the layers, with their kinds (`kinds.py`). `python_state.py` finds the values beside
-tensors that code reads; `trials.py` runs a layer that no rule splits, to learn how it must be computed.
+`tracer.py` gets the calls from torch.fx; `node_values.py` evaluates them for two batch sizes; `layer_builder.py` makes the
+layers, with their kinds (`kinds.py`). `python_state.py` finds the values beside tensors that code reads; `trials.py` runs a
+layer that no rule splits, to learn how it must be computed.
 """
 
+import operator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import FlopCounterMode
+
+from convoy.errors import InputError
+from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.layer_rules import register_layer
-from convoy.model.operation import TracedModel, bind_operation, call_operation, disable_in_place
-from convoy.model.tracing.python_state import StateWatch
-from convoy.model.tracing.trace_model import trace, unwrapped
+from convoy.model.operation import (
+    Form,
+    Operation,
+    Ref,
+    Region,
+    TracedModel,
+    bind_operation,
+    call_operation,
+    disable_in_place,
+)
+from convoy.model.tracing.copies import copied, meta_copy, release, shared_tensors
+from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, hooked, on_weights, table
+from convoy.model.tracing.layer_builder import LayerBuilder, canonical_keys, dtype_name, stateful_layers, whole
+from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable, across, is_batched, meta_inputs, without_batch
+from convoy.model.tracing.python_state import State, StateWatch, modes_of, subtree
+from convoy.model.tracing.tracer import TRACE_LOCK, nodes_of
+from convoy.model.tracing.trials import (
+    TrialInputs,
+    first_line,
+    has_dropout,
+    is_floating,
+    observe,
+    run_on_random,
+    tensors_of,
+)
 
 __all__ = [
     "StateWatch",
@@ -20,3 +57,324 @@ __all__ = [
     "trace",
     "unwrapped",
 ]
+
+_MOST_SAMPLES = 8
+"""Samples, at most, with which a layer of the user's Python is called once."""
+
+
+def trace(
+    model: nn.Module, example: Tensor | Sequence[Tensor], *, training: bool = True, like: TracedModel | None = None
+) -> TracedModel:
+    """Trace a model into layers and the operations that compute them. The model itself is not changed.
+
+    Args:
+        model: an ordinary module on any device (the meta device only if all layers are of known kinds). Its inputs are
+            tensors whose first axis is the batch.
+        example: one batch of each input; only shape and dtype matter.
+        training: trace the model in training (dropout, batch statistics, auxiliary outputs) or in evaluation.
+        like: a trace of the same model in the other mode. One layer there is one layer here, so that both modes keep
+            parameters in the same layers.
+
+    Raises:
+        InputError: the model cannot be copied, does not run on the example, returns something else than tensors, or does
+            what no trace can repeat.
+    """
+    if isinstance(example, Mapping):
+        raise InputError(
+            f"the example is a dict ({', '.join(map(str, example))}): give the inputs as a tuple of tensors, in the order in "
+            "which forward takes them"
+        )
+    examples = (example,) if isinstance(example, Tensor) else tuple(example)
+    if not examples or any(not isinstance(e, Tensor) or e.dim() == 0 for e in examples):
+        raise InputError("the example must be a batch: tensors whose first axis is the batch; give e.g. x[:2]")
+    inner = unwrapped(model)
+    _check_parameters(inner)
+    try:
+        local = copied(inner, shared_tensors(inner))
+        local = local if _is_on_meta(local) else local.cpu()
+    except Exception as error:  # an attribute may raise anything when it is copied
+        raise InputError(
+            f"{type(inner).__name__} cannot be copied ({first_line(error)}): what is computed from parameters is no state "
+            "of a module; torch.nn.utils.parametrizations has forms that can be copied. Leave out attributes that "
+            "copy.deepcopy refuses"
+        ) from error
+    _mute(local)
+    if not training or not local.training:  # frozen parts of a model in training stay as they are
+        local.train(training)
+    with TRACE_LOCK, State(dict(local.named_modules())).kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a model gives its own warnings when it is trained
+        capture = _Capture(local, examples, like)
+        traced = _with_hooks(local, capture.run(), inner)
+    modes = modes_of(local)
+    release(local)
+    if capture.overwrites and training:
+        warnings.warn(
+            f"{type(inner).__name__} overwrites its input in forward; distributed, it leaves the tensors that it is given as "
+            "they are. Begin forward with x = x.clone(), and one device does so, too",
+            stacklevel=2,
+        )
+    return replace(traced, modes=modes)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside torch.compile, DataParallel or DistributedDataParallel."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while True:
+        if isinstance(model, wrappers):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for key, t in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(t):
+            raise InputError(
+                f"{key!r} of {type(model).__name__} has no shape yet: call the model once on a batch before it is distributed"
+            )
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise InputError(
+                f"module {path or 'the model itself'!r} was made by torch.jit, which keeps its parameters to itself: "
+                "distribute the module that it was made of"
+            )
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(p.is_meta for p in model.parameters())
+
+
+# --- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def _mute(model: nn.Module) -> None:
+    """Replace the user's hooks, which must not see the values of a trace, with one that does nothing."""
+    for module in model.modules():
+        kinds = hooked(module)
+        for hooks in (table(module, kind) for kind in kinds):
+            for number, hook in list(hooks.items()):
+                if not on_weights(hook):
+                    del hooks[number]
+        if kinds:
+            module.register_forward_hook(lambda *_: None)
+
+
+def _with_hooks(model: nn.Module, traced: TracedModel, original: nn.Module) -> TracedModel:
+    """Compute every layer with hooks whole on every device, and never split a parameter with hooks."""
+    keys = {key for key, p in original.named_parameters() if any(getattr(p, kind, None) for kind in ON_PARAMETERS)}
+    layers = dict(traced.graph.layers)
+    for name, layer in layers.items():
+        if any(p.key in keys for p in layer.parameters.values()):
+            layer = replace(layer, shared=True)
+        modules = [m for path in traced.operations[name].modules for m in model.get_submodule(path).modules()]
+        kinds = [KINDS[kind] for m in modules for kind in hooked(m)] if layer.kind == "opaque" else []
+        if kinds:
+            # Copies of random numbers would differ: then one device computes it.
+            where = "one device computes it" if layer.random else "every device computes it for the whole batch"
+            reason = f"it has a {kinds[0]}, so {where}"
+            layer = replace(layer, per_sample=False, everywhere=not layer.random, reason=reason)
+        layers[name] = layer
+    return replace(traced, graph=Graph(traced.graph.model, layers, traced.graph.outputs))
+
+
+# --- one model in one mode -------------------------------------------------------------------------------------------
+
+
+class _Capture:
+    """One model in one mode while it becomes a trace.
+
+    Args:
+        model: a copy without other users.
+        like: see `trace`.
+
+    Attributes:
+        overwrites: whether the model overwrites its inputs.
+    """
+
+    def __init__(self, model: nn.Module, examples: Sequence[Tensor], like: TracedModel | None) -> None:
+        self.model, self.examples, self.meta = model, examples, meta_copy(model)
+        self.specs: list[Spec] = [(tuple(e.shape[1:]), e.dtype) for e in examples]
+        self.samples = min(max(len(examples[0]), BATCHES[0]), _MOST_SAMPLES)
+        self.overwrites = False
+        self.leaves = set(like.whole) if like is not None else set[str]()
+        self.together: list[set[str]] = []
+        self.elsewhere: dict[str, bool] = {}
+        if like is not None:
+            self.elsewhere = stateful_layers(like.graph)
+            regions = [n for n, operation in like.operations.items() if operation.call == "region"]
+            self.together = [{p.key for p in like.graph[n].parameters.values()} for n in regions]
+
+    def run(self) -> TracedModel:
+        why: dict[str, str] = {}
+        try:
+            if "" in self.leaves:
+                raise Untraceable("it is one layer in the other mode")
+            while True:
+                try:
+                    traced, more = self._traced(why)
+                except Untraceable as reason:
+                    if not reason.where or reason.where in self.leaves:
+                        raise
+                    more = {reason.where: str(reason)}
+                if not more:
+                    return traced
+                why |= more
+                if "" in more:
+                    raise Untraceable(more[""])
+                self.leaves |= more.keys()
+        except Untraceable as reason:
+            if _is_on_meta(self.model):
+                raise self._needs_weights(str(reason)) from None
+            return self._as_one_layer(str(reason))
+
+    def _traced(self, why: Mapping[str, str]) -> tuple[TracedModel, dict[str, str]]:
+        """Return the trace, and path -> reason for further modules that must stay whole.
+
+        Args:
+            why: the same for those that are leaves already.
+        """
+        nodes = nodes_of(self.model, self.meta, self.specs, self.leaves)
+        nodes = replace(nodes, whole={**nodes.whole, **why})
+        builder = LayerBuilder(self.model, self.meta, nodes, self.specs, self.together, self.elsewhere, self.samples)
+        traced = builder.run()
+        self.overwrites = builder.values.overwrites
+        opaque = [name for name, layer in traced.graph.layers.items() if layer.kind == "opaque"]
+        if opaque and _is_on_meta(self.model):
+            raise self._needs_weights(opaque[0])
+        # A trace sees through no module whose code names an attribute that another forward changes.
+        keys = {changed.strip("'").rpartition(".")[2] for changed in builder.changed.values() if changed}
+        named = {path: State({path: self.model.get_submodule(path)}).names & keys for path in nodes.seen if keys}
+        return traced, {
+            path: f"its forward reads {min(read)!r}, which another forward changes"
+            for path, read in named.items()
+            if read
+        }
+
+    def _needs_weights(self, part: str) -> InputError:
+        return InputError(
+            f"{type(self.model).__name__} has parameters on the meta device, and a part of it must be run to know how it "
+            f"treats samples ({part}): give a model with weights"
+        )
+
+    # --- the model as one layer --------------------------------------------------------------------------------------
+
+    def _as_one_layer(self, why: str) -> TracedModel:
+        """Return a trace of one layer, with a `pick` for each output where there are several.
+
+        Raises:
+            InputError: it does not run on inputs of these shapes, or returns something else than tensors with a batch axis.
+        """
+        model = self.model
+        inputs = {f"input{i}" if i else "input": spec for i, spec in enumerate(self.specs)}
+        layers = {n: Layer(n, "input", (), shape, dtype=dtype_name(dtype)) for n, (shape, dtype) in inputs.items()}
+        operations: dict[str, Operation] = {name: Operation("input", name) for name in inputs}
+        with FlopCounterMode(display=False) as counter:
+            value, outputs, batched = self._outputs()
+        several = not isinstance(value, Tensor) or batched[0] is not None
+        operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
+        if several:
+            form = _result_form(value, count())
+            flat = Operation("function", partial(_flat, type(model).__name__, repr(form)), (Ref(len(inputs)),))
+            target = Region((operation, flat), (True, True), (len(inputs) + 1,), several=False)
+            operation = Operation("region", target, operation.args)
+        keys = canonical_keys(model)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        parameters = {}
+        for key, t in tensors.items():
+            is_buffer = not isinstance(t, nn.Parameter)
+            parameters[key] = Parameter(keys[key], tuple(t.shape), t.requires_grad and not is_buffer, is_buffer)
+        layer = Layer(
+            "model", "opaque", tuple(inputs), tuple(outputs[0].shape[1:]), parameters, several=several,
+            dtype=dtype_name(outputs[0].dtype), random=has_dropout(model),
+            differentiable=any(is_floating(t) for t in outputs), flop=counter.get_total_flops() // sum(BATCHES),
+        )  # fmt: skip
+        given = TrialInputs(meta_inputs(self.specs, BATCHES[0]), [True] * len(self.specs), self.samples)
+        seen = observe(model, operation, subtree(model), given)
+        layers["model"], operations["model"] = whole(layer, seen, why, self.elsewhere), operation
+        names: tuple[str, ...] = ("model",)
+        if several:
+            names = tuple(f"model[{i}]" for i in range(len(outputs)))
+            for i, (name, t, axes) in enumerate(zip(names, outputs, batched, strict=True)):
+                shape = tuple(t.shape[1:]) if axes is None else without_batch(t.shape, axes)
+                layers[name] = Layer(
+                    name, "pick", ("model",), shape, dtype=dtype_name(t.dtype), differentiable=is_floating(t),
+                    batched=axes is None, across=axes or (),
+                )  # fmt: skip
+                operations[name] = Operation("function", operator.getitem, (Ref(0), i))
+        graph = Graph(type(model).__name__, layers, names)
+        return TracedModel(graph, operations, form if several else Ref(0), whole=("",))
+
+    def _outputs(self) -> tuple[Any, list[Tensor], list[tuple[int, ...] | None]]:
+        """Run the model on two batches; return its value for the smaller, its tensors, and `Layer.across` (None: rows)."""
+        name = type(self.model).__name__
+        try:
+            values = [run_on_random(self.model, meta_inputs(self.specs, batch), {}) for batch in BATCHES]
+        except Exception as error:
+            raise self._does_not_run(error) from error
+        small, large = (tensors_of(value) for value in values)
+        forms = [repr(_result_form(value, count())) for value in values]  # as text: NaN does not equal itself
+        if not small or forms[0] != forms[1]:
+            odd = " with something beside tensors that is another one for other batches" if small else ""
+            raise InputError(
+                f"{name} returns {type(values[0]).__name__}{odd}: return a tensor, or a nest of tuples, dicts and dataclasses "
+                "of tensors"
+            )
+        pairs = list(zip(small, large, strict=True))
+        if any(a.shape != b.shape and not across((a, b)) for a, b in pairs):
+            raise InputError(
+                f"{name} returns a tensor whose size goes with the batch, but is not that of the batch: return one row per "
+                "sample, one value for the batch, or a value for each pair of samples"
+            )
+        return values[0], small, [None if is_batched(pair) else across(pair) for pair in pairs]
+
+    def _does_not_run(self, error: Exception) -> InputError:
+        start = f"{type(self.model).__name__} does not run on the example ({first_line(error)}): "
+        norm = next((path for path, module in self.model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+        if norm is not None:
+            return InputError(
+                f"{start}{norm!r} is a SyncBatchNorm; all batch norms of a distributed model have the statistics of the whole "
+                "batch: leave convert_sync_batchnorm out"
+            )
+        without_batch_axis = [(tuple(e.shape), e.dtype) for e in self.examples]
+        try:
+            run_on_random(self.model, meta_inputs(without_batch_axis, 2), {})
+        except Exception:
+            return InputError(
+                f"{start}it was given {BATCHES[0]} and {BATCHES[1]} samples of random numbers with the shapes of the example; "
+                "give one batch of each of its inputs, as its forward takes them"
+            )
+        shapes = " and ".join(str(shape) for shape, _ in without_batch_axis)
+        return InputError(
+            f"{start}it is one sample, {shapes}, without the axis of the batch: give example[None], or one batch of the loader"
+        )
+
+
+def _flat(model: str, form: str, value: Any) -> list[Tensor]:
+    """Return the tensors that a model returned, and refuse a change of everything beside them."""
+    if repr(_result_form(value, count())) != form:
+        raise InputError(
+            f"{model} returned something beside its tensors that it did not return when it was distributed: a number, a text "
+            "or another nest. Return tensors, or compute it from what the model returns"
+        )
+    return tensors_of(value)
+
+
+def _result_form(value: Any, number: Iterator[int]) -> Any:
+    """Return the model's result with `Ref(i)` for its tensor i."""
+
+    def each(values: Any) -> list[Any]:
+        return [_result_form(v, number) for v in values]
+
+    if isinstance(value, Tensor):
+        return Ref(next(number))
+    if is_dataclass(value) and not isinstance(value, type):
+        keys = [f.name for f in fields(value) if f.init]
+        return Form(type(value), (), dict(zip(keys, each(getattr(value, k) for k in keys), strict=True)))
+    if isinstance(value, dict):
+        filled = dict(zip(value, each(value.values()), strict=True))
+        return filled if type(value) is dict else Form(type(value), (filled,))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return Form(type(value), tuple(each(value)))
+    return type(value)(each(value)) if isinstance(value, tuple | list) else value

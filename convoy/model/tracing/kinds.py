@@ -214,10 +214,6 @@ def _along(place: int, name: str, default: int | None = None) -> Rule:
     return rule
 
 
-def _softmax_2d(call: Call) -> Known | None:
-    return _apart(call, (-3,)) if len(call.inputs[0]) == 4 else None
-
-
 def _layer_norm(call: Call) -> Known | None:
     """Cut the axes before the normalised ones; the parameters lie along those."""
     shape: Any = getattr(call.module, "normalized_shape", None) or call.argument(1, "normalized_shape")
@@ -247,16 +243,6 @@ def _group_norm(call: Call) -> Known | None:
     args = (operation.args[0], PartExtent(groups, 1, x[1]), *operation.args[2:])
     changed = replace(operation, args=args)
     return Known("parts", (Cut(1, groups, cut_with_parameters(call, 1, x[1])),), operation=changed)
-
-
-def _per_channel(call: Call) -> Known | None:
-    """Cut the channels of prelu and instance_norm, which have a parameter for each."""
-    x = call.inputs[0]
-    if len(x) < 2 or not call.batched[0] or any(call.batched[1:]):
-        return None
-    if call.name == "instance_norm" and call.input_at(1, "running_mean") is not None:
-        return None  # it would record the batch in them
-    return Known("parts", (Cut(1, x[1], cut_with_parameters(call, 1, x[1])),))
 
 
 # --- other shapes of the same numbers --------------------------------------------------------------------------------
@@ -437,13 +423,6 @@ def _attention(call: Call) -> Known | None:
     return Known("parts", tuple(cuts))
 
 
-def _sampled(call: Call) -> Known | None:
-    """Cut the channels of grid_sample(x, grid): all are read at the same places."""
-    if len(call.inputs) != 2 or call.operation.args[:1] != (Ref(0),):
-        return None
-    return Known("parts", (Cut(1, call.inputs[0][1], (1, None)),)) if call.batched[0] else None
-
-
 def _with_weight(call: Call) -> Known | None:
     """Cut conv2d(x, w) and linear(x, w) by the filters of w, a parameter or computed from parameters."""
     weight, bias = call.input_at(1, "weight"), call.input_at(2, "bias")
@@ -492,9 +471,7 @@ FUNCTIONS.update(
         "roll": _along(2, "dims"),
         **dict.fromkeys(_SUMS, _reduction),
         **dict.fromkeys(("layer_norm", "rms_norm"), _layer_norm),
-        "local_response_norm": lambda call: _apart(call, (1,)),
         "group_norm": _group_norm,
-        **dict.fromkeys(("prelu", "instance_norm"), _per_channel),
         **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"), _permuted),
         **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshaped),
         **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "unfold", "fold"), _blocks),
@@ -503,7 +480,6 @@ FUNCTIONS.update(
         "einsum": _einsum,
         **dict.fromkeys(("matmul", "bmm"), _matmul),
         "scaled_dot_product_attention": _attention,
-        "grid_sample": _sampled,
         **dict.fromkeys(_CONVOLVED, _with_weight),
     }
 )
@@ -517,9 +493,7 @@ _modules: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm),
     nn.PReLU: _prelu,
     **dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin), _along(1, "dim")),
-    nn.Softmax2d: _softmax_2d,
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _layer_norm),
-    nn.LocalResponseNorm: lambda call: _apart(call, (1,)),
     **dict.fromkeys((nn.Flatten, nn.Unflatten), _flattened),
     **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold), _blocks),
 }
