@@ -137,6 +137,15 @@ def test_an_older_file_has_its_noise_among_the_costs_of_a_device(keys: str, nois
     assert Measurement.from_toml(text).device[0].noise == noise
 
 
+def test_an_older_file_has_rates_of_hosts_that_are_not_read() -> None:
+    measured = measured_by(point())
+    older = (
+        measured.to_toml()
+        + 'host = [ { host = "a", ring_bytes_per_s = 1.0, send_spread = 0.0, receive_spread = 0.0 } ]\n'
+    )
+    assert Measurement.from_toml(older) == measured
+
+
 def test_a_plain_fleet_file_is_a_fleet_that_was_not_measured() -> None:
     fleet, measured = read_fleet_file(FLEETS / "mixed4.toml")
     assert measured is None
