@@ -300,14 +300,14 @@ class _Capture:
                 shape = tuple(t.shape[1:]) if axes is None else without_batch(t.shape, axes)
                 layers[name] = Layer(
                     name, "pick", ("model",), shape, dtype=dtype_name(t.dtype), differentiable=is_floating(t),
-                    batched=axes is None, across=axes or (),
+                    batched=axes is None, batch_axes=axes or (),
                 )  # fmt: skip
                 operations[name] = Operation("function", operator.getitem, (Ref(0), i))
         graph = Graph(type(model).__name__, layers, names)
         return TracedModel(graph, operations, form if several else Ref(0), whole=("",))
 
     def _outputs(self) -> tuple[Any, list[Tensor], list[tuple[int, ...] | None]]:
-        """Run the model on two batches; return its value for the smaller, its tensors, and `Layer.across` (None: rows)."""
+        """Run the model on two batches; return its value for the smaller, its tensors, and `Layer.batch_axes` (None: rows)."""
         name = type(self.model).__name__
         try:
             values = [run_on_random(self.model, meta_inputs(self.specs, batch), {}) for batch in BATCHES]
