@@ -17,6 +17,7 @@ from convoy.planner.request import PlanRequest
 from convoy.simulate.events import Activity, Event, Timeline
 from convoy.simulate.simulator import simulate
 from docs.drawing import Drawing, write
+from studies.fleets import layer_speeds
 from studies.roofline import roofline_costs
 
 FOLDER = Path(__file__).parent / "figures"
@@ -47,7 +48,7 @@ def replays() -> tuple[Timeline, Timeline]:
     graph = trace(build_net(NET, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
     costs = roofline_costs(fleet())
     steps = lower(
-        named_plan(PLAN, graph, BATCH, PlanRequest(graph, BATCH, FleetKnowledge(given=costs)).layer_speeds), graph
+        named_plan(PLAN, graph, BATCH, layer_speeds(PlanRequest(graph, BATCH, FleetKnowledge(given=costs)))), graph
     )
     return simulate(steps, graph, costs, overlap=False), simulate(steps, graph, costs)
 

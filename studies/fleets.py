@@ -1,14 +1,15 @@
 """Unequal devices: each plan's step list replayed on a fleet that exists as numbers, with its energy and memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convoy.errors import unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
+from convoy.plan.device_program import whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, named_plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import StepList
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import plan_auto
@@ -59,7 +60,21 @@ def make_plan(name: str, graph: Graph, batch: int, costs: Costs) -> Plan:
         return plan_auto(PlanRequest(graph, batch, FleetKnowledge(given=costs)))
     if name not in PLANS:
         raise unknown_name("plan", name, (*PLANS, "auto"))
-    return named_plan(name, graph, batch, PlanRequest(graph, batch, FleetKnowledge(given=costs)).layer_speeds)
+    return named_plan(name, graph, batch, layer_speeds(PlanRequest(graph, batch, FleetKnowledge(given=costs))))
+
+
+def layer_speeds(request: PlanRequest) -> Speeds:
+    """Return the speeds of each device, also for each weighted layer, as a measurement would give them."""
+    times = request.costs.times
+    layers = {}
+    for layer in request.graph.weighted:
+        size = whole_size(layer, request.batch)
+        rows = (
+            sum(times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
+            for device in range(request.costs.network.devices)
+        )
+        layers[layer.name] = tuple(request.batch / seconds for seconds in rows)
+    return replace(request.speeds, layers=layers)
 
 
 def replay(

@@ -6,14 +6,14 @@ import os
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.run_folder import (
@@ -48,7 +48,7 @@ from convoy.checkpoint.tensors import (
     reading,
     write_file,
 )
-from convoy.comm.collectives import agree_on, from_first
+from convoy.comm.collectives import agree_on, from_first, share_number
 from convoy.errors import InputError
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.marks import mark_changed
@@ -140,10 +140,23 @@ def try_to_save(
             name = type(each).__name__
             others[what] = SavedState(name=name, state=encode(each.state_dict(), f"the state of {name}"))
     settings = encode(dict(contents.settings or {}), "settings")
-    manifest = Manifest(progress=progress, score=score, settings=settings, optimizer=saved, others=others, files={})
+    # Infinity in a buffer may be meant, as in the mask of an attention.
+    parameters = set(shards.names.values())
+    bad = any(
+        bool(shard.isnan().any() or (shards.first_names[key] in parameters and shard.isinf().any()))
+        for key, shard in shards.shards.items()
+    )
+    finite = not any(share_number(shards.group, float(bad)))
+    manifest = Manifest(
+        progress=progress, score=score, settings=settings, optimizer=saved, others=others, files={}, finite=finite
+    )
     streams = _streams(shards, optimizer, saved)
     if not shards.is_first:
         _drain(streams)
+
+    def fill(draft: Path) -> None:
+        files = {name: write_file(draft / name, file_chunks(stream)) for name, stream in streams.items()}
+        write_file(draft / MANIFEST, [manifest.model_copy(update={"files": files}).to_json().encode()])
 
     def write() -> tuple[str | None, str]:
         try:
@@ -151,7 +164,7 @@ def try_to_save(
                 raise InputError(f"{folder} is a checkpoint itself: name the folder of the run, {folder.parent}")
             folder.mkdir(parents=True, exist_ok=True)
             with holding(folder):
-                path = publish(folder, progress.step, lambda draft: _write(draft, streams, manifest, shards))
+                path = publish(folder, progress.step, fill)
                 try:
                     tidy(folder)
                 except OSError as error:
@@ -174,25 +187,24 @@ def try_to_save(
 
 def _streams(shards: ModelShards, optimizer: Optimizer | None, saved: SavedOptimizer | None) -> dict[str, TensorStream]:
     """Return the tensors of each file: the model's, the optimizer's ("parameter/name"), and the model with averaged weights."""
-    files = {MODEL: _stream(shards, {key: (key, shard) for key, shard in shards.shards.items()})}
+    # By file and name: the key of a tensor with the same layout, and the local shard.
+    files = {MODEL: {key: (key, shard) for key, shard in shards.shards.items()}}
     if optimizer is not None and saved is not None:
         state = {key: optimizer.state.get(parameter, {}) for parameter, key in shards.names.items()}
         rows = {
             (key, name): state[key][name] if shards.has(key) else torch.empty(0, dtype=dtype)
             for key, name, dtype in saved.tensors()
         }
-        files[OPTIMIZER] = _stream(shards, {f"{key}/{name}": (key, shard) for (key, name), shard in rows.items()})
+        files[OPTIMIZER] = {f"{key}/{name}": (key, shard) for (key, name), shard in rows.items()}
         averages = {key: shard for (key, name), shard in rows.items() if name == WeightAverage.STATE}
         if averages:
-            whole = {key: (key, averages.get(shards.first_names[key], s)) for key, s in shards.shards.items()}
-            files[AVERAGE] = _stream(shards, whole)
-    return files
-
-
-def _stream(shards: ModelShards, rows: Mapping[str, tuple[str, Tensor]]) -> TensorStream:
-    """Stream tensors, given by name in the file as (key with the same layout, local shard)."""
-    specs = file_order({name: Spec(shards.shapes[key], shard.dtype) for name, (key, shard) in rows.items()})
-    return TensorStream(specs, (shards.gather(*rows[name]) for name in specs))
+            own = shards.shards.items()
+            files[AVERAGE] = {key: (key, averages.get(shards.first_names[key], shard)) for key, shard in own}
+    streams = {}
+    for file, named in files.items():
+        specs = file_order({name: Spec(shards.shapes[key], shard.dtype) for name, (key, shard) in named.items()})
+        streams[file] = TensorStream(specs, itertools.starmap(shards.gather, [named[name] for name in specs]))
+    return streams
 
 
 def _drain(streams: Mapping[str, TensorStream]) -> None:
@@ -200,24 +212,6 @@ def _drain(streams: Mapping[str, TensorStream]) -> None:
     for stream in streams.values():
         for _ in stream.tensors:
             pass
-
-
-def _write(draft: Path, streams: Mapping[str, TensorStream], manifest: Manifest, shards: ModelShards) -> None:
-    parameters, finite = set(shards.names.values()), True
-
-    def watched(stream: TensorStream) -> Iterator[Tensor]:
-        nonlocal finite
-        for name, tensor in zip(stream.specs, stream.tensors, strict=True):
-            # Infinity in a buffer may be meant, as in the mask of an attention.
-            is_parameter = shards.first_names[name] in parameters
-            bad = tensor.isnan().any() or (is_parameter and tensor.isinf().any())
-            finite = finite and not bool(bad)
-            yield tensor
-
-    streams = {**streams, MODEL: replace(streams[MODEL], tensors=watched(streams[MODEL]))}
-    files = {name: write_file(draft / name, file_chunks(stream)) for name, stream in streams.items()}
-    text = manifest.model_copy(update={"files": files, "finite": finite}).to_json()
-    write_file(draft / MANIFEST, [text.encode()])
 
 
 def _unwritten(folder: Path, progress: Progress, size_bytes: int, error: OSError) -> str:

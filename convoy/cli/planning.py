@@ -152,7 +152,7 @@ def plan(
     question.check()
     from convoy.config.checks import check_output
     from convoy.planner.knowledge import FleetKnowledge
-    from convoy.planner.prediction import predict_all, proposal, rates_by_devices
+    from convoy.planner.prediction import predict_all, rates_by_devices
     from convoy.report.plans import show_all
     from convoy.report.screen import Screen
 
@@ -165,9 +165,8 @@ def plan(
         rows = predict_all(request, least_energy)
         tell("what fewer devices would bring")
         counts = [] if least_energy is not None else rates_by_devices(request)
-        other = proposal(request, rows[-1].step_s) if request.micro_batches == 1 else None
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
-    show_all(console, rows, request, counts, other)
+    show_all(console, rows, request, counts)
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
         several = f" --accumulate {accumulate}" if accumulate > 1 else ""

@@ -78,14 +78,13 @@ def simulate(
 
 def _plan_named(name: str, request: "PlanRequest") -> "Plan":
     from convoy.plan.plan import Plan
-    from convoy.plan.presets import PLANS, named_plan
+    from convoy.plan.presets import PLANS
     from convoy.planner.planner import plan_auto
 
     if name == "auto":
         return plan_auto(request).named("auto")
     if name in PLANS:
-        made = named_plan(name, request.graph, request.batch, request.layer_speeds)
-        return replace(made, wire=request.wire, outputs=request.outputs)
+        return request.named(name)
     if not name.endswith(".json") and not os.path.isfile(name):
         raise unknown_name("plan", name, [*PLANS, "auto", "a plan file (….json)"])
     saved = Plan.load(Path(name))

@@ -36,11 +36,11 @@ def from_datasets(
         test_fraction: None: 0.2.
 
     Raises:
-        InputError: not map-style, or a fraction is given beside test samples.
+        InputError: not map-style, or a fraction is given with test samples.
         DataError: an empty data set; items or labels that cannot be used.
     """
     if test is not None and test_fraction is not None:
-        raise InputError(f"a test fraction of {test_fraction:g} beside test samples: leave one of them out")
+        raise InputError(f"a test fraction of {test_fraction:g} with test samples: leave one of them out")
     # Random numbers that items draw here are the same on every device, and leave the program's streams as they were.
     with own_random_numbers():
         reseed("looking")
@@ -80,7 +80,7 @@ def reseed(key: str) -> None:
     """Seed the streams of Python, NumPy and torch from a key, for data sets that draw from those.
 
     The loader's key holds the seed, the epoch, the position in the epoch and the sample: what a sample draws does not
-    depend on the fleet, and a sample that comes twice in an epoch draws anew.
+    depend on the fleet, and a sample that comes twice in an epoch draws again.
     """
     number = seed_of(key)
     random.seed(number)

@@ -182,7 +182,7 @@ def check_labels(y_N: Tensor, classes: int, dtype: torch.dtype) -> None:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Add to an error of somebody else's code which sample it was about."""
+    """Add the sample to an error of other code."""
     try:
         yield
     except Exception as error:

@@ -74,14 +74,12 @@ class Applicants:
             request.asked_s = time.monotonic()
             return {request.verdict: request.reason} if request.verdict in ("spare", "refused") else {"wait": True}
 
-    def undecided(self) -> list[Applicant]:
-        return self._fresh("none")
-
     def wanted(self) -> list[Applicant]:
         """Return those that are to be admitted, and still wait."""
-        return self._fresh("wanted")
+        return self.waiting("wanted")
 
-    def _fresh(self, verdict: str) -> list[Applicant]:
+    def waiting(self, verdict: str) -> list[Applicant]:
+        """Return those with this verdict that still wait."""
         with self._lock:
             oldest_s = time.monotonic() - FRESH_S
             for mark in [mark for mark, each in self._requests.items() if each.asked_s < oldest_s - SPARE_POLL_S]:
@@ -114,7 +112,7 @@ class Applicants:
 
 
 class Admission(Protocol):
-    """Decides about join requests, and sends joining devices what they must know beside the model's state."""
+    """Decides about join requests, and sends joining devices what they must know besides the model's state."""
 
     def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:
         """Decide about a process that would become this device; on the first member, in a thread of its own."""
@@ -142,7 +140,7 @@ class AdmissionThread:
         if self.membership.generation.members[0] != self.membership.me:
             return False
         applicants = self.membership.applicants
-        if (self._thread is None or not self._thread.is_alive()) and (new := applicants.undecided()):
+        if (self._thread is None or not self._thread.is_alive()) and (new := applicants.waiting("none")):
             self._thread = threading.Thread(target=self._decide, args=(new[0],), name="convoy-admission", daemon=True)
             self._thread.start()
         return bool(applicants.wanted())
@@ -174,7 +172,7 @@ def gather_joined(
     Args:
         has: which devices have a snapshot of the step after which all continue; not all have.
         facts: how this device described itself, where it joined later.
-        others: the state beside the model, where this device has that snapshot.
+        others: the state besides the model, where this device has that snapshot.
     """
     group = membership.group
     rows = gather(group, "who is new", None if has[group.device] else facts)

@@ -28,7 +28,7 @@ ANSWER_S = 5.0
 RETRY_S = 0.2
 
 REFUSED_S = 3.0
-"""A device that admits nobody may not have got that far yet: it is asked again for this long."""
+"""A device that admits no others may still be starting: it is asked again for this long."""
 
 HELLO_S = 10.0
 """How long a running job may take to answer a joining device: the job may be just beginning."""
@@ -43,9 +43,9 @@ MOST_ADDRESSES = 64
 def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> Group:
     """Join the job that this process belongs to, and meet the others; a group of one where there is no job.
 
-    The job is what torchrun's environment says: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Under `convoy run
-    --join` it is a running one; the group is then this device alone until the job admits it.
-    The group closes itself at the end of the process, or of a ``with`` block.
+    The job is that of torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Under `convoy run --join`
+    it is a running one; the group is then this device alone until the job admits it. The group closes itself at the end of the
+    process, or of a ``with`` block.
 
     Args:
         device: where to compute, such as "cpu" or "cuda:1". By default CONVOY_DEVICE, else the accelerator of this
@@ -56,7 +56,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
         InputError: an incomplete environment, no such device, a port that is taken, a rank or an accelerator claimed twice;
             no running job at the address, or one that takes no scripts.
         MismatchError: the devices run different versions.
-        DeviceLostError: somebody did not come in time, or cannot be reached.
+        DeviceLostError: a device did not come in time, or cannot be reached.
     """
     text = os.environ.pop(JOIN, "")
     if not text:
@@ -78,9 +78,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
 def greet(addresses: Sequence[Address]) -> tuple["Entrance", Fields]:
     """Find a running job at these addresses. Return the entrance to it, and how the job describes itself.
 
-    Raises:
-        InputError: see :meth:`Entrance.hello`.
-        MismatchError: the job runs another version.
+    InputError as `Entrance.hello`; MismatchError if the job runs another version.
     """
     env = ProcessEnv(0, 2, 0, None, *addresses[0], hosted=False, attempt=0)
     entrance = Entrance(addresses, credentials_of(env))
@@ -179,7 +177,7 @@ class Entrance:
                 if "silent" in reply:
                     self._ask_next()
                     if self._unanswered >= ROUNDS * len(self.addresses):
-                        raise DeviceLostError(0, f"nobody of the job answers at {self._asked()}: has it ended?")
+                        raise DeviceLostError(0, f"no device of the job answers at {self._asked()}: has it ended?")
                 elif "call" in reply:
                     membership.offer = self._offer  # others may ask this device from here on
                     membership.meet_as(int(reply["device"]), reply)

@@ -93,7 +93,7 @@ class JoinOptions:
     """How devices join a job.
 
     Attributes:
-        admission: decides about join requests, and sends joining devices the state of the run; None: nobody is admitted.
+        admission: decides about join requests, and sends joining devices the state of the run; None: no device is admitted.
         home: where a device that trains alone answers join requests.
         entrance: of this device, if it joins a running job, with its description of itself.
     """
@@ -126,7 +126,6 @@ class Members:
         others: schedules, a scaler: whatever else has a state that changes from step to step.
         every: steps from one snapshot to the next; the steps since are repeated after a loss. None: chosen so that snapshots
             take at most 2 % of the time, measured in the first steps.
-        spares: copy shards that only one device has to another. Otherwise they are lost with their device.
         replan: makes the plan after a change, as `Plans.anew` does; None: the same strategies, with shares in proportion.
         tell: called with a line of text when the devices have changed.
         joins: how devices join; None: as the environment of `convoy run` says.
@@ -146,7 +145,6 @@ class Members:
         *optimizers: Optimizer,
         others: Sequence[Stateful] = (),
         every: int | None = 1,
-        spares: bool = True,
         replan: Replan | None = None,
         tell: Callable[[str], None] | None = None,
         joins: JoinOptions | None = None,
@@ -177,7 +175,7 @@ class Members:
         self.place: Any = None
         self.run_state: RunState | None = None
         self.fall_back: Callable[[], tuple[int, Any]] | None = None
-        self.states = SnapshotStore(model, optimizers, spares=spares)
+        self.states = SnapshotStore(model, optimizers)
         self._interval = SnapshotInterval() if every is None else None
         self._leaves, self._ends = False, False  # requests
         self._requests: tuple[Tensor, Pending] | None = None  # of all devices, read one step after they were sent
@@ -211,9 +209,6 @@ class Members:
                     with members.step():
                         ...
 
-        Raises:
-            InputError: the job refuses this device.
-            DeviceLostError: see `recover`; or the job has ended.
         """
         self._joins_here = True
         self._start()
@@ -232,19 +227,7 @@ class Members:
     @contextmanager
     def step(self) -> Iterator[Attempt]:
         """Surround one step of your own loop, from forward to the optimizer's step. If a device is lost in it, the rest of the
-        body is skipped, and Convoy's loader returns the same batches again.
-
-        ::
-
-            members = Members(model, optimizer)
-            for x, y in loader:
-                with members.step() as attempt:
-                    optimizer.zero_grad()
-                    loss = criterion(model(x), y)
-                    loss.backward()
-                    optimizer.step()
-                if attempt.finished:
-                    print(float(loss))
+        body is skipped, and Convoy's loader returns the same batches again, see `Attempt`.
 
         A step that one device has finished is finished for all: at its end the devices wait until all have its snapshot, with
         the copies.
@@ -361,10 +344,6 @@ class Members:
 
         Returns:
             the `place` after which this device trains.
-
-        Raises:
-            InputError: the job refuses it.
-            DeviceLostError: a device was lost; or the job has ended, or its devices were lost.
         """
         if not self._is_script:
             self.model.guard = None
@@ -394,7 +373,6 @@ class Members:
             place: where in the data it was, as JSON; what `recover` returns.
 
         Raises:
-            DeviceLostError: a device was lost.
             LeftError, StoppedError: this device, or all, were to end after this step.
         """
         self.steps, self.place = self.steps + 1, place
@@ -427,11 +405,7 @@ class Members:
         self._ends = True
 
     def finish(self) -> None:
-        """Take a snapshot after the last step, whatever `every` is, so that what follows can be repeated (`repeated`).
-
-        Raises:
-            DeviceLostError: a device was lost.
-        """
+        """Take a snapshot after the last step, whatever `every` is, so that what follows can be repeated (`repeated`)."""
         if self.membership is not None:
             if self.states.kept[-1].step != self.steps:
                 self.states.arrived()
@@ -624,7 +598,7 @@ class Members:
             self._random_state = torch.tensor(random_there, dtype=torch.uint8)
 
     def _gather_joined(self, step: int | None, held: Sequence[Fields]) -> tuple[list[str], Any]:
-        """Return the names of the devices that joined, and the state beside the model for devices without a snapshot."""
+        """Return the names of the devices that joined, and the state besides the model for devices without a snapshot."""
         if step is None:  # a checkpoint restores the state; joining devices know nothing of the run all the same
             has = [bool(row) for row in gather(self.model.group, "who trained before", self._planned is not None)]
         else:

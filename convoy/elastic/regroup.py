@@ -137,7 +137,7 @@ class Membership:
         group: of the present generation.
         silence_s: how long a device may be silent.
         applicants: the join requests at this device.
-        offer: how the job describes itself to them; None: nobody is admitted.
+        offer: how the job describes itself to them; None: no device is admitted.
     """
 
     def __init__(self, group: ChangingGroup, home: Home | None = None) -> None:
@@ -347,7 +347,7 @@ class Membership:
                 self._invite(reply)
         self.regroup(DeviceLostError(0, "the devices that this one was to join did not meet it"))
 
-    # --- meeting anew, on the main thread --------------------------------------------------------------------------------
+    # --- regrouping, on the main thread --------------------------------------------------------------------------------
 
     def regroup(self, error: ConvoyError) -> None:
         """Form a group with the devices that remain or join.
@@ -383,7 +383,10 @@ class Membership:
                         self.applicants.after_regroup()
                         self._server.keep_open(self.addresses)
                         return
-                    self._observe(agreement.NotReached(self._not_reached(generation)))
+                    others = [d for d in generation.members if d != self.me]
+                    replies = self._ask_all(others, "beat")
+                    silent = {d for d, reply in replies.items() if isinstance(reply, NoAnswer)}
+                    self._observe(agreement.NotReached(frozenset(silent)))
                     waits_until_s = time.monotonic() + self.timeout_s
             if time.monotonic() > min(waits_until_s + self.timeout_s, gives_up_s):
                 raise error
@@ -407,19 +410,15 @@ class Membership:
         self._addresses |= {int(d): (str(host), int(port)) for d, host, port in reply["addresses"]}
 
     def _gather(self, missing: tuple[int, ...]) -> None:
-        with ThreadPoolExecutor(min(8, len(missing))) as threads:
-            for device, reply in zip(missing, threads.map(lambda d: self._ask(d, "interrupt"), missing), strict=True):
-                if isinstance(reply, NoAnswer):
-                    self._observe(Lost(device, reply is NoAnswer.DEAD))
-                elif "excluded" in reply:
-                    self._observe(agreement.Excluded(_generation(reply["excluded"])))
+        for device, reply in self._ask_all(missing, "interrupt").items():
+            if isinstance(reply, NoAnswer):
+                self._observe(Lost(device, reply is NoAnswer.DEAD))
+            elif "excluded" in reply:
+                self._observe(agreement.Excluded(_generation(reply["excluded"])))
 
-    def _not_reached(self, generation: Generation) -> frozenset[int]:
-        """Return the members that do not answer this device, after a meeting failed."""
-        others = [d for d in generation.members if d != self.me]
-        with ThreadPoolExecutor(max(1, min(8, len(others)))) as threads:
-            answers = list(threads.map(lambda d: self._ask(d, "beat"), others))
-        return frozenset(d for d, reply in zip(others, answers, strict=True) if isinstance(reply, NoAnswer))
+    def _ask_all(self, devices: Sequence[int], question: str) -> dict[int, Fields | NoAnswer]:
+        with ThreadPoolExecutor(max(1, min(8, len(devices)))) as threads:
+            return dict(zip(devices, threads.map(lambda d: self._ask(d, question), devices), strict=True))
 
     def _meet(self, generation: Generation, hosts: bool) -> Group | None:
         """Return the group of a generation; None if a device does not come."""

@@ -187,14 +187,10 @@ class Snapshot:
 
 
 class SnapshotStore:
-    """The last two snapshots of a model and its optimizers.
+    """The last two snapshots of a model and its optimizers."""
 
-    Args:
-        spares: copy shards that only one device has to the next one.
-    """
-
-    def __init__(self, model: Distributed, optimizers: Sequence[Optimizer], *, spares: bool = True) -> None:
-        self.model, self.optimizers, self.spares = model, tuple(optimizers), spares
+    def __init__(self, model: Distributed, optimizers: Sequence[Optimizer]) -> None:
+        self.model, self.optimizers = model, tuple(optimizers)
         self.kept: list[Snapshot] = []
         self._table: Rows = {}  # forms of the optimizer state of all parameters
         self._signature = ""
@@ -238,7 +234,7 @@ class SnapshotStore:
         rows, before = self._rows(), (group.device - 1) % group.devices
         sent, stays = self._entries(group.device, rows)
         tensors = {entry.name: self._tensor(entry.name) for entry in (*sent, *stays) if entry.name != NUMBERS}
-        spare_table = self._table if self.spares and group.devices > 1 else {}
+        spare_table = self._table if group.devices > 1 else {}
         received = self._entries(before, spare_table)[0] if group.devices > 1 else []
         old = self.kept.pop(0) if len(self.kept) > 1 else None
         own = _reused(old.own if old else None, [*sent, *stays], group.torch_device)
@@ -267,7 +263,7 @@ class SnapshotStore:
 
     def _sent_keys(self, device: int) -> list[str]:
         """Return the keys of what only this device has, in a fixed order."""
-        return sorted(key for key in self._boxes(device) if self.spares and single(self.model.layouts[key]))
+        return sorted(key for key in self._boxes(device) if single(self.model.layouts[key]))
 
     def _entries(self, device: int, rows: Rows) -> tuple[list[Entry], list[Entry]]:
         """Return the tensors that only a device has, followed by their numbers; and its other tensors."""
@@ -346,19 +342,25 @@ class SnapshotStore:
             e.name: self._fresh(e) for key in wanted[group.device] for e in self._entries_of(key, group.device, rows)
         }
         self._move(step, plan, rows, made, wanted[group.device])
-        for key in self.model.parameters_by_key:
-            self._settle(key, made.get((key, "")))
-        self._remember(rows, made, set(wanted[group.device]))
+        self._install({key: made[key, ""] for key in wanted[group.device]})
+        for i, optimizer in enumerate(self.optimizers):
+            for key, parameter in self._parameters():
+                known = rows.get(f"{i}/{key}")
+                if known is None or key not in wanted[group.device]:
+                    optimizer.state.pop(parameter, None)
+                    continue
+                optimizer.state[parameter] = {
+                    name: made[key, f"{i}/{name}"] if row["kind"] == "tensor" else number_of(row, parameter)
+                    for name, row in known.items()
+                }
         self.kept = [kept for kept in self.kept if kept.step <= step]
         return next((kept.others for kept in reversed(self.kept) if kept.step == step), None)
 
     @torch.no_grad()
     def forget(self) -> None:
         """Drop all state, and allocate the layouts of the present plan for a state that comes from a checkpoint."""
-        here = self._boxes(self.model.group.device)
-        made = {key: self._fresh(self._entries_of(key, self.model.group.device, {})[0]) for key in here}
-        for key in self.model.parameters_by_key:
-            self._settle(key, made.get(key))
+        device = self.model.group.device
+        self._install({key: self._fresh(self._entries_of(key, device, {})[0]) for key in self._boxes(device)})
         for optimizer in self.optimizers:
             optimizer.state.clear()
         self.kept, self._pending = [], None
@@ -404,24 +406,12 @@ class SnapshotStore:
                     return _part(buffers.views[name], held, wanted)
         raise AssertionError(f"no snapshot here has {name} {wanted}")
 
-    def _settle(self, key: str, shard: Tensor | None) -> None:
-        """Install a received shard; an empty one where this device holds nothing of a tensor."""
+    def _install(self, shards: Mapping[str, Tensor]) -> None:
+        """Install the local shards, empty ones where this device has no part of a tensor."""
         weights = self.model.weights
-        if shard is None:
-            shard = weights.held(key).new_empty(weights.own_shape(key))
-        weights.put(key, shard)
-
-    def _remember(self, rows: Rows, made: Mapping[Name, Tensor], here: set[str]) -> None:
-        for i, optimizer in enumerate(self.optimizers):
-            for key, parameter in self._parameters():
-                known = rows.get(f"{i}/{key}")
-                if known is None or key not in here:
-                    optimizer.state.pop(parameter, None)
-                    continue
-                optimizer.state[parameter] = {
-                    name: made[key, f"{i}/{name}"] if row["kind"] == "tensor" else number_of(row, parameter)
-                    for name, row in known.items()
-                }
+        for key in self.model.parameters_by_key:
+            shard = shards[key] if key in shards else weights.held(key).new_empty(weights.own_shape(key))
+            weights.put(key, shard)
 
 
 def _boxes_of(mine: Iterable[Mapping[str, Any]], step: int) -> dict[str, list[Box]]:
@@ -475,7 +465,7 @@ def _with_numbers(rows: Rows, numbers: Tensor | None) -> Rows:
 def take(
     place: Any, optimizers: Sequence[Optimizer], others: Sequence[Stateful], device: torch.device
 ) -> dict[str, Any]:
-    """Return the state beside the model: place in the data, optimizer settings, schedules, scaler, random numbers."""
+    """Return the state besides the model: place in the data, optimizer settings, schedules, scaler, random numbers."""
     settings = [
         [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers

@@ -252,15 +252,10 @@ def content(plan: Plan) -> tuple[object, ...]:
 
 
 class CostModel:
-    """Seconds of the parts of a step for one request, as a mean over its micro-batches.
+    """Seconds of the parts of a step for one request, as a mean over its micro-batches. Nothing overlaps."""
 
-    Args:
-        overlap: the fraction of jitter, and of messages that may overlap with computing (moved gradients, gradient sums), that
-            is free. The truth is between 0 and 1 and needs a simulation.
-    """
-
-    def __init__(self, request: PlanRequest, overlap: float = 0.0) -> None:
-        self.request, self.overlap = request, overlap
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
         self.graph, self.batch, self.costs = request.graph, request.batch, request.costs
         self.devices = self.costs.network.devices
         self.reduce: Reduce = request.sums or ("direct" if self.devices <= DIRECT_DEVICES else "ring")
@@ -270,6 +265,7 @@ class CostModel:
         self.firsts = _alike_layers(self.graph, self.trains) if isinstance(self.costs.times, Roofline) else {}
         self.counts = Counter(self.like(layer).name for layer in self.graph.layers.values() if layer.kind != "input")
         self.round_overhead_s = max((o.round_s + 2 * o.message_s for o in self.costs.overheads), default=0.0)
+        self.jitter_s = max(self.costs.network.jitter_s, default=0.0)
         self.round_s = self.costs.network.largest_latency_s + self.round_overhead_s
         self.arithmetic: dict[tuple[str, int, LocalSize], float] = {}
         self.wholes: dict[tuple[int, int, bool], float] = {}
@@ -278,13 +274,12 @@ class CostModel:
         self.splits: dict[tuple[int, ...], dict[tuple[str, str], Shares]] = {}  # devices -> the shares of layers
         self.lowered: dict[tuple[object, ...], StepList] = {}
 
-    def variant(self, *, reduce: Reduce | None = None, overlap: float | None = None) -> Self:
-        """Return the model with other sums or another overlap. Both share the cached layer times."""
-        reduce, overlap = reduce or self.reduce, self.overlap if overlap is None else overlap
-        if (reduce, overlap) == (self.reduce, self.overlap):
+    def with_reduce(self, reduce: Reduce) -> Self:
+        """Return the model with another way to sum. Both share the cached layer times."""
+        if reduce == self.reduce:
             return self
         other = copy.copy(self)
-        other.reduce, other.overlap, other.moves = reduce, overlap, {}
+        other.reduce, other.moves = reduce, {}
         return other
 
     def steps(self, plan: Plan, micro_batch: MicroBatch = "only") -> StepList:
@@ -389,18 +384,14 @@ class CostModel:
             load = loads(src, dst, shape, self.devices, self.reduce)
             seconds = self._exchange_s(load)
             if back:
-                seconds += self._exchange_s(load.reversed) * (1 - self.overlap)
+                seconds += self._exchange_s(load.reversed)
             self.moves[key] = seconds
         return self.moves[key]
 
     def _exchange_s(self, load: Loads) -> float:
         seconds = move_s(load, self.costs.network, sent_itemsize(self.request.wire, self.costs.itemsize))
         # A device that has computed is late for the first round only.
-        return seconds + load.rounds * self.round_overhead_s + (self._jitter_s if load.rounds else 0.0)
-
-    @property
-    def _jitter_s(self) -> float:
-        return max(self.costs.network.jitter_s, default=0.0) * (1 - self.overlap)
+        return seconds + load.rounds * self.round_overhead_s + (self.jitter_s if load.rounds else 0.0)
 
     def sums_s(self, layer: Layer, placed: Placement, how: Sharding | None = None) -> float:
         """Return the seconds of gradient sums of copied parameters, and of the optimizer on the busiest device.
@@ -429,11 +420,11 @@ class CostModel:
             load = share_loads(copies.devices, how.shares, float(summed), self.devices)
             gathered = 1 / self.request.micro_batches if how.form == "keep" else 2
             seconds = self._exchange_s(load) + gathered * self._exchange_s(load.reversed)
-            seconds -= (1 + gathered) * (self.round_s + self._jitter_s) * shared
-            return kept / self.request.micro_batches + seconds * (1 - self.overlap)
+            seconds -= (1 + gathered) * (self.round_s + self.jitter_s) * shared
+            return kept / self.request.micro_batches + seconds
         load = sum_loads(copies.devices, copies.devices, float(summed), self.devices, self.reduce)
-        seconds = self._exchange_s(load) - (load.rounds * self.round_s + self._jitter_s) * shared
-        return (kept + seconds * (1 - self.overlap)) / self.request.micro_batches
+        seconds = self._exchange_s(load) - (load.rounds * self.round_s + self.jitter_s) * shared
+        return (kept + seconds) / self.request.micro_batches
 
     def memory_s(self, layer: Layer, placed: Placement, penalty: MemoryPenalty, how: Sharding | None = None) -> float:
         """Return the price of a layer's memory beyond each device's fraction: parameters with gradient and state, its output.

@@ -1,7 +1,7 @@
 """Local search: changes a plan step by step while its simulated time gets shorter.
 
 The analytic model adds up layers. A simulation knows which device waits for which, and that messages take processor time, more
-of one device than of another. So sums, chunks and shares are changed in turn. Shares change by coupled axes
+of one device than of another. So strategies, then sums, chunks and shares are changed in turn. Shares change by coupled axes
 (`convoy.plan.coupling`), so that no change adds a move.
 """
 
@@ -19,13 +19,17 @@ from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.steps import ComputeStep, micro_batches
-from convoy.plan.strategy import Sharding
+from convoy.plan.strategy import STRATEGIES, Sharding
 from convoy.planner.analytic import CostModel, content, uses_copies
+from convoy.planner.search import Search
 from convoy.simulate.compute import CachedTimes
 from convoy.simulate.simulator import computing_s, layers_s, simulate
 
 CHUNKS = (2, 4, 8, 16, 32)
 """The tried numbers of chunks of a move."""
+
+SOME_CHUNKS = 8
+"""The number of chunks with which other strategies are tried."""
 
 ROUNDS = 4
 """Corrections of shares at most."""
@@ -115,6 +119,25 @@ class LocalSearch:
         """Return the simulation of a plan that may be used, if its step is shorter than that."""
         found = self._simulated(plan, than_s)
         return found if found is not None and found.step_s < than_s and self.fits(plan) else None
+
+    def change_strategies(self, plan: Plan, active: Sequence[int]) -> Better:
+        """Change the strategies of one or two layers at a time, with and without chunks, as long as that helps."""
+        names = [layer.name for layer in self.model.graph.weighted if layer.groups == 1]
+        kinds = {name: plan.layers[name].name for name in names if name in plan.layers}
+        least_s, tried, changed = self.simulated(plan).step_s, {tuple(kinds.values())}, True
+        while changed:
+            changed = False
+            pairs = itertools.combinations_with_replacement(kinds, 2)
+            for (a, b), (first, second) in itertools.product(pairs, itertools.product(STRATEGIES, repeat=2)):
+                attempt = kinds | {a: first, b: second}
+                if tuple(attempt.values()) in tried:
+                    continue
+                tried.add(tuple(attempt.values()))
+                wholes = [found for _, found in Search(self.model, active, attempt).run()[:1]]
+                for other in wholes + [replace(each, chunks=min(SOME_CHUNKS, plan.batch)) for each in wholes]:
+                    if better := self.shorter(other, least_s):
+                        least_s, kinds, changed = better.step_s, attempt, True
+                        yield least_s, other
 
     def _has_chunks(self, plan: Plan, chunks: int) -> bool:
         """Return whether chunks make a difference."""

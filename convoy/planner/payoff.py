@@ -12,7 +12,7 @@ from convoy.fleet import Fleet
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import One
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.planner import candidates, quick_candidates
+from convoy.planner.planner import SHALLOW, candidates, quick_candidates
 from convoy.planner.prediction import PlanPrediction, predict_plan, working
 from convoy.planner.request import PlanRequest
 from convoy.simulate.interval import Basis, Within, around
@@ -27,9 +27,6 @@ BATCHES = tuple(1 << power for power in range(2, 15))
 
 LINKS = tuple(rate / 8 for rate in (1e7, 1e8, 1e9, 2.5e9, 1e10, 2.5e10, 4e10, 1e11))
 """Bytes/s of the compared links: 10 Mbit/s to 100 Gbit/s."""
-
-SHALLOW = 4
-"""Nets with more weighted layers are planned by the quick search."""
 
 SIMULATED = 3
 """The number of simulated plans of a deep net."""

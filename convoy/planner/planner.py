@@ -35,6 +35,12 @@ NAMED_DEVICES = 16
 SEARCHED_WORK = 400
 """Up to this many devices times layers, every number of devices is searched."""
 
+SHALLOW = 4
+"""In nets with more weighted layers strategies stay as the search chose them."""
+
+ALL_WORK = 600
+"""Up to this many plans times layers, all plans of the search are simulated."""
+
 SIMULATED, SIMULATED_SHARDED = 12, 4
 """The number of simulated plans, the best by the analytic model, without and with sharded weights."""
 
@@ -42,7 +48,7 @@ FAR = 3.0
 """In nets with more than `DEEP` layers, a named plan is simulated only if the analytic model predicts at most this multiple
 of the best time: simulating a plan that sends every tensor takes longest."""
 
-IMPROVED = 3
+IMPROVED = 6
 """The number of plans whose exchanges and shares local search changes."""
 
 MORE_MICRO_BATCHES = 3
@@ -87,17 +93,14 @@ def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidat
     model = CostModel(request)
     order = _fastest_first(request)
     found = _searched(model, order)
-    simulates = simulated and _simulates(model)
-    if simulates:
-        found += _searched(model.variant(overlap=1.0), order)
     if len(order) <= NAMED_DEVICES:
         named = [request.named(name) for name in PLANS]
         found += [Found(model_s(model, order, plan), len(order), plan) for plan in named]
     if request.limits.limited:
         found = _that_fit(model, found, order)
-    if not simulates:
+    if not simulated or not _simulates(model):
         return [Candidate(each.plan, each.model_s) for each in in_order(found)]
-    return _by_simulation(model, found)
+    return _by_simulation(model, found, order)
 
 
 def quick_candidates(request: PlanRequest, enough: int = 1) -> list[Candidate]:
@@ -149,7 +152,7 @@ def _searched(model: CostModel, order: Sequence[int]) -> list[Found]:
 
     def attempt(count: int) -> float:
         if count not in rows:
-            rows[count] = [Found(cost, count, plan, model.overlap) for cost, plan in Search(model, order[:count]).run()]
+            rows[count] = [Found(cost, count, plan) for cost, plan in Search(model, order[:count]).run()]
         return rows[count][0].model_s
 
     devices, quick = len(order), len(order) * len(model.graph.layers) <= SEARCHED_WORK
@@ -162,7 +165,7 @@ def _searched(model: CostModel, order: Sequence[int]) -> list[Found]:
     for count in counts:
         if 1 < count <= DIRECT_DEVICES:  # each sends a shard to each
             shared = Search(model, order[:count], keepers=order[:count]).run()
-            rows[count] += [Found(cost, count, plan, model.overlap) for cost, plan in shared if plan.sharded]
+            rows[count] += [Found(cost, count, plan) for cost, plan in shared if plan.sharded]
     return [each for count in sorted(rows) for each in rows[count]]
 
 
@@ -201,14 +204,6 @@ def in_micro_batches(request: PlanRequest) -> tuple[PlanRequest, Candidate] | No
     fitting = (found for count in counts if (found := attempt(count)) is not None)
     rows = [*itertools.islice(fitting, MORE_MICRO_BATCHES), least]
     return min(rows, key=lambda row: row[0].micro_batches * row[1].step_s)
-
-
-def memory_slows(request: PlanRequest) -> bool:
-    """Return whether the plan that would be fastest does not fit."""
-    if not request.limits.limited:
-        return False
-    model = CostModel(request)
-    return not _fits(_quick(model, _fastest_first(request))[0].plan, model)
 
 
 def _remedy(request: PlanRequest) -> str:
@@ -270,7 +265,7 @@ def _that_fit(model: CostModel, found: Sequence[Found], order: Sequence[int]) ->
         for keepers in ((), tuple(order)):
             # With many devices each sends a shard to each: only if nothing else fits.
             if not (keepers and fitting and len(order) > DIRECT_DEVICES):
-                saving = list(_saving_memory(model.variant(reduce=lean), some, keepers))
+                saving = list(_saving_memory(model.with_reduce(lean), some, keepers))
                 needs += saving
                 fitting += [each for each, need in saving if not limits.excess(need)]
     freeing = _freeing_weights(model, order)
@@ -347,19 +342,28 @@ def _freeing_weights(model: CostModel, order: Sequence[int]) -> list[tuple[Found
 # --- by simulation --------------------------------------------------------------------------------------------------------
 
 
-def _by_simulation(model: CostModel, found: Sequence[Found]) -> list[Candidate]:
+def _by_simulation(model: CostModel, found: Sequence[Found], order: Sequence[int]) -> list[Candidate]:
     """Simulate the best plans found, improve them by local search, and return all of them, the fastest first."""
     reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.sums is None else ()
     local = LocalSearch(model, lambda plan: _fits(plan, model), reduces)
-    copies = [each for each in found if not each.plan.sharded]
-    shortlist = in_order(copies) if len(copies) * len(model.graph.layers) <= 600 else _shortlist(copies, SIMULATED)
-    # The model is inexact for small batches, where moves and sums are short, so named plans must not be crowded out.
+    ordered = in_order(found)
+    copies = [each for each in ordered if not each.plan.sharded]
     deep = len(model.graph.layers) > DEEP
-    most_s = FAR * min(each.model_s for each in found if not each.overlap) if deep else math.inf
-    shortlist += [e for e in copies if e.plan.name != "auto" and e not in shortlist and e.model_s <= most_s]
-    # Plans with sharded weights come in addition, so that they crowd out none without.
-    sharded = _shortlist([each for each in found if each.plan.sharded], 1 if deep else SIMULATED_SHARDED)
-    rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in (*shortlist, *sharded)]
+    shortlist = copies
+    if len(copies) * len(model.graph.layers) > ALL_WORK:
+        # The best, and the best of each number of devices: the model is least exact about what many devices wait for.
+        best_of = {each.working: each for each in reversed(copies)}
+        others = [each for _, each in sorted(best_of.items())]
+        # The model is inexact for small batches, where moves and sums are short: named plans must not be crowded out.
+        most_s = FAR * ordered[0].model_s if deep else math.inf
+        others += [each for each in copies if each.plan.name != "auto" and each.model_s <= most_s]
+        shortlist = copies[:SIMULATED] + [each for each in others if each not in copies[:SIMULATED]]
+    # Sharded plans are added, so that they crowd out none.
+    shortlist += [each for each in ordered if each.plan.sharded][: 1 if deep else SIMULATED_SHARDED]
+    rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in shortlist]
+    if len(model.graph.weighted) <= SHALLOW and model.devices <= 8:
+        _, working, plan = min(rows, key=lambda row: row[:2])
+        rows += [(s, working, better) for s, better in local.change_strategies(plan, order[:working])]
     different = {
         content(plan): (working, plan) for _, working, plan in sorted(rows, key=lambda row: row[:2], reverse=True)
     }
@@ -370,18 +374,3 @@ def _by_simulation(model: CostModel, found: Sequence[Found]) -> list[Candidate]:
         _, working, plan = min(rows, key=lambda row: row[:2])
         rows += [(s, working, better) for s, better in change(plan)]
     return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]
-
-
-def _shortlist(found: Sequence[Found], most: int) -> list[Found]:
-    """Return the best of each overlap, and of `SIMULATED` plans the best of each number of devices, too.
-
-    The model is least exact about what many devices wait for, and a small net may train fastest on one.
-    """
-    rows: list[Found] = []
-    overlaps = sorted({each.overlap for each in found})
-    for overlap in overlaps:
-        best = in_order(each for each in found if each.overlap == overlap)
-        few = -(-most // len(overlaps))
-        of_each = {each.working: each for each in reversed(best)} if most == SIMULATED else {}
-        rows += [*best[:few], *(each for _, each in sorted(of_each.items()) if each not in best[:few])]
-    return rows

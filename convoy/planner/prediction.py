@@ -10,7 +10,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds
 from convoy.plan.steps import ComputeStep, StepList, micro_batches
-from convoy.planner.planner import Candidate, candidates, in_micro_batches, memory_slows
+from convoy.planner.planner import Candidate, candidates
 from convoy.planner.request import PlanRequest
 from convoy.simulate.events import Timeline
 from convoy.simulate.interval import Within, around
@@ -165,26 +165,6 @@ def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequenc
             "devices"
         )
     return rows[min(within)[2]]
-
-
-MUCH = 1.2
-"""Micro-batches are proposed if no plan fits without, or if the best that does takes at least this multiple of the time."""
-
-
-def proposal(request: PlanRequest, step_s: float | None) -> PlanPrediction | None:
-    """Return a plan with micro-batches that is much faster than the best without; None if there is none.
-
-    Args:
-        step_s: predicted seconds of the best step without; None: no plan fits.
-
-    Returns:
-        the prediction per micro-batch; `request.batch / plan.batch` of them make the step.
-    """
-    if not memory_slows(request) or (found := in_micro_batches(request)) is None:
-        return None
-    smaller, best = found
-    predicted = predict_plan(best.plan, smaller)
-    return predicted if step_s is None or step_s > MUCH * predicted.step_s * smaller.micro_batches else None
 
 
 def rates_by_devices(request: PlanRequest) -> list[tuple[int, float]]:

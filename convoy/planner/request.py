@@ -115,20 +115,6 @@ class PlanRequest:
             result.append(known[key])
         return Speeds(tuple(result))
 
-    @cached_property
-    def layer_speeds(self) -> Speeds:
-        """`speeds`, and the same for each weighted layer, as a measurement would give them."""
-        times = self.costs.times
-        layers = {}
-        for layer in self.graph.weighted:
-            size = whole_size(layer, self.batch)
-            rows = (
-                sum(times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
-                for device in range(self.costs.network.devices)
-            )
-            layers[layer.name] = tuple(self.batch / seconds for seconds in rows)
-        return replace(self.speeds, layers=layers)
-
     def alone_s(self, device: int) -> float:
         """Return the seconds of a micro-batch on one device alone, with all layers fused into one segment."""
         graph, costs, trained_layers = self.graph, self.costs, trains(self.graph)

@@ -33,13 +33,11 @@ class Found:
     Attributes:
         model_s: its seconds by the analytic model.
         working: the number of devices that take part.
-        overlap: assumed by the model. Seconds of different overlaps cannot be compared.
     """
 
     model_s: float
     working: int
     plan: Plan
-    overlap: float = 0.0
 
 
 def in_order(found: Iterable[Found]) -> list[Found]:
@@ -49,7 +47,7 @@ def in_order(found: Iterable[Found]) -> list[Found]:
 
 def model_s(model: CostModel, order: Sequence[int], plan: Plan) -> float:
     """Return the seconds of a plan by the analytic model, with the plan's own way to sum."""
-    return Search(model.variant(reduce=plan.collective), order).step_s(plan)
+    return Search(model.with_reduce(plan.collective), order).step_s(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +86,7 @@ class Search:
 
     Args:
         active: the devices that may take part; the first one works alone if one does.
+        only: by layer, the name of its strategy.
         penalty: the price of memory.
         keepers: the devices that may hold shards of weights, by their speeds; empty: weights are copied.
     """
@@ -96,11 +95,12 @@ class Search:
         self,
         model: CostModel,
         active: Sequence[int],
+        only: Mapping[str, str] | None = None,
         penalty: MemoryPenalty | None = None,
         keepers: Sequence[int] = (),
     ) -> None:
         self.model, self.graph, self.batch, self.devices = model, model.graph, model.batch, model.devices
-        self.active, self.penalty = tuple(active), penalty
+        self.active, self.only, self.penalty = tuple(active), only or {}, penalty
         self.by_batch = Batch(batch_shares(model, active, penalty))
         self.speeds = [1 / model.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
         # All layers have the same split of the batch, so the device that is slowest over all of them sets the pace.
@@ -143,7 +143,8 @@ class Search:
             (0, 0) if name == layer.name else (1, inputs.index(name)) if name in inputs else (2, live.index(name))
             for name in after
         ]
-        kind = self.model.like(layer).name
+        # Alike layers have the same choices, unless the caller binds layers by name.
+        kind = layer.name if self.only else self.model.like(layer).name
         following: _States = {}
         for where, (cost, chosen) in states.items():
             available = tuple([where[place] for place in places])
@@ -223,7 +224,8 @@ class Search:
         leading = next((where[i][0] for i in layer.inputs if self.graph[i].batched), None)
         if leading is not None and layer.batched and layer.weighted and layer.groups == 1:
             for strategy in self._weighted(layer, where[layer.inputs[0]]):
-                yield strategy, self._place(layer, strategy)
+                if self.only.get(layer.name, strategy.name) == strategy.name:
+                    yield strategy, self._place(layer, strategy)
             return
         fallback, placed = unnamed(self.graph, layer, leading, self.by_batch, self.batch, self.devices)
         if fallback is None or leading is None or not layer.batched:

@@ -36,13 +36,11 @@ def show_all(
     rows: Sequence[PlanPrediction],
     request: PlanRequest,
     counts: Sequence[tuple[int, float]] = (),
-    other: PlanPrediction | None = None,
 ) -> None:
     """Print the predicted plans, of which the last is chosen, and the chosen one in detail.
 
     Args:
         counts: throughput by number of devices, the fastest first.
-        other: a step of several micro-batches that would be much shorter.
     """
 
     def say(line: str) -> None:
@@ -57,10 +55,6 @@ def show_all(
             f"{request.batch} samples, on average; a step of plan {row.plan.name} takes "
             f"{seconds(request.micro_batches * row.step_s)}."
         )
-    if other is not None:
-        count = request.batch // other.plan.batch
-        parts = micro_batch_words(request.graph, count, count * other.step_s)
-        say(f"Memory makes this slow. A step could be made in {parts}.")
     basis = BASIS[request.costs.errors.basis]
     say(f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. Based on {basis}.")
     measured = request.fleet.measured

@@ -163,7 +163,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class ReachedFractions:
     """The fractions of their peaks that devices of a family reach, layer by layer.
 
     Attributes:
@@ -182,9 +182,9 @@ class Reached:
     architectures: frozenset[str]
 
 
-CPU = Reached(0.52, 0.11, 8e-6, 1.37, frozenset({"zen5"}))
-PLAIN_GPU = Reached(1.1, 0.45, 1.5e-5, 1.4, frozenset({"maxwell", "pascal", "volta", "turing"}))
-TF32_GPU = Reached(0.9, 0.6, 1e-5, 1.26, frozenset({"ampere", "ada", "hopper"}))
+CPU = ReachedFractions(0.52, 0.11, 8e-6, 1.37, frozenset({"zen5"}))
+PLAIN_GPU = ReachedFractions(1.1, 0.45, 1.5e-5, 1.4, frozenset({"maxwell", "pascal", "volta", "turing"}))
+TF32_GPU = ReachedFractions(0.9, 0.6, 1e-5, 1.26, frozenset({"ampere", "ada", "hopper"}))
 
 TF32 = frozenset({"ampere", "ada", "hopper", "blackwell"})
 """NVIDIA's generations with tensor cores for TF32, which torch uses for convolutions by default."""
@@ -211,7 +211,7 @@ _OF_A_CORE = Overheads(
 """Overheads of a whole core: rounded from `convoy measure` on our machine, which was not idle."""
 
 
-def reached_by(device: Device) -> Reached:
+def reached_by(device: Device) -> ReachedFractions:
     """Return the fractions of its peaks that a device reaches, with the spread for its architecture."""
     architecture = "" if device.class_name is None else device_class(device.class_name).architecture
     family = CPU if device.kind == "cpu" else TF32_GPU if architecture in TF32 else PLAIN_GPU

@@ -58,7 +58,7 @@ def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows,
     Raises:
         MismatchError: the devices' optimizers have other settings, or other parameters besides the model's.
     """
-    parts, pieces = ModelShards.of(part), dict(part.named_parameters())
+    parts, shards = ModelShards.of(part), dict(part.named_parameters())
     groups = [
         {k: repr(v) for k, v in group.items() if k != "params"}
         | {"params": [names[p] if p in names else p.detach().tolist() for p in group["params"]]}
@@ -69,11 +69,11 @@ def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows,
     state = _moved_state(optimizer, names, before, parts)
     for group in optimizer.param_groups:
         # In place: LBFGS, for one, holds the list itself.
-        group["params"][:] = [pieces[names[p]] if p in names else p for p in group["params"]]
+        group["params"][:] = [shards[names[p]] if p in names else p for p in group["params"]]
     for parameter, name in names.items():
         optimizer.state.pop(parameter, None)
         if name in state:
-            optimizer.state[pieces[name]] = state[name]
+            optimizer.state[shards[name]] = state[name]
 
 
 def _moved_state(
@@ -89,8 +89,8 @@ def _moved_state(
             dtype = getattr(torch, str(row.get("dtype", "float32")))
             if row["kind"] == "tensor":
                 given = own[key][name] if parts.is_first else torch.empty(0, dtype=dtype)
-                piece = parts.scatter(key, given)
-                state[name] = None if piece is None else piece.clone()
+                shard = parts.scatter(key, given)
+                state[name] = None if shard is None else shard.clone()
             elif row["kind"] == "number":
                 near = parts.group.torch_device if row["near"] else torch.device("cpu")
                 state[name] = torch.tensor(row["value"], dtype=dtype, device=near)

@@ -31,7 +31,7 @@ class Loader:
 
     Args:
         dataset: map-style; items are (tensor, label). A label is what `__getitem__` returns, never an attribute such as
-            `targets`, so each device loads every sample whose label it hands out. Random numbers drawn while a sample
+            `targets`, so each device loads every sample whose label it returns. Random numbers drawn while a sample
             loads (crops, flips) depend on the seed, the epoch, the sample and its position in the epoch alone; where the
             data set has `__getitems__`, on those of the samples loaded at once.
         batch_size: global batch, in samples.

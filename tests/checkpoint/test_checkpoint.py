@@ -103,7 +103,6 @@ def test_special_parameters_are_saved_and_loaded(net: str, tmp_path: Path) -> No
 
 
 def test_copies_that_differ_are_saved_as_their_average(tmp_path: Path) -> None:
-    """The inexact plan leaves every device with weights of its own."""
     net = "two-conv"
     whole, training = nets.build(net), Training(net, (10,))
     ((x, y),) = training.batches(whole)
@@ -214,7 +213,6 @@ EVERY: dict[str, Callable[[Any], Optimizer]] = {
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_kind_of_optimizer_state_is_restored(name: str, tmp_path: Path) -> None:
-    """To the last bit, in plain PyTorch, after three steps of six."""
     batches = Training("two-conv", (6,) * 6).batches(nets.build("two-conv"))
 
     def steps(model: nn.Module, optimizer: Optimizer, start: int, stop: int) -> None:

@@ -83,8 +83,6 @@ def write_stored(folder: Path) -> None:
 
 @pytest.mark.parametrize("plan", [None, "hybrid", "master"])
 def test_a_checkpoint_of_an_earlier_convoy_resumes(plan: str | None, tmp_path: Path) -> None:
-    """Weights, statistics, Adam's moments and step counts, averages, the rate on its curve and the loss scale."""
-
     def go_on(model: nn.Module) -> dict[str, Any]:
         run = Run(model, tmp_path / "run")
         assert run.keeper.begin(resume=True) == Progress(3, 1, 0)

@@ -115,7 +115,6 @@ def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_locked_folder_of_a_lost_device_does_not_end_the_training(tmp_path: Path) -> None:
-    """Device 0 was stopped, and still holds the lock: the device that writes from now on reports it."""
     model, said = nn.Linear(2, 1), list[str]()
     here = Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, tell=said.append)
     with another_run(tmp_path):

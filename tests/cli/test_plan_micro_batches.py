@@ -11,7 +11,7 @@ from convoy.errors import PlanError
 from convoy.model.nets import graph_of
 from convoy.plan.plan import Plan
 from convoy.simulate.memory import memory_of
-from tests.planner.test_passes import fleet
+from tests.support.described_fleets import fleet
 
 NET, IMAGE, CLASSES, BATCH = "two-conv:4:6", (1, 8, 8), 10, 64
 QUESTION: dict[str, Any] = {"image": "1,8,8", "batch": BATCH}

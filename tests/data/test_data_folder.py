@@ -11,7 +11,7 @@ from PIL import Image
 from convoy.cli.train_parts import load_images
 from convoy.config.run_file import resolve_settings
 from convoy.data import Samples, load
-from convoy.errors import DataError, InputError
+from convoy.errors import DataError
 from tests.support.data_files import assert_says, plain_image, write_images
 
 CLASSES = ("ant", "bee", "cat")
@@ -86,32 +86,10 @@ def test_one_folder_gives_a_fifth_of_each_class_to_the_test_by_names_alone(pets:
     assert len(set(both.first(8).train.targets.tolist())) == 3, "the first images are of all classes"
 
 
-def test_hidden_files_and_files_of_other_kinds_are_passed_over(pets: Path) -> None:
-    for name in ("Thumbs.db", ".hidden.png", "notes.txt"):
-        (pets / "ant" / name).write_bytes(b"!")
-    (pets / "README").touch()
-    (pets / "bee" / "00.png").rename(pets / "bee" / "00.PNG")
-    both = load(str(pets))
-    assert len(both.train) + len(both.test) == 30
-
-
 # ---------------------------------------------------------------------------------------------------------- files
 
 
-def test_grey_images_have_one_channel_and_the_statistics_of_all(tmp_path: Path) -> None:
-    write_images(tmp_path, {f"{name}/{n}.png": plain_image(51 * n) for name in "ab" for n in range(6)})
-    both = load(str(tmp_path), test_fraction=0.5, dtype=torch.float64)
-    assert both.train.image_shape == (1, 4, 6)
-    stored = torch.tensor([grey for grey, _ in values(both.train)], dtype=torch.float64) / 255
-    x_CHW, label = both.test[0]
-    grey, expected = values(both.test)[0]
-    assert label == expected
-    normalised = (grey / 255 - stored.mean()) / stored.std(correction=0)
-    torch.testing.assert_close(x_CHW, normalised.expand(1, 4, 6), check_stride=False)
-
-
 def test_files_of_all_kinds_become_the_colours_that_they_show(pets: Path) -> None:
-    """Grey among colours, a palette, a photograph on its side (EXIF 6: turned right), and a JPEG."""
     shutil.rmtree(pets / "cat")
     upright = Image.fromarray(np.arange(72, dtype=np.uint8).reshape(4, 6, 3))
     exif = Image.Exif()
@@ -175,12 +153,3 @@ def test_other_layouts_are_refused(pets: Path, apart: Path, tmp_path: Path) -> N
         with pytest.raises(DataError) as error:
             load(f"folder:{path}")
         assert_says(error, path, says)
-
-
-def test_a_fraction_must_leave_something_to_test_on(pets: Path, apart: Path) -> None:
-    with pytest.raises(DataError, match=r"0\.01 of each class leaves none for the test; give a larger"):
-        load(str(pets), test_fraction=0.01)
-    with pytest.raises(
-        InputError, match=r"--test-fraction 0.3, but .*val holds the test images: leave the fraction out"
-    ):
-        load(str(apart), test_fraction=0.3)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from convoy.data import Images, Splits
 from convoy.data.images import Labelled, byte_counts, fair_order, in_memory, statistics
@@ -65,19 +64,6 @@ def test_a_batch_is_the_stack_of_its_samples(
         assert label == y_N[row] == images.targets[int(index)]
 
 
-def test_images_work_with_a_data_loader_and_as_a_sequence(pixels: Labelled) -> None:
-    images = splits(pixels, pixels).train
-    batches = list(DataLoader(images, batch_size=20, collate_fn=lambda batch: batch))
-    assert [tuple(x_NCHW.shape) for x_NCHW, _ in batches] == [(20, 3, 4, 5), (20, 3, 4, 5), (10, 3, 4, 5)]
-    assert torch.cat([y_N for _, y_N in batches]).equal(images.targets)
-    assert len(list(images)) == len(images) == 50
-    with pytest.raises(IndexError):
-        images.__getitems__([0, 50])
-    images[3][0].zero_(), images.__getitems__([3, 4])[1].zero_()
-    assert images[3][0].any(), "what is done to a sample leaves the stored bytes alone"
-    assert images.targets[4] == 4
-
-
 def test_images_refuse_what_they_cannot_hold(pixels: Labelled) -> None:
     x_NCHW, y_N = pixels
     mean, std = (0.5,) * 3, (0.2,) * 3
@@ -93,19 +79,6 @@ def test_images_refuse_what_they_cannot_hold(pixels: Labelled) -> None:
         Images(x_NCHW, y_N, 7, mean, (0.2, 0.0, 0.2))
     with pytest.raises(DataError, match="sample 6 has label 6, and 7 of 50 labels are outside 0 to 5"):
         Images(x_NCHW, y_N, 6, mean, std)
-
-
-def test_the_fingerprint_tells_other_data_from_the_same(pixels: Labelled) -> None:
-    x_NCHW, y_N = pixels
-    same = splits(pixels, pixels).fingerprint
-    assert in_memory("yours", pixels, pixels, torch.float32, "abcdefg").fingerprint == same, "the name may be a path"
-    brighter = x_NCHW.clone()
-    brighter[0, 0, 0, 0] ^= 1
-    others = [
-        splits((brighter, y_N), pixels), splits((x_NCHW, y_N.flip(0)), pixels), splits(pixels, (x_NCHW[1:], y_N[1:])),
-        splits(pixels, pixels, classes="abcdefh"),
-    ]  # fmt: skip
-    assert len({same, *(other.fingerprint for other in others)}) == 5
 
 
 def test_the_fair_order_is_one_of_names_and_mixes_them() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.data import NAMES, check, folder_of, load
+from convoy.data import NAMES, check, load
 from convoy.data.augment import Augment, augment_steps
 from convoy.errors import InputError
 from tests.support.data_files import assert_says
@@ -43,19 +43,6 @@ def test_an_unknown_name_lists_the_choices() -> None:
 def test_importing_the_package_imports_neither_torch_nor_scikit_learn_nor_torchvision() -> None:
     program = "import sys, convoy.data; sys.exit(bool({'sklearn', 'torch', 'torchvision', 'PIL'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
-
-
-def test_a_folder_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "digits").mkdir()
-    (tmp_path / "pets").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert folder_of("digits") is None, "the name of a data set goes first"
-    assert folder_of("folder:digits") == folder_of("digits/") == Path("digits")
-    assert folder_of("pets") == Path("pets")
-    assert folder_of("nowhere/pets") == Path("nowhere/pets"), "so that the message is about the folder"
-    assert folder_of("nowhere") is None
-    assert folder_of("my.pets:build") is None
-    assert folder_of("folder:~/pets") == Path.home() / "pets"
 
 
 @pytest.mark.parametrize(
@@ -123,14 +110,6 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     yield "my_pets"
     sys.modules.pop("my_pets", None)
-
-
-def test_a_function_of_ones_own_makes_the_data(own_module: str) -> None:
-    both = load(f"{own_module}:build", test_fraction=0.5, dtype=torch.float64)
-    assert (len(both.train), len(both.test), both.train.classes, both.name) == (10, 10, 2, "my_pets:build")
-    assert both.train[0][0].dtype == torch.float64
-    pair = load(f"{own_module}:pair")
-    assert (len(pair.train), len(pair.test)) == (20, 20)
 
 
 @pytest.mark.parametrize(

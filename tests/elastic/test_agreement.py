@@ -270,7 +270,6 @@ class World:
 
 
 def test_of_two_that_do_not_reach_each_other_the_higher_is_left_out() -> None:
-    """Every meeting failed while a third device reached both, and each began the time limit anew: all waited for ever."""
     state = after(0, *(Requested(d, FOUR, 0) for d in (1, 2, 3)), Missed())
     for device, unreachable in ((1, (2,)), (2, (1,)), (3, ())):
         state = observe(state, Requested(device, FOUR, 1, unreachable))
@@ -287,9 +286,6 @@ def test_of_two_that_do_not_reach_each_other_the_higher_is_left_out() -> None:
 
 
 def test_who_stood_still_in_one_meeting_is_called_to_the_next() -> None:
-    """Device 2 stood still while the meeting failed, and woke before it counted as silent. All others said that they did not
-    reach it, so all of them were left out, as the higher of two, and the first two devices stopped: not the larger part (churn
-    with stopped processes, seed 5, after 27 minutes)."""
     three = observe(after(3, Interrupted()), NotReached(frozenset({1})))
     three = observe(three, NotReached(frozenset({1, 2})))
     assert three.unreachable == {1}  # after both meetings
@@ -304,8 +300,6 @@ def test_who_stood_still_in_one_meeting_is_called_to_the_next() -> None:
 
 
 def test_a_leader_that_is_asked_is_reached() -> None:
-    """All others said that they had not reached device 0, which had stood still; it left all of them out, and stopped (churn,
-    seed 3)."""
     state = after(0, *(Requested(d, FOUR, 0) for d in (1, 2, 3)), Missed())
     for device in (1, 2, 3):
         state = observe(state, Requested(device, FOUR, 1, (0,)))
@@ -313,8 +307,6 @@ def test_a_leader_that_is_asked_is_reached() -> None:
 
 
 def test_a_device_that_took_the_leader_for_lost_follows_it_again() -> None:
-    """Two leaders gathered: one waited for a device that had taken it for lost, and asked the other. It took a minute (chaos
-    inside threads, seeds 20008 and 10022)."""
     zero, one = after(0, Interrupted()), after(1, Lost(0, dead=False))
     two = after(2, Interrupted())
     assert instruction(one) == Gather((2, 3))
@@ -368,7 +360,6 @@ def test_in_any_order_of_messages_all_that_are_left_end_in_one_generation(seed: 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_only_who_stood_still_is_left_out(seed: int) -> None:
-    """Also where it slept through a meeting, and through the questions after it."""
     dice = random.Random(seed)
     everyone = Generation(0, tuple(range(dice.randint(3, 6))))
     world = World(

@@ -50,7 +50,6 @@ def test_devices_that_join_at_a_random_moment_change_no_number(seed: int) -> Non
 
 
 def test_a_full_disk_and_a_slow_device_change_no_number() -> None:
-    """The disk of the device that writes, and of the next one, which writes once that is lost."""
     blows = (
         Blow(0, "full", 1, 1, for_s=60.0, room_bytes=4096), Blow(1, "full", 3, 1, for_s=0.3), Blow(0, "kill", 5, 9),
         Blow(2, "slow", 2, 1, for_s=0.2),
@@ -109,7 +108,6 @@ def groups() -> int:
 
 
 def test_losses_leak_no_groups_files_or_threads() -> None:
-    """A kept error holds the frames of a step, with tensors of autograd, which Python's collector does not see through."""
     before, there = resources(), groups()
     found = run(Case(5, 3, "sharded", epochs=1, blows=(Blow(1, "kill", 2, 3),)))
     assert (found.short, found.events) == ("", 1)

@@ -272,7 +272,6 @@ def test_a_stopped_training_ends_on_all_devices_after_the_same_step() -> None:
 
 
 def test_a_training_that_all_leave_ends_after_the_same_step() -> None:
-    """As by a scheduler's SIGTERM to all devices."""
     job = Job(Case(8, 2, "hybrid", "adam", epochs=2))
     job.strikes = {(name, 5): lambda members: members.leave() for name in "01"}
     with started(job, 2):

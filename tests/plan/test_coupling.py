@@ -16,7 +16,6 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Channel, Filter, One, Sharding
-from tests.support import nets
 from tests.support.one_device import by_name, graph_of, mixed
 
 
@@ -73,11 +72,6 @@ def test_layers_that_share_samples_alike_are_tied_wherever_they_stand() -> None:
     assert with_units(other, first, (1, 2, 7)).layers["fc"] == Batch((5, 3, 2)), "coupled axes know their own by name"
 
 
-def test_both_sides_of_a_sum_that_lie_alike_are_tied() -> None:
-    rows = table(by_name("model", "resnet"), "resnet")
-    assert ("layer2.downsample.0 + layer2.conv2", (2, 2, 2, 2), "filters", (2, 2, 2, 2)) in rows
-
-
 def test_a_group_of_a_convolution_is_never_cut() -> None:
     """Twelve filters, two to each of six groups: six units."""
     rows = table(by_name("master", "mobile"), "mobile")
@@ -116,22 +110,6 @@ def _kinds(plan: Plan, net: str) -> list[tuple[str, str]]:
         (type(step).__name__, step.layer if isinstance(step, ComputeStep) else "")
         for step in lower(plan, graph_of(net)).steps
     ]
-
-
-def test_every_layer_that_is_computed_in_pieces_is_coupled_once() -> None:
-    for net in nets.NETS:
-        plan = by_name("data-by-speed", net)
-        names = [name for axes in coupled_axes(plan, graph_of(net)) for name in axes.layers]
-        assert len(names) == len(set(names))
-
-
-def test_units_are_whole_groups_even_where_all_counts_could_be_cut_finer() -> None:
-    """4 filters and 8 of a grouped convolution have four units; its two groups allow two, one each: nothing to choose."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1, groups=2))
-    graph = trace(net, torch.zeros(2, 3, 4, 4)).graph
-    first, _ = graph.weighted
-    plan = Plan("groups", graph.fingerprint, 2, 4, {first.name: Filter((2, 2))}, One(0))
-    assert coupled_axes(plan, graph) == ()
 
 
 def test_groups_of_a_norm_are_shared_out_whole() -> None:

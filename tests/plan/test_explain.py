@@ -79,22 +79,11 @@ def test_the_steps_of_hybrid(graph: Graph) -> None:
     assert step_lines(lower(plan, graph)) == HYBRID.splitlines()
 
 
-def test_wider_numbers_make_more_bytes(graph: Graph) -> None:
-    plan = named_plan("master", graph, 4, Speeds((3.0, 1.0)))
-    assert "(128 bytes in 1 round)" in step_lines(lower(plan, graph), itemsize=8)[3]
-
-
 def test_the_inexact_mode_is_called_inexact(graph: Graph) -> None:
     """In one round both send 42 weights and 42 gradients: 2 x 84 x 4 bytes."""
     plan = named_plan("data", graph, 4, Speeds((1.0, 1.0)), "inexact-butterfly-mixing")
     last = step_lines(lower(plan, graph))[-1]
     assert "MIX, INEXACT: gradients of 4 parameters, 42 numbers over (0, 1)  (672 bytes in 1 round)" in last
-
-
-def test_a_sum_over_channels(graph: Graph) -> None:
-    """The pending sums of 4x2 outputs: 32 bytes to the first device, 32 bytes back."""
-    lines = step_lines(lower(filters_then_channels(graph), graph))
-    assert "     4  move     3: sum(0,1) -> copies(0,1)  (64 bytes in 2 rounds)  after 3" in lines
 
 
 def test_the_table_of_master(graph: Graph) -> None:
@@ -114,16 +103,6 @@ def test_the_table_of_hybrid(graph: Graph) -> None:
         ("batch", ("4", "-", "2"), 0),
         ("batch", ("4", "-", "2"), 0),
         ("filter", ("1", "-", "1"), 384 + 384 + 96),
-    ]
-
-
-def test_the_table_of_filters_then_channels(graph: Graph) -> None:
-    rows = layer_rows(filters_then_channels(graph), graph)
-    assert [(row.strategy, row.parts, row.bytes_) for row in rows] == [
-        ("filter", ("3", "1"), 0),
-        ("filter", ("3", "1"), 0),
-        ("filter", ("12", "4"), 0),
-        ("channel", ("12", "4"), 64),
     ]
 
 
@@ -171,9 +150,3 @@ def test_the_share_of_the_arithmetic(graph: Graph) -> None:
     hybrid = shares(named_plan("hybrid", graph, 6, Speeds((2.0, 0.0, 1.0))))
     assert hybrid == pytest.approx(((4 / 6 * 32 + 1 / 2 * 64) / 96, 0, (2 / 6 * 32 + 1 / 2 * 64) / 96))
     assert shares(filters_then_channels(graph)) == pytest.approx((3 / 4, 1 / 4))
-
-
-def test_a_model_without_arithmetic_is_shared_evenly() -> None:
-    graph = trace(nn.Flatten(), torch.zeros(1, 1, 2, 2)).graph
-    plan = named_plan("data", graph, 4, Speeds((1.0, 1.0, 1.0, 1.0)))
-    assert work_shares(lower(plan, graph), graph) == (1 / 4,) * 4

@@ -97,26 +97,6 @@ def test_model_applies_relu_and_pool_before_it_sends() -> None:
     assert traffic(moved.schedule, 8)[0, 1] == 10 * 2 * 4 * 4 * 8
 
 
-def test_hybrid_moves_once_between_convolutions_and_linear() -> None:
-    steps = two_conv("hybrid")
-    batch = "batch(7,0,2,1)"
-    assert spelled(steps, "forward") == [
-        *(f"{name}: {batch} -> {batch}" for name in TWO_CONV[:-1]),
-        f"move flatten: {batch} -> copies(0,2)",
-        "fc: copies(0,2) -> channel(4,0,1,0)",
-        "move fc: channel(4,0,1,0) -> copies(0,1,2,3)",
-    ]
-    assert spelled(steps, "backward") == [
-        "gradient of fc",
-        "fc back (input)",
-        "move back to flatten",
-        "fc back (weight)",
-        "flatten back",
-        *(f"{name} back" for name in reversed(TWO_CONV[:6])),
-        "sum over 0,2,3: conv2.weight conv2.bias conv1.weight conv1.bias",
-    ]
-
-
 def test_parameters_lie_where_their_layers_compute() -> None:
     graph = graph_of("two-conv")
     master = parameter_layouts(by_name("master", "two-conv"), graph)
@@ -154,14 +134,6 @@ def test_filter_then_channel_needs_no_move_between_them() -> None:
     assert kept["conv2.bias"] == OnOne(0)
 
 
-def test_filter_then_channel_with_other_shares_needs_one_move() -> None:
-    graph = graph_of("two-conv")
-    layers = {"conv1": Filter((3, 0, 1, 1)), "conv2": Channel((0, 2, 2, 1))}
-    found = moves(lower(plan_of(graph, layers), graph))
-    assert found[0] == ("pool", Split(1, (3, 0, 1, 1)), Split(1, (0, 2, 2, 1)))
-    assert [name for name, _, _ in found] == ["pool", "conv2", "fc"]
-
-
 def test_flatten_turns_channels_into_the_features_of_a_linear_by_channel() -> None:
     """Then 5 numbers a sample travel, not 28."""
     graph = graph_of("two-conv")
@@ -172,16 +144,6 @@ def test_flatten_turns_channels_into_the_features_of_a_linear_by_channel() -> No
         ("fc", Partial(ALL), Replicated(ALL)),
     ]
     assert moves(steps, "backward") == [("pool@copies(0,1,2,3)", Replicated(ALL), Split(0, (3, 3, 2, 2)))]
-
-
-def test_the_sum_of_a_channel_split_is_made_by_the_collective_of_the_plan() -> None:
-    graph = graph_of("two-conv")
-    layers = {"fc": Channel((7, 7, 7, 7))}
-    for reduce in ("ring", "butterfly", "direct", "star"):
-        plan = replace(plan_of(graph, layers), reduce=reduce)
-        (last,) = [s for s in lower(plan, graph).steps if isinstance(s, Move) and s.reads.key == "fc"]
-        rounds = {"ring": 6, "butterfly": 4, "direct": 1, "star": 2}[reduce]
-        assert len(last.schedule.rounds) == rounds
 
 
 # --- input layouts ---------------------------------------------------------------------------------------------------
@@ -257,8 +219,3 @@ def test_a_convolution_begins_with_the_first_piece_of_what_is_gathered_for_it() 
     # Cut up or not, the same bytes go the same ways; and nothing of backward is cut.
     assert steps.traffic() == lower(plan, graph).traffic()
     assert all(getattr(s, "chunks", 1) == 1 for s in steps.phase("backward"))
-
-
-def test_a_batch_that_lies_on_several_devices_does_not_come_in_pieces() -> None:
-    steps = lower(replace(by_name("hybrid", "two-conv"), chunks=4), graph_of("two-conv"))
-    assert all(getattr(s, "chunks", 1) == 1 for s in steps.steps)

@@ -9,9 +9,8 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep, GatherStatistics, SumGradients
-from convoy.plan.strategy import Batch
 from tests.support.one_device import by_name, graph_of
-from tests.support.step_text import ALL, plan_of, spelled
+from tests.support.step_text import spelled
 
 # --- backward --------------------------------------------------------------------------------------------------------
 
@@ -30,12 +29,6 @@ def test_batch_norm_shares_statistics_both_ways() -> None:
     ]  # fmt: skip
     assert len(forward) == 5
     assert not [s for s in lower(by_name("model", "resnet"), graph).steps if isinstance(s, GatherStatistics)]
-
-
-def test_frozen_batch_norm_shares_nothing() -> None:
-    graph = graph_of("frozen-norm")
-    lines = spelled(lower(by_name("data", "frozen-norm"), graph), "forward")
-    assert [line for line in lines if line.startswith("statistics")] == ["statistics of live: 12 from 0,1,2,3"]
 
 
 def test_nothing_runs_backward_below_the_last_trainable_layer() -> None:
@@ -109,17 +102,6 @@ def test_what_is_not_small_leaves_with_a_gradient_that_fills_a_bucket(monkeypatc
     assert [len(s.keys) for s in steps.steps if isinstance(s, SumGradients)] == [1, 5]
 
 
-def test_gradients_of_different_holders_travel_apart() -> None:
-    graph = graph_of("two-conv")
-    layers = {"conv1": Batch((5, 5, 0, 0)), "conv2": Batch((0, 0, 5, 5))}
-    sums = [s for s in lower(plan_of(graph, layers), graph).steps if isinstance(s, SumGradients)]
-    assert {(s.devices, s.keys) for s in sums} == {
-        (ALL, ("fc.weight", "fc.bias")),
-        ((2, 3), ("conv2.weight", "conv2.bias")),
-        ((0, 1), ("conv1.weight", "conv1.bias")),
-    }
-
-
 def test_only_python_of_ones_own_needs_flags() -> None:
     graph = graph_of("opaque-per-sample")
     (total,) = [s for s in lower(by_name("data", "opaque-per-sample"), graph).steps if isinstance(s, SumGradients)]
@@ -127,23 +109,3 @@ def test_only_python_of_ones_own_needs_flags() -> None:
     graph = graph_of("two-conv")
     (total,) = [s for s in lower(by_name("data", "two-conv"), graph).steps if isinstance(s, SumGradients)]
     assert total.flags == 0
-
-
-def test_a_parameter_without_axes_can_be_lowered_in_the_inexact_mode_too() -> None:
-    """The samples of a bare parameter were read off its first axis: a scalar has none."""
-    graph = graph_of("bare")
-    for reduce in ("ring", "inexact-butterfly-mixing"):
-        plan = by_name("data-by-speed", "bare", reduce)
-        sums = [s for s in lower(plan, graph).steps if isinstance(s, SumGradients)]
-        keys = [key for s in sums for key in s.keys]
-        assert "temperature" in keys
-        if reduce != "ring":
-            assert {s.samples for s in sums} == {(7, 0, 2, 1)}
-
-
-def test_every_step_names_earlier_steps_only_and_sits_at_its_number() -> None:
-    for net in ("two-conv", "mobile", "shuffle", "tied", "no-gradient"):
-        for plan in ("data", "master", "model", "hybrid"):
-            steps = lower(by_name(plan, net), graph_of(net)).steps
-            assert [s.id for s in steps] == list(range(len(steps)))
-            assert all(before < s.id for s in steps for before in s.after)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convoy.errors import ConvoyError, PlanError
+from convoy.errors import PlanError
 from convoy.layout.comm_dtype import COMM_DTYPES
 from convoy.layout.redistribute import SUMS
 from convoy.model.graph import Graph, Layer, Parameter
@@ -150,46 +150,26 @@ LAYER = {"strategy": "filter", "shares": [5, 0, 3]}
 NO_PLANS = [
     # text, what the message names: the place, the value, the remedy
     ("", ("JSON", "line 1 column 1", "correct it there")),
-    ("{", ("JSON", "line 1 column 2", "correct it there")),
     (TEXT.replace("[5, 0, 3]", "[5 0, 3]"), ("JSON", "line 12 column 55", "correct it there")),
     ("\ufeff" + TEXT, ("JSON", "BOM", "correct it there")),
     ("[" * 100_000, ("JSON", "deeper than 100 levels", "correct it there")),
     (TEXT.replace("12", "1" * 5000), ("JSON", "5000 digits", "correct it there")),
     ("[1]", ("format None", "reads 1", "make the plan anew")),
-    ("12", ("format None", "reads 1", "make the plan anew")),
-    (changed(format=...), ("format None", "reads 1", "make the plan anew")),
     (changed(format=2), ("format 2", "reads 1", "make the plan anew")),
-    (changed(format="1"), ("format '1'", "reads 1", "make the plan anew")),
     (changed(colour="red"), ("unknown key 'colour'", "remove it")),
     (changed(layers={"c": {**LAYER, "colour": 1}}), ("unknown key 'layers.c.filter.colour'", "remove it")),
-    (changed(otherwise={"strategy": "one", "device": 0, "x": 1}), ("unknown key 'otherwise.one.x'", "remove it")),
-    (changed(layers={"c": {"strategy": "one", "device": 0, "shares": [1]}}), ("'layers.c.one.shares'", "remove it")),
     (changed(name=...), ("key 'name' is missing", "add it")),
-    (changed(model=...), ("key 'model' is missing", "add it")),
-    (changed(devices=...), ("key 'devices' is missing", "add it")),
-    (changed(batch=...), ("key 'batch' is missing", "add it")),
-    (changed(reduce=...), ("key 'reduce' is missing", "add it")),
     (changed(otherwise=...), ("key 'otherwise' is missing", "add it")),
     (changed(layers={"c": {"strategy": "filter"}}), ("'layers.c.filter.shares' is missing", "add it")),
-    (changed(layers={"c": {"strategy": "one"}}), ("'layers.c.one.device' is missing", "add it")),
-    (changed(layers={"c": {"shares": [1]}}), ("layers.c", "'strategy'", "correct it")),
     (changed(layers={"c": {"strategy": "spatial"}}), ("layers.c", "'spatial'", "'channel'", "correct it")),
-    (changed(layers={"c": 3}), ("layers.c", "found 3", "correct it")),
-    (changed(layers=[1]), ("layers", "found [1]", "correct it")),
     (
         changed(otherwise={"strategy": "filter", "shares": [1]}),
         ("otherwise", "'filter'", "'batch', 'one'", "correct it"),
     ),
-    (changed(otherwise=None), ("otherwise", "found None", "correct it")),
     (changed(layers={"c": {"strategy": "filter", "shares": [5, "0"]}}), ("filter.shares.1", "'0'", "correct it")),
-    (changed(layers={"c": {"strategy": "filter", "shares": [5, 0.5]}}), ("filter.shares.1", "0.5", "correct it")),
     (changed(layers={"c": {"strategy": "batch", "shares": [True]}}), ("batch.shares.0", "True", "correct it")),
-    (changed(layers={"c": {"strategy": "batch", "shares": 5}}), ("batch.shares", "found 5", "correct it")),
-    (changed(layers={"c": {"strategy": "one", "device": None}}), ("one.device", "None", "correct it")),
     (changed(batch=0), ("batch", "found 0", "greater than or equal to 1", "correct it")),
-    (changed(batch=12.0), ("batch", "found 12.0", "correct it")),
     (changed(devices=-1), ("devices", "found -1", "correct it")),
-    (changed(name=7), ("name", "found 7", "correct it")),
     (changed(reduce="tree"), ("reduce", "found 'tree'", "'ring', 'butterfly', 'direct', 'star'", "correct it")),
     # A file says in full what is inexact; the short name is for the command line.
     (changed(wire="bf16"), ("wire", "found 'bf16'", "'exact' or 'inexact-bf16'", "correct it")),
@@ -226,50 +206,6 @@ def test_any_text_is_a_plan_or_refused(text: str) -> None:
         Plan.from_json(text)
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(st.sampled_from(sorted(json.loads(TEXT))), json_values)
-@settings(deadline=None)
-def test_any_value_in_any_row_is_read_or_refused(row: str, value: Any) -> None:
-    try:
-        plan = Plan.from_json(changed(**{row: value}))
-    except PlanError as error:
-        message = str(error)
-    else:
-        assert json.loads(plan.to_json())[row] == value
-        return
-    assert row in message
-
-
-@pytest.mark.parametrize(
-    ("content", "parts"),
-    [
-        (None, ("cannot read the plan", "plan.json", "No such file", "give the path of a plan file")),
-        (b"\xff\xfe{}", ("cannot read the plan", "plan.json", "UTF-8", "give the path of a plan file")),
-        (b"nonsense", ("plan.json", "JSON", "correct it")),
-    ],
-    ids=["missing", "not text", "not JSON"],
-)
-def test_load_names_the_file(tmp_path: Path, content: bytes | None, parts: tuple[str, ...]) -> None:
-    path = tmp_path / "plan.json"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(PlanError) as caught:
-        Plan.load(path)
-    for part in (str(tmp_path), *parts):
-        assert part in str(caught.value)
-
-
-def test_load_of_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"cannot read the plan .*it is a folder; give the path"):
-        Plan.load(tmp_path)
-
-
 # --- plans that do not fit -------------------------------------------------------------------------------------------
 
 
@@ -288,25 +224,16 @@ UNFIT = [
         "wire inexact-bf16 with reduce inexact-butterfly-mixing, which sends weights",
         "use the wire exact, or sum by ring, butterfly, direct or star",
     ),
-    (replace(PLAN, otherwise=Batch((6, 6))), "other layers: shares (6, 6) name 2 devices", "3: give one share per"),
     (replace(PLAN, otherwise=Batch((6, 7, -1))), "(6, 7, -1) hold a negative count", "a share is zero (idle) or more"),
     (replace(PLAN, otherwise=Batch((6, 4, 1))), "(6, 4, 1) sum to 11, the axis has 12", "make them sum to 12"),
     (replace(PLAN, otherwise=One(3)), "all other layers: there is no device 3", "name one of 0 to 2"),
-    (replace(PLAN, otherwise=One(-1)), "all other layers: there is no device -1", "name one of 0 to 2"),
     (with_layer("conv9", One(0)), "names a layer 'conv9' that SmallNet does not have", "its layers are images, feat"),
     (with_layer("features.0", Filter((5, 4, 0))), "'features.0', strategy 'filter': shares (5, 4, 0) sum to 9", "to 8"),
-    (with_layer("features.0", Filter((8,))), "'features.0', strategy 'filter': shares (8,) name 1", "one share per"),
-    (with_layer("features.0", Channel((1, 1, 2))), "'features.0', strategy 'channel': shares (1, 1, 2) sum", "to 3"),
-    (with_layer("features.0", Batch((8, 0, 0))), "'features.0', strategy 'batch': shares (8, 0, 0) sum to 8", "to 12"),
     (with_layer("features.0", One(7)), "'features.0', strategy 'one': there is no device 7", "name one of 0 to 2"),
     (with_layer("grouped", Filter((3, 3, 2))), "'grouped', strategy 'filter': shares (3, 3, 2) cut", "multiple of 2"),
     (with_layer("grouped", Channel((4, 2, 2))), "'grouped', strategy 'channel': only Linear and", "use batch, filter"),
-    (with_layer("images", Filter((1, 1, 1))), "'images', strategy 'filter'", "use batch or one"),
     (with_layer("centred", Filter((4, 4, 2))), "'centred', strategy 'filter'", "use batch or one"),
-    (with_layer("relu", Filter((4, 4))), "'relu', strategy 'filter'", "use batch or one"),
-    (with_layer("relu", Channel((4, 4, 0))), "'relu', strategy 'channel': only Linear", "use batch, filter or one"),
     (with_layer("tied", Filter((4, 4, 2))), "'tied', strategy 'filter': its parameters belong", "use batch or one"),
-    (with_layer("tied", Channel((4, 4, 2))), "'tied', strategy 'channel': its parameters belong", "use batch or one"),
     (with_layer("centred", Batch((4, 4, 4))), "'centred', strategy 'batch': its samples depend", "strategy 'one'"),
 ]
 
@@ -331,25 +258,11 @@ def test_a_plan_for_another_model_says_which() -> None:
     PLAN.check(replace(GRAPH, layers={n: replace(v, dtype="float64", reason="") for n, v in GRAPH.layers.items()}))
 
 
-def test_every_refusal_is_an_error_of_convoy() -> None:
-    assert issubclass(PlanError, ConvoyError)
-    assert issubclass(PlanError, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("reduce", "mixes", "collective"),
-    [
-        ("ring", False, "ring"),
-        ("butterfly", False, "butterfly"),
-        ("star", False, "star"),
-        ("inexact-butterfly-mixing", True, "butterfly"),
-    ],
-)
-def test_only_gradients_are_ever_mixed(reduce: Any, mixes: bool, collective: str) -> None:
-    plan = replace(PLAN, reduce=reduce)
-    assert (plan.exact, plan.mixes, plan.collective) == (not mixes, mixes, collective)
-    assert ("mixing" in plan.inexact) is mixes
-    assert Plan.from_json(plan.to_json()).reduce == reduce
+def test_only_gradients_are_ever_mixed() -> None:
+    plan = replace(PLAN, reduce="inexact-butterfly-mixing")
+    assert (plan.exact, plan.mixes, plan.collective) == (False, True, "butterfly")
+    assert "mixing" in plan.inexact
+    assert PLAN.exact
     plan.check(GRAPH)
 
 

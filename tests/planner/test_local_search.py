@@ -11,15 +11,13 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.planner.analytic import CostModel
 from convoy.planner.local_search import LocalSearch
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
-from convoy.simulate.events import Timeline
 from convoy.simulate.network import Network
-from convoy.simulate.simulator import computing_s, simulate
+from convoy.simulate.simulator import simulate
 from tests.support.plan_requests import asked
 
 
@@ -62,16 +60,6 @@ def test_features_stay_with_their_channels() -> None:
     assert better.otherwise == One(0)
 
 
-def test_features_follow_the_filters_that_they_are_made_of() -> None:
-    """Samples as (4, 2, 2), filters as (12, 6, 6) and (24, 12, 12), features as (384, 192, 192): all in one proportion. The
-    features follow the second convolution, which feeds them, and nothing follows the samples or the first."""
-    layers = {"0": Filter((12, 6, 6)), "2": Filter((24, 12, 12)), "5": Channel((384, 192, 192))}
-    better = balanced(plan_of(layers, Batch((4, 2, 2)), 3), small_graph(), (1.1, 1.0, 1.0))
-    assert better.layers["0"] == Filter((12, 6, 6))  # 11.4, 6.3, 6.3
-    assert better.layers["2"] == Filter((23, 13, 12))  # 22.9, 12.6, 12.6
-    assert better.layers["5"] == Channel((23 * 16, 13 * 16, 12 * 16))
-
-
 def test_groups_stay_whole() -> None:
     """32 filters in four groups of eight: three of the groups for the device that is done in half the time."""
     net = nn.Sequential(nn.Conv2d(4, 32, 3, padding=1, groups=4), nn.Flatten(), nn.Linear(32 * 64, 4))
@@ -93,85 +81,12 @@ def test_a_variant_that_does_not_fit_leads_nowhere() -> None:
     assert all(plan.reduce == "ring" for _, plan in found)
 
 
-def test_as_many_filters_for_each_sample_are_not_coupled() -> None:
-    """On an even fleet 8 samples and 48 filters are split alike by chance: a sample moves without six filters."""
-    graph = small_graph()
-    wide = (1e12,) * 2
-    network = Network((0, 1), wide, wide, wide, ((0.0, 1e-9), (1e-9, 0.0)), (wide, wide), (0.0, 0.0))
-    costs = Costs(Roofline((Rate(1e10, 1e12), Rate(1e9, 1e12))), network)
-    even = plan_of({"0": Batch((4, 4)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
-    moves = [plan for _, plan in search(graph, costs).move_units(even)]
-    alone = [
-        plan
-        for before, plan in pairwise([even, *moves])
-        if (before.layers["0"] == plan.layers["0"]) != (before.layers["2"] == plan.layers["2"])
-    ]
-    assert len(alone) == len(moves) > 1
-
-
-def test_a_device_without_a_share_gets_none() -> None:
-    better = balanced(plan_of({"0": Filter((12, 0, 12))}, One(0), 3), small_graph(), (2.0, 0.0, 1.0))
-    assert better.layers["0"] == Filter((8, 0, 16))
-
-
 def slow_receiver() -> Costs:
     """Two equal devices; each byte takes processor time of the second."""
     network = Network(
         (0, 1), (1e8,) * 2, (1e8,) * 2, (1e12,) * 2, ((0.0, 1e-6), (1e-6, 0.0)), ((1e8,) * 2,) * 2, (0.0, 4e-9)
     )  # fmt: skip
     return Costs(Roofline((Rate(1e10, 1e10),) * 2), network)
-
-
-def test_each_variant_is_faster_than_the_one_before() -> None:
-    graph, costs = small_graph(), slow_receiver()
-    even = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24)), "5": Channel((384, 384))}, Batch((4, 4)), 2)
-    first_s = simulate(lower(even, graph), graph, costs).step_s
-    found = list(search(graph, costs).change_exchanges_and_shares(even))
-    assert found
-    times = [first_s, *(seconds for seconds, _ in found)]
-    assert all(after < before for before, after in pairwise(times))
-    seconds, best = found[-1]
-    best.check(graph, 2)
-    assert seconds == simulate(lower(best, graph), graph, costs).step_s
-    # The device that the traffic keeps busy has less to compute.
-    assert best.layers["2"].shares[0] > best.layers["2"].shares[1]  # type: ignore[union-attr]
-
-
-def test_a_plan_is_replayed_once_and_one_that_computes_for_too_long_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for RegNetY-400MF took seconds: a third of the replays were of plans that had been replayed, a sixth of plans
-    whose slowest device alone computed for longer than the best step."""
-    replayed: list[StepList] = []
-
-    def noted(steps: StepList, graph: Graph, costs: Costs) -> Timeline:
-        replayed.append(steps)
-        return simulate(steps, graph, costs)
-
-    monkeypatch.setattr("convoy.planner.local_search.simulate", noted)
-    graph, costs = small_graph(), slow_receiver()
-    local, even = search(graph, costs), plan_of({}, Batch((4, 4)), 2)
-    even_s = local.simulated(even).step_s
-    assert local.simulated(even.named("again")).step_s == even_s
-    weighted = {layer.name: even.otherwise for layer in graph.weighted}
-    assert local.simulated(replace(even, layers=weighted)).step_s == even_s  # named for what they do unnamed
-    assert len(replayed) == 1
-    one_sided = replace(even, otherwise=Batch((8, 0)))
-    computing = computing_s(lower(one_sided, graph), graph, costs)
-    assert local.shorter(one_sided, computing[0]) is None
-    assert len(replayed) == 1
-    assert local.shorter(one_sided, 2 * computing[0]) == local.simulated(one_sided)
-    assert len(replayed) == 2
-
-
-@pytest.mark.parametrize("pieces", [1, 4])
-def test_no_step_is_shorter_than_what_a_device_computes(pieces: int) -> None:
-    graph, costs = small_graph(), slow_receiver()
-    layers = {"0": Filter((14, 10)), "2": Filter((20, 28)), "5": Channel((400, 368))}
-    for strategies in (layers, {}):
-        steps = lower(replace(plan_of(strategies, Batch((5, 3)), 2), chunks=pieces), graph)
-        timeline = simulate(
-            steps, graph, replace(costs, network=replace(costs.network, processor_s_per_byte=(0.0, 0.0)))
-        )
-        assert computing_s(steps, graph, costs) == pytest.approx(timeline.compute_s)
 
 
 def test_pieces_are_tried_where_something_is_gathered() -> None:
@@ -203,13 +118,6 @@ def test_a_sample_and_a_filter_are_moved_from_whom_waits_least() -> None:
     assert last.otherwise == last.layers["0"]
     last.check(graph, 2)
     assert found[-1][0] == simulate(lower(last, graph), graph, costs).step_s
-
-
-def test_balanced_shares_are_left_alone() -> None:
-    graph, costs = small_graph(), slow_receiver()
-    alone = plan_of({"0": Batch((8, 0)), "2": Batch((8, 0)), "5": Batch((8, 0))}, Batch((8, 0)), 2)
-    uneven = replace(costs, times=Roofline((Rate(1e10, 1e10), Rate(1e6, 1e10))))
-    assert list(search(graph, uneven).move_units(alone)) == []
 
 
 def test_sums_take_fewer_rounds_where_messages_are_slow() -> None:

@@ -127,20 +127,6 @@ def test_no_way_to_keep_weights_is_faster(case: int) -> None:
     assert found.step_s == simulate(lower(found.plan, graph), graph, costs).step_s
 
 
-def test_weights_are_kept_in_shares_where_that_is_faster() -> None:
-    """Images of which much would have to move for a split by filters, and an optimizer that takes long: of copies, both devices
-    would update all."""
-    net = nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(65536, 4)
-    )
-    graph = graph_of(net, 32)
-    costs = replace(costs_of([1e11, 1e11], 1e8), update_s_per_entry=(1e-6, 1e-6))
-    plan = plan_auto(asked(graph, 64, costs))
-    seconds = [simulate(lower(each, graph), graph, costs).step_s for each in (plan, replace(plan, sharded={}))]
-    assert plan.sharded
-    assert seconds[0] < seconds[1]
-
-
 @pytest.mark.parametrize("batch", most_slow(1, [256, 16]))
 def test_auto_is_predicted_no_slower_than_any_named_plan(batch: int) -> None:
     graph = graph_of(build_net("two-conv:150:800", (3, 32, 32), 10), 32)
@@ -192,19 +178,6 @@ def test_a_layer_that_reads_no_tensor_is_planned(bytes_per_s: float) -> None:
         each.plan.check(graph, 2)
 
 
-def test_the_same_question_has_the_same_answer() -> None:
-    graph = graph_of(small_net(random.Random(3)))
-    costs = costs_of([3e9, 2e9, 2e9], 1e7)
-    assert plan_auto(asked(graph, 24, costs)) == plan_auto(asked(graph, 24, costs))
-
-
-def test_a_residual_net_is_planned_and_its_plan_fits() -> None:
-    graph = graph_of(build_net("resnet:8:16", (3, 32, 32), 10), 32)
-    plan = plan_auto(asked(graph, 64, costs_of([8e9, 5e9, 3e9, 2e9], 125e6)))
-    plan.check(graph, 4)
-    assert plan.name in ("auto", *PLANS)
-
-
 def balanced(total: int, curves: Sequence[Callable[[int], float]], at_most: Sequence[int] | None = None) -> Shares:
     """Of devices by what each takes for a share above 0."""
     points = range(total + 1)
@@ -223,28 +196,9 @@ def test_balance_gives_the_slowest_device_the_earliest_end() -> None:
     assert shares[0] == 7
 
 
-def test_balance_leaves_out_a_device_that_costs_more_than_it_brings() -> None:
-    # The second device needs 100 s before its first entry is done.
-    assert balanced(10, (lambda n: 1.0 * n, lambda n: 100.0 + n)) == (10, 0)
-
-
 def test_balance_keeps_limits() -> None:
     """The fastest may take 3 of 12: the others take 9 in proportion to their speeds, 6 and 3."""
     assert balanced(12, LINES, (3, 12, 12)) == (3, 6, 3)
-
-
-def test_plans_with_many_exchanges_are_left_where_exchanges_come_late() -> None:
-    """AlexNet-like, three devices: what is best without jitter has more exchanges than what is best with it."""
-    graph = graph_of(build_net("alexnet:64", (3, 32, 32), 10), 32)
-    calm = costs_of([4e9, 2e9, 1e9], 1e8)
-    step_s = candidates(asked(graph, 16, calm))[0].step_s
-    late = replace(calm, network=replace(calm.network, jitter_s=(step_s / 20,) * 3))
-    plans = [candidates(asked(graph, 16, costs))[0].plan for costs in (calm, late)]
-    exchanges = [sum(not isinstance(step, ComputeStep) for step in lower(plan, graph).steps) for plan in plans]
-    assert exchanges[1] < exchanges[0]
-    # And it is the better one there.
-    seconds = [simulate(lower(plan, graph), graph, late).step_s for plan in plans]
-    assert seconds[1] < seconds[0]
 
 
 def test_the_analytic_model_adds_jitter_once_to_an_exchange() -> None:
@@ -268,24 +222,6 @@ def test_a_deep_net_of_short_layers_is_left_to_one_device_where_that_is_faster()
     late = replace(costs, network=flat_network(4, 125e6, latency_s=8e-3))
     alone = Plan("alone", graph.fingerprint, 4, 64, {}, One(0))
     assert candidates(asked(graph, 64, late))[0].step_s <= simulate(lower(alone, graph), graph, late).step_s
-
-
-def test_of_a_deep_net_named_plans_that_are_far_off_are_not_replayed() -> None:
-    """One that sends every tensor took as long to replay as four others, for ten times the seconds."""
-    stack: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
-    for _ in range(34):
-        stack += [nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Tanh()]
-    graph = trace(nn.Sequential(*stack, nn.Flatten(), nn.Linear(512, 10)), torch.zeros(2, 3, 8, 8)).graph
-    costs = costs_of([20e9, 12e9], 1e6)
-    speeds = Speeds(asked(graph, 16, costs).speeds.devices)
-    found = candidates(asked(graph, 16, costs))
-    names = {each.plan.name for each in found}
-    assert names >= {"auto", "data-by-speed"}
-    left_out = {"model", "master"}
-    assert not names & left_out
-    for name in left_out:
-        plan = named_plan(name, graph, 16, speeds)
-        assert simulate(lower(plan, graph), graph, costs).step_s > 3 * found[0].step_s
 
 
 def test_where_cards_set_the_pace_filters_are_shared_out_evenly() -> None:

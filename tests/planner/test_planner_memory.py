@@ -20,8 +20,7 @@ from convoy.planner.prediction import predict_all
 from convoy.planner.request import PlanRequest
 from convoy.planner.search import Search
 from convoy.simulate.costs import Costs
-from convoy.simulate.memory import MemoryLimits, memory_of, most_bytes
-from convoy.simulate.power import energy_of
+from convoy.simulate.memory import memory_of, most_bytes
 from convoy.simulate.simulator import simulate
 from studies.roofline import roofline_costs
 from tests.support.described_fleets import fleet
@@ -42,11 +41,6 @@ def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
     return [each.total_bytes for each in memory_of(plan, graph)]
 
 
-def test_a_plan_that_fits_is_the_same_with_and_without_limits() -> None:
-    roomy = context_of(fleet((1e11, 10**10), (5e10, 10**10)))
-    assert plan_auto(roomy) == plan_auto(asked(WIDE, BATCH, roomy.costs))
-
-
 @pytest.mark.parametrize(("reduce", "wire"), [*((each, "exact") for each in SUMS), ("ring", "inexact-bf16")])
 @pytest.mark.parametrize("name", PLANS)
 def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Sum, wire: CommDtype) -> None:
@@ -58,13 +52,6 @@ def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Sum,
         assert all(a >= b for a, b in zip(most_bytes(steps, graph), least, strict=True))
 
 
-def test_where_there_is_plenty_of_room_no_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choosing for a deep net took half as long again, because every plan was compiled to see whether it fits."""
-    roomy = context_of(fleet((1e11, 10**10), (5e10, 10**10)))
-    monkeypatch.setattr("convoy.simulate.memory.compile_all", lambda *_: pytest.fail("compiled"))
-    assert candidates(roomy, simulated=False)
-
-
 def test_only_a_split_of_the_big_layer_fits() -> None:
     """Neither device holds 50 MB; together they hold 60. Every plan that copies the Linear, or leaves it to one, is out."""
     tight = context_of(fleet((1e11, 30_000_000), (5e10, 30_000_000)))
@@ -74,21 +61,6 @@ def test_only_a_split_of_the_big_layer_fits() -> None:
     assert max(needs(plan)) <= 30_000_000
     assert isinstance(plan.layers["4"], Filter | Channel)
     plan.check(WIDE, 2)
-
-
-def test_the_fast_device_has_little_memory() -> None:
-    """By speed it would take nine tenths of the Linear's 50 MB; it has room for a quarter."""
-    tight = context_of(fleet((9e10, 14_000_000), (1e10, 45_000_000)))
-    plan = plan_auto(tight)
-    first, second = needs(plan)
-    assert first <= 14_000_000
-    assert second <= 45_000_000
-
-
-def test_a_slow_device_with_memory_works_alone_where_the_fast_one_has_none() -> None:
-    lonely = context_of(fleet((1e11, 3_000_000), (1e10, 10**9)))
-    plan = plan_auto(lonely)
-    assert needs(plan)[0] <= 3_000_000
 
 
 def test_where_direct_sums_do_not_fit_a_ring_does() -> None:
@@ -152,13 +124,6 @@ def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
     assert "memory_bytes" in text
 
 
-def test_devices_without_a_known_limit_hold_anything() -> None:
-    unknown = context_of(fleet((1e11, None), (5e10, None)))
-    assert not unknown.limits.limited
-    half = context_of(fleet((1e11, 1_000_000), (5e10, None)))
-    assert needs(plan_auto(half))[0] <= 1_000_000
-
-
 def test_the_optimizers_state_counts() -> None:
     """64 MB are more than three times the weights, for sgd with momentum, and less than four times, for adam."""
     one = fleet((1e11, 58_000_000))
@@ -174,12 +139,6 @@ def test_named_plans_that_do_not_fit_are_marked() -> None:
     assert rows["data"].overfull[0].startswith("d0 needs 59.2 MB of 30 MB")
     assert not rows["model"].overfull
     assert not rows["auto"].overfull
-
-
-def test_excess_by_hand() -> None:
-    room = MemoryLimits((100, None, 50), ("a", "b", "c"))
-    assert room.excess((101, 10**12, 50)) == {0: 1.0}
-    assert room.overfull((2_000_000, 0, 0)) == ["a needs 2 MB of 0.0001 MB"]
 
 
 # --- energy ----------------------------------------------------------------------------------------------------------
@@ -230,14 +189,6 @@ def test_least_energy_wants_watts() -> None:
         predict_all(context, 1.0)
 
 
-def test_the_row_of_a_plan_is_its_own_arithmetic() -> None:
-    context = context_of(hungry(5.0, 50.0))
-    for row in predict_all(context):
-        steps = lower(row.plan, context.graph)
-        assert row.traffic_bytes == sum(steps.traffic(4).values()) == sum(row.received_bytes)
-        assert row.energy == energy_of(row.timeline, context.power or (), BATCH)
-
-
 # --- planning by the analytic model ----------------------------------------------------------------------------------
 
 
@@ -262,16 +213,3 @@ def test_the_analytic_model_prices_the_plans_that_it_found() -> None:
     search = Search(CostModel(asked(graph, 48, costs)), (4, 3, 2))
     for cost, plan in search.run():
         assert search.step_s(plan) == pytest.approx(cost, rel=1e-12)
-
-
-def test_by_the_analytic_model_auto_is_no_slower_than_a_named_plan() -> None:
-    graph, costs = many(16)
-    best = candidates(asked(graph, 64, costs))[0]
-    speeds = Speeds(asked(graph, 64, costs).speeds.devices)
-    for name in (each for each in PLANS if each != "sharded"):  # which is not among them
-        plan = named_plan(name, graph, 64, speeds)
-        # With the sums that this plan has, not with those that the search assumes.
-        model_s = Search(CostModel(asked(graph, 64, costs, reduce=plan.collective)), tuple(range(16))).step_s(plan)
-        assert best.step_s <= model_s * (1 + 1e-12)
-        (found,) = (each for each in candidates(asked(graph, 64, costs)) if each.plan == plan)
-        assert found.step_s == pytest.approx(model_s, rel=1e-12)

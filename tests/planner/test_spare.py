@@ -72,11 +72,6 @@ def test_copying_sets_the_steps_between_two_kept_states(graph: Graph) -> None:
     assert spare_price(row, context, 1).part == pytest.approx(0.07, rel=1e-3)
 
 
-def test_where_it_costs_little_it_is_after_each_step(graph: Graph) -> None:
-    row, context = case(graph, "data", copy_s_per_byte=0.019 / (8 * entries(graph)))
-    assert spare_price(row, context).every == 1
-
-
 def test_what_travels_is_hidden_behind_steps_as_far_as_they_last(graph: Graph) -> None:
     """A third of the state takes 2.5 s to the next device: behind three steps of a second it costs nothing, behind two half a
     second."""
@@ -89,12 +84,6 @@ def test_what_travels_is_hidden_behind_steps_as_far_as_they_last(graph: Graph) -
     assert found.every == 3
     assert found.part < MOST_PART
     assert found.sent_bytes == pytest.approx(8 * entries(graph) / 3, abs=2)
-
-
-def test_a_card_that_is_busy_hides_less(graph: Graph) -> None:
-    row, context = case(graph, "model", link=1e6)
-    free, busy = (replace(row, sent_bytes=(n,) * 3, received_bytes=(0,) * 3) for n in (0, 999_000))
-    assert spare_price(busy, context, 1).part > spare_price(free, context, 1).part
 
 
 def test_no_room_is_said_and_one_device_keeps_nothing(graph: Graph) -> None:
@@ -110,8 +99,3 @@ def test_no_room_is_said_and_one_device_keeps_nothing(graph: Graph) -> None:
     assert "after each step (--spare every-step) 7.0%" in out.getvalue()
     row, context = case(graph, "data", devices=1)
     assert spare_price(row, context).memory_bytes == (0,)
-
-
-def test_batches_in_passes_make_longer_steps(graph: Graph) -> None:
-    row, context = case(graph, "data", copy_s_per_byte=0.07 / (8 * entries(graph)))
-    assert spare_price(row, replace(context, micro_batches=4)).every == 1

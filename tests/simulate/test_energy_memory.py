@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host
 from convoy.layout.layout import local_shape
 from convoy.model.tracing import trace
@@ -80,17 +79,6 @@ def test_memory_of_the_masters_plan_by_hand():
     assert worker == DeviceMemory(4 * 38, 4 * 38, 0, 4 * 128, 4 * 128)
     # x, the whole convolution's output as it arrived, ReLU's output, the pool's.
     assert master == DeviceMemory(4 * (38 + 51), 4 * (38 + 51), 0, 4 * (128 + 256 + 256 + 64), 4 * 256)
-
-
-def test_one_device_exchanges_nothing():
-    (alone,) = memory("data", devices=1)
-    assert alone.exchange_bytes == 0
-    assert alone.activations_bytes == 2 * memory("data")[0].activations_bytes
-
-
-def test_an_unknown_optimizer_is_named():
-    with pytest.raises(InputError, match="sgd-momentum"):
-        memory("data", optimizer="lion")
 
 
 class Net(nn.Module):
@@ -170,13 +158,6 @@ def test_energy_by_hand():
     energy = energy_of(timeline(10.0, 4.0, 10.0), (Power(5, 50), Power(2, 10)), batch=20)
     assert energy.devices_j == (230.0, 100.0)
     assert (energy.step_j, energy.image_j, energy.step_j / energy.step_s) == (330.0, 16.5, 33.0)
-
-
-def test_energy_wants_watts_for_every_device():
-    with pytest.raises(InputError, match="1 devices for a timeline of 2"):
-        energy_of(timeline(1.0, 1.0, 1.0), (Power(1, 2),), batch=1)
-    with pytest.raises(InputError, match=r"30(\.0)? W idle"):
-        Power(30.0, 20.0)
 
 
 def test_a_fleet_without_watts_has_no_power():

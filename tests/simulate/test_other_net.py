@@ -57,11 +57,6 @@ def test_another_net_is_predicted_by_what_the_devices_reached(measured: Measurem
     assert bytes_moved(pool, whole_size(pool, 2), 4) == 2 * bytes_moved(pool, whole_size(pool, 1), 4)
 
 
-def test_the_net_that_was_measured_is_predicted_by_its_own_times(measured: Measurement) -> None:
-    costs = measured.best_costs(graph_of("two-conv:4:6", IMAGE))
-    assert costs.errors.basis == "measured"
-
-
 def test_a_file_of_before_says_nothing_of_another_net(measured: Measurement) -> None:
     old = reaching(measured, flop_per_s=0.0)
     with pytest.raises(MismatchError, match="measure this model on this fleet first"):

@@ -8,7 +8,7 @@ from convoy.layout.layout import Layout, OnOne, Replicated, Split
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import LocalSize, Unpack, local_size
 from convoy.plan.exchange_program import is_block
-from convoy.plan.steps import ComputeStep, GatherStatistics, Move, ReturnGradient, StepList, SumGradients, Value
+from convoy.plan.steps import ComputeStep, Move, StepList, SumGradients, Value
 from convoy.planner.analytic import CostModel
 from convoy.simulate.compute import Grid, LayerTimes, MeasuredTimes
 from convoy.simulate.costs import FRESH_BYTES, Costs, Handling, Overheads
@@ -43,18 +43,6 @@ def test_the_way_back_cuts_adds_and_starts_from_zero() -> None:
     assert (before.copied, after.added) == (40, 20 + 20)
 
 
-def test_samples_lie_in_one_block() -> None:
-    """3 samples of 12 entries here, 2 arrive straight in their place."""
-    step = move(Split(0, (3, 2)), EVERYONE)
-    assert handled(step, 0) == [(Handling(), Handling(copied=36, made=(60,)))]
-    # The way back of copies that nobody changed: each takes its samples from what it has.
-    back = ReturnGradient(0, 0, Value("b", SHAPE, EVERYONE), Value("a", SHAPE, Split(0, (3, 2))))
-    assert handled(back, 0) == [(Handling(), Handling())]
-    assert messages(back, 0) == [0]
-    assert handled(move(OnOne(0), OnOne(1)), 0) == [(Handling(), Handling())]
-    assert handled(move(OnOne(0), OnOne(1)), 1) == [(Handling(), Handling(made=(60,)))]
-
-
 @pytest.mark.parametrize(
     ("part", "block"),
     [
@@ -82,19 +70,6 @@ def test_a_ring_of_two_joins_adds_a_half_and_gives_each_gradient_its_own_memory(
     assert given_memory(SUM, 1) == [(60, 40)]
     assert given_memory(replace(SUM, keys=("a",), sizes=(100,)), 0) == []
     assert given_memory(SUM, 2) == []
-
-
-def test_a_gradient_alone_is_summed_where_it_lies() -> None:
-    alone = replace(SUM, keys=("a",), sizes=(100,), alone=True)
-    assert handled(alone, 0) == [(Handling(), Handling(added=50)), (Handling(), Handling())]
-    assert given_memory(alone, 0) == []
-
-
-def test_statistics_are_a_small_gather() -> None:
-    step = GatherStatistics(0, "forward", ("bn",), (Value("x", SHAPE, Split(0, (3, 2))),), (6,), (0, 1))
-    assert handled(step, 0) == [(Handling(), Handling(copied=6, made=(12,)))]
-    assert handled(step, 2) == [(Handling(), Handling())]
-    assert messages(step, 2) == [0]
 
 
 def test_only_large_tensors_take_new_memory() -> None:
@@ -133,16 +108,6 @@ def test_a_sum_of_gradients_by_hand() -> None:
     assert found.step_s == pytest.approx(9.65)
     # The other lane calls, sends and adds; the device's own lane waits for all of it, 2.45 to 5.65.
     assert found.exchange_s == pytest.approx((3.2, 3.2))
-
-
-def test_a_device_without_messages_makes_no_calls() -> None:
-    """Device 1 sends nothing and gets nothing."""
-    away = Move(0, "forward", Value("a", (4,), OnOne(0)), Value("b", (4,), OnOne(2)), "ring")
-    table = Table({})
-    costs = Costs(table, hosts(3), itemsize=1, overheads=(replace(HAND, step_s=0.0),) * 3)
-    found = simulate(StepList(1, 3, (), (), (away,)), GRAPH, costs)
-    assert spans(found, 0, "compute") == spans(found, 2, "compute") == [(0, 0.15)]
-    assert spans(found, 1, "compute") == []
 
 
 def test_the_batch_is_loaded_and_every_parameter_updated() -> None:

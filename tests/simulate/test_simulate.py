@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 
 import convoy.plan.steps
 from convoy.fleet import Device, Fleet, Host, NetworkSegment, Nic
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.layout.layout import Layout, OnOne, Replicated, Split
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import LocalSize
 from convoy.plan.lower import lower
@@ -81,10 +80,6 @@ def test_one_device_computes_one_thing_after_the_other():
     assert [e.label for e in timeline.events] == ["work forward", "work forward", "work backward"]
 
 
-def test_nothing_takes_no_time():
-    assert replay([], 2, hosts(2), {}) == Timeline((), 0.0, (0.0, 0.0), (0.0, 0.0))
-
-
 def test_one_message_waits_for_its_latency():
     # 200 bytes at 100 bytes/s after 0.5 s: under way from 0.5 to 2.5. The sender's kernel has them.
     timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 2, hosts(2), {})
@@ -121,12 +116,6 @@ def test_two_senders_share_the_receivers_card():
     assert spans(timeline, 2, "send") == [(0.5, 3.5)]
     assert spans(timeline, 0, "receive") == [(0.5, 2.5), (0.5, 3.5)]
     assert timeline.exchange_s == pytest.approx((3.5, 0.0, 0.0))
-
-
-def test_both_directions_of_a_card_are_free_of_each_other():
-    # Each sends its 100 bytes to the other, 1 s each, at the same time.
-    timeline = replay([move(0, Split(0, (100, 100)), Replicated((0, 1)), 200)], 2, hosts(2), {})
-    assert timeline.step_s == pytest.approx(1.5)
 
 
 def test_where_outputs_stay_the_parts_of_the_loss_are_joined_before_backward():
@@ -169,14 +158,6 @@ def test_the_fast_device_waits_for_the_slow_one():
     assert (timeline.step_s, timeline.busiest) == (pytest.approx(8.0), 1)
 
 
-def test_a_device_without_a_part_does_not_wait():
-    """Devices 0 and 1 exchange; device 2 goes on computing."""
-    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (2,))]
-    timeline = replay(steps, 3, hosts(3), {(2, "forward"): 0.25})
-    assert spans(timeline, 2, "compute") == [(0, 0.25)]
-    assert timeline.exchange_s == pytest.approx((0, 1.5, 0))
-
-
 def test_processors_that_handle_traffic_limit_it():
     """0.02 s of processor per byte: 50 bytes/s for one message, though the card has 100: 100 bytes take 2 s.
 
@@ -187,13 +168,6 @@ def test_processors_that_handle_traffic_limit_it():
     assert one.step_s == pytest.approx(0.5 + 2)
     two = replay([move(0, Split(0, (0, 100, 100)), OnOne(0), 200)], 3, network, {})
     assert two.step_s == pytest.approx(0.5 + 4)
-
-
-def test_sending_and_receiving_cost_the_same_processor():
-    """Each of two devices sends and receives 100 bytes at once: 200 bytes through each processor at 50 bytes/s: 4 s."""
-    network = hosts(2, processor_s_per_byte=0.02)
-    timeline = replay([move(0, Split(0, (100, 100)), Replicated((0, 1)), 200)], 2, network, {})
-    assert timeline.step_s == pytest.approx(0.5 + 4)
 
 
 def two_on_one_host() -> Network:
@@ -214,12 +188,6 @@ def test_traffic_within_a_host_leaves_the_card_alone():
     # 200 bytes at 400 bytes/s after 0.1 s.
     timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 3, two_on_one_host(), {})
     assert timeline.step_s == pytest.approx(0.1 + 0.5)
-
-
-def test_devices_of_one_host_share_its_card():
-    """100 bytes from each device of host 0 to device 2: one card of 100 bytes/s sends both in 2 s."""
-    timeline = replay([move(0, Split(0, (100, 100, 0)), OnOne(2), 200)], 3, two_on_one_host(), {})
-    assert timeline.step_s == pytest.approx(0.5 + 2)
 
 
 def test_a_slow_path_leaves_the_rest_of_the_card_to_others():
@@ -263,19 +231,6 @@ def test_messages_that_cross_an_uplink_share_it():
     assert network.pair_bytes_per_s[3][2] == 60.0
     timeline = replay([move(0, Split(0, (100, 100, 0, 0)), OnOne(3), 200)], 4, network, {})
     assert timeline.step_s == pytest.approx(1.5 + 200 / 40)
-
-
-def test_links_without_a_limit_take_their_latency():
-    network = network_of(Fleet((Host("h"),), (Device("a", "h", "cpu"), Device("b", "h", "cpu"))))
-    free = Network(network.host, (np.inf,), (np.inf,), (np.inf,), network.latency_s, ((np.inf,) * 2,) * 2, (0.0, 0.0))
-    timeline = replay([move(0, OnOne(0), OnOne(1), 10**9)], 2, free, {})
-    assert timeline.step_s == pytest.approx(2e-5)
-
-
-def test_a_pending_sum_on_its_way_to_one_device():
-    """Three summands of 100 bytes to device 0: two messages share its card, 2 s."""
-    timeline = replay([move(0, Partial((0, 1, 2)), OnOne(0), 100)], 3, hosts(3), {})
-    assert timeline.step_s == pytest.approx(0.5 + 2)
 
 
 def test_a_filter_split_of_unequal_devices():
@@ -324,24 +279,7 @@ def test_a_filter_split_of_unequal_devices():
     assert timeline.exchange_s == pytest.approx((1.7, 3.4))
 
 
-def test_the_same_steps_give_the_same_timeline():
-    graph = Stack((3, 8, 8)).conv(5, 3).pool().flatten().linear(4).graph()
-    plan = named_plan("hybrid", graph, 7, Speeds((3.0, 2.0, 1.0)))
-    steps = lower(plan, graph)
-    costs = Costs(Table({(d, phase): d + 1.0 for d in range(3) for phase in ("forward", "backward")}), hosts(3))
-    assert simulate(steps, graph, costs) == simulate(steps, graph, costs)
-
-
 # --- overlap ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_move_goes_on_while_its_sender_and_its_receiver_compute():
-    """100 bytes from 0 to 1 begin at once, 0.5 to 1.5. Both compute 4 s meanwhile, and the reader on 1 need not wait."""
-    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1)), work(2, (1,), after=(0,))]
-    timeline = replay(steps, 2, hosts(2), {(0, "forward"): 4.0, (1, "forward"): 4.0})
-    assert spans(timeline, 1, "receive") == [(0.5, 1.5)]
-    assert spans(timeline, 1, "compute") == [(0, 4), (4, 8)]
-    assert timeline.exchange_s == (0.0, 0.0)
 
 
 def test_a_reader_waits_for_what_has_not_arrived():
@@ -368,14 +306,6 @@ def test_a_sum_runs_while_backward_goes_on():
     assert spans(timeline, 0, "compute") == [(0, 10)]
     assert spans(timeline, 0, "send") == [(0.5, 1.5), (2, 3), (10.5, 11.5), (12, 13)]
     assert timeline.exchange_s == pytest.approx((3.0, 3.0))
-
-
-def test_a_sum_begins_while_the_last_round_of_the_one_before_travels():
-    """Two sums are ready at once. The last round of the first arrives where it belongs: the second is queued right behind it,
-    without the half a second of latency in between."""
-    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 1)]
-    timeline = replay(sums, 2, hosts(2), {})
-    assert spans(timeline, 1, "send") == [(0.5, 1.5), (2, 3), (3, 4), (4.5, 5.5)]
 
 
 def test_a_large_sum_goes_in_two_segments(monkeypatch):
@@ -412,14 +342,6 @@ def test_whoever_computed_comes_late_to_an_exchange():
     # Nobody is later than it computed: 0.5 s here, of a jitter of 9.
     short = replay(steps, 2, jittery(hosts(2), 9.0, 0.0), {(0, "forward"): 0.5, (1, "forward"): 0.5})
     assert spans(short, 0, "send") == [(1.5, 2.5)]
-
-
-def test_whoever_waits_for_the_slow_one_is_not_later_still():
-    """Device 1, which sends, is ready at 0.25 + 4: device 0, as late as it may be, has long been there."""
-    steps = [work(0, (0, 1)), move(1, OnOne(1), OnOne(0), 100), work(2, (0,), after=(1,))]
-    timeline = replay(steps, 2, jittery(hosts(2), 2.0, 0.25), {(0, "forward"): 1.0, (1, "forward"): 4.0})
-    assert spans(timeline, 0, "receive") == [(4.75, 5.75)]
-    assert spans(timeline, 0, "compute") == [(0, 1), (5.75, 6.75)]
 
 
 def test_only_the_first_round_after_computing_is_late():
@@ -462,15 +384,6 @@ def test_calls_are_not_sooner_after_a_rest_and_leave_it_to_what_is_computed_next
     network = replace(hosts(2), noise=(None, QuotaNoise(rested_s=1.0, burst=4.0)))
     timeline = play([([begin, wait], []), ([begin, wait, *works], [])], network)
     assert spans(timeline, 1, "compute") == [(1.5, 3.5), (3.5, 4.5)]
-
-
-def test_nobody_gains_more_by_a_rest_than_it_took():
-    """0.2 s of waiting, of a device that may be 5 s sooner."""
-    seconds = {(0, "forward"): 1.0, (1, "forward"): 3.0}
-    network = replace(hosts(2), noise=(None, QuotaNoise(rested_s=5.0, burst=100.0)), latency_s=((0.0, 0.1), (0.1, 0.0)))
-    steps = [move(0, OnOne(0), OnOne(1), 10), work(1, (1,), after=(0,))]
-    timeline = replay(steps, 2, network, seconds)
-    assert spans(timeline, 1, "compute") == [(0.2, 3.0)]
 
 
 def test_traffic_slows_what_computes_beside_it():

@@ -34,6 +34,7 @@ from studies.catalogue import fleet_of
 from studies.closed_form import plan_times, times_of
 from studies.envelope import costs_at, enveloped
 from studies.envelope import rows_of as envelope_rows
+from studies.fleets import layer_speeds
 from studies.points import Points
 from studies.roofline import roofline_costs
 from studies.sweep import AXES, BASE, PLANS, along, crossover, five_axes, points_at, rows_of, sweep, write_csv
@@ -368,7 +369,7 @@ def test_a_slowed_device_is_so_many_times_slower():
     graph = NETS["two-conv"]
     fleet = equal_fleet(2)
     slowed = replace(fleet, devices=(fleet.devices[0], replace(fleet.devices[1], slowdown=4.0)))
-    speeds = asked(graph, 32, roofline_costs(slowed)).layer_speeds
+    speeds = layer_speeds(asked(graph, 32, roofline_costs(slowed)))
     assert speeds.devices[0] / speeds.devices[1] == pytest.approx(4)
     assert speeds.layers["0"][0] / speeds.layers["0"][1] == pytest.approx(4)
     plan = fleets.make_plan("data-by-speed", graph, 40, roofline_costs(slowed))
@@ -547,7 +548,7 @@ def test_auto_is_the_envelope_of_all_curves(axis, values):
         assert each.over_best <= 1 + 1e-9
         point = {name: float(column[0]) for name, column in points_at({**SLOWER, axis: each.value}).columns().items()}
         costs, batch = costs_at(point), int(each.batch)
-        plans = (named_plan(name, graph, batch, asked(graph, batch, costs).layer_speeds) for name in NAMED)
+        plans = (named_plan(name, graph, batch, layer_speeds(asked(graph, batch, costs))) for name in NAMED)
         assert each.step_s <= min(simulate(lower(plan, graph), graph, costs).step_s for plan in plans) * (1 + 1e-9)
 
 

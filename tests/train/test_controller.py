@@ -4,11 +4,9 @@ Seconds are told to the rebalancer by a clock that is made up: nothing here depe
 """
 
 import itertools
-import json
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import convoy
-from convoy import cli
 from convoy.comm.group import Group
-from convoy.errors import InputError
 from convoy.layout.layout import Partial, box, entries
 from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep
@@ -33,8 +29,7 @@ from convoy.train.observer import Evaluation, Observer
 from convoy.train.rebalance import Keep, Reshard
 from convoy.train.record import History
 from tests.support import nets
-from tests.support.one_device import EXACT, by_name, graph_of, mixed, one_trace
-from tests.support.processes import PLACE
+from tests.support.one_device import EXACT, graph_of, one_trace
 from tests.support.threads import run_on_threads
 
 SAMPLES, BATCH, EPOCHS = 67, 20, 9
@@ -66,7 +61,6 @@ def by_samples(shares: tuple[int, ...]) -> Plan:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_parts_follow_the_plan_from_the_next_batch_on(workers: int) -> None:
-    """In mid-epoch, with batches that were prepared ahead by the old plan; and no sample is lost or comes twice."""
     model = nets.build("two-conv")
     plans = {1: by_samples((2, 0, 18)), 2: replace(by_samples((7, 7, 6)), layers={"conv1": Filter((2, 2, 1))})}
     whole = [x[:, 0, 0, 0].tolist() for x, _ in Loader(Samples(), BATCH, seed=4)]
@@ -91,23 +85,6 @@ def test_the_parts_follow_the_plan_from_the_next_batch_on(workers: int) -> None:
             assert found[device][k] == whole[k][start:stop], f"batch {k} on device {device}"
     assert all(parts[3] == whole[3] for parts in found), "a first layer that is split by filter wants copies"
     assert all(len(parts) == 4 for parts in found)
-
-
-def test_the_next_epoch_begins_with_the_new_parts() -> None:
-    model = nets.build("two-conv")
-
-    def work(group: Group) -> list[int]:
-        here = Distributed(model, by_samples((10, 10)), group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
-        loader, sizes = Loader(Samples(), BATCH, here, drop_last=True), []
-        for _ in range(2):
-            for k, (x, _) in enumerate(loader):
-                sizes.append(len(x))
-                if k == 2:
-                    reshard(here, by_samples((5, 15)))
-        return sizes
-
-    with one_trace("two-conv", torch.float64):
-        assert run_on_threads(2, work) == [[10] * 3 + [5] * 3, [10] * 3 + [15] * 3]
 
 
 # ---------------------------------------------------------------------------------------------- training that rebalances
@@ -187,7 +164,6 @@ def by_filters() -> Plan:
 def test_training_goes_on_like_on_one_device_and_the_shares_follow(
     kind: str, every: int, alone: tuple[History, dict[str, Tensor]]
 ) -> None:
-    """One device is slow from the start, another one later; a smaller last batch and an evaluation lie between."""
     results = train(by_samples((8, 6, 6)) if kind == "samples" else by_filters(), every)
     history, weights = alone
     for found in results:
@@ -208,7 +184,6 @@ def test_training_goes_on_like_on_one_device_and_the_shares_follow(
 
 
 def test_one_small_message_to_each_device_every_so_many_steps() -> None:
-    """8 bytes per layer and step, however large the model is."""
     model = nets.build("two-conv")
 
     def work(group: Group) -> list[int]:
@@ -229,18 +204,7 @@ def test_one_small_message_to_each_device_every_so_many_steps() -> None:
             )
 
 
-def test_times_are_exchanged_every_step_at_most() -> None:
-    """`every=0` failed after the first step, with an empty list that could not be stacked."""
-    model = nets.build("two-conv")
-    with convoy.join() as group, one_trace("two-conv", torch.float64):
-        here = convoy.distribute(model, by_samples((8,)), group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
-        with pytest.raises(InputError, match=r"every=0: .*give 1 or more"):
-            Rebalancer(here, every=0)
-
-
 def test_nobody_waits_for_the_slowest_at_the_end_of_a_step() -> None:
-    """The seconds travel during the next step. They were awaited at once, and every other step all devices were held up until
-    the slowest, and each message's pauses, were through."""
     model = nets.build("two-conv")
     first_is_through = threading.Event()
     seen: dict[int, list[Any]] = {0: [], 1: []}
@@ -279,45 +243,3 @@ def test_where_there_is_nothing_to_share_nothing_is_exchanged(plan: str) -> None
 
     with one_trace("two-conv", torch.float64):
         assert run_on_threads(devices, work) == [True] * devices
-
-
-def test_it_starts_with_any_plan() -> None:
-    for net, plan in (("resnet", mixed("resnet")), ("mobile", by_name("model", "mobile"))):
-        model = nets.build(net)
-
-        def work(group: Group, model: Any = model, plan: Plan = plan) -> int:
-            here = convoy.distribute(model, plan, group, torch.zeros(2, *nets.shape_of(model), dtype=torch.float64))
-            return len(Rebalancer(here).state.axes)
-
-        with one_trace(net, torch.float64):
-            counts = run_on_threads(4, work)
-        assert counts == [counts[0]] * 4
-        assert counts[0] > 2
-
-
-# ----------------------------------------------------------------------------------------------------------- the command
-
-
-def test_the_command_takes_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*PLACE, "CONVOY_DEVICE"):
-        monkeypatch.delenv(name, raising=False)
-    log = tmp_path / "run.jsonl"
-    options = [
-        "--net",
-        "two-conv:2:2",
-        "--limit",
-        "20",
-        "--batch",
-        "10",
-        "--devices",
-        "1",
-        "--speeds",
-        "1",
-        "--log",
-        str(log),
-    ]
-    monkeypatch.setattr("sys.argv", ["convoy", "train", *options, "--rebalance"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code in (0, None)
-    assert json.loads(log.read_text().splitlines()[0])["options"]["rebalance"] is True

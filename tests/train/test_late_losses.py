@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from convoy.checkpoint import Checkpointer
 from convoy.comm.group import AloneGroup
@@ -85,7 +85,6 @@ def trained(training: Training, spoiled: int | None = None, epochs: int = 2, **o
 
 @needs_sim
 def test_no_step_waits_for_an_accelerator() -> None:
-    """In a process of its own: autograd makes its threads once. Read in every step, each loss was waited for."""
     on_processes(1, "tests.train.test_late_losses:train_on_an_accelerator", joined=False)
 
 
@@ -102,15 +101,8 @@ def train_on_an_accelerator(_device: int) -> None:
     assert noted.told == [*late, ("loss", 5), ("loss", 6), ("test", STEPS), ("epoch", 0)]
 
 
-def test_on_processors_every_loss_is_read_at_once() -> None:
-    noted = Noted()
-    trained(made("cpu"), observer=noted, epochs=1)
-    assert noted.told[:4] == [("end", 0), ("loss", 0), ("end", 1), ("loss", 1)]
-
-
 @needs_sim
 def test_one_accelerator_makes_all_devices_late() -> None:
-    """A loss that is no number ends the training at the same step on all: else some wait for one that has gone."""
     sim.load()
     try:
         for kinds, late in ((("sim:0", "cpu"), LATE_STEPS), (("cpu", "cpu"), 0)):
@@ -132,7 +124,6 @@ def test_a_loss_that_is_no_number_ends_the_training_soon_and_nothing_of_it_is_sa
 
 
 def test_before_a_checkpoint_its_losses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses would be read by step 6: what step 4 did to the weights is not saved."""
     monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: 2)
     training, noted = made("cpu", Recipe(stops_diverged=True)), Noted()
     keeper = Checkpointer(tmp_path, training.model, training.optimizer, every=2)
@@ -180,7 +171,6 @@ class LosesOne:
 
 @pytest.mark.parametrize("back", [5, 4, 3, 1])
 def test_a_step_that_is_repeated_counts_once(back: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps whose losses nobody had read yet are told once; those of a step that is made again are those of the second time."""
     expected = trained(made("cpu"))
     monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: 2)
     training, noted = made("cpu"), Noted()
@@ -203,8 +193,3 @@ def test_numbers_come_in_order_and_once() -> None:
     losses.drop_from(2)
     assert [(step.step, loss) for step, loss in losses.rest()] == [(1, 2.0)]
     assert list(losses.rest()) == []
-
-
-def test_a_plain_model_tells_what_it_computes_on() -> None:
-    model = nn.Linear(2, 2)
-    assert lateness(next(model.parameters()).device) == 0

@@ -5,11 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import convoy
-from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.train.loader import Loader
-from tests.support.loader_data import SAMPLES, SHAPE, Plain, net, part_of, plan_of, read, read_on_devices
-from tests.support.threads import run_on_threads
+from tests.support.loader_data import SAMPLES, SHAPE, Plain, part_of, plan_of, read, read_on_devices
 
 # ------------------------------------------------------------------------------------------------------- the order
 
@@ -34,19 +32,6 @@ def test_the_order_does_not_depend_on_the_state_of_torch() -> None:
     assert Loader(Plain(), 5).batches(2) == first
 
 
-@pytest.mark.parametrize("seed", [-5, 2**40, 2**62])
-def test_any_seed_is_good(seed: int) -> None:
-    assert sorted(i for b in Loader(Plain(), 5, seed=seed).batches(1) for i in b) == list(range(SAMPLES))
-
-
-def test_without_shuffling_the_order_is_that_of_the_data_set() -> None:
-    assert read(Loader(Plain(7), 3, shuffle=False)) == [
-        ([0, 1, 2], [0, 1, 2]),
-        ([3, 4, 5], [3, 4, 5]),
-        ([6], [6]),
-    ]
-
-
 def test_a_smaller_last_batch_can_be_left_out() -> None:
     loader = Loader(Plain(7), 3, shuffle=False, drop_last=True)
     assert [y for _, y in read(loader)] == [[0, 1, 2], [3, 4, 5]]
@@ -57,7 +42,6 @@ def test_a_smaller_last_batch_can_be_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["data", "data-by-speed", "master", "model", "hybrid"])
 def test_the_batches_are_those_of_one_device_under_every_plan(name: str) -> None:
-    """For two epochs in a row; the batches of 5, and the last one of 3, fall on three devices, one of them idle."""
     loader = Loader(Plain(), 5, seed=1)
     expected = [read(loader), read(loader)]
     found = read_on_devices(plan_of(name), epochs=2, seed=1)
@@ -73,36 +57,11 @@ def test_the_batches_are_those_of_one_device_under_every_plan(name: str) -> None
                 assert samples in parts
 
 
-def test_the_parts_by_hand() -> None:
-    """Speeds 3 : 0 : 2. A batch of 5 falls 3, 0, 2; the rest of 3 falls 1.8, 0, 1.2, so 2, 0, 1."""
-    found = read_on_devices(plan_of("data-by-speed"), dataset=Plain(8), shuffle=False)
-    assert [device[0] for device in found] == [
-        [([0, 1, 2], [0, 1, 2, 3, 4]), ([5, 6], [5, 6, 7])],
-        [([], [0, 1, 2, 3, 4]), ([], [5, 6, 7])],
-        [([3, 4], [0, 1, 2, 3, 4]), ([7], [5, 6, 7])],
-    ]
-
-
-def test_a_last_batch_smaller_than_the_number_of_devices() -> None:
-    found = read_on_devices(plan_of("data", (1.0,) * 4, 4), dataset=Plain(6), shuffle=False, seed=2)
-    assert [device[0][1][0] for device in found] == [[4], [5], [], []]
-
-
-def test_where_the_first_layer_wants_copies_everybody_loads_all() -> None:
-    """`model` splits the four filters of the convolution over three devices; `master` by speed, so device 1 has none."""
-    everything = [0, 1, 2, 3, 4]
-    found = read_on_devices(plan_of("model"), dataset=Plain(5), shuffle=False)
-    assert [device[0][0][0] for device in found] == [everything] * 3
-    found = read_on_devices(plan_of("master"), dataset=Plain(5), shuffle=False)
-    assert [device[0][0][0] for device in found] == [everything, [], everything]
-
-
 # ------------------------------------------------------------------------------------------------- beginning later
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 5])
 def test_an_epoch_can_begin_in_the_middle(start: int) -> None:
-    """So that training goes on from a checkpoint: the same batches, and nothing is loaded that was seen before."""
     whole = Loader(Plain(), 5, seed=3)
     epochs = [read(whole) for _ in range(3)]
     dataset = Plain()
@@ -112,19 +71,6 @@ def test_an_epoch_can_begin_in_the_middle(start: int) -> None:
     assert dataset.loaded == [i for _, labels in epochs[1][start:] for i in labels]
     assert read(loader) == epochs[2], "the next epoch is whole"
     assert len(loader) == 5, "an epoch has as many batches as before"
-
-
-def test_devices_begin_in_the_middle_together() -> None:
-    plan = plan_of("data-by-speed")
-    whole = read_on_devices(plan, seed=1)
-    model = net()
-
-    def work(group: Group) -> list[object]:
-        loader = convoy.loader(Plain(), 5, convoy.distribute(model, plan, group, torch.zeros(1, *SHAPE)), seed=1)
-        loader.set_epoch(0, start=2)
-        return read(loader)
-
-    assert run_on_threads(plan.devices, work) == [device[0][2:] for device in whole]
 
 
 @pytest.mark.parametrize("start", [-1, 6])
@@ -145,27 +91,6 @@ def test_a_batch_holds_one_sample_at_least(batch: int) -> None:
 def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(InputError, match="the data set is empty: give one with samples"):
         convoy.loader(Plain(0), 4)
-
-
-def test_batches_that_were_collected_know_of_what_they_are_a_part() -> None:
-    """The size that was told last is not that of the first batch."""
-    model = net()
-
-    def work(group: Group) -> str:
-        part = convoy.distribute(model, plan_of("data", (1.0, 1.0), 4), group, torch.zeros(1, *SHAPE))
-        collected = list(convoy.loader(Plain(6), 4, part))
-        assert [len(part(x)) for x, _ in collected] == [4, 2]
-        with pytest.raises(InputError, match="the size of the whole batch is not known"):
-            part(collected[0][0] * 2)
-        with pytest.raises(InputError) as caught:
-            part(collected[0][0], batch=2)
-        assert part(collected[0][0] * 2, batch=4).shape == (4, 3), "saying the size helps"
-        return str(caught.value)
-
-    for device, message in enumerate(run_on_threads(2, work)):
-        assert f"device {device} got an input of shape (2, 1, 2, 2)" in message
-        assert "its part of a batch of 2 is (1, 1, 2, 2)" in message
-        assert "model(x, batch=n)" in message
 
 
 def test_a_model_that_was_told_no_size_asks_for_it() -> None:

@@ -1,8 +1,6 @@
 """Augmented images on fleets: the same sample gets the same picture, whoever loads it, with whom, and when."""
 
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,13 +8,11 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.comm.group import Group
-from convoy.data import Images, Samples, load
+from convoy.data import Images
 from convoy.data.augment import Augment, read_augment
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.train.loader import Loader
-from tests.support.data_files import plain_image, write_images
-from tests.support.loader_data import Plain
 from tests.support.model_zoo import make_importable
 from tests.support.threads import run_on_threads
 
@@ -113,41 +109,3 @@ def test_training_that_goes_on_in_mid_epoch_sees_what_it_would_have_seen(
     found = [(label, x) for xs, y in loader for label, x in zip(y.tolist(), xs, strict=True)]
     assert [label for label, _ in found] == [i for batch in loader.batches(1)[2:] for i in batch]
     assert_same({(1, label): x for label, x in found}, expected)
-
-
-def test_the_order_and_the_batch_change_no_picture(images: Images, augment: Augment, expected: Pictures) -> None:
-    (found,) = pictures(Loader(images, 4, seed=SEED, shuffle=False, augment=augment), epochs=1)
-    assert len(found) == SAMPLES
-    assert_same(found, expected)
-
-
-def test_files_are_augmented_as_images_in_memory_are(tmp_path: Path) -> None:
-    write_images(
-        tmp_path,
-        {f"{c}/{n}.png": plain_image((40 * n, 99 * c, 7), width=8, height=8) for c in range(2) for n in range(5)},
-    )
-    train = load(f"folder:{tmp_path}").train
-    assert isinstance(train, Samples)
-    augment = read_augment(STEPS, train.mean, train.std)
-    loader = Loader(train, 3, seed=1, shuffle=False, augment=augment)
-    found = torch.cat([x for x, _ in loader])
-    assert found.equal(augment(torch.stack([x for x, _ in train]), range(len(train)), 1, 0))
-    assert not found.equal(torch.stack([x for x, _ in train]))
-
-
-class Numbers(Plain):
-    """A batch that is a view of what the data set keeps."""
-
-    def __init__(self) -> None:
-        super().__init__(6)
-        self.kept = torch.rand(6, *SHAPE)
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return self.kept[indices[0] : indices[-1] + 1], torch.tensor(indices)
-
-
-def test_the_data_set_stays_as_it_is() -> None:
-    dataset = Numbers()
-    before = dataset.kept.clone()
-    list(Loader(dataset, 3, shuffle=False, augment=read_augment("crop,flip,resized-crop,cutout,erase")))
-    assert dataset.kept.equal(before)

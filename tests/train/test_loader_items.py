@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 import convoy
 from convoy.comm.group import Group
-from convoy.data.images import Images
 from convoy.errors import DataError
 from convoy.plan.plan import Plan
 from convoy.train.adopt import AdoptedLoader
@@ -29,7 +28,6 @@ _TURN = threading.Lock()
 
 @pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in DATASETS), ("plain", 1), ("images", 1)])
 def test_every_kind_of_data_set_gives_the_same(name: str, workers: int) -> None:
-    """Also with a process that prepares batches ahead. Nothing has any other shape or dtype where there are no samples."""
     indices = Loader(Plain(), 5, seed=1).batches(0)
     part = part_of(plan_of("data-by-speed"), 1 if workers == 0 else 2)
     loader = convoy.loader(DATASETS[name](), 5, part, seed=1, workers=workers)
@@ -99,7 +97,6 @@ def augmented(plan: Plan, make: type[Augmented] = Augmented) -> list[list[Tensor
 
 
 def test_random_images_are_the_same_on_every_fleet() -> None:
-    """Crops and flips depend on the seed, the epoch and the sample: devices that split filters must see the same image."""
     alone = Loader(Augmented(10), 5, seed=1, shuffle=False)
     expected = [x[:, 0, 0, 0] for _ in range(2) for x, _ in alone]
     assert not torch.equal(expected[0], expected[2]), "another epoch draws other numbers"
@@ -112,56 +109,11 @@ def test_random_images_are_the_same_on_every_fleet() -> None:
 
 @pytest.mark.parametrize("make", [Augmented, AugmentedInLists])
 def test_a_sample_that_repeats_within_an_epoch_is_augmented_anew(make: type[Augmented]) -> None:
-    """As with a plain DataLoader, where no two of them are alike."""
     order = [0] * 12
     loader = AdoptedLoader(DataLoader(make(10), 5, sampler=order), None)  # type: ignore[arg-type]
     assert len({float(v) for x, _ in loader for v in x[:, 0, 0, 0]}) == len(order)
     loader.set_epoch(7, start=1)
     assert sum(len(x) for x, _ in loader) == 7
-
-
-def test_random_images_that_come_many_at_a_time_are_the_same_on_devices_that_split_filters() -> None:
-    first, *others = augmented(plan_of("model"), AugmentedInLists)
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
-def test_loading_leaves_the_random_numbers_of_the_program_alone() -> None:
-    def numbers(dataset: Plain) -> list[tuple[float, float, float]]:
-        torch.manual_seed(1)
-        random.seed(2)
-        np.random.seed(3)
-        return [(float(torch.rand(())), random.random(), float(np.random.rand())) for _ in Loader(dataset, 5)]
-
-    assert numbers(Augmented(10)) == numbers(Plain(10))
-
-
-class Noisy(Images):
-    """Images that draw random numbers, which Convoy's own do not: those load without keeping the streams."""
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        x, y = super().__getitems__(indices)
-        return x + torch.rand(()), y
-
-
-def test_images_of_ones_own_kind_may_draw_random_numbers() -> None:
-    made = torch.zeros(10, 3, 4, 4, dtype=torch.uint8), torch.zeros(10, dtype=torch.int64), 2, (0.0,) * 3, (1.0,) * 3
-
-    def numbers(dataset: Images, seed: int) -> tuple[list[float], float]:
-        torch.manual_seed(seed)
-        return [float(x[0, 0, 0, 0]) for x, _ in Loader(dataset, 5, shuffle=False)], float(torch.rand(()))
-
-    plain, noisy = numbers(Images(*made), 1), numbers(Noisy(*made), 1)
-    assert plain[1] == noisy[1], "the program's own numbers"
-    assert plain[0] == [0.0, 0.0]
-    assert len({0.0, *noisy[0]}) == 3
-    assert numbers(Noisy(*made), 2)[0] == noisy[0], "they follow from the loader's seed"
-
-
-def test_a_device_without_samples_loads_only_for_the_labels() -> None:
-    """It gets as many labels as the others, and images of the same shape and dtype."""
-    for dataset in (Plain(10), DATASETS["images"]()):
-        for x, y in convoy.loader(dataset, 5, part_of(plan_of("data-by-speed"), 1), shuffle=False, drop_last=True):
-            assert (x.shape, x.dtype, len(y)) == ((0, *SHAPE), torch.float32, 5)
 
 
 class Odd(Plain):
@@ -196,12 +148,3 @@ def test_samples_that_do_not_make_a_batch_are_named(odd: Any, says: str, workers
     with pytest.raises(DataError, match=says) as error:
         read(loader)
     assert "Traceback" not in str(error.value)
-
-
-def test_a_slip_in_the_data_set_itself_is_its_own_error() -> None:
-    class Slip(Plain):
-        def __getitem__(self, index: int) -> Any:
-            return [][index]
-
-    with pytest.raises(IndexError):
-        read(Loader(Slip(), 5))

@@ -55,15 +55,6 @@ def test_batches_are_prepared_ahead_but_not_all_of_them(count: int) -> None:
     batches.close()
 
 
-def test_workers_are_there_as_long_as_an_iteration() -> None:
-    before = len(workers())
-    loader = Loader(Plain(), 5, workers=2)
-    assert len(workers()) == before, "none before it begins"
-    for index, _ in enumerate(loader):
-        assert len(workers()) == before + 2 or index >= 4
-    assert len(workers()) == before
-
-
 def test_workers_end_when_the_loop_is_left() -> None:
     before = len(workers())
     for _ in Loader(Plain(), 5, workers=2):
@@ -102,20 +93,6 @@ def test_an_error_while_loading_comes_as_it_is_and_ends_the_workers(count: int) 
     assert len(workers()) == before
 
 
-class Slip(Plain):
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return [(image(0), 0)][index]
-
-
-def test_a_slip_in_a_data_set_ends_the_workers() -> None:
-    """Torch's iterator hangs on the traceback of such an error, and its workers on the iterator."""
-    before = len(workers())
-    with pytest.raises(IndexError, match="list index out of range") as kept:
-        read(Loader(Slip(), 5, workers=2))
-    assert len(workers()) == before
-    del kept
-
-
 def test_a_device_without_samples_starts_no_workers() -> None:
     before = len(workers())
     for x, _ in convoy.loader(images(), 5, part_of(plan_of("data-by-speed"), 1), workers=2):
@@ -134,7 +111,6 @@ def test_workers_change_nothing(count: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_loading_leaves_the_random_numbers_of_the_program_alone(count: int) -> None:
-    """So dropout is the same with workers and without, and after a resume."""
     torch.manual_seed(4)
     expected = torch.rand(3).tolist()
     torch.manual_seed(4)

@@ -16,13 +16,11 @@ from convoy.layout.layout import Split
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import named_plan
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.module import Distributed
 from convoy.runtime.outputs import OutputPart
-from tests.support import nets
 from tests.support.odd_nets import UNet
-from tests.support.one_device import UNEVEN, by_name, graph_of, mixed, one_trace, part
+from tests.support.one_device import one_trace, part
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
@@ -158,19 +156,6 @@ def test_functions_of_torch_and_of_ones_own() -> None:
     assert convoy.loss(dice, reduction="mean")(*pairs).item() == dice(*pairs).mean().item()
 
 
-def test_several_outputs_in_one_criterion_and_several_criteria_in_one_loss() -> None:
-    with torch_seed(7):
-        three = (_floats(4), _floats(4), _floats(4))
-    criterion = nn.TripletMarginLoss()
-    _check(three, convoy.loss(criterion), criterion, outputs=3)
-    mse, l1 = convoy.loss(nn.MSELoss()), convoy.loss(nn.L1Loss())
-
-    def ours(x: Any, z: Any, y: Any) -> Tensor:
-        return mse(x, y) ** 2 + 0.3 * l1(z, y)
-
-    _check(three, ours, lambda x, z, y: F.mse_loss(x, y) ** 2 + 0.3 * F.l1_loss(z, y), outputs=2)
-
-
 def test_labels_that_are_all_ignored_give_what_torch_gives() -> None:
     x, y = torch.zeros(SAMPLES, 5, dtype=torch.float64), torch.full((SAMPLES,), -100)
     for value, _ in _on_parts((x, y), convoy.loss(nn.CrossEntropyLoss()), whole=True):
@@ -221,11 +206,6 @@ def test_arguments_that_would_pair_samples_wrongly_are_refused(
         made = arguments()
     with pytest.raises(ConvoyError, match=words):
         _on_parts(made, convoy.loss(criterion), whole=True)
-
-
-def test_a_function_of_ones_own_that_has_taken_its_mean_is_refused() -> None:
-    with pytest.raises(ConvoyError, match="shape \\(\\)"):
-        _on_parts((_floats(2), _floats(2)), convoy.loss(lambda x, y: (x - y).mean(), reduction="mean"), whole=True)
 
 
 def test_other_class_weights_on_one_device_are_refused() -> None:
@@ -353,59 +333,3 @@ def test_no_output_crosses_the_wire() -> None:
     copies = sum(SAMPLES - share for share in SHARES) * own[0].numel() * 8
     assert sum(lower(everywhere, graph).traffic(8).values()) == sums + copies
     assert _sent(model, everywhere, x, y) == sums + copies
-
-
-@pytest.mark.parametrize("plan", ["data-by-speed", "master", "hybrid", "model"])
-def test_named_plans_in_passes(plan: str) -> None:
-    """A plan whose last layer is split by channels, or on one device: the outputs come to their samples, or stay on the one."""
-    net, graph = "two-conv", graph_of("two-conv")
-    whole = nets.build(net, dtype=torch.float64)
-    with torch_seed(3):
-        x = torch.randn(10, *nets.shape_of(whole), dtype=torch.float64)
-        y = torch.randint(0, nets.CLASSES, (10,))
-    made = replace(named_plan(plan, graph, 10, UNEVEN), outputs="where-computed")
-
-    def work(group: Group) -> dict[str, Tensor]:
-        here = Distributed(whole, made, group, x[:2])
-        criterion = convoy.loss(F.cross_entropy)
-        with here.no_sync():
-            criterion(here(part(here, x), batch=10), y).backward()
-        criterion(here(part(here, x[:3]), batch=3), y[:3]).backward()
-        return {k: here.gather(k, p.grad) for k, p in here.named_parameters() if p.grad is not None}
-
-    with one_trace(net, torch.float64):
-        found = run_on_threads(4, work, timeout_s=60)
-    (F.cross_entropy(whole(x), y) + F.cross_entropy(whole(x[:3]), y[:3])).backward()
-    for gradients in found:
-        for key, parameter in whole.named_parameters():
-            torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-10, atol=1e-10)
-
-
-def test_an_auxiliary_output_without_a_loss() -> None:
-    plan = replace(by_name("data-by-speed", "auxiliary"), outputs="where-computed")
-    whole = nets.build("auxiliary", dtype=torch.float64)
-    with torch_seed(3):
-        x = torch.randn(10, *nets.shape_of(whole), dtype=torch.float64)
-        y = torch.randint(0, nets.CLASSES, (10,))
-
-    def work(group: Group) -> dict[str, Tensor]:
-        here = Distributed(whole, plan, group, x[:2])
-        main, *_ = here(part(here, x), batch=10)
-        convoy.loss(F.cross_entropy)(main, y).backward()
-        return {k: here.gather(k, p.grad) for k, p in here.named_parameters() if p.grad is not None}
-
-    with one_trace("auxiliary", torch.float64):
-        found = run_on_threads(4, work, timeout_s=60)
-    F.cross_entropy(whole(x)[0], y).backward()
-    expected = {k: p.grad for k, p in whole.named_parameters() if p.grad is not None}
-    for gradients in found:
-        assert gradients.keys() == expected.keys()
-        for key, gradient in expected.items():
-            torch.testing.assert_close(gradients[key], gradient, rtol=1e-10, atol=1e-10)
-
-
-def test_the_plan_file_says_where_outputs_are() -> None:
-    plan = replace(mixed("two-conv"), outputs="where-computed")
-    assert '"outputs": "where-computed"' in plan.to_json()
-    assert Plan.from_json(plan.to_json()) == plan
-    assert "outputs" not in mixed("two-conv").to_json()

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 import convoy
@@ -57,7 +56,6 @@ def refused_on_three(work: Callable[[Group], Any], error: type[Exception], told:
 
 
 def test_an_example_without_the_axis_of_the_batch() -> None:
-    """ "expected input to have 1 channels, but got 2 channels": the two samples of the check were taken for channels."""
     x = images()[0][0]
     with pytest.raises(InputError, match=r"it is one sample, \(1, 6, 6\), without the axis .* give example\[None\]"):
         convoy.make_plan("data", net(), x, 5, ALONE, speeds=(1.0,))
@@ -65,29 +63,7 @@ def test_an_example_without_the_axis_of_the_batch() -> None:
         convoy.make_plan("data", nn.Linear(4, 2), torch.zeros(4), 5, ALONE, speeds=(1.0,))
 
 
-def test_an_example_of_another_size_or_type_than_the_data() -> None:
-    """ "use convoy.loader", it said to somebody who used it."""
-    model, x = (
-        nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)),
-        images()[:5][0],
-    )
-
-    def part_for(example: Tensor) -> Distributed:
-        made = convoy.make_plan("data", model, example, 5, ALONE, speeds=(1.0,))
-        return convoy.distribute(model, made, ALONE, example)
-
-    with pytest.raises(
-        InputError, match=r"the samples of the example .* have the shape \(1, 8, 8\): give distribute\(\) an"
-    ):
-        part_for(torch.zeros(2, 1, 8, 8))(x.float(), batch=5)
-    with pytest.raises(InputError, match=r"got an input of float64, and the example .* was float32"):
-        part_for(torch.zeros(2, 1, 6, 6))(x, batch=5)
-    with pytest.raises(InputError, match=r"one sample without the axis of the batch: give x\[None\]"):
-        part_for(torch.zeros(2, 1, 6, 6))(x[0].float(), batch=5)
-
-
 def test_a_model_that_was_converted_for_distributed_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its batch norms take the statistics of the whole batch as all do. After init_process_group they refuse processors."""
     expected = _losses(net(), lambda *given: given)
     made = _losses(
         nn.SyncBatchNorm.convert_sync_batchnorm(net()),
@@ -105,8 +81,6 @@ def test_a_model_that_was_converted_for_distributed_data_parallel(monkeypatch: p
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "model"])
 def test_a_dataloader_of_ones_own_in_evaluation(plan: str) -> None:
-    """ "its part of a batch of 8": the size of the last training batch. After an epoch there is none any more."""
-
     def work(group: Group) -> None:
         part = by_plan(group, plan)
         loader = convoy.loader(images(), 5, part)
@@ -123,16 +97,6 @@ def test_a_dataloader_of_ones_own_in_evaluation(plan: str) -> None:
     on_three(work)
 
 
-def test_a_dataloader_of_ones_own_in_another_order_on_each_device() -> None:
-    """Where every device takes the whole batch, its shape says nothing."""
-
-    def work(group: Group) -> None:
-        part = by_plan(group, "model")
-        part(images()[5 * group.device : 5 * group.device + 5][0], batch=5)
-
-    refused_on_three(work, MismatchError, "was given another whole batch than device 0.*the loader of convoy.prepare")
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -142,8 +106,6 @@ def test_a_dataloader_of_ones_own_in_another_order_on_each_device() -> None:
     ],
 )
 def test_loaders_that_differ(options: Callable[[int], dict[str, Any]], told: str) -> None:
-    """Seeds of one's own per process: each device would take its part of another batch."""
-
     def work(group: Group) -> None:
         given: dict[str, Any] = {"dataset": images(), "batch_size": 5, **options(group.device)}
         next(iter(convoy.loader(model=by_plan(group), **given)))
@@ -152,8 +114,6 @@ def test_loaders_that_differ(options: Callable[[int], dict[str, Any]], told: str
 
 
 def test_only_device_0_goes_on_to_the_test_loader() -> None:
-    """The order of the test images was taken for that of the next epoch."""
-
     def work(group: Group) -> None:
         model = net()
         part, _, train, test = convoy.prepare(
@@ -167,39 +127,11 @@ def test_only_device_0_goes_on_to_the_test_loader() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "spoilt",
-    [
-        lambda loss, d: loss * (d + 1) / 3,  # weighted by its part, as for an average over processes
-        lambda loss, d: loss if d == 0 else loss * 0,
-    ],
-)
-def test_another_loss_on_another_device(spoilt: Callable[[Tensor, int], Tensor]) -> None:
-    def work(group: Group) -> None:
-        part = by_plan(group)
-        for x, y in convoy.loader(images(), 5, part):
-            spoilt(F.cross_entropy(part(x), y), group.device).backward()
-
-    refused_on_three(work, MismatchError, "has another loss than device 0.*labels of the whole batch")
-
-
-def test_labels_of_ones_own_on_each_device() -> None:
-    def work(group: Group) -> None:
-        part = by_plan(group)
-        generator = torch.Generator().manual_seed(group.device)
-        for x, y in convoy.loader(images(), 5, part):
-            F.cross_entropy(part(x), y[torch.randperm(len(y), generator=generator)]).backward()
-
-    refused_on_three(work, MismatchError, "has another loss than device 0")
-
-
 # --- weights -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mistake", ["learning rate", "left out", "set"])
 def test_copies_that_part_are_noticed_at_the_next_epoch(mistake: str) -> None:
-    """With an optimizer of another learning rate on one device, copies of one weight drifted apart without a word."""
-
     def work(group: Group) -> None:
         part = by_plan(group, "data")
         odd = group.device == 1
@@ -251,7 +183,6 @@ def test_what_a_distributed_model_is_asked_for_as_an_ordinary_one() -> None:
 
 
 def test_a_model_that_was_not_distributed() -> None:
-    """ "'Sequential' object has no attribute 'group'"."""
     model: Any = net()
     for use in (
         lambda: convoy.loader(images(), 5, model),
@@ -267,7 +198,6 @@ def test_a_model_that_was_not_distributed() -> None:
 
 
 def test_data_parallel_around_a_distributed_model() -> None:
-    """ "Default process group has not been initialized, please make sure to call init_process_group"."""
     part = by_plan(ALONE)
     for wrapper in (nn.parallel.DistributedDataParallel, nn.DataParallel):
         for inside in (part, nn.Sequential(part)):
@@ -277,21 +207,8 @@ def test_data_parallel_around_a_distributed_model() -> None:
     torch.testing.assert_close(nn.DataParallel(net())(x), net()(x))  # an ordinary model is wrapped as ever
 
 
-def test_data_parallel_inside_is_taken_off() -> None:
-    """The optimizer knew the parameters by other names: KeyError: 'module.0.weight'."""
-    expected = _losses(net(), lambda model, optimizer, loader: (model, optimizer, loader))
-    made = _losses(
-        net(),
-        lambda model, optimizer, loader: convoy.prepare(
-            nn.DataParallel(model), optimizer, loader, plan="data", speeds=(1.0,), group=ALONE
-        ),
-    )
-    assert made == pytest.approx(expected, abs=1e-12)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
 def test_compiling_a_distributed_model_leaves_it_as_it_is() -> None:
-    """It was not finished after 45 s: torch.compile followed every message between devices."""
     part, (x, y) = by_plan(ALONE), images()[:5]
     with pytest.warns(UserWarning, match=r"torch.compile leaves a distributed model as it is"):
         compiled = torch.compile(part)
@@ -335,54 +252,18 @@ def assert_as_alone(plan: str = "master", **options: Any) -> None:
         assert found == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__)[::2], ids=lambda kind: kind.__name__
+)
 def test_every_optimizer_goes_on_with_what_it_remembers(kind: type[torch.optim.Optimizer]) -> None:
     eps = {"eps": 1e-3} if "eps" in kind.__init__.__code__.co_varnames else {}
     assert_as_alone(plan="hybrid", before=3, optimizer=lambda model: kind(model.parameters(), lr=0.01, **eps))
 
 
-def test_an_optimizer_that_holds_the_list_of_its_parameters() -> None:
-    """LBFGS looks at whole vectors: exact where all is copied. It held the old list, and trained nothing."""
-    expected = _lbfgs(net(), lambda *given: given)
-
-    def work(group: Group) -> list[float]:
-        return _lbfgs(net(), lambda *given: convoy.prepare(*given, plan="data", speeds=(1.0,) * 3, group=group))
-
-    for found in on_three(work):
-        assert found == pytest.approx(expected, abs=1e-9)
-
-
-def _lbfgs(model: Any, change: Callable[[Any, Any, Any], Any]) -> list[float]:
-    model, optimizer, loader = change(model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3), shuffled())
-    losses = []
-    for x, y in loader:
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Any:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            losses.append(loss.item())
-            return loss
-
-        optimizer.step(closure)
-    return losses
-
-
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: schedules.LambdaLR(o, lambda k: 0.9**k),
-    "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(o, lambda _: 0.9),
-    "StepLR": lambda o: schedules.StepLR(o, 2, 0.5),
-    "MultiStepLR": lambda o: schedules.MultiStepLR(o, [1, 4]),
-    "ConstantLR": lambda o: schedules.ConstantLR(o, 0.3, 3),
-    "LinearLR": lambda o: schedules.LinearLR(o, 0.3, total_iters=4),
-    "ExponentialLR": lambda o: schedules.ExponentialLR(o, 0.8),
-    "PolynomialLR": lambda o: schedules.PolynomialLR(o, 8),
-    "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, 8),
-    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
-    "CyclicLR": lambda o: schedules.CyclicLR(o, 0.01, 0.1, 3),
     "OneCycleLR": lambda o: schedules.OneCycleLR(o, 0.1, 12),
     "ReduceLROnPlateau": lambda o: schedules.ReduceLROnPlateau(o, patience=0),
-    "ChainedScheduler": lambda o: schedules.ChainedScheduler([schedules.ConstantLR(o, 0.3, 3), schedules.StepLR(o, 2)]),
     "SequentialLR": lambda o: schedules.SequentialLR(
         o, [schedules.ConstantLR(o, 0.3, 3), schedules.ExponentialLR(o, 0.8)], [3]
     ),
@@ -391,51 +272,10 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_goes_on(name: str) -> None:
-    """They hold the optimizer, and some change its momentum, too."""
     assert_as_alone(schedule=SCHEDULES[name])
 
 
-def test_gradients_set_to_zero_and_kept() -> None:
-    def train(model: Any, optimizer: Any, loader: Any) -> list[float]:
-        losses = []
-        for k, (x, y) in enumerate(loader):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            (model if k % 2 else optimizer).zero_grad(set_to_none=False)
-        return losses
-
-    model = net()
-    expected = train(model, sgd(model), shuffled())
-
-    def work(group: Group) -> list[float]:
-        model = net()
-        return train(*convoy.prepare(model, sgd(model), shuffled(), plan="hybrid", speeds=SPEEDS, group=group))
-
-    for found in on_three(work):
-        assert found == pytest.approx(expected, abs=1e-10)
-
-
-def test_parameters_of_the_old_model_added_later() -> None:
-    """`model` was wrapped under another name: these would have stayed as they are, without a word."""
-    model, x = net(), images()[:5][0]
-    part = by_plan(ALONE, model=model)
-    optimizer = torch.optim.SGD(part.module[0].parameters(), lr=0.1)
-    optimizer.add_param_group({"params": list(model[6].parameters()), "lr": 0.2})
-    part(x, batch=5).sum().backward()
-    with pytest.raises(
-        InputError, match=r"2 of 4 parameters of SGD are those .* also what add_param_group\(\) is given"
-    ):
-        optimizer.step()
-    right = torch.optim.SGD(part.module[0].parameters(), lr=0.1)
-    right.add_param_group({"params": list(part.module[6].parameters()), "lr": 0.2})
-    right.step()
-
-
 def test_what_an_optimizer_remembers_of_pieces_is_not_its_state() -> None:
-    """`torch.save(optimizer.state_dict())` on device 0 kept the momentum of its pieces."""
-
     def work(group: Group) -> None:
         for plan in ("model", "data"):
             model = net()
@@ -452,23 +292,6 @@ def test_what_an_optimizer_remembers_of_pieces_is_not_its_state() -> None:
             optimizer.load_state_dict(optimizer.state_dict())
             with pytest.raises(InputError, match=r"load it before convoy.prepare"):
                 optimizer.load_state_dict({"state": {}, "param_groups": []})
-
-    on_three(work)
-
-
-def test_an_average_that_was_made_before() -> None:
-    """Whole parameters and pieces: a piece of one filter would have been spread over all."""
-
-    def work(group: Group) -> None:
-        model = net()
-        average = AveragedModel(model)
-        part = by_plan(group, "model", model)
-        with pytest.raises(
-            InputError, match=r"made from the model before it was distributed.*make it from the distributed"
-        ):
-            average.update_parameters(part)
-        AveragedModel(part).update_parameters(part)
-        average.update_parameters(by_plan(group, "data", model))
 
     on_three(work)
 
@@ -516,48 +339,7 @@ def test_what_prepare_is_given(given: Callable[[Any, Any], Any], told: str) -> N
         convoy.prepare(*given(model, sgd(model)), plan="data", speeds=(1.0,), group=ALONE)
 
 
-def test_a_prepared_loader_still_tells_what_it_was_made_of() -> None:
-    model, source = net(), shuffled()
-    _, _, loader = convoy.prepare(model, sgd(model), source, plan="data", speeds=(1.0,), group=ALONE)
-    assert loader.dataset is source.dataset
-    assert (loader.batch_size, loader.sampler, loader.num_workers) == (5, source.sampler, 0)
-    assert not hasattr(loader, "nothing")
-
-
 # --- right all the same ------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_other_than_that_of_the_plan() -> None:
-    """The plan's shares are scaled to it: the numbers are those of one device with that batch."""
-    reference = net()
-    optimizer = sgd(reference)
-    expected = [step(reference, optimizer, x, y) for x, y in DataLoader(images(), 9)]
-
-    def work(group: Group) -> list[float]:
-        part = by_plan(group, "hybrid", batch=5)
-        optimizer = sgd(part)
-        return [step(part, optimizer, x, y) for x, y in convoy.loader(images(), 9, part, shuffle=False)]
-
-    for found in on_three(work):
-        assert found == pytest.approx(expected, abs=1e-10)
-
-
-def test_a_model_left_in_evaluation_trains_as_on_one_device() -> None:
-    """With the statistics that its batch norm has, as torch does."""
-    reference = net().eval()
-    optimizer = sgd(reference)
-    expected = [step(reference, optimizer, x, y) for x, y in shuffled()]
-
-    def work(group: Group) -> list[float]:
-        model = net().eval()
-        part, optimizer, loader = convoy.prepare(
-            model, sgd(model), shuffled(), plan="data-by-speed", speeds=SPEEDS, group=group
-        )
-        assert not part.training
-        return [step(part, optimizer, x, y) for x, y in loader]
-
-    for found in on_three(work):
-        assert found == pytest.approx(expected, abs=1e-10)
 
 
 # --- what one device does alone ------------------------------------------------------------------------------------------
@@ -608,7 +390,6 @@ def alone_at(group: Group, mistake: str) -> str:
     ],
 )
 def test_a_line_that_one_device_comes_to_alone_is_named(mistake: str, told: str) -> None:
-    """ "the devices do not run the same steps": which steps?"""
     first, second = on_processes(2, "tests.train.test_mistakes:alone_at", mistake, timeout_s=3.0)
     assert "test_mistakes.py line " in first
     assert told in first

@@ -21,12 +21,10 @@ from torch.utils.data import (
 
 import convoy
 from convoy.comm.group import Group
-from convoy.errors import DataError, InputError, MismatchError
+from convoy.errors import InputError, MismatchError
 from convoy.train.adopt import AdoptedLoader
 from tests.support.small_script import ALONE, SPEEDS, images, net, seeded, shuffled
 from tests.support.threads import run_on_threads
-
-Made = tuple[nn.Module, torch.optim.Optimizer, Any]
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -83,12 +81,10 @@ def assert_as_alone(make: Callable[[], DataLoader[Any]], **options: Any) -> None
 
 @pytest.mark.parametrize("plan", ["data", "data-by-speed", "master", "model", "hybrid"])
 def test_an_optimizer_and_a_loader_made_before_train_as_on_one_device(plan: str) -> None:
-    """The natural order of Accelerate and Fabric. Before: exit 0, no warning, and the weights never changed."""
     assert_as_alone(shuffled, plan=plan)
 
 
 def test_what_the_optimizer_remembers_is_kept() -> None:
-    """Adam after three steps of one device: its averages go where the weights go, and so does the count of steps."""
     assert_as_alone(shuffled, before=3, plan="hybrid")
 
 
@@ -149,8 +145,6 @@ def test_what_a_dataloader_can_be_told_is_honoured(make: Callable[[], DataLoader
 
 
 def test_the_order_is_that_of_one_device_with_the_same_seed() -> None:
-    """Without a generator of its own a DataLoader draws from torch's, the seed of its workers first."""
-
     def order(make: Callable[[DataLoader[Any]], Any]) -> list[list[int]]:
         torch.manual_seed(7)
         loader = make(DataLoader(images(), batch_size=5, shuffle=True))
@@ -159,33 +153,7 @@ def test_the_order_is_that_of_one_device_with_the_same_seed() -> None:
     assert order(lambda loader: AdoptedLoader(loader, None)) == order(lambda loader: loader)
 
 
-def test_workers_prepare_the_same_batches() -> None:
-    with_workers = AdoptedLoader(shuffled(num_workers=1, worker_init_fn=_noted), None)
-    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(with_workers, AdoptedLoader(shuffled(), None), strict=True))
-
-
-def _noted(worker: int) -> None:
-    assert worker == 0
-
-
-def test_a_second_loader_is_for_tests() -> None:
-    def work(group: Group) -> int:
-        model = net()
-        part, _, _, test = convoy.prepare(
-            model, adam(model), shuffled(), DataLoader(images(), 8), plan="model", speeds=SPEEDS, group=group
-        )
-        part.eval()
-        with torch.no_grad():
-            return sum(int((part(x).argmax(1) == y).sum()) for x, y in test)
-
-    alone = net().eval()
-    x, y = images()[:]
-    assert run_on_threads(3, work) == [int((alone(x).argmax(1) == y).sum())] * 3
-
-
 def test_parts_load_only_what_a_device_computes() -> None:
-    """For loops that hand inputs to the model alone: then no device loads more than its part."""
-
     class Counted(Flipped):
         met = 0
 
@@ -227,21 +195,6 @@ def test_labels_are_those_that_items_have_not_those_of_an_attribute(plan: str) -
     assert_as_alone(lambda: shuffled(Superclasses()), plan=plan)
 
 
-def test_a_loader_that_was_not_prepared_is_right_too() -> None:
-    """It gives every device whole batches. A model that was given parts had no way to know."""
-
-    def work(group: Group) -> Tensor:
-        model = net()
-        part, *_ = convoy.prepare(model, adam(model), shuffled(), plan="model", speeds=SPEEDS, group=group)
-        part.eval()
-        with torch.no_grad():
-            return torch.cat([part(x) for x, _ in DataLoader(images(), 9)])  # another batch size than the plan's
-
-    alone = net().eval()
-    for found in run_on_threads(3, work):
-        assert torch.allclose(found, alone(images()[:][0]), rtol=0, atol=1e-12)
-
-
 def test_a_loader_with_other_samples_on_each_device_is_refused() -> None:
     def work(group: Group) -> None:
         model = net()
@@ -254,8 +207,6 @@ def test_a_loader_with_other_samples_on_each_device_is_refused() -> None:
 
 
 def test_an_optimizer_may_be_made_afterwards() -> None:
-    """Where the model is wrapped once more before: by a task, by an average."""
-
     def work(group: Group) -> list[float]:
         part, none, loader = convoy.prepare(net(), None, shuffled(), plan="master", speeds=SPEEDS, group=group)
         assert none is None
@@ -293,7 +244,6 @@ class Turning(RandomSampler):
 
 
 def test_scripts_reach_the_sampler_and_tell_it_the_epoch() -> None:
-    """A run that goes on tells it 5, and got the order of epoch 0."""
     loader = AdoptedLoader(DataLoader(images(), 5, sampler=Turning(images())), None)
     assert (loader.batch_sampler.sampler, loader.num_workers) == (loader.sampler, 0)
     loader.sampler.set_epoch(5)
@@ -347,14 +297,6 @@ def test_a_loader_that_cannot_be_shared_out_is_refused(loader: Callable[[], Any]
         convoy.prepare(model, adam(model), loader(), plan="data", group=ALONE)
 
 
-def test_batches_that_are_no_pairs_are_refused_when_they_come() -> None:
-    loader = AdoptedLoader(shuffled(collate_fn=lambda rows: default_collate(rows)[0]), None)
-    with pytest.raises(
-        DataError, match=r"collate_fn gave a tensor of shape \(5, 1, 6, 6\) for 5 samples: return a pair"
-    ):
-        list(loader)
-
-
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"works on none of the 8 parameters of the model: make it from model.parameters\(\)"
@@ -370,17 +312,3 @@ def test_other_settings_on_another_device_are_refused() -> None:
 
     with pytest.raises(MismatchError, match="device 1 started with another optimizer"):
         run_on_threads(2, work)
-
-
-def test_an_optimizer_made_before_distribute_is_refused_at_its_first_step() -> None:
-    """It worked on the weights that the model had before, and trained nothing: loss 2.40 where 1.93 is right, exit 0."""
-    model, group = net(), ALONE
-    optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.1), images()[:5]
-    part = convoy.distribute(model, convoy.make_plan("data", model, x[:1], 5, group, speeds=(1.0,)), group, x[:1])
-    F.cross_entropy(part(x, batch=5), y).backward()
-    with pytest.raises(
-        InputError, match=r"would train nothing: make the optimizer from the distributed model's parameters\(\)"
-    ):
-        optimizer.step()
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()  # the original trained by itself

@@ -22,7 +22,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One
-from convoy.train.rebalance import FIRST, LEAST, MOST, STARTING, Balancer, Keep, Reshard, best, observe
+from convoy.train.rebalance import LEAST, MOST, Balancer, Keep, Reshard, best, observe
 from tests.support.plain_nets import TwoConv
 from tests.support.slow import most_slow
 
@@ -155,7 +155,6 @@ def settled(world: World, plan: Plan, steps: int = 60) -> Balancer:
 @pytest.mark.parametrize("slowed", range(4))
 @pytest.mark.parametrize("noise", most_slow(2, [0.01, 0.03, 0.0]))
 def test_after_a_halving_ten_steps_bring_back_the_best_split(kind: str, slowed: int, noise: float) -> None:
-    """And then nothing moves for 200 steps."""
     world = World([8.0, 5.0, 3.0, 2.0], noise, seed=slowed)
     state = settled(world, PLANS[kind](world.speeds))
     world.speeds[slowed] /= 2
@@ -172,8 +171,6 @@ def test_after_a_halving_ten_steps_bring_back_the_best_split(kind: str, slowed: 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
 @pytest.mark.parametrize("seed", most_slow(1, range(3)))
 def test_a_fall_to_a_third_and_the_recovery_are_answered_in_five_steps(kind: str, noise: float, seed: int) -> None:
-    """It took ten steps and fifteen to fifty: medians over the change gave shares in between, and the change that undid a small
-    early one, and the recovery after it, asked for twice as many steps each."""
     world = World([8.0, 5.0, 3.0, 2.0], noise, seed=seed)
     state, _ = run(world, Balancer.start(PLANS[kind]([7.8, 5.1, 3.1, 2.0]), graph()), 40)
     for speed, until in ((8.0 / 3, 120), (8.0, 200)):
@@ -204,39 +201,11 @@ def _swing(a: Plan, b: Plan) -> float:
 
 
 @pytest.mark.parametrize("kind", PLANS)
-def test_where_a_third_of_the_time_does_not_shrink_with_the_share(kind: str) -> None:
-    """Time is not proportional: each look corrects the rest, and none goes too far."""
-    world = World([4.0, 4.0, 4.0, 4.0], noise=0.01, fixed=0.3)
-    state = settled(world, PLANS[kind](world.speeds))
-    world.speeds[1] /= 2
-    state, changes = run(world, state, 40)
-    shares = [shares_of(d.plan, Balancer.start(d.plan, graph()).axes[0])[1] for _, d in changes]
-    assert shares == sorted(shares, reverse=True)
-    seconds = replace(world, noise=0.0).seconds(state.plan)
-    for axes in state.axes:
-        ends = [sum(seconds[name][d] for name in axes.layers) for d in range(4)]
-        assert max(ends) < 1.08 * sum(ends) / 4
-
-
-@pytest.mark.parametrize("kind", PLANS)
 def test_a_plan_that_was_wrong_from_the_start_is_put_right(kind: str) -> None:
     world = World([8.0, 5.0, 3.0, 2.0], noise=0.02)
     state, changes = run(world, Balancer.start(PLANS[kind]([1.0] * 4), graph()), 15)
     assert changes[0][0] <= 8
     assert step_s(world, state.plan) <= 1.05 * best_s(world, state.plan)
-
-
-def test_a_plan_that_is_a_little_off_is_corrected_at_the_first_look() -> None:
-    """In steps that scatter by 5 % four standard errors hide such a gain more often than not. A run that has just begun has
-    its shares from times that are no surer."""
-    found = []
-    for seed in range(10):
-        world = World([8.0, 5.0, 3.0, 2.0], noise=0.05, seed=seed)
-        plan = by_filters([8.6, 4.9, 2.9, 1.9])
-        _, changes = run(world, Balancer.start(plan, graph()), 14)
-        found += [step for step, _ in changes]
-    early = [step for step in found if step <= STARTING + FIRST]
-    assert len(early) >= 6, found
 
 
 # ------------------------------------------------------------------------------------------------------ stillness
@@ -264,34 +233,8 @@ def test_a_single_step_that_took_long_moves_nothing(times: float) -> None:
             assert isinstance(decision, Keep), f"step {step}: {decision.reason}"
 
 
-def test_nor_does_one_just_after_the_shares_have_changed() -> None:
-    world = World([4.0, 4.0, 4.0, 4.0])
-    state = Balancer.start(by_samples([2.0, 1.0, 1.0, 1.0]), graph())
-    state, changes = run(world, state, 8)
-    assert len(changes) == 1
-    for step in range(30):
-        seconds = world.seconds(state.plan)
-        if step == 2:
-            seconds = {name: [9 * row[0], *row[1:]] for name, row in seconds.items()}
-        state, decision = observe(state, seconds)
-        assert isinstance(decision, Keep), decision.reason
-
-
-@pytest.mark.parametrize("kind", PLANS)
-def test_noise_that_alternates_from_step_to_step_does_not_make_shares_alternate(kind: str) -> None:
-    world = World([4.0, 4.0, 4.0, 4.0], noise=0.01)
-    state, reshards = Balancer.start(PLANS[kind](world.speeds), graph()), 0
-    for step in range(300):
-        world.speeds[step % 2] = 4.0
-        world.speeds[1 - step % 2] = 2.0
-        state, decision = observe(state, world.seconds(state.plan))
-        reshards += isinstance(decision, Reshard)
-    assert reshards == 0
-
-
 @pytest.mark.parametrize("period", [4, 6, 8, 12, 16, 30])
 def test_two_splits_do_not_alternate_with_a_load_that_comes_and_goes(period: int) -> None:
-    """Each change back asks for twice as many steps: a handful in 600 steps, not one in every period."""
     world = World([4.0, 4.0, 4.0, 4.0], noise=0.01)
     state, at = Balancer.start(by_samples(world.speeds), graph()), []
     for step in range(600):
@@ -301,20 +244,6 @@ def test_two_splits_do_not_alternate_with_a_load_that_comes_and_goes(period: int
             at.append(step)
     assert len(at) <= 12
     assert sum(step >= 300 for step in at) <= 1 + 300 // MOST
-
-
-def test_after_a_long_quiet_time_a_change_is_answered_soon_again() -> None:
-    world = World([4.0, 4.0, 4.0, 4.0], noise=0.01)
-    state = settled(world, by_samples(world.speeds))
-    for _ in range(6):
-        world.speeds[0] = 6.0 - world.speeds[0]
-        state, _ = run(world, state, 20)
-    assert state.observed[0].asks > 10
-    state, _ = run(world, state, 250)
-    world.speeds[1] = 2.0
-    _, changes = run(world, state, 10)
-    assert changes
-    assert changes[0][0] <= 4
 
 
 # --------------------------------------------------------------------------------------------------------- edges
@@ -333,36 +262,10 @@ def test_a_dead_slow_device_ends_with_its_least_and_an_idle_one_stays_idle(kind:
     assert len(changes) <= 2
 
 
-def test_a_device_without_a_share_is_not_asked_for_its_time() -> None:
-    state = Balancer.start(by_samples([1.0, 0.0, 1.0]), graph())
-    seconds = {"conv1": [2.0, 0.0, 1.0]}
-    for _ in range(10):
-        state, decision = observe(state, seconds)
-        if isinstance(decision, Reshard):
-            assert decision.plan.otherwise == Batch((80, 0, 160))
-            return
-    raise AssertionError("it never changed")
-
-
 def test_a_step_that_not_every_device_timed_is_not_looked_at() -> None:
     state = Balancer.start(by_samples([1.0, 1.0]), graph())
     for seconds in ({"conv1": [2.0, 0.0]}, {}, {"conv1": [2.0, float("nan")]}, {"conv1": [2.0, float("inf")]}):
         assert observe(state, seconds) == (state, Keep("not every device timed its part in this step"))
-
-
-def test_a_plan_without_shares_is_kept() -> None:
-    plan = Plan("alone", graph().fingerprint, 2, 4, {}, One(1))
-    state = Balancer.start(plan, graph())
-    assert observe(state, {"conv1": [0.0, 3.0]}) == (state, Keep("the plan leaves no shares to choose"))
-
-
-def test_what_is_small_beside_the_whole_is_left_alone() -> None:
-    """conv1 could be twice as fast; it is a hundredth of the step."""
-    state = Balancer.start(by_filters([1.0, 1.0]), graph())
-    for _ in range(30):
-        state, decision = observe(state, {"conv1": [0.02, 0.01], "conv2": [1.0, 1.0], "fc": [0.1, 0.1]})
-        assert isinstance(decision, Keep)
-    assert "less than 3%" in decision.reason
 
 
 def test_the_reason_says_who_was_slow_what_changes_and_what_it_brings() -> None:
@@ -374,20 +277,6 @@ def test_the_reason_says_who_was_slow_what_changes_and_what_it_brings() -> None:
     (first, second) = decision.changes
     assert (first.slowest, first.axes.name, second.units) == (2, "conv1", (103, 102, 51))
     assert decision.plan.layers["fc"] == Channel((412, 408, 204))
-
-
-def test_the_same_seconds_give_the_same_decisions() -> None:
-    def decisions() -> list[str]:
-        world = World([8.0, 5.0, 3.0, 2.0], noise=0.05, seed=3)
-        state, found = Balancer.start(by_both([1.0] * 4), graph()), []
-        for step in range(60):
-            if step == 30:
-                world.speeds[0] /= 3
-            state, decision = observe(state, world.seconds(state.plan))
-            found.append(decision.reason)
-        return [*found, state.plan.to_json()]
-
-    assert decisions() == decisions()
 
 
 def test_the_best_units_are_the_best_of_all() -> None:
@@ -404,7 +293,6 @@ def test_the_best_units_are_the_best_of_all() -> None:
 
 
 def test_the_first_steps_of_all_and_the_first_with_new_shares_are_not_looked_at() -> None:
-    """They make memory and kernels ready: on one device that may take ten times as long."""
     world = World([4.0, 4.0, 4.0, 4.0])
     state, fresh = Balancer.start(by_samples([1.0] * 4), graph()), 2
     for step in range(40):

@@ -160,8 +160,6 @@ def test_an_object_that_model_and_script_share_acts_or_its_change_is_refused(kin
 
 @pytest.mark.parametrize("opaque", [False, True])
 def test_an_attribute_set_on_the_prepared_model_acts_or_is_refused(opaque: bool) -> None:
-    """It was set beside the model, whose forward went on with the old one."""
-
     def losses(group: Group | None) -> list[float]:
         model: Any = Scaled(1.0, float, opaque)
         if group is not None:
@@ -179,17 +177,7 @@ def test_an_attribute_set_on_the_prepared_model_acts_or_is_refused(opaque: bool)
             losses(ALONE)
 
 
-def test_a_layer_added_to_the_prepared_model_is_refused() -> None:
-    """An optimizer made from its parameters() would not have trained the layer."""
-    part, *_ = convoy.prepare(net(), None, shuffled(), plan="data", speeds=(1.0,), group=ALONE)
-    with pytest.raises(InputError, match="'head' would be added to a distributed model"):
-        part.head = nn.Linear(3, 3)
-    part.best_loss = 0.5
-    assert part.best_loss == 0.5
-
-
 def test_a_model_that_was_taken_over_cannot_be_distributed_again() -> None:
-    """It would have trained a second copy beside the first."""
     model = net()
     convoy.prepare(model, None, shuffled(), plan="data", speeds=(1.0,), group=ALONE)
     for shared in (model, nn.Sequential(model, nn.Linear(3, 3).double())):

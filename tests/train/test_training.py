@@ -19,9 +19,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import convoy
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.plan.plan import OutputPlace, Plan
+from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch
-from convoy.runlog.observers import StepTimer
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshard
@@ -29,8 +28,6 @@ from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import (
     AUXILIARY,
-    ONE_CYCLE_END,
-    SCHEDULES,
     History,
     RateCurve,
     Recipe,
@@ -41,7 +38,7 @@ from convoy.train.loop import (
 )
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from tests.support import nets
-from tests.support.one_device import EXACT, UNEVEN, by_name, graph_of, mixed, one_trace
+from tests.support.one_device import EXACT, by_name, mixed, one_trace
 from tests.support.threads import run_on_threads
 
 X = torch.zeros(2, 3, 8, 8, dtype=torch.float64)
@@ -118,45 +115,6 @@ TORCH: dict[str, tuple[RateCurve, Callable[[torch.optim.Optimizer], Any]]] = {
 def test_the_curves_are_those_of_torchs_own_schedulers(case: str) -> None:
     schedule, theirs = TORCH[case]
     assert rates(lambda o: build_schedule(o, schedule), 20) == pytest.approx(rates(theirs, 20), rel=1e-12, abs=1e-15)
-
-
-def test_every_schedule_is_among_the_cases() -> None:
-    assert {schedule.name for schedule, _ in TORCH.values()} == set(SCHEDULES)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
-@pytest.mark.parametrize("warmup", [0, 1, 2, 9])
-def test_trainings_of_a_few_steps(name: str, steps: int, warmup: int) -> None:
-    """torch's OneCycleLR divides by zero where its rise is a single step."""
-    factors = [RateCurve(name, steps, warmup_steps=warmup).factor(step) for step in range(steps + 1)]
-    assert all(0 <= factor <= 1 + 1e-12 for factor in factors)
-    assert all(factor > 0 for factor in factors[:-1]), "a step that learns nothing"
-
-
-def test_one_cycle_ends_where_it_should() -> None:
-    assert RateCurve("one-cycle", 50).factor(49) == pytest.approx(ONE_CYCLE_END)
-
-
-def test_a_schedule_goes_on_from_its_state() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
-    first = build_schedule(optimizer, RateCurve("cosine", 20, warmup_steps=3))
-    for _ in range(7):
-        optimizer.step()
-        first.step()
-    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
-    second = build_schedule(other, RateCurve("cosine", 20, warmup_steps=3))
-    second.load_state_dict(first.state_dict())
-    for at, follow in ((optimizer, first), (other, second)):
-        at.step()
-        follow.step()
-    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != LR
-
-
-def test_a_schedule_that_there_is_not() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
-    with pytest.raises(InputError, match="unknown schedule 'linear': choose one of constant, cosine, one-cycle, step"):
-        build_schedule(optimizer, RateCurve("linear", 10))
 
 
 # ------------------------------------------------------------------------------------------------------------- parity
@@ -312,8 +270,6 @@ def expected() -> Found:
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "master", "model", "mixed"])
 def test_everything_at_once_trains_like_one_device(plan: str, expected: Found) -> None:
-    """21 steps: warm-up and cosine, clipping, smoothing, an average that is tested; two passes a step, one in the last of an
-    epoch, which has 6 samples; a device without work."""
     batch = EVERYTHING.part
     chosen = mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv", batch=batch)
     if plan == "data-by-speed":
@@ -328,24 +284,6 @@ def test_everything_at_once_where_outputs_stay_with_their_samples(plan: str, exp
     chosen = mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv", batch=EVERYTHING.part)
     for found in on_devices(EVERYTHING, replace(chosen, outputs="where-computed")):
         assert_same(found, expected)
-
-
-@pytest.mark.parametrize("outputs", ["everywhere", "where-computed"])
-def test_shares_that_change_between_steps_move_averages_too(outputs: OutputPlace, expected: Found) -> None:
-    plans = [replace(p, outputs=outputs) for p in (by_name("hybrid", "two-conv"), mixed("two-conv"))]
-    for found in on_devices(EVERYTHING, plans[0], plans[1]):
-        assert_same(found, expected)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2, 5, 20])
-def test_a_batch_in_parts_is_the_batch(accumulate: int) -> None:
-    """However many passes make a step: the same losses, the same weights. The last step has 6 samples: in parts of 4 these
-    are 4 and 2, and count as such."""
-    case = Case(accumulate=accumulate, epochs=1)
-    chosen = by_name("model", "two-conv", batch=case.part)
-    whole = in_plain_pytorch(case)
-    for found in on_devices(case, chosen):
-        assert_same(found, whole)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +318,6 @@ def resized(plan: Plan, batch: int) -> Plan:
 
 
 def test_the_loop_on_one_device_is_plain_pytorch(expected: Found) -> None:
-    """What `--compare` shows beside."""
     model = nets.build("two-conv")
     training, history = trained(model, EVERYTHING)
     assert history.losses == pytest.approx(expected.history.losses, abs=1e-13)
@@ -392,7 +329,6 @@ def test_the_loop_on_one_device_is_plain_pytorch(expected: Found) -> None:
 
 
 def test_torchs_own_clipping_is_refused_on_pieces_and_ours_is_right() -> None:
-    """It would see a device's pieces alone: norms of 3.70 and 2.03 on two devices in the same step, and exit 0."""
     model = nets.build("two-conv")
     samples = Samples(10)
     F.cross_entropy(model(samples.x), samples.targets).backward()
@@ -409,15 +345,6 @@ def test_torchs_own_clipping_is_refused_on_pieces_and_ours_is_right() -> None:
 
     with one_trace():
         assert run_on_threads(4, work) == pytest.approx([true] * 4, abs=EXACT)
-
-
-def test_clipping_an_ordinary_model_is_torchs() -> None:
-    model = nets.build("two-conv")
-    samples = Samples(10)
-    F.cross_entropy(model(samples.x), samples.targets).backward()
-    before = float(convoy.clip_grad_norm_(model, 0.01))
-    assert before > 0.01
-    assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)) == pytest.approx(0.01, rel=1e-3)
 
 
 # --------------------------------------------------------------------------------------------------------- the average
@@ -450,8 +377,6 @@ def test_the_weights_are_back_after_a_test_of_the_average_even_if_it_fails() -> 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
 def test_an_average_in_the_state_of_any_optimizer(optimizer: str) -> None:
-    """Adam takes a state that is not empty as set up, and fails where only an average is in it: a parameter whose first
-    gradient comes late must not have one before."""
     model, other = nets.build("two-conv"), nets.build("two-conv")
     ours, theirs = (getattr(torch.optim, optimizer)(m.parameters(), lr=0.01) for m in (model, other))
     average, expected = WeightAverage(ours, 0.7), AveragedModel(other, multi_avg_fn=get_ema_multi_avg_fn(0.7))
@@ -471,30 +396,6 @@ def test_an_average_in_the_state_of_any_optimizer(optimizer: str) -> None:
             found = model.get_parameter(key)
             assert torch.allclose(found, late if key == "fc.bias" else value, rtol=0, atol=1e-14), key
     assert all(torch.equal(p, other.get_parameter(key)) for key, p in model.named_parameters())
-
-
-def test_an_average_as_a_whole_under_the_names_of_the_model() -> None:
-    """It is gathered as an optimizer's state is; so it can be saved."""
-    model = nets.build("two-conv")
-
-    def work(group: Group) -> bool:
-        here = convoy.distribute(model, by_name("hybrid", "two-conv"), group, X)
-        optimizer = torch.optim.SGD(here.parameters(), lr=0.0)
-        convoy.WeightAverage(optimizer, 0.5)
-        for x, y in Loader(Samples(10), 10, here):
-            F.cross_entropy(here(x), y).backward()
-        optimizer.step()
-        rows = convoy.full_optimizer_state(here, optimizer)["state"]
-        return all(torch.equal(rows[key]["average"], value) for key, value in model.named_parameters())
-
-    with one_trace():
-        assert run_on_threads(4, work) == [True] * 4
-
-
-def test_a_decay_that_is_none() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
-    with pytest.raises(InputError, match=r"a decay of 1\.5: give a number from 0 to 1"):
-        WeightAverage(optimizer, 1.5)
 
 
 # ------------------------------------------------------------------------------------------------- tests while training
@@ -541,18 +442,7 @@ def test_every_epoch_is_tested_unless_said_otherwise(monkeypatch: pytest.MonkeyP
     assert [e.accuracy for e in history.epochs] == [0.5, 0.7, 0.7]
 
 
-def test_every_second_epoch_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, history = told(monkeypatch, [0.5, 0.4], 3, Recipe(evaluate_epochs=2))
-    assert [row for row in rows if isinstance(row, tuple)] == [
-        ("epoch", 0, False),
-        *((1, 6, True, True), ("epoch", 1, True)),
-        *((2, 9, True, False), ("epoch", 2, True)),
-    ]
-    assert [e.accuracy for e in history.epochs] == [None, 0.5, 0.4]
-
-
 def test_every_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps count, not passes; a test that is due at the end of an epoch is made once."""
     recipe = Recipe(accumulate=4, evaluate_epochs=9, evaluate_steps=2)
     rows, _ = told(monkeypatch, [0.1, 0.3, 0.2, 0.5, 0.4], 3, recipe)
     assert rows == [
@@ -560,48 +450,6 @@ def test_every_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
         *(20, (1, 4, False, True), 20, 6, (1, 6, True, False), ("epoch", 1, True)),
         *(20, 20, (2, 8, False, True), 6, (2, 9, True, False), ("epoch", 2, True)),
     ]
-
-
-def test_an_accuracy_between_two_steps_leaves_the_training_alone() -> None:
-    """Also batch norm, which a test must not see."""
-    runs = []
-    for every in (None, 1):
-        model = nets.build("resnet")
-        recipe = Recipe(evaluate_steps=every)
-        training = Training(model, made_optimizer(model), recipe)
-        history = fit(training, Loader(Samples(), 20), Loader(Samples(), 23), 2)
-        runs.append((history.losses, {k: v.clone() for k, v in model.state_dict().items()}, len(history.evaluations)))
-    assert runs[0][0] == runs[1][0]
-    assert all(torch.equal(value, runs[1][1][key]) for key, value in runs[0][1].items())
-    assert [run[2] for run in runs] == [2, 6]
-
-
-def test_what_a_rebalancer_sees_of_tests_between_steps() -> None:
-    """It is told of each step by the samples of a pass, and to begin anew after each test, once it knows the step before."""
-    calls: list[str] = []
-
-    class Listening:
-        def begin(self) -> None:
-            calls.append("begin")
-
-        def step(self, batch: float) -> None:
-            calls.append(f"step {batch}")
-
-    model = nets.build("two-conv")
-    training = Training(model, made_optimizer(model), Recipe(accumulate=2, evaluate_steps=1))
-    fit(training, Loader(Samples(), 10), Loader(Samples(), 23), 1, None, Listening())  # type: ignore[arg-type]
-    assert calls == ["begin", *["step 10.0", "begin"] * 2, "step 3.0"]
-
-
-def test_the_pace_does_not_count_tests() -> None:
-    timer = StepTimer(10)
-    for _ in range(3):
-        timer.on_step_end(0, 10)
-    timer.on_evaluation(Evaluation(0, 3, 0.5, ends_epoch=False, is_best=True))
-    timer.on_step_end(0, 10)
-    assert len(timer.seconds) == 2
-    timer.on_step_end(0, 10)
-    assert len(timer.seconds) == 3
 
 
 # ------------------------------------------------------------------------------------------------- auxiliary classifiers
@@ -614,9 +462,3 @@ def test_auxiliary_classifiers_count_a_part() -> None:
     found = float(classification_loss((main, first, second), y, 0.1))
     assert found == pytest.approx(parts[0] + AUXILIARY * (parts[1] + parts[2]), abs=1e-12)
     assert float(classification_loss(main, y, 0.1)) == parts[0]
-
-
-def test_the_shares_of_these_tests_are_uneven() -> None:
-    assert UNEVEN.devices == (7.0, 0.0, 2.0, 1.0)
-    assert {s.name for s in mixed("two-conv").layers.values()} <= {"filter", "channel", "batch", "one"}
-    assert len(graph_of("two-conv").weighted) == 3

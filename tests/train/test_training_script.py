@@ -64,7 +64,6 @@ def numbers(printed: str) -> list[float]:
 
 @pytest.mark.slow
 def test_one_line_trains_the_same_as_a_person_starts_it(folder: Path) -> None:
-    """Mixup in the loop saw this device's part of the images beside all labels, and the averages were weighted by parts."""
     options = ["--clip-grad-norm", "0.5", "--mix-in-loop"]
     found = by_command(changed(folder, "data-by-speed", TWO), *options)
     assert numbers(found) == pytest.approx(numbers(first(1, folder / "plain.py", *options)), abs=2e-9)
@@ -80,14 +79,6 @@ def test_one_line_trains_the_same_and_another_saves_the_whole_model_once(
     whole, plain = (torch.load(folder / f"{each}.pth", weights_only=True)["model"] for each in ("whole", "plain"))
     assert whole.keys() == plain.keys()
     assert all(torch.allclose(whole[key], plain[key], rtol=0, atol=1e-9) for key in plain)
-
-
-@pytest.mark.slow
-def test_one_line_with_workers_that_mix(folder: Path) -> None:
-    """Random numbers of a `collate_fn` are Convoy's: the same on any devices, other than a DataLoader's."""
-    options = ["--mix-in-collate", "--workers", "2"]
-    alone = numbers(first(1, changed(folder, "model", ONE), *options))
-    assert numbers(by_command(changed(folder, "model", TWO), *options)) == pytest.approx(alone, abs=2e-9)
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,6 @@ def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert needs["free"].gradients_bytes < needs["keep"].gradients_bytes
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("net", ["two-conv", "resnet"])
-def test_programs_can_run_together(net: str, form: Form) -> None:
-    programs = compile_all(lower(plan_of(net, form), graph_of(net)), graph_of(net))
-    check_programs(programs)
-
-
 def test_a_plan_file_names_them() -> None:
     plan = plan_of("two-conv")
     assert json.loads(plan.to_json())["in_shares"]["conv1"] == {"shares": list(SHARES), "form": "keep"}

@@ -12,13 +12,11 @@ from convoy.plan.coupling import plan_for
 from convoy.plan.device_program import whole_size
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
-from convoy.plan.strategy import Batch, One
-from convoy.planner.analytic import CostModel
+from convoy.plan.strategy import Batch
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import predict_plan
 from convoy.planner.replan import BETTER, plan_anew, with_joining_device
 from convoy.planner.request import PlanRequest
-from convoy.planner.search import model_s
 from convoy.simulate.table import Measurement
 from tests.support.described_fleets import measured_fleet
 from tests.support.plain_nets import TwoConv
@@ -124,19 +122,6 @@ def test_a_plan_by_name_is_made_again_for_those_that_are_left_and_for_those_that
     assert grown.plan == named_plan(name, graph, BATCH, Speeds((1.0, 2.0, 8.0), {"conv1": (1.0, 5.0, 2.0)}))
 
 
-def test_the_fastest_that_is_left_becomes_the_master(graph: Graph) -> None:
-    of = by_speeds(1.0, 4.0, 2.0)
-    old = named_plan("master", graph, BATCH, Speeds((1.0, 4.0, 2.0)))
-    assert plan_anew(request(of, graph, "master"), old, (0, 1, 2), (0, 2)).plan.otherwise == One(1)
-
-
-def test_shares_that_were_changed_since_stay_in_proportion(graph: Graph) -> None:
-    of = by_speeds(1.0, 1.0, 1.0)
-    even = named_plan("data-by-speed", graph, BATCH, Speeds((1.0, 1.0, 1.0)))
-    moved = replace(even, otherwise=Batch((8, 16, 24)))
-    assert plan_anew(request(of, graph, "data-by-speed"), moved, (0, 1, 2), (0, 1)).plan.otherwise == Batch((16, 32))
-
-
 def test_where_nothing_is_known_shares_are_in_proportion_and_newcomers_get_a_mean_one(graph: Graph) -> None:
     of = by_speeds(1.0, 3.0)
     old = by_speed(graph, 1, 3)
@@ -160,15 +145,6 @@ def test_a_device_that_comes_is_given_work_and_the_fleet_gains(graph: Graph) -> 
     back = plan_anew(request(more, graph), found.plan, (0, 1, 7), (1, 7))
     assert isinstance(back.plan.otherwise, Batch)
     assert back.plan.otherwise.shares == (16, 32)
-
-
-def test_a_device_that_comes_over_a_slow_link_brings_nothing(graph: Graph) -> None:
-    of = known(graph, 1e8, 1e8, link=2e3)
-    old = plan_anew(request(of, graph), by_speed(graph, 1, 1), (0, 1), (0, 1)).plan
-    more = of.with_device(2, joining(0.1, measured_fleet(graph, [1e7], BATCH, ["d2"], link_bytes_per_s=1e3)))
-    _, gain = with_joining_device(request(more, graph), old, (0, 1), 2)
-    assert gain is not None
-    assert gain <= 1.01
 
 
 def test_a_device_that_comes_back_is_known_by_what_it_measured_last(graph: Graph) -> None:
@@ -200,19 +176,3 @@ def test_a_plan_that_fits_is_taken_before_one_in_proportion_that_does_not(graph:
     assert hopeless.plan == plan_for(old, graph, [1, 2])
     assert len(hopeless.overfull) == 2
     assert hopeless.overfull[0].startswith("d1 needs ")
-
-
-def test_many_devices_are_compared_by_the_analytic_model(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.planner.replan.SIMULATED_WORK", 0)
-    of = known(graph, 1e9, 5e8, 2e8)
-    found = plan_anew(request(of, graph), by_speed(graph, 4, 2, 1), (0, 1, 2), (0, 1))
-    assert found.step_s == model_s(CostModel(some_of(of, graph, [0, 1])), [0, 1], found.plan)
-
-
-def test_rows_of_some_devices_in_any_order(graph: Graph) -> None:
-    of = known(graph, 1e9, 2e9, 3e9)
-    assert of.measured is not None
-    some = of.measured.of_devices([2, 0])
-    assert [each.device for each in some.device] == ["d2", "d0"]
-    assert {host.name for host in some.fleet.hosts} == {"host-d0", "host-d2"}
-    assert some.costs(graph).times.alike(0) == 0
