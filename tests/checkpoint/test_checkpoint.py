@@ -296,15 +296,6 @@ def test_the_loss_scale_is_restored(tmp_path: Path) -> None:
     assert steps(then, 2) == [32.0, 32.0]
 
 
-def test_foreach_and_fused_are_not_restored(tmp_path: Path) -> None:
-    model = nets.build("two-conv")
-    save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters(), lr=0.5, foreach=True))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
-    load_checkpoint(tmp_path, model, optimizer)
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["fused"], group["foreach"]) == (0.5, True, None)
-
-
 # ------------------------------------------------------------------------------------------------------------ the folder
 
 

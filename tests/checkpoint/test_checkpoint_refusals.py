@@ -1,6 +1,5 @@
 """Checkpoints that cannot be loaded or written: the error, on every device, and what is left unchanged."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from convoy.plan.presets import Speeds
 from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.one_device import Training, by_name, loss_of, one_trace, part
-from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
 
@@ -291,29 +289,6 @@ def test_all_devices_raise_the_error_of_device_0(tmp_path: Path) -> None:
     assert said == [said[0]] * 3
 
 
-def fill_up(_device: int, folder: str, limit_bytes: int) -> str:
-    """Runs in a process of its own, which may write only small files."""
-    import resource
-    import signal
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    model = net()
-    save_checkpoint(folder, model, progress=Progress(1))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    try:
-        save_checkpoint(folder, model, progress=Progress(2))
-    except InputError as error:
-        return str(error)
-    return "written"
-
-
-def test_a_file_that_the_system_refuses_to_extend(tmp_path: Path) -> None:
-    (said,) = on_processes(1, "tests.checkpoint.test_checkpoint_refusals:fill_up", str(tmp_path), 2000, joined=False)
-    assert f"File too large ({tmp_path}/.draft/model.safetensors)" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "000001-step-1"]
-    assert load_checkpoint(tmp_path, net()) == Progress(1)
-
-
 def test_devices_at_different_steps_are_refused(tmp_path: Path) -> None:
     def work(here: Distributed, optimizer: Optimizer, group: Group) -> None:
         with pytest.raises(MismatchError, match="device 1 saves another checkpoint than device 0"):
@@ -321,12 +296,3 @@ def test_devices_at_different_steps_are_refused(tmp_path: Path) -> None:
 
     on_three(work)
     assert latest(tmp_path) is None
-
-
-def test_the_manifest_is_readable_json(run: Path) -> None:
-    found = json.loads((run / "000002-step-2" / "checkpoint.json").read_text())
-    assert (found["format"], found["torch"]) == (1, torch.__version__)
-    assert found["progress"] == {"step": 2, "epoch": 0, "batch": 0}
-    assert found["optimizer"]["groups"][0]["settings"]["momentum"] == 0.9
-    assert found["optimizer"]["groups"][0]["settings"]["lr"] == pytest.approx(0.01)
-    assert found["settings"] == {"seed": 3}

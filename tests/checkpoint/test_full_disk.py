@@ -106,19 +106,6 @@ def test_the_last_checkpoint_is_retried(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(found[0][1]) == 4
 
 
-def test_a_later_state_has_no_score_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.checkpoint.checkpointer.PAUSES_S", ())
-    Disk(monkeypatch, full_at(0))
-    model = nn.Linear(2, 1)
-    keeper = Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), tell=lambda _: None)
-    keeper.begin(resume=False)
-    keeper.at_evaluation(0.9)
-    keeper.after_step()
-    keeper.at_end()
-    (saved,) = checkpoints(tmp_path)
-    assert read_checked(saved).score is None
-
-
 def test_a_last_checkpoint_without_room_is_an_error_on_all_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

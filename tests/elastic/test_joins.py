@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -346,45 +346,6 @@ def test_no_device_is_called_to_the_store_of_the_last_meeting() -> None:
         assert membership._answer_join(words, None) == waits  # type: ignore[arg-type]
     finally:
         membership.close()
-
-
-def test_a_waiting_device_learns_the_addresses_of_devices_that_join() -> None:
-    def spare(facts: Fields, members: Sequence[int]) -> str:
-        return "too slow" if facts["title"] == "slow" and 0 in members else ""
-
-    job = Job(Case(8, 1, "data", "sgd", epochs=3), ["slow", "first"], lambda: Everybody(spare))
-    job.strikes[("0", 2)] = lambda members: job.wait(lambda: members.admissions.wanted() or job.told.get("slow"))
-    job.expected = dict.fromkeys(range(3, 9), "first") | dict.fromkeys(range(14, 22), "slow")
-    job.strikes[("0", 11)] = lambda _: job.wait(lambda: len(job.entrances["slow"].addresses) == 2)
-    job.strikes[("0", 12)] = lambda members: members.leave()
-    with started(job, 1) as threads:
-        join_job(job, "slow", threads)
-        job.wait(lambda: job.told.get("slow"))
-        join_job(job, "first", threads)
-    assert [type(error) for error in job.errors] == [LeftError]
-    losses, state = alone(job)
-    for name in ("first", "slow"):
-        found, held = job.results[name]
-        assert found == pytest.approx(losses[-len(found) :], rel=TIGHT)
-        assert all(float((held[key] - state[key]).abs().max()) < TIGHT for key in state)
-    assert len(job.entrances["slow"].addresses) == 2
-
-
-def test_a_device_that_is_out_refuses_no_join_request() -> None:
-    homes = [Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test") for _ in range(2)]
-    memberships = [Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home) for home in homes]
-    try:
-        for each in memberships:
-            each.offer = {"case": "this one"}
-        memberships[0]._state = replace(memberships[0]._state, phase="out")
-        addresses = [each.addresses[0] for each in memberships]
-        entrance = Entrance(addresses, credentials_of(ALONE))
-        assert entrance.hello(5.0) == {"case": "this one"}
-        assert entrance.addresses == [addresses[1], addresses[0]]
-        entrance._disconnect()
-    finally:
-        for each in memberships:
-            each.close()
 
 
 @dataclass

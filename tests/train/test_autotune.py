@@ -61,7 +61,7 @@ def rounds_of(ran: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("fastest", [0, 1, 2])
-def test_the_fastest_plan_goes_on(fastest: int) -> None:
+def test_the_fastest_plan_wins(fastest: int) -> None:
     seconds = [1.1, 1.1, 1.1]
     seconds[fastest] = 1.0
     state, ran, _ = tried(lambda plan, _: seconds[plan], 3)
@@ -76,7 +76,7 @@ def test_a_plan_far_behind_has_one_round_only() -> None:
     assert state.running == 2
 
 
-def test_a_machine_that_becomes_slower_evenly_is_unfair_to_no_plan() -> None:
+def test_a_machine_that_slows_down_evenly_is_fair_to_all_plans() -> None:
     state, _, _ = tried(lambda plan, step: [1.0, 0.95][plan] * (1 + 0.015 * step), 2)
     assert state.running == 1
 
@@ -136,7 +136,7 @@ def plans_to_try() -> list[Plan]:
     ]
 
 
-def test_training_while_plans_are_tried_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_during_autotuning_matches_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "convoy.train.autotune.ROUND_S", 0.0
     )  # steps take what they take here: which plan wins is chance

@@ -60,7 +60,7 @@ def by_samples(shares: tuple[int, ...]) -> Plan:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_parts_follow_the_plan_from_the_next_batch_on(workers: int) -> None:
+def test_local_batches_follow_a_new_plan(workers: int) -> None:
     model = nets.build("two-conv")
     plans = {1: by_samples((2, 0, 18)), 2: replace(by_samples((7, 7, 6)), layers={"conv1": Filter((2, 2, 1))})}
     whole = [x[:, 0, 0, 0].tolist() for x, _ in Loader(Samples(), BATCH, seed=4)]
@@ -161,7 +161,7 @@ def by_filters() -> Plan:
 
 @pytest.mark.parametrize("every", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["samples", "filters"])
-def test_training_goes_on_like_on_one_device_and_the_shares_follow(
+def test_rebalanced_training_matches_one_device(
     kind: str, every: int, alone: tuple[History, dict[str, Tensor]]
 ) -> None:
     results = train(by_samples((8, 6, 6)) if kind == "samples" else by_filters(), every)
@@ -183,7 +183,7 @@ def test_training_goes_on_like_on_one_device_and_the_shares_follow(
         assert results[0]["plan"].layers["fc"].shares == tuple(4 * n for n in results[0]["plan"].layers["conv2"].shares)
 
 
-def test_one_small_message_to_each_device_every_so_many_steps() -> None:
+def test_one_small_message_per_device_and_interval() -> None:
     model = nets.build("two-conv")
 
     def work(group: Group) -> list[int]:
@@ -204,7 +204,7 @@ def test_one_small_message_to_each_device_every_so_many_steps() -> None:
             )
 
 
-def test_nobody_waits_for_the_slowest_at_the_end_of_a_step() -> None:
+def test_no_device_waits_for_the_slowest_at_the_end_of_a_step() -> None:
     model = nets.build("two-conv")
     first_is_through = threading.Event()
     seen: dict[int, list[Any]] = {0: [], 1: []}
@@ -228,7 +228,7 @@ def test_nobody_waits_for_the_slowest_at_the_end_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("plan", ["one", "single"])
-def test_where_there_is_nothing_to_share_nothing_is_exchanged(plan: str) -> None:
+def test_plans_without_shares_exchange_nothing(plan: str) -> None:
     model = nets.build("two-conv")
     devices = 2 if plan == "one" else 1
     made = Plan(plan, graph_of("two-conv").fingerprint, devices, 4, {}, One(0) if plan == "one" else Batch((4,)))

@@ -112,9 +112,7 @@ def test_one_accelerator_makes_all_devices_late() -> None:
 
 
 @pytest.mark.parametrize(("late", "words"), [(0, "before that step changes weights"), (2, "2 steps later, of which")])
-def test_a_loss_that_is_no_number_ends_the_training_soon_and_nothing_of_it_is_saved(
-    late: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_loss_ends_the_training_and_is_not_saved(late: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: late)
     noted, training = Noted(), made("cpu", Recipe(stops_diverged=True))
     with pytest.raises(DivergedError, match=rf"the loss of step 4 is nan.*stops {words}"):
@@ -123,7 +121,7 @@ def test_a_loss_that_is_no_number_ends_the_training_soon_and_nothing_of_it_is_sa
     assert [step for what, step in noted.told if what == "loss"][-1] == 2
 
 
-def test_before_a_checkpoint_its_losses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_are_read_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: 2)
     training, noted = made("cpu", Recipe(stops_diverged=True)), Noted()
     keeper = Checkpointer(tmp_path, training.model, training.optimizer, every=2)
@@ -170,7 +168,7 @@ class LosesOne:
 
 
 @pytest.mark.parametrize("back", [5, 4, 3, 1])
-def test_a_step_that_is_repeated_counts_once(back: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_step_counts_once(back: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(made("cpu"))
     monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: 2)
     training, noted = made("cpu"), Noted()

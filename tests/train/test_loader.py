@@ -12,7 +12,7 @@ from tests.support.loader_data import SAMPLES, SHAPE, Plain, part_of, plan_of, r
 # ------------------------------------------------------------------------------------------------------- the order
 
 
-def test_every_sample_comes_once_in_an_epoch_in_an_order_of_its_own() -> None:
+def test_every_sample_comes_once_per_epoch_in_a_new_order() -> None:
     loader = Loader(Plain(), 5, seed=3)
     epochs = [[i for _, y in read(loader) for i in y] for _ in range(2)]
     assert all(sorted(epoch) == list(range(SAMPLES)) for epoch in epochs)
@@ -32,7 +32,7 @@ def test_the_order_does_not_depend_on_the_state_of_torch() -> None:
     assert Loader(Plain(), 5).batches(2) == first
 
 
-def test_a_smaller_last_batch_can_be_left_out() -> None:
+def test_drop_last() -> None:
     loader = Loader(Plain(7), 3, shuffle=False, drop_last=True)
     assert [y for _, y in read(loader)] == [[0, 1, 2], [3, 4, 5]]
     assert len(loader) == 2
@@ -74,7 +74,7 @@ def test_an_epoch_can_begin_in_the_middle(start: int) -> None:
 
 
 @pytest.mark.parametrize("start", [-1, 6])
-def test_an_epoch_has_no_such_start(start: int) -> None:
+def test_a_start_beyond_the_epoch_is_refused(start: int) -> None:
     with pytest.raises(InputError, match=f"start {start} in an epoch of 5 batches: give 0 to 5"):
         Loader(Plain(), 5).set_epoch(0, start=start)
 
@@ -83,7 +83,7 @@ def test_an_epoch_has_no_such_start(start: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [0, -1])
-def test_a_batch_holds_one_sample_at_least(batch: int) -> None:
+def test_an_empty_batch_is_refused(batch: int) -> None:
     with pytest.raises(InputError, match=f"a batch of {batch}: .*give 1 or more"):
         convoy.loader(Plain(), batch)
 
@@ -93,12 +93,12 @@ def test_an_empty_data_set_is_refused() -> None:
         convoy.loader(Plain(0), 4)
 
 
-def test_a_model_that_was_told_no_size_asks_for_it() -> None:
+def test_a_model_without_a_batch_size_asks_for_it() -> None:
     with pytest.raises(InputError, match=r"the size of the whole batch is not known: use convoy.loader, or"):
         part_of(plan_of("data"), 0)(torch.zeros(2, *SHAPE))
 
 
-def test_a_model_with_two_inputs_needs_another_loader() -> None:
+def test_a_model_with_two_inputs_is_refused() -> None:
     class Two(nn.Module):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
             return a + b

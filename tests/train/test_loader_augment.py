@@ -61,7 +61,7 @@ def assert_same(found: Pictures, expected: Pictures) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_one_device_sees_every_sample_anew_in_every_epoch(
+def test_augmentation_differs_between_epochs(
     images: Images, augment: Augment, expected: Pictures, workers: int
 ) -> None:
     first, second = pictures(Loader(images, BATCH, seed=SEED, augment=augment, workers=workers))
@@ -78,7 +78,7 @@ def net() -> nn.Module:
     ("name", "speeds", "workers"),
     [("data", (1, 1, 1, 1), 0), ("data-by-speed", (3, 0, 2, 1), 0), ("model", (1, 1, 1, 1), 0), ("data-by-speed", (2, 1), 2)],
 )  # fmt: skip
-def test_fleets_see_what_one_device_sees(
+def test_fleets_augment_as_one_device(
     name: str, speeds: tuple[float, ...], workers: int, images: Images, augment: Augment, expected: Pictures
 ) -> None:
     plan = named_plan(name, trace(net(), torch.zeros(1, *SHAPE)).graph, BATCH, Speeds(speeds))
@@ -98,14 +98,3 @@ def test_fleets_see_what_one_device_sees(
             assert all(x.equal(whole) for x, _ in batches)
         else:
             assert torch.cat([x for x, _ in batches]).equal(whole)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_training_that_goes_on_in_mid_epoch_sees_what_it_would_have_seen(
-    images: Images, augment: Augment, expected: Pictures, workers: int
-) -> None:
-    loader = Loader(images, BATCH, seed=SEED, augment=augment, workers=workers)
-    loader.set_epoch(1, start=2)
-    found = [(label, x) for xs, y in loader for label, x in zip(y.tolist(), xs, strict=True)]
-    assert [label for label, _ in found] == [i for batch in loader.batches(1)[2:] for i in batch]
-    assert_same({(1, label): x for label, x in found}, expected)

@@ -27,7 +27,7 @@ _TURN = threading.Lock()
 
 
 @pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in DATASETS), ("plain", 1), ("images", 1)])
-def test_every_kind_of_data_set_gives_the_same(name: str, workers: int) -> None:
+def test_every_kind_of_data_set_gives_the_same_batches(name: str, workers: int) -> None:
     indices = Loader(Plain(), 5, seed=1).batches(0)
     part = part_of(plan_of("data-by-speed"), 1 if workers == 0 else 2)
     loader = convoy.loader(DATASETS[name](), 5, part, seed=1, workers=workers)
@@ -43,7 +43,7 @@ def test_every_kind_of_data_set_gives_the_same(name: str, workers: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*DATASETS])
-def test_labels_of_outputs_that_stay_are_those_of_the_samples(name: str) -> None:
+def test_labels_belong_to_the_samples_of_local_outputs(name: str) -> None:
     indices = Loader(Plain(), 5, seed=1).batches(0)
     plan = replace(plan_of("data-by-speed"), outputs="where-computed")
     shares = [(3, 0, 2)] * 4 + [(2, 0, 1)]
@@ -143,7 +143,7 @@ class Odd(Plain):
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_do_not_make_a_batch_are_named(odd: Any, says: str, workers: int) -> None:
+def test_samples_that_cannot_be_stacked_are_named(odd: Any, says: str, workers: int) -> None:
     loader = Loader(Odd(odd), 5, shuffle=False, workers=workers)
     with pytest.raises(DataError, match=says) as error:
         read(loader)

@@ -42,7 +42,7 @@ def await_that(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_batches_are_prepared_ahead_but_not_all_of_them(count: int) -> None:
+def test_workers_prefetch_a_few_batches(count: int) -> None:
     dataset = Counted(400)
     batches = iter(Loader(dataset, 4, workers=count))
     next(batches)
@@ -101,7 +101,7 @@ def test_a_device_without_samples_starts_no_workers() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_workers_change_nothing(count: int) -> None:
+def test_workers_change_no_batch(count: int) -> None:
     loader, alone = Loader(Plain(), 5, seed=2, workers=count), Loader(Plain(), 5, seed=2)
     assert [read(loader) for _ in range(2)] == [read(alone) for _ in range(2)]
     loader.set_epoch(1, start=3)

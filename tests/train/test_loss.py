@@ -142,7 +142,7 @@ def test_every_criterion_has_the_value_and_the_gradient_of_one_device(name: str)
     torch.testing.assert_close(plain, criterion(*arguments))
 
 
-def test_functions_of_torch_and_of_ones_own() -> None:
+def test_functional_and_custom_criteria() -> None:
     with torch_seed(6):
         labelled, pairs = (_floats(5), _ignored()), (_floats(3), _floats(3))
     ours = convoy.loss(F.cross_entropy, ignore_index=255, label_smoothing=0.1)
@@ -186,7 +186,7 @@ class _Own(nn.CrossEntropyLoss):
         (nn.Sequential(nn.Identity()), "Sequential"),
     ],
 )
-def test_criteria_of_which_nobody_knows_how_parts_add_up_are_refused(criterion: Any, words: str) -> None:
+def test_criteria_with_unknown_reduction_are_refused(criterion: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         convoy.loss(criterion)
 
@@ -218,7 +218,7 @@ def test_other_class_weights_on_one_device_are_refused() -> None:
         run_on_threads(len(SHARES), work)
 
 
-def test_a_part_is_never_taken_for_the_whole() -> None:
+def test_a_local_output_is_never_used_as_a_global_one() -> None:
     def work(group: Group) -> None:
         tensor = torch.ones(SHARES[group.device], 5, requires_grad=True)
         x = OutputPart(tensor, Split(0, SHARES), (SAMPLES, 5), group)
@@ -321,7 +321,7 @@ def _sent(model: nn.Module, plan: Plan, x: Tensor, y: Tensor) -> int:
         return sum(run_on_threads(4, work, timeout_s=60))
 
 
-def test_no_output_crosses_the_wire() -> None:
+def test_local_outputs_are_not_sent() -> None:
     model, plan, x = _unet(SHARES)
     graph, y = trace(model, x[:2]).graph, _targets(model, x)
     sums = sum(lower(plan, graph).traffic(8).values())

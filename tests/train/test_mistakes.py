@@ -79,24 +79,6 @@ def test_a_model_that_was_converted_for_distributed_data_parallel(monkeypatch: p
 # --- data --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["data-by-speed", "model"])
-def test_a_dataloader_of_ones_own_in_evaluation(plan: str) -> None:
-    def work(group: Group) -> None:
-        part = by_plan(group, plan)
-        loader = convoy.loader(images(), 5, part)
-        x, _ = images()[:4]
-        for _ in loader:
-            with pytest.raises(InputError, match=r"the loader handed out a batch of [53] last.*DataLoader of your own"):
-                part(x)
-        with pytest.raises(InputError, match=r"the size of the whole batch is not known: use convoy.loader"):
-            part(x)
-        part.eval()
-        with torch.no_grad():
-            torch.testing.assert_close(part(x, whole=True), net().eval()(x), rtol=1e-10, atol=1e-10)
-
-    on_three(work)
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -113,7 +95,7 @@ def test_loaders_that_differ(options: Callable[[int], dict[str, Any]], told: str
     refused_on_three(work, MismatchError, told)
 
 
-def test_only_device_0_goes_on_to_the_test_loader() -> None:
+def test_a_loader_that_only_device_0_iterates_over_is_refused() -> None:
     def work(group: Group) -> None:
         model = net()
         part, _, train, test = convoy.prepare(
@@ -131,7 +113,7 @@ def test_only_device_0_goes_on_to_the_test_loader() -> None:
 
 
 @pytest.mark.parametrize("mistake", ["learning rate", "left out", "set"])
-def test_copies_that_part_are_noticed_at_the_next_epoch(mistake: str) -> None:
+def test_copies_that_differ_are_refused_at_the_next_epoch(mistake: str) -> None:
     def work(group: Group) -> None:
         part = by_plan(group, "data")
         odd = group.device == 1
@@ -149,7 +131,7 @@ def test_copies_that_part_are_noticed_at_the_next_epoch(mistake: str) -> None:
     refused_on_three(work, MismatchError, "the copies of .* on device 0 and device 1 are no longer the same")
 
 
-def test_what_a_distributed_model_is_asked_for_as_an_ordinary_one() -> None:
+def test_calls_that_would_see_shards_are_refused() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,16 +177,6 @@ def test_a_model_that_was_not_distributed() -> None:
 
 
 # --- wrappers ----------------------------------------------------------------------------------------------------------
-
-
-def test_data_parallel_around_a_distributed_model() -> None:
-    part = by_plan(ALONE)
-    for wrapper in (nn.parallel.DistributedDataParallel, nn.DataParallel):
-        for inside in (part, nn.Sequential(part)):
-            with pytest.raises(InputError, match=f"leave {wrapper.__name__} out"):
-                wrapper(inside)
-    x = images()[:5][0]
-    torch.testing.assert_close(nn.DataParallel(net())(x), net()(x))  # an ordinary model is wrapped as ever
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
@@ -255,7 +227,7 @@ def assert_as_alone(plan: str = "master", **options: Any) -> None:
 @pytest.mark.parametrize(
     "kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__)[::2], ids=lambda kind: kind.__name__
 )
-def test_every_optimizer_goes_on_with_what_it_remembers(kind: type[torch.optim.Optimizer]) -> None:
+def test_prepare_keeps_the_state_of_every_optimizer(kind: type[torch.optim.Optimizer]) -> None:
     eps = {"eps": 1e-3} if "eps" in kind.__init__.__code__.co_varnames else {}
     assert_as_alone(plan="hybrid", before=3, optimizer=lambda model: kind(model.parameters(), lr=0.01, **eps))
 
@@ -271,11 +243,11 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_goes_on(name: str) -> None:
+def test_schedules_continue_after_prepare(name: str) -> None:
     assert_as_alone(schedule=SCHEDULES[name])
 
 
-def test_what_an_optimizer_remembers_of_pieces_is_not_its_state() -> None:
+def test_optimizer_state_dict_of_shards_is_refused() -> None:
     def work(group: Group) -> None:
         for plan in ("model", "data"):
             model = net()
@@ -333,7 +305,7 @@ class Wrapped:
         ),
     ],
 )
-def test_what_prepare_is_given(given: Callable[[Any, Any], Any], told: str) -> None:
+def test_wrong_arguments_of_prepare_are_refused(given: Callable[[Any, Any], Any], told: str) -> None:
     model = net()
     with pytest.raises(InputError, match=told):
         convoy.prepare(*given(model, sgd(model)), plan="data", speeds=(1.0,), group=ALONE)
@@ -389,7 +361,7 @@ def alone_at(group: Group, mistake: str) -> str:
         pytest.param("break", "`for x, _ in loader:`", marks=pytest.mark.slow),
     ],
 )
-def test_a_line_that_one_device_comes_to_alone_is_named(mistake: str, told: str) -> None:
+def test_a_line_that_only_one_device_reaches_is_named(mistake: str, told: str) -> None:
     first, second = on_processes(2, "tests.train.test_mistakes:alone_at", mistake, timeout_s=3.0)
     assert "test_mistakes.py line " in first
     assert told in first
@@ -397,7 +369,7 @@ def test_a_line_that_one_device_comes_to_alone_is_named(mistake: str, told: str)
     assert second == "no error" or "test_mistakes.py line " in second
 
 
-def test_an_error_on_one_device_is_told_to_the_others() -> None:
+def test_an_error_on_one_device_reaches_the_others() -> None:
     first, second = on_processes(2, "tests.train.test_mistakes:alone_at", "raise", timeout_s=3.0)
     assert first == "left"
     assert "device 0 (host" in second

@@ -84,7 +84,7 @@ def test_an_optimizer_and_a_loader_made_before_train_as_on_one_device(plan: str)
     assert_as_alone(shuffled, plan=plan)
 
 
-def test_what_the_optimizer_remembers_is_kept() -> None:
+def test_prepare_keeps_momentum() -> None:
     assert_as_alone(shuffled, before=3, plan="hybrid")
 
 
@@ -140,7 +140,7 @@ class Odd(BatchSampler):
     ],
     ids=["in order", "drop_last", "labels in items", "collate_fn", "batch_sampler", "weighted", "with replacement"],
 )
-def test_what_a_dataloader_can_be_told_is_honoured(make: Callable[[], DataLoader[Any]]) -> None:
+def test_dataloader_options_are_kept(make: Callable[[], DataLoader[Any]]) -> None:
     assert_as_alone(make)
 
 
@@ -243,15 +243,6 @@ class Turning(RandomSampler):
         yield from ((i + 3 * self.epoch) % 23 for i in range(23))
 
 
-def test_scripts_reach_the_sampler_and_tell_it_the_epoch() -> None:
-    loader = AdoptedLoader(DataLoader(images(), 5, sampler=Turning(images())), None)
-    assert (loader.batch_sampler.sampler, loader.num_workers) == (loader.sampler, 0)
-    loader.sampler.set_epoch(5)
-    assert loader.batches(0)[0] == [15, 16, 17, 18, 19]
-    loader.set_epoch(6)
-    assert loader.batches(6)[0] == [18, 19, 20, 21, 22]
-
-
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -291,7 +282,7 @@ class Endless(IterableDataset[Any]):
         (lambda: DataLoader(TensorDataset(torch.zeros(4, 1, 6, 6)), 2), "no pairs"),
     ],
 )
-def test_a_loader_that_cannot_be_shared_out_is_refused(loader: Callable[[], Any], told: str) -> None:
+def test_a_loader_that_cannot_be_split_is_refused(loader: Callable[[], Any], told: str) -> None:
     model = net()
     with pytest.raises(InputError, match=told):
         convoy.prepare(model, adam(model), loader(), plan="data", group=ALONE)

@@ -213,7 +213,7 @@ def test_a_plan_that_was_wrong_from_the_start_is_put_right(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.1, 0.2])
-def test_noise_alone_moves_nothing(kind: str, noise: float) -> None:
+def test_noise_moves_no_shares(kind: str, noise: float) -> None:
     for seed in range(2):
         world = World([8.0, 5.0, 3.0, 2.0], noise, seed=seed)
         _, changes = run(world, Balancer.start(PLANS[kind](world.speeds), graph()), 200)
@@ -221,7 +221,7 @@ def test_noise_alone_moves_nothing(kind: str, noise: float) -> None:
 
 
 @pytest.mark.parametrize("times", [2.0, 10.0, 1000.0])
-def test_a_single_step_that_took_long_moves_nothing(times: float) -> None:
+def test_a_single_slow_step_moves_no_shares(times: float) -> None:
     for at, device in itertools.product((0, 1, 2, 3, 7, 25), (0, 3)):
         world = World([8.0, 5.0, 3.0, 2.0], noise=0.01)
         state = Balancer.start(by_both(world.speeds), graph())
@@ -262,13 +262,13 @@ def test_a_dead_slow_device_ends_with_its_least_and_an_idle_one_stays_idle(kind:
     assert len(changes) <= 2
 
 
-def test_a_step_that_not_every_device_timed_is_not_looked_at() -> None:
+def test_a_step_without_all_times_is_ignored() -> None:
     state = Balancer.start(by_samples([1.0, 1.0]), graph())
     for seconds in ({"conv1": [2.0, 0.0]}, {}, {"conv1": [2.0, float("nan")]}, {"conv1": [2.0, float("inf")]}):
         assert observe(state, seconds) == (state, Keep("not every device timed its part in this step"))
 
 
-def test_the_reason_says_who_was_slow_what_changes_and_what_it_brings() -> None:
+def test_the_reason_names_the_slow_device_the_change_and_the_gain() -> None:
     world = World([4.0, 4.0, 2.0])
     _, ((_, decision), *_) = run(world, Balancer.start(by_filters([1.0, 1.0, 1.0]), graph()), 10)
     assert decision.reason.startswith("conv1 32/32/32 -> 39/38/19 filters: device 2 took 1.6x the balanced time")
@@ -292,7 +292,7 @@ def test_the_best_units_are_the_best_of_all() -> None:
         assert max(r * n for r, n in zip(rates, found, strict=True)) == least
 
 
-def test_the_first_steps_of_all_and_the_first_with_new_shares_are_not_looked_at() -> None:
+def test_first_steps_are_ignored() -> None:
     world = World([4.0, 4.0, 4.0, 4.0])
     state, fresh = Balancer.start(by_samples([1.0] * 4), graph()), 2
     for step in range(40):

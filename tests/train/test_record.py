@@ -36,9 +36,7 @@ def shown(record: TrainingRecord) -> tuple[list[float], list[int], list[int]]:
         (Place(0, 0, 0), ([], [], [])),
     ],
 )
-def test_the_history_ends_where_devices_went_back_to(
-    place: Place, wanted: tuple[list[float], list[int], list[int]]
-) -> None:
+def test_history_ends_at_the_restored_step(place: Place, wanted: tuple[list[float], list[int], list[int]]) -> None:
     record = trained()
     record.go_back(place)
     assert shown(record) == wanted
@@ -56,7 +54,7 @@ def test_a_checkpoint_behind_the_step_that_devices_went_back_to_brings_its_losse
     assert shown(record) == ([0, 1, 2, 3, 4, 5], [2, 4, 6], [0, 1, 2])
 
 
-def test_who_came_between_two_losses_knows_the_same_tests() -> None:
+def test_a_joined_device_knows_the_same_tests() -> None:
     record = trained()
     record.go_back(Place(3, 1, 1))
     late = TrainingRecord()
@@ -71,7 +69,7 @@ def test_who_came_between_two_losses_knows_the_same_tests() -> None:
     assert late.history.losses == record.history.losses[2:]
 
 
-def test_a_loss_that_was_no_number_is_forgotten_and_known_again() -> None:
+def test_divergence_is_taken_back_and_repeated() -> None:
     record = trained()
     record.diverge(4)
     record.go_back(Place(3, 1, 1))

@@ -78,7 +78,7 @@ def trained(group: Group | None, act: str, plan: str = "data") -> list[float]:
 
 
 @pytest.mark.parametrize("act", [*LOSSES, *GRADIENTS])
-def test_what_is_kept_from_before_acts_where_every_device_has_all_parameters_whole(act: str) -> None:
+def test_old_parameter_references_work_on_replicated_plans(act: str) -> None:
     expected = trained(None, act)
     for found in run_on_threads(3, lambda group: trained(group, act)):
         assert found == pytest.approx(expected, abs=1e-10)
@@ -88,7 +88,7 @@ def test_what_is_kept_from_before_acts_where_every_device_has_all_parameters_who
     ("act", "plan"),
     [*((act, plan) for act in (*LOSSES, *GRADIENTS) for plan in ("model", "sharded")), *((a, "data") for a in NEVER)],
 )
-def test_what_would_act_on_shards_or_not_at_all_is_refused(act: str, plan: str) -> None:
+def test_old_parameter_references_are_refused_on_sharded_plans(act: str, plan: str) -> None:
     with pytest.raises(InputError, match=r"shards|pieces|'0\.weight'|was frozen|became|submodules\)' of module"):
         run_on_threads(3, lambda group: trained(group, act, plan))
 

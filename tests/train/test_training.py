@@ -269,7 +269,7 @@ def expected() -> Found:
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "master", "model", "mixed"])
-def test_everything_at_once_trains_like_one_device(plan: str, expected: Found) -> None:
+def test_all_features_together_match_one_device(plan: str, expected: Found) -> None:
     batch = EVERYTHING.part
     chosen = mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv", batch=batch)
     if plan == "data-by-speed":
@@ -277,13 +277,6 @@ def test_everything_at_once_trains_like_one_device(plan: str, expected: Found) -
     for found in on_devices(EVERYTHING, chosen):
         assert_same(found, expected)
     assert len(expected.history.losses) == 21
-
-
-@pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "master", "mixed"])
-def test_everything_at_once_where_outputs_stay_with_their_samples(plan: str, expected: Found) -> None:
-    chosen = mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv", batch=EVERYTHING.part)
-    for found in on_devices(EVERYTHING, replace(chosen, outputs="where-computed")):
-        assert_same(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +291,7 @@ def test_everything_at_once_where_outputs_stay_with_their_samples(plan: str, exp
     ids=["clip", "smoothing", "average", "cosine", "resnet"],
 )
 @pytest.mark.parametrize("plan", ["data-by-speed", "mixed"])
-def test_one_thing_at_a_time(plan: str, case: Case) -> None:
+def test_each_feature_matches_one_device(plan: str, case: Case) -> None:
     net = case.net
     chosen = mixed(net) if plan == "mixed" else by_name(plan, net, batch=case.part)
     chosen = replace(chosen, batch=case.part, otherwise=Batch((14, 0, 4, 2))) if plan == "mixed" else chosen
@@ -431,7 +424,7 @@ def told(
     return noted.told, history
 
 
-def test_every_epoch_is_tested_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_epoch_is_tested_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, history = told(monkeypatch, [0.5, 0.7, 0.7], 3, Recipe())
     assert rows == [
         *(20, 20, 6, (0, 3, True, True), ("epoch", 0, True)),
