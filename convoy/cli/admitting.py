@@ -154,7 +154,7 @@ def build_members(
         if members.generation is None:  # it still waits to be admitted
             return
         reporter.on_members(members.steps, reason)
-        planned = replan.told()
+        planned = replan.message()
         screen.lines([f"  {reason}", *([f"  {planned}"] if planned else [])])
         update_offer()
 

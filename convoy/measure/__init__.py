@@ -1,1 +1,1 @@
-"""Measures the devices of a job: their layers, the links between them, what a step costs beside both."""
+"""Measures the devices of a job: their layers, the links between them, and the other costs of a step."""

@@ -172,11 +172,11 @@ class LayerTimer:
             sizes = [size for size in self.grids[first] if not size.shares_statistics]
             size = max(sizes, key=lambda size: (size.samples, size.outputs, size.inputs))
             times = self.timings[first, size].times(steady=self.timer.steady)
-            seconds, passes = times.forward_s + times.backward_s, 1 + (times.backward_s > 0)
+            seconds, calls = times.forward_s + times.backward_s, 1 + (times.backward_s > 0)
             if layer.weighted:
-                work, work_s = work + flop(layer, size) * (2 * passes - 1), work_s + seconds
+                work, work_s = work + flop(layer, size) * (2 * calls - 1), work_s + seconds
             else:
-                moved, moved_s = moved + bytes_moved(layer, size, 4) * passes, moved_s + seconds
+                moved, moved_s = moved + bytes_moved(layer, size, 4) * calls, moved_s + seconds
         rates = {"flop_per_s": (work, work_s), "memory_bytes_per_s": (moved, moved_s)}
         return {name: amount / seconds if seconds else 0.0 for name, (amount, seconds) in rates.items()}
 

@@ -62,12 +62,12 @@ class Replanner:
             self.found = plan_anew(self.request, model.plan, before, now)
         return self.found.plan
 
-    def told(self) -> str:
+    def message(self) -> str:
         """Return a message about the latest plan, once, on the device that planned; empty elsewhere."""
         found, self.found = self.found, None
         if found is None or found.step_s is None:
             return ""
-        text = f"planned anew: about {found.step_s * self._request.micro_batches:.3g} s a step"
+        text = f"new plan: about {found.step_s * self._request.micro_batches:.3g} s a step"
         return f"{text}; no plan fits the memory of {'; '.join(found.overfull)}" if found.overfull else text
 
     def to_json(self) -> dict[str, Any]:

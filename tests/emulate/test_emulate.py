@@ -51,9 +51,9 @@ def python(program: str) -> list[str]:
 def machine() -> dict[str, object]:
     """What an emulation could leave on this machine; what belongs to other living ones is not counted."""
     routes = [subprocess.check_output(["ip", "-json", *family, "route"], text=True) for family in ([], ["-6"])]
-    cards = json.loads(subprocess.check_output(["ip", "-json", "address"], text=True))
+    nics = json.loads(subprocess.check_output(["ip", "-json", "address"], text=True))
     return {
-        "cards": [(card["ifname"], card["flags"], card["addr_info"]) for card in cards],
+        "nics": [(nic["ifname"], nic["flags"], nic["addr_info"]) for nic in nics],
         "routes": routes,
         "namespaces": ours(namespaces.namespaces()),
         "groups": ours(path.name for path in cgroups.cpu_controller().root.iterdir()),
@@ -110,8 +110,8 @@ names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
          "OMP_NUM_THREADS", "CONVOY_DEVICE", "CONVOY_SLOWDOWN", "CONVOY_CPU_QUOTA", "CONVOY_FLEET"]
 seen = {"environment": {name: os.environ.get(name) for name in names},
         "port": int(os.environ["MASTER_PORT"]),
-        "cards": {card["ifname"]: [each["local"] for each in card["addr_info"]] for card in ask("ip", "-j", "address")},
-        "states": {card["ifname"]: card["flags"] for card in ask("ip", "-j", "address")},
+        "nics": {nic["ifname"]: [each["local"] for each in nic["addr_info"]] for nic in ask("ip", "-j", "address")},
+        "states": {nic["ifname"]: nic["flags"] for nic in ask("ip", "-j", "address")},
         "rate": [each["options"]["rate"] for each in ask("tc", "-j", "qdisc", "show", "dev", "eth0")]}
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(seen))
 print("I am", os.environ["RANK"])
@@ -154,7 +154,7 @@ def test_every_device_finds_its_host_and_torchruns_environment(tmp_path: Path) -
     ):
         assert seen[index]["environment"] == shared | dict(zip(own, mine, strict=True))
         assert seen[index]["port"] > 0
-        assert seen[index]["cards"]["eth0"] == [address]
+        assert seen[index]["nics"]["eth0"] == [address]
         assert "UP" in seen[index]["states"]["lo"]
         assert seen[index]["rate"] == [rate]
 
@@ -205,7 +205,7 @@ def test_sending_and_receiving_have_rates_of_their_own(tmp_path: Path) -> None:
 
 @needs_root
 def test_what_crosses_an_uplink_goes_at_its_rate(tmp_path: Path) -> None:
-    """2 MB out of the segment at 5 MB/s are 0.4 s; in, they have the cards' 125 MB/s."""
+    """2 MB out of the segment at 5 MB/s are 0.4 s; in, they have the NICs' 125 MB/s."""
     two = fleet_of([None, None])
     segment = NetworkSegment("east", (two.hosts[0].name,), Nic(5e6, 125e6, 0))
     command = [*python(TRAFFIC), "2000000", str(tmp_path)]
@@ -219,7 +219,7 @@ def test_what_crosses_an_uplink_goes_at_its_rate(tmp_path: Path) -> None:
 def test_hosts_have_the_congestion_control_of_ordinary_ones_whatever_this_machine_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine had BBR: where both directions of a slow card were busy it reached four fifths of what was predicted."""
+    """A machine had BBR: where both directions of a slow NIC were busy it reached four fifths of what was predicted."""
     monkeypatch.setattr("convoy.emulate.namespaces._CONGESTION_CONTROL", "reno")
     command = ["sh", "-c", f"cat /proc/sys/net/ipv4/tcp_congestion_control > {tmp_path}/$RANK"]
     assert emulate(fleet_of([None, None], FAST), command, timeout_s=HANG_S, output=io.StringIO()) == 0

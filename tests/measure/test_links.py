@@ -12,7 +12,7 @@ from tests.support.threads import run_on_threads
 
 
 class Net:
-    """The wire of a synthetic fleet: cards of hosts, a rate within hosts, a latency, processor time per byte."""
+    """The wire of a synthetic fleet: NICs of hosts, a rate within hosts, a latency, processor time per byte."""
 
     def __init__(self, host: Sequence[int], send: Sequence[float], receive: Sequence[float]) -> None:
         self.host, self.send, self.receive = host, send, receive
@@ -25,7 +25,7 @@ class Net:
 
 
 class TimedGroup:
-    """A group whose exchanges take computed time: both ends ready, the latency, then the fullest of pair and cards."""
+    """A group whose exchanges take computed time: both ends ready, the latency, then the fullest of pair and NICs."""
 
     def __init__(self, inner: Group, net: Net) -> None:
         self.inner, self.net = inner, net
@@ -93,7 +93,7 @@ def test_a_link_that_answers_late_is_not_taken_for_a_slow_one() -> None:
 
 
 class Pausing(Net):
-    """A fast wire between devices that pause: every message but the third meets 0.03 s in which its device may not compute."""
+    """A fast wire between devices that pause: every message but the third waits 0.03 s in which its device may not compute."""
 
     def __init__(self, host: Sequence[int], send: Sequence[float], receive: Sequence[float]) -> None:
         super().__init__(host, send, receive)
@@ -117,7 +117,7 @@ def test_the_pauses_of_a_small_quota_are_not_taken_for_bytes() -> None:
 
 
 def test_a_synthetic_wire_is_found_again() -> None:
-    """Three hosts, the last one with a slow card; the first one has two devices."""
+    """Three hosts, the last one with a slow NIC; the first one has two devices."""
     net = Net(host=[0, 0, 1, 2], send=[100e6, 80e6, 10e6], receive=[100e6, 90e6, 20e6])
     wire = measured_wire(net, share=0.5)
     found = {(pair.source, pair.target): pair for pair in wire.pairs}
@@ -127,7 +127,7 @@ def test_a_synthetic_wire_is_found_again() -> None:
         assert pair.bytes_per_s == pytest.approx(net.within if net.host[a] == net.host[b] else between, rel=1e-6)
         assert pair.latency_s == pytest.approx(net.latency_s(a, b), rel=1e-6)
         assert pair.bandwidth_spread == pytest.approx(0, abs=1e-6)
-    # Alone, each link carries a whole card; all at once, they share it. The slow card's peers do not hide the fast ones.
+    # Alone, each link carries a whole NIC; all at once, they share it. The slow NIC's peers do not hide the fast ones.
     for host, nic in enumerate(wire.nics):
         feeding = sum(net.send[h] for h in range(3) if h != host)
         assert nic.send_bytes_per_s == pytest.approx(net.send[host], rel=0.02)
@@ -141,8 +141,8 @@ def test_a_synthetic_wire_is_found_again() -> None:
         assert low < traffic.message_s < high
 
 
-def test_links_without_a_shared_card_show_as_a_faster_card() -> None:
-    """Two slow hosts behind a fast card: what it sends to both at once is more than either link alone."""
+def test_links_without_a_shared_nic_show_as_a_faster_nic() -> None:
+    """Two slow hosts behind a fast NIC: what it sends to both at once is more than either link alone."""
     wire = measured_wire(Net(host=[0, 1, 2], send=[50e6, 10e6, 10e6], receive=[50e6, 10e6, 10e6]))
     assert max(pair.bytes_per_s for pair in wire.pairs) == pytest.approx(10e6, rel=1e-6)
     assert wire.nics[0].send_bytes_per_s == pytest.approx(20e6, rel=0.02)
@@ -175,20 +175,9 @@ def test_every_pair_of_hosts_is_measured_once() -> None:
     assert pairs_to_measure([0]) == ([], [0])
 
 
-def test_cards_and_links_take_the_place_of_the_described_ones() -> None:
-    wire = measured_wire(Net(host=[0, 1], send=[50e6, 20e6], receive=[40e6, 30e6]))
-    described = Fleet(tuple(map(Host, "ab")), tuple(Device(n, n, "cpu") for n in "ab"), Nic(1, 1, 0))
-    fleet = wire.into(described)
-    assert fleet.network is None
-    assert fleet.path("a", "b").bandwidth_bytes_per_s == pytest.approx(30e6)
-    assert fleet.path("b", "a").bandwidth_bytes_per_s == pytest.approx(20e6)
-    assert fleet.nic("a").latency_s == pytest.approx(2e-4)
-    assert [(link.source, link.target) for link in wire.spreads(fleet)] == [("a", "b"), ("b", "a")]
-
-
 def test_an_uplink_is_as_fast_as_the_links_that_it_alone_holds_back() -> None:
     """Host a is alone behind an uplink that is said to carry 8 MB/s out and 1 GB/s in: 7.5 were measured on the way out; on
-    the way in the cards are the narrower, so nothing is learnt of the uplink."""
+    the way in the NICs are narrower, so nothing is known of the uplink."""
     wire = measured_wire(Net(host=[0, 1], send=[7.5e6, 20e6], receive=[40e6, 30e6]))
     segment = NetworkSegment("attic", ("a",), Nic(8e6, 1e9, 1e-4))
     devices = tuple(Device(n, n, "cpu") for n in "ab")

@@ -210,16 +210,6 @@ def test_layers_are_timed_in_the_precision_that_they_train_in(precision: str, dt
     assert types.seen == {dtype}
 
 
-def test_the_file_says_the_precision_and_an_older_one_was_float32() -> None:
-    model, traced = traced_net("two-conv")
-    with AloneGroup(CPU) as group:
-        options = MeasureOptions("two-conv", budget_s=0.1, slice_s=1e-5, precision="bf16")
-        measured = measure_job(group, traced, model, 4, options)
-    text = measured.to_toml()
-    assert Measurement.from_toml(text).precision == "bf16"
-    assert Measurement.from_toml(text.replace('precision = "bf16"\n', "")).precision == "float32"
-
-
 def test_devices_with_different_precisions_are_refused() -> None:
     model, traced = traced_net("two-conv")
     with pytest.raises(MismatchError, match="float32 on device 0, but bf16 on device 1"):
@@ -270,18 +260,6 @@ def test_two_processes_measure_themselves_and_write_a_file(tmp_path: Path) -> No
     for costs in measured.device:
         assert 0 < costs.processor_s_per_byte < 1e-6
         assert 0 < costs.update_s_per_entry < 1e-6
-
-
-def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any, **__: Any) -> Measurement:
-        raise KeyboardInterrupt
-
-    output = tmp_path / "fleet.toml"
-    output.write_text("older")
-    monkeypatch.setattr("convoy.measure.measure_job.measure_job", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        measure_device(output, settings_of(devices="cpu", slowdown="1"), None)
-    assert output.read_text() == "older"
 
 
 @pytest.mark.parametrize(

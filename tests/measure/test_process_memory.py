@@ -1,4 +1,4 @@
-"""What a process takes before it trains: measured with the devices, predicted beside a plan's tensors, kept free by plans."""
+"""The memory of a process before it trains: measured with the devices, added to a plan's tensors, kept free by plans."""
 
 from dataclasses import replace
 
@@ -8,18 +8,14 @@ from torch import nn
 
 from convoy.api import distribute
 from convoy.comm.group import AloneGroup, Group
-from convoy.errors import PlanError
 from convoy.fleet import Device, Fleet, Host
 from convoy.machine.accelerator import process_bytes
 from convoy.measure.device_info import DeviceInfo, describe_device, fleet_of
 from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
-from convoy.planner.planner import candidates
 from convoy.simulate.memory import MemoryLimits, memory_of
 from convoy.simulate.table import Measurement
-from studies.roofline import roofline_costs
-from tests.support.plan_requests import asked
 from tests.support.processes import on_processes
 
 CPU = torch.device("cpu")
@@ -80,7 +76,7 @@ def test_it_is_measured_with_the_devices_beside_the_model_and_stands_in_their_fi
 
 
 def test_devices_of_a_host_share_what_is_free_and_each_has_its_own() -> None:
-    """900 MB are free beside two processes of 100 MB each; a limit below what a process has stays a limit."""
+    """900 MB are free next to two processes of 100 MB each; a limit below what a process has stays a limit."""
     rows = [DeviceInfo("a", "m", "cpu", 1, 1000 * MB, 1.0, 100 * MB) for _ in range(2)]
     assert [device.memory_bytes for device in fleet_of(rows).devices] == [550 * MB, 550 * MB]
     assert fleet_of([replace(rows[0], memory_bytes=MB)]).devices[0].memory_bytes == MB
@@ -94,14 +90,3 @@ def test_plans_may_fill_what_the_process_leaves() -> None:
     (words,) = room.overfull([31 * MB, 31 * MB])
     assert words == "a-0 needs 101 MB (70 MB of them its process before it trains) of 100 MB"
     assert MemoryLimits.of(fleet, process_bytes=(200 * MB, 0)).excess([MB, 0]) == {0: MB - 1}  # no division by nothing
-
-
-def test_a_limit_that_holds_the_tensors_alone_is_too_small() -> None:
-    graph = trace(net(), torch.zeros(2, 3, 32, 32)).graph
-    alone = memory_of(named_plan("data", graph, BATCH, Speeds((1.0,))), graph)[0].total_bytes
-    device = Device("a", "a", "cpu", peak_flop_per_s=1e11, memory_bytes_per_s=1e10, memory_bytes=alone + MB)
-    fleet = Fleet((Host("a"),), (device,))
-    costs = roofline_costs(fleet)
-    assert candidates(asked(graph, BATCH, costs, fleet))
-    with pytest.raises(PlanError, match=r"50 MB of them its process before it trains"):
-        candidates(asked(graph, BATCH, replace(costs, process_bytes=(50 * MB,)), fleet))

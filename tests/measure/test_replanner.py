@@ -60,7 +60,7 @@ def test_a_prepared_plan_is_used_once_and_only_for_what_it_was_made_for() -> Non
     assert usual != other.plan
     replan.prepared = runs, (0, 1), (0, 1, 2), speeds, other
     assert replan(model, (0, 1), (0, 1, 2)) == other.plan
-    assert replan.told().startswith("planned anew: about 1 s")
+    assert replan.message().startswith("new plan: about 1 s")
     assert replan(model, (0, 1), (0, 1, 2)) == usual, "it is taken once"
     for prepared in (
         (usual, (0, 1), (0, 1, 2), speeds, other),
@@ -109,6 +109,6 @@ def test_the_remaining_devices_know_the_same_and_continue_with_one_plan(monkeypa
     assert first.known == second.known
     assert set(first.known.slower) == {0, 1, 2}
     assert (first.found is None, second.found is None) == (False, True), "the first of them plans"
-    assert first.told().startswith("planned anew: about ")
+    assert first.message().startswith("new plan: about ")
     for row in found.values():
         assert row[0] == pytest.approx(losses, rel=TIGHT)

@@ -1,4 +1,4 @@
-"""Sizes that plans have are timed beside the grids, and correct them there and near it."""
+"""Sizes that plans use are timed in addition to the grids, and correct them there and near it."""
 
 import math
 from dataclasses import replace
@@ -67,14 +67,6 @@ def test_beyond_the_grid_by_hand() -> None:
     assert at(16) == pytest.approx(64 * math.sqrt(2))
     assert at(32) == pytest.approx(256)
     assert at(64) == pytest.approx(256 * 2**0.75)
-
-
-def test_what_lies_beyond_the_grid_joins_it_without_a_step() -> None:
-    """Also where a size within the grid is corrected, and one beyond it."""
-    beside = Correction(LocalSize(7, 4, 3), 40.0, 40.0), Correction(LocalSize(20, 4, 3), 70.0, 70.0)
-    times = LayerTimes(grid(1.0), grid(1.0), corrections=beside)
-    edge, after = (times.seconds(LAYER, "forward", LocalSize(s, 4, 3)) for s in (8, 8 + 1e-6))  # type: ignore[arg-type]
-    assert after == pytest.approx(edge, rel=1e-5)
 
 
 def test_a_wide_linear_is_not_taken_far_from_two_small_sizes() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import convoy.measure.speeds
 from convoy.comm.group import Group
@@ -46,20 +46,6 @@ def test_speeds_that_do_not_fit_are_refused(numbers: tuple[float, ...]) -> None:
     assert ",".join(f"{n:g}" for n in numbers) in str(caught.value)
 
 
-class Several(nn.Module):
-    """A module that torch.fx cannot trace and that gives two tensors, one of them of truth values."""
-
-    shape = (3, 8, 8)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, nets.CLASSES)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.mean((1, 2)) if len(x.shape) == 4 and float(x.sum()) > -1e9 else x
-        return self.fc(x), x > 0
-
-
 @pytest.mark.parametrize(
     "name", ["two-conv", "signal", "tied", "opaque-per-sample", "dependent-samples", "no-gradient"]
 )
@@ -74,14 +60,6 @@ def test_every_layer_takes_time(name: str) -> None:
     after = model.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items()), "the model is left as it was"
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_model_that_is_one_opaque_layer_with_several_outputs_is_measured() -> None:
-    model = Several()
-    traced = trace(model, torch.ones(2, 3, 8, 8))
-    found = seconds_of(model, traced, 8)
-    assert [traced.graph[name].kind for name in found] == ["opaque"]
-    assert sum(found.values()) > 0
 
 
 class Resting(Clock):
@@ -142,7 +120,7 @@ def test_devices_with_another_model_are_named_before_anything_is_measured() -> N
 def test_a_slowed_clock_waits_for_what_is_queued(
     kind: str, slowdown: float, finished: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sleep would run beside the kernels."""
+    """A sleep would run in parallel to the kernels."""
     asked: list[torch.device] = []
     monkeypatch.setattr("torch.accelerator.synchronize", asked.append)
     with Clock(torch.device(kind), slowdown).compute("conv", "forward"):

@@ -30,7 +30,7 @@ class Processor:
 
 
 class FakeRun:
-    """Arithmetic that takes the time it is told."""
+    """Arithmetic that takes a given time."""
 
     def __init__(self, processor: Processor, forward_s: float, backward_s: float) -> None:
         self.processor, self.forward_s, self.backward_s = processor, forward_s, backward_s
@@ -56,11 +56,10 @@ def timer_of(processor: Processor) -> RoundTimer:
     return RoundTimer(Clock(CPU), processor.now)
 
 
-@pytest.mark.parametrize("forward_s", [1e-5, 3e-4, 2e-3, 0.07])
-@pytest.mark.parametrize("times_backward", [0.3, 3.0, 30.0])
-@pytest.mark.parametrize("quota", [1.0, 0.5, 0.2])
+@pytest.mark.parametrize("forward_s", [1e-5, 2e-3, 0.07])
+@pytest.mark.parametrize(("times_backward", "quota"), [(0.3, 0.5), (3.0, 1.0), (30.0, 0.2)])
 def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, forward_s: float) -> None:
-    """Each phase meets its part of the pauses, also where it is much shorter than the other one."""
+    """Each phase has its part of the pauses, also where it is much shorter than the other one."""
     processor = Processor(quota)
     run = FakeRun(processor, forward_s, times_backward * forward_s)
     times = timer_of(processor).time(fake_layer(run)).times()
@@ -136,13 +135,6 @@ def test_no_backward_where_no_gradient_comes() -> None:
     times = timer_of(processor).time(fake_layer(FakeRun(processor, 1e-3, 5.0), gradient=None)).times()
     assert times.backward_s == 0
     assert times.forward_s == pytest.approx(1e-3)
-
-
-def test_the_optimizer_takes_time_per_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead_probe, "PROCESSOR_BYTES", 1 << 10)
-    per_entry_s, spread = overhead_probe.time_update(CPU, timing.device_now(CPU), 1e-3, entries=10_000)
-    assert 0 < per_entry_s < 1e-3
-    assert spread >= 0
 
 
 def test_overheads_are_what_a_step_takes_without_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +216,7 @@ def test_layers_are_timed_with_caches_as_another_layer_leaves_them(monkeypatch: 
     """A ResNet-8's layers took a tenth less in a row of calls, which found all of it in the caches, than in a step.
 
     Every call has a filling before it, which does not count, and takes of the time that there is: 1 ms forward and 5 ms of
-    filling are three calls to a stretch of 20, and not twenty.
+    filling are three calls to a slice of 20, and not twenty.
     """
     processor = Processor()
     cold = timing.ColdCaches(CPU, processor.now, 4)
