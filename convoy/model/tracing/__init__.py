@@ -8,6 +8,7 @@ layer that no rule splits, to learn how it must be computed.
 import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import count
@@ -337,17 +338,16 @@ class _Capture:
                 f"{start}{norm!r} is a SyncBatchNorm; all batch norms of a distributed model have the statistics of the whole "
                 "batch: leave convert_sync_batchnorm out"
             )
-        without_batch_axis = [(tuple(e.shape), e.dtype) for e in self.examples]
-        try:
-            run_on_random(self.model, meta_inputs(without_batch_axis, 2), {})
-        except Exception:
+        shapes = [(tuple(e.shape), e.dtype) for e in self.examples]
+        with suppress(Exception):
+            run_on_random(self.model, meta_inputs(shapes, 2), {})
             return InputError(
-                f"{start}it was given {BATCHES[0]} and {BATCHES[1]} samples of random numbers with the shapes of the example; "
-                "give one batch of each of its inputs, as its forward takes them"
+                f"{start}it is one sample, {' and '.join(str(shape) for shape, _ in shapes)}, without the axis of the batch: "
+                "give example[None], or one batch of the loader"
             )
-        shapes = " and ".join(str(shape) for shape, _ in without_batch_axis)
         return InputError(
-            f"{start}it is one sample, {shapes}, without the axis of the batch: give example[None], or one batch of the loader"
+            f"{start}it was given {BATCHES[0]} and {BATCHES[1]} samples of random numbers with the shapes of the example; give "
+            "one batch of each of its inputs, as its forward takes them"
         )
 
 

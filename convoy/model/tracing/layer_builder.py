@@ -505,8 +505,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 # --- regions: values between their nodes are not rows of the batch, so each region becomes one layer --------------------
 
-Groups = dict[fx.Node, set[fx.Node]]
-
 
 def _regions(
     nodes: Sequence[fx.Node],
@@ -529,7 +527,7 @@ def _regions(
     for node in nodes:
         for read in reads[node]:
             users[read].append(node)
-    groups: Groups = {node: {node} for node in nodes}
+    groups: dict[fx.Node, set[fx.Node]] = {node: {node} for node in nodes}
     for group in together:
         _unite(groups, group)
     for node in odd:
@@ -567,7 +565,7 @@ def _regions(
     return result
 
 
-def _unite(groups: Groups, nodes: Collection[fx.Node]) -> None:
+def _unite(groups: dict[fx.Node, set[fx.Node]], nodes: Collection[fx.Node]) -> None:
     union: set[fx.Node] = set().union(*(groups[node] for node in nodes))
     for node in union:
         groups[node] = union
