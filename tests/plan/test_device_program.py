@@ -16,7 +16,7 @@ from convoy.layout.layout import Replicated, Split
 from convoy.layout.redistribute import schedule
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.plan.compile import check_programs, compile_all, compile_device
+from convoy.plan.compile import compile_all, compile_device
 from convoy.plan.device_program import (
     BeginSum,
     DeviceProgram,
@@ -39,6 +39,7 @@ from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.gradients import SumLane
 from tests.support import nets
 from tests.support.one_device import by_name, graph_of
+from tests.support.program_check import check_programs
 
 PLANS = ("data", "data-by-speed", "master", "model", "hybrid")
 

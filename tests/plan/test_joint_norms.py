@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from convoy.comm.group import Group
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import trace
-from convoy.plan.compile import check_programs, compile_all, without_gradients
+from convoy.plan.compile import compile_all, without_gradients
 from convoy.plan.device_program import ExchangeRound
 from convoy.plan.lower import lower, rows_of
 from convoy.plan.plan import Plan
@@ -19,6 +19,7 @@ from convoy.plan.steps import ComputeStep, GatherStatistics
 from convoy.plan.strategy import Batch, One
 from convoy.runtime.module import Distributed
 from tests.support.one_device import part
+from tests.support.program_check import check_programs
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 

@@ -8,7 +8,7 @@ import pytest
 from convoy.errors import PlanError
 from convoy.layout.layout import Replicated, Split
 from convoy.layout.redistribute import gather_shares, sum_into_shares, traffic
-from convoy.plan.compile import check_programs, compile_all
+from convoy.plan.compile import compile_all
 from convoy.plan.device_program import Compute as DeviceCompute
 from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights
 from convoy.plan.explain import step_lines
@@ -21,6 +21,7 @@ from convoy.simulate.costs import NOTHING, Overheads, handling_of
 from convoy.simulate.memory import memory_of, memory_of_steps, parameter_entries
 from tests.support.in_shares import in_shares
 from tests.support.one_device import by_name, graph_of
+from tests.support.program_check import check_programs
 from tests.support.stacks import Stack
 
 SHARES = (1, 3, 0, 2)

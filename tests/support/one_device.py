@@ -26,6 +26,7 @@ from convoy.plan.steps import StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.module import Distributed
 from tests.support import nets
+from tests.support.program_check import check_programs
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
@@ -263,7 +264,7 @@ class _Lowered:
 
     def __init__(self) -> None:
         self.home = convoy.runtime.program_cache
-        self.original, self.compile_all, self.check = self.home.lower, self.home.compile_all, self.home.check_programs
+        self.original, self.compile_all, self.check = self.home.lower, self.home.compile_all, check_programs
         self.known: list[tuple[Any, Graph, StepList]] = []
         self.checked: list[StepList] = []
         self.lock = threading.Lock()
