@@ -71,7 +71,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
 axes = st.lists(st.integers(1, 64), min_size=1, max_size=2, unique=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(measurements())
 def test_a_file_gives_back_what_was_written(measured: Measurement) -> None:
     text = measured.to_toml()
