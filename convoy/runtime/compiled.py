@@ -235,8 +235,13 @@ def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole
     Args:
         whole: this device has all of its parameters.
     """
-    odd = layer.random or layer.several or layer.everywhere or layer.blocked or operation.attributes
-    if odd or layer.kind not in KINDS or not layer.differentiable or (layer.notes and layer.kind != "batch_norm"):
+    odd = layer.random or layer.several or layer.everywhere or layer.no_gradient_to or operation.attributes
+    if (
+        odd
+        or layer.kind not in KINDS
+        or not layer.differentiable
+        or (layer.changes_state and layer.kind != "batch_norm")
+    ):
         return False
     constants = [*operation.args, *operation.kwargs.values()]
     if operation.kwargs.get("inplace") or not all(isinstance(x, Ref | int | float | str | None) for x in constants):

@@ -64,11 +64,13 @@ class ProgramCache:
     def _check_state(self, steps: StepList, graph: Graph) -> None:
         """Refuse a layer with its own state that would run on devices where that state is outdated."""
         for step in steps.phase("forward"):
-            if not isinstance(step, ComputeStep) or not (graph[step.layer].notes or step.layer in self._state_devices):
+            if not isinstance(step, ComputeStep) or not (
+                graph[step.layer].changes_state or step.layer in self._state_devices
+            ):
                 continue
             here = set(holders(step.writes.layout))
             before = self._state_devices.setdefault(step.layer, here)
-            if here != before if graph[step.layer].notes else not here <= before:
+            if here != before if graph[step.layer].changes_state else not here <= before:
                 raise InputError(
                     f"layer {step.layer!r} changes its Python state, buffers or parameters in forward, on the devices "
                     f"{sorted(before)} so far, and would run on {sorted(here)} for a batch of {steps.batch}: their state would "
