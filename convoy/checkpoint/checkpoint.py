@@ -291,8 +291,7 @@ def load_checkpoint(
     types = {key: spec.dtype for key, spec in shards.specs.items()}
     with reading(path / MODEL, types, here=shards.is_first) as read:
         for key, own in shards.shards.items():
-            shard = shards.scatter(key, read(key))
-            if shard is not None:
+            if (shard := shards.scatter(key, read(key))) is not None:
                 own.copy_(shard)
     if isinstance(model, Distributed):
         model.weights_changed()

@@ -48,8 +48,8 @@ def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> StateRows:
 def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows, part: Distributed) -> None:
     """Replace a model's parameters in an optimizer by this device's shards of them. Every device calls it.
 
-    It stays the same object, with its groups and settings, so that schedules that hold it continue. Its state (momentum) is
-    split like the parameters; that of device 0 counts. Parameters of other modules, such as a loss, stay.
+    The optimizer stays the same object, so that schedules that hold it continue. Its state (momentum) is split like the
+    parameters; that of device 0 counts. Parameters of other modules, such as a loss, stay.
 
     Args:
         names: the model's parameters as they were before it was distributed.
@@ -65,8 +65,7 @@ def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows,
         | {"params": [names[p] if p in names else p.detach().tolist() for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    text = f"{type(optimizer).__name__} {groups}"
-    agree_on(part.group, "prepare: optimizer", text, "started with another optimizer")
+    agree_on(part.group, "prepare: optimizer", f"{type(optimizer).__name__} {groups}", "started with another optimizer")
     state = _moved_state(optimizer, names, before, parts)
     for group in optimizer.param_groups:
         # In place: LBFGS, for one, holds the list itself.
