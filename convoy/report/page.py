@@ -138,7 +138,7 @@ def page_of(record: RunRecord, reload_s: int = 0) -> str:
             plans=shown_plans(record), bars=[_bar(record, place) for place in places],
             time_shares=time_shares if any(record.time_shares(place) for place in places) else [],
             ids=ids, numbered=numbered, devices=list(zip(numbered, names, strict=True)), system=system_charts(record),
-            shares=_shares(record), settings=settings_of(record),
+            shares=_shares(record), settings=settings_of(record)
         )  # fmt: skip
     except (IndexError, OverflowError, ValueError) as error:
         raise InputError(
@@ -396,7 +396,7 @@ def shown_plans(record: RunRecord) -> list[ShownPlan]:
         ShownPlan(
             f"from step {each.step:,} on" if until is None else f"steps {each.step:,} to {until - 1:,}",
             each.line.reason if isinstance(each.line, ReshardLine) else "as the run began", each.line, each.prediction,
-            [record.id_of(place) for place in range(len(each.line.layers[0].parts))],
+            [record.id_of(place) for place in range(len(each.line.layers[0].parts))]
         )
         for each, until in _spans(record) if each.line.layers
     ]  # fmt: skip
@@ -422,7 +422,7 @@ def comparison_of(records: Sequence[RunRecord]) -> str:
         "compare.html", title=f"{len(records)} runs", letters=list(LETTERS[: len(records)]),
         runs=[(name, title_of(record), state_of(record)) for name, record in zip(names, records, strict=True)],
         measures=_measures(records), curves=list(_curves_of_all(records)), differences=_differences(records),
-        plans=[(device_names(record), shown_plans(record)[-1:]) for record in records],
+        plans=[(device_names(record), shown_plans(record)[-1:]) for record in records]
     )  # fmt: skip
 
 
@@ -481,7 +481,7 @@ def _curves_of_all(records: Sequence[RunRecord]) -> Iterator[Chart]:
             xs = [x for curve in curves for x, _ in curve.points] or [0.0]
             yield Chart(
                 f"{name}-{over}", f"{title} over {over}", x_label, curves, (min(xs), max(xs)), shown=shown,
-                from_zero=name == "rate",
+                from_zero=name == "rate"
             )  # fmt: skip
 
 
