@@ -166,9 +166,13 @@ def path_of(graph: Graph, batch: int, costs: Costs) -> list[list[Layer]] | None:
 
 def _has_own_rules(layer: Layer) -> bool:
     odd = (
-        layer.kind in ("opaque", "pick", "parameter") or layer.shared or layer.everywhere or layer.each or layer.several
+        layer.kind in ("opaque", "pick", "parameter")
+        or layer.shared
+        or layer.everywhere
+        or layer.called_everywhere
+        or layer.several
     )
-    return odd or not layer.batched or layer.groups > 1 or layer.blocked != () or not layer.differentiable
+    return odd or not layer.batched or layer.groups > 1 or layer.no_gradient_to != () or not layer.differentiable
 
 
 def wire_s(

@@ -126,7 +126,9 @@ class Checkpointer:
             if pause_s is None:
                 raise InputError(f"the training is over, and its last state is not saved: {why}")
             if attempts == 0:
-                self._warn(f"WARNING: {why}. The training is over: this is tried again for {sum(PAUSES_S):g} s")
+                self._report(
+                    f"WARNING: {why}. The training is over: this is tried again for {sum(PAUSES_S):g} s", warns=True
+                )
             time.sleep(pause_s)
 
     def reload(self) -> Progress:
@@ -178,7 +180,7 @@ class Checkpointer:
 
     def _save(self, score: float | None = None) -> None:
         if why := self._attempt(score):
-            self._warn(f"WARNING: {why}. The training goes on, and tries again when the next one is due")
+            self._report(f"WARNING: {why}. The training goes on, and tries again when the next one is due", warns=True)
 
     def _attempt(self, score: float | None) -> str:
         """Save. Return why that was not possible, or an empty text."""
@@ -189,12 +191,8 @@ class Checkpointer:
             self._report(f"saved {path}")
         return why
 
-    def _warn(self, line: str) -> None:
+    def _report(self, line: str, *, warns: bool = False) -> None:
         if self.tell is not None:
             self.tell(line)
-        elif self._shards().is_first:
+        elif warns and self._shards().is_first:
             warnings.warn(line, stacklevel=3)
-
-    def _report(self, line: str) -> None:
-        if self.tell is not None:
-            self.tell(line)

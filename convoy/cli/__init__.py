@@ -22,6 +22,7 @@ import errno
 import os
 import signal
 import sys
+from types import FrameType
 
 # isort: off
 # Each adds its verbs; --help lists them in this order.
@@ -42,7 +43,20 @@ def main() -> None:
     Exit status: 0; 1 where `convoy doctor` found errors; 2 after one message that begins with "error:"; 130 after Ctrl-C, and
     128 + n after signal n; 141 where the reader of its output is gone, as after `| head -1`.
     """
-    sys.exit(_run())
+    own = signal.getsignal(signal.SIGINT)
+    if not is_one_of_job(os.environ) and own is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)  # in a job its launcher answers
+    try:
+        sys.exit(_run())
+    finally:
+        signal.signal(signal.SIGINT, own)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Answer Ctrl-C at once: the current work may take a while to end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.write(2, b"interrupted\n")
+    signal.default_int_handler(signum, frame)
 
 
 def _run() -> int:
@@ -53,8 +67,6 @@ def _run() -> int:
     except ConvoyError as error:
         message = str(error)
     except KeyboardInterrupt:
-        if not is_one_of_job(os.environ):  # a launcher answers for its devices
-            print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except (BrokenPipeError, SystemExit) as error:
         # typer and rich turn a broken pipe into an exit.

@@ -169,7 +169,7 @@ def build_members(
     others = [each for each in (training.schedule, training.scaler) if each is not None]
     members = Members(
         model, training.optimizer, others=others, every=every, replan=replan, tell=on_change,
-        joins=JoinOptions(admission, home, entrance),
+        joins=JoinOptions(admission, home, entrance)
     )  # fmt: skip
     update_offer()
     return members

@@ -46,8 +46,7 @@ def emulate(
 @app.command()
 def doctor(
     fleet: Annotated[
-        Path | None,
-        typer.Option(help="Fleet file: hosts by name, and what their links and devices should do.", **PATH),
+        Path | None, typer.Option(help="Fleet file: hosts by name, and what their links and devices should do.", **PATH)
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write all facts and findings to this file (JSON).", **PATH)

@@ -113,7 +113,7 @@ def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None
         console = Console(quiet=group.device != 0, highlight=False)
         options = MeasureOptions(
             settings.net, _described(fleet), settings.budget_s,
-            slowdown=settings.slowdowns[group.device] * imposed_slowdown(), precision=settings.precision,
+            slowdown=settings.slowdowns[group.device] * imposed_slowdown(), precision=settings.precision
         )  # fmt: skip
         with Wait(console, "measuring", settings.budget_s) as progress:
             measured = measure_job(group, trace(model, example_of(splits)), model, settings.batch, options, progress)

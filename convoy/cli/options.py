@@ -32,11 +32,7 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def in_job() -> bool:
-    """Return whether torchrun, srun or mpirun started this process, and note its rank in torchrun's variables.
-
-    Raises:
-        InputError: see :func:`convoy.machine.launch_env.as_torchrun`.
-    """
+    """Return whether torchrun, srun or mpirun started this process, and note its rank in torchrun's variables."""
     from convoy.machine.launch_env import as_torchrun, is_one_of_job
 
     os.environ.update(as_torchrun(os.environ))

@@ -87,10 +87,7 @@ class PlanQuestion:
     def request(self, fleet: "FleetKnowledge") -> "PlanRequest":
         """Build the net, and return the planning request for one micro-batch.
 
-        Raises:
-            InputError: an unknown net; a fleet with neither times nor classes or peaks.
-            MismatchError: times of another model.
-            PlanError: a batch that cannot be divided equally.
+        Raises InputError, MismatchError and PlanError as `PlanRequest` and `graph_of` do.
         """
         from convoy.model.nets import graph_of
         from convoy.plan.plan import parse_outputs
@@ -248,11 +245,7 @@ def _quantity(option: str, text: str, dimension: Dimension) -> float:
 
 
 def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
-    """Return a fleet of device classes: `laptop-cpu,2xrtx3060,rtx3090+rtx3090`.
-
-    Raises:
-        InputError: a name left out, an unknown class, too many devices.
-    """
+    """Return a fleet of device classes: `laptop-cpu,2xrtx3060,rtx3090+rtx3090`. InputError if it cannot be read."""
     machines: list[list[str]] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(?:(\d{1,3})\s*[x*]\s*)?(\S.*?)\s*", part)

@@ -40,8 +40,7 @@ def run(
         Path | None, typer.Option(help="Folder for the output of devices 1, 2, ...; otherwise it is dropped.", **PATH)
     ] = None,
     goes_on: Annotated[
-        bool,
-        typer.Option("--goes-on", help="Let the others continue if a device is lost; needs convoy.train.Members."),
+        bool, typer.Option("--goes-on", help="Let the others continue if a device is lost; needs convoy.train.Members.")
     ] = False,
     join: Annotated[
         str | None,

@@ -197,11 +197,7 @@ def of_job(rows: Sequence[JobProcess], job: str | None) -> list[JobProcess]:
 
 
 def leaving(here: Sequence[JobProcess], devices: Sequence[int]) -> list[JobProcess]:
-    """Return the devices of a job that are to leave; none named: all that are here.
-
-    Raises:
-        InputError: they are not here, they cannot leave, or no device would be left.
-    """
+    """Return the devices of a job that are to leave; none named: all that are here. InputError if they cannot leave."""
     ids = [row.device for row in here]
     if strange := [device for device in devices if device not in ids]:
         raise InputError(

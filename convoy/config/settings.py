@@ -195,9 +195,7 @@ class Settings(BaseModel):
     epochs: int = _step(1, "Passes over the training images.", often=True, ge=1)
     batch: int = _step(64, "Global batch: samples per step.", often=True, ge=1)
     accumulate: int = _step(
-        1,
-        "Micro-batches per step: less memory, the same numbers. Batch norm alone sees one micro-batch.",
-        ge=1,
+        1, "Micro-batches per step: less memory, the same numbers. Batch norm alone sees one micro-batch.", ge=1
     )
     optimizer: Annotated[str, one_of("convoy.train.loop:OPTIMIZERS")] = _step("sgd", "sgd, adam or adamw.", often=True)
     lr: float = _step(0.01, "Learning rate, or the highest of a schedule.", often=True, gt=0)
@@ -238,18 +236,13 @@ class Settings(BaseModel):
     )
     checkpoint_steps: int | None = _output(None, "Save a checkpoint after every N steps, too.", ge=1)
     resume: bool = _output(
-        False,
-        "Continue from the latest checkpoint. On any devices, by any plan, with the same numbers.",
-        often=True,
+        False, "Continue from the latest checkpoint. On any devices, by any plan, with the same numbers.", often=True
     )
     on_nan: Literal["warn", "stop"] = _output(
-        "warn",
-        "At the first NaN or infinite loss: warn, or stop with exit status 2.",
+        "warn", "At the first NaN or infinite loss: warn, or stop with exit status 2."
     )
     compare: bool = _output(
-        False,
-        "Then train the same in plain PyTorch on one CPU, slowed down as the fastest device is.",
-        here=True,
+        False, "Then train the same in plain PyTorch on one CPU, slowed down as the fastest device is.", here=True
     )
     explain: bool = _output(
         False,

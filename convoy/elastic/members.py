@@ -28,7 +28,7 @@ from convoy.elastic.admission import (
 )
 from convoy.elastic.agreement import Generation
 from convoy.elastic.entrance import Entrance
-from convoy.elastic.regroup import Home, Membership, UnnamedLossError, home_here, listens
+from convoy.elastic.regroup import Home, Membership, UnnamedLossError, home_here
 from convoy.elastic.snapshot import SnapshotInterval, SnapshotStore, restore, take
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 from convoy.machine import roster
@@ -162,8 +162,8 @@ class Members:
         self.admission, self.entrance, home = joins.admission, joins.entrance, joins.home
         if self.entrance is None and isinstance(group, ChangingGroup) and group.entrance is not None:
             self.entrance, group.entrance = (group.entrance, facts_of(model)), None
-        home = home_here(group) if home is None else home
-        if self.admission is None and (self.entrance is not None or listens()):
+        listens = home is None and (home := home_here(group)) is not None
+        if self.admission is None and (self.entrance is not None or listens):
             self.admission = ScriptAdmission(model, self.replan, lambda: self._epoch is not None)
         self.membership: Membership | None = None
         if isinstance(group, ChangingGroup) and (isinstance(group.present, JoinedGroup) or home is not None):

@@ -81,13 +81,9 @@ class Home:
         return listen_at(self.address, self.port)
 
 
-def listens() -> bool:
-    return bool(os.environ.get(LISTEN))
-
-
 def home_here(group: Group) -> Home | None:
-    """Return where this device of a script answers join requests; see :func:`home_at`."""
-    if not listens():
+    """Return where this device of a script answers join requests (`home_at`); None without `convoy run --listen`."""
+    if not os.environ.get(LISTEN):
         return None
     host, _, port = os.environ[LISTEN].rpartition(":")
     return home_at(host.strip("[]"), int(port), group)

@@ -149,11 +149,7 @@ class LayerTimer:
         return times.forward_s + times.backward_s
 
     def rows(self, factor: float = 1.0) -> dict[str, list[list[Any]]]:
-        """Return all points by layer, each as the values of a `LayerPoint` after device and layer.
-
-        Args:
-            factor: multiplies all seconds.
-        """
+        """Return all points by layer, as the values of a `LayerPoint` after device and layer, with seconds times `factor`."""
         rows: dict[str, list[list[Any]]] = {name: [] for name in self.grids}
         for sizes, beside in ((self.grids, False), (self.plan_sizes, True)):
             for name, each in sizes.items():

@@ -55,7 +55,6 @@ class Traffic:
 
     send_s_per_byte: float
     receive_s_per_byte: float
-    spread: float
     message_s: float = 0.0
 
 
@@ -332,4 +331,4 @@ def _traffic(sent: Sequence[Stage], received: Sequence[Stage], share: float) -> 
     # Each message is answered, so this end handles two.
     small = [s / 2 for stage in (*sent, *received) if stage.size == SIZES[0] for s in stage.processor_s]
     message_s = typical(small) / share if small else 0.0
-    return Traffic(out, into, max((spread_of(row) for row in rows if row), default=0.0), message_s)
+    return Traffic(out, into, message_s)

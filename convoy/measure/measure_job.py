@@ -122,14 +122,12 @@ def measure_job(
     wire = measure_links(group, hosts, share, budget_s=links_s, progress=progress)
     progress("what a step costs in addition to its layers")
     now, outputs = timer.now, loss_shapes(traced.graph, batch)
-    update_s, update_spread = time_update(device, now, slice_s)
+    update_s = time_update(device, now, slice_s)
     overheads = measure_overheads(device, now, slice_s, wire.traffic[me].message_s, share, outputs)
     every = [Overheads(**row) for row in gather(group, "overheads", asdict(overheads))]
     progress("exchanges between devices that compute")
     sync = measure_sync(group, clock, wire, every, slice_s, quota)
-    own = {
-        "update_s_per_entry": update_s, "update_spread": update_spread, "process_bytes": process_bytes, **layers.reached()
-    }  # fmt: skip
+    own = {"update_s_per_entry": update_s, "process_bytes": process_bytes, **layers.reached()}
     own_rows = gather(group, "costs of a step", own)
     measured = Measurement(
         fleet=wire.into(fleet),
@@ -144,7 +142,6 @@ def measure_job(
                 device=fleet.devices[index].name,
                 send_s_per_byte=traffic.send_s_per_byte,
                 receive_s_per_byte=traffic.receive_s_per_byte,
-                traffic_spread=traffic.spread,
                 jitter_s=sync.jitter_s[index],
                 noise=sync.noise[index],
                 other_load=slowed[index] - 1 if slowed[index] > NOTICED else 0.0,

@@ -39,7 +39,6 @@ from convoy.measure.timing import (
     device_now,
     plain_torch,
     queued_seconds,
-    spread_of,
     typical,
 )
 from convoy.model.graph import Graph
@@ -61,7 +60,7 @@ LAYERS, TENSORS, PEERS = (1, 9), (1, 33), (1, 5)
 COPIED_BYTES = 4 << 20
 """More than a core's cache holds, and less than what the system must provide anew each time."""
 
-BATCH, QUEUED = 2, 100
+BATCH, QUEUED, UPDATED = 2, 100, 1 << 20
 
 LOSS_ENTRIES = 1 << 22
 """Most entries of the outputs that a loss is timed on; at least one sample."""
@@ -129,14 +128,11 @@ def measure_overheads(
 
 
 @plain_torch(torch.float32)
-def time_update(
-    device: torch.device, now: Now, slice_s: float = SLICE_S, entries: int = 1 << 20
-) -> tuple[float, float]:
-    """Return the seconds per parameter entry of SGD with momentum, and their spread."""
-    optimizer = _optimizer([entries], device)
+def time_update(device: torch.device, now: Now, slice_s: float) -> float:
+    """Return the seconds per parameter entry of SGD with momentum."""
+    optimizer = _optimizer([UPDATED], device)
     optimizer.step()  # makes the momentum
-    each_s = ColdCaches(device, now, PROCESSOR_BYTES).seconds(optimizer.step, slice_s)
-    return statistics.median(each_s) / entries, spread_of(each_s)
+    return statistics.median(ColdCaches(device, now, PROCESSOR_BYTES).seconds(optimizer.step, slice_s)) / UPDATED
 
 
 def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
@@ -268,17 +264,11 @@ def _queue_s(device: torch.device) -> float:
 # --- synchronisation and CPU quotas ------------------------------------------------------------------------------------
 
 
-TASK_SLICES = 2
-"""Length of a task: 40 ms with the usual slice, about as long as a layer of the benchmark nets."""
-
+TASK_SLICES = 2  # 40 ms with the usual slice, about as long as a layer of the benchmark nets
 BLOCKS, TASKS, CALIBRATIONS, RESTED_TASKS, RINGS = 12, 5, 2, 2, 4
-SIDE = 96
-"""Side of the multiplied matrices: small, so that a task ends soon after its time."""
-
+SIDE = 96  # of the multiplied matrices: small, so that a task ends soon after its time
 MESSAGE_BYTES = 256
-
-RING_S, RING_BYTES = 0.01, 1 << 20
-"""A round in a ring has the bytes of this many seconds of the slowest NIC, and at most this many."""
+RING_S, RING_BYTES = 0.01, 1 << 20  # a round in a ring has the bytes of these seconds of the slowest NIC, at most these
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +291,7 @@ class Quota:
     def contention(self, wall_s: float, processor_s: float, others: float) -> float:
         """Return the factor by which layers take longer because all devices of a machine compute at once; at least 1.
 
-        Args:
-            wall_s, processor_s: of all timed rounds together.
-            others: the factor by which other programs slowed this device.
+        `others` is the factor by which other programs slowed the timed rounds.
         """
         return max(1.0, self.share * wall_s / processor_s / others) if processor_s > 0 else 1.0
 

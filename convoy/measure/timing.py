@@ -325,8 +325,7 @@ def queued_seconds(
 ) -> tuple[float, float]:
     """Return the device's seconds of some calls, and the host's to queue them.
 
-    Args:
-        plug_s: the device has other work for these seconds first, so that it does not wait for the host between calls.
+    The device has other work for `plug_s` first, so that it does not wait for the host between calls.
     """
     matrix, each_s = _plug(device)
     finish(device)

@@ -59,8 +59,7 @@ def find_callable(text: str, wanted: str) -> Callable[..., Any]:
         raise InputError(
             f"{text}: {name} {met}; " + (f"did you mean {' or '.join(near)}?" if near else f"write {wanted}")
         )
-    function: Callable[..., Any] = found
-    return function
+    return found  # type: ignore[no-any-return]
 
 
 def import_package(name: str, extra: str, purpose: str) -> Any:

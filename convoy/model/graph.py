@@ -88,12 +88,12 @@ class Layer:
         random: it draws random numbers in this mode (dropout), so copies on several devices would differ.
         statistics: a batch norm that normalises by the statistics of the batch (not by its running ones).
         everywhere: every device computes it for the global batch, because hooks or its own Python state depend on that.
-        each: every device must call it in every step, since a call changes its Python state, or counts in a buffer. If a
-            device has no samples of it, all compute it for the global batch.
-        alone: its backward does not work as a part of another, so it is in no fused segment (a reentrant checkpoint).
-        blocked: indices of the inputs that get no gradient from it.
-        notes: a call changes its Python state, its buffers or its parameters.
-        across: of a value of the global batch, the axes that are as long as it (both of a matrix of all pairs of samples).
+        called_everywhere: every device must call it in every step, since a call changes its Python state, or counts in a
+            buffer. If a device has no samples of it, all compute it for the global batch.
+        unfusable: its backward does not work as a part of another, so it is in no fused segment (a reentrant checkpoint).
+        no_gradient_to: indices of the inputs that get no gradient from it.
+        changes_state: a call changes its Python state, its buffers or its parameters.
+        batch_axes: of a value of the global batch, the axes that are as long as it (both of a matrix of all pairs of samples).
             They are 1 in `shape`.
         input_entries: of all batched inputs together, per sample. A `Graph` sets it.
     """
@@ -116,19 +116,19 @@ class Layer:
     dtype: str = "float32"
     differentiable: bool = True
     everywhere: bool = False
-    each: bool = False
-    alone: bool = False
-    notes: bool = False
-    blocked: tuple[int, ...] = ()
+    called_everywhere: bool = False
+    unfusable: bool = False
+    changes_state: bool = False
+    no_gradient_to: tuple[int, ...] = ()
     input_entries: int = 0
     cuts: tuple[Cut, ...] = ()
-    across: tuple[int, ...] = ()
+    batch_axes: tuple[int, ...] = ()
 
     def batch_shape(self, batch: int) -> Shape:
         """Return the shape of the output for a global batch."""
         if self.batched:
             return (batch, *self.shape)
-        return tuple(batch if axis in self.across else extent for axis, extent in enumerate(self.shape))
+        return tuple(batch if axis in self.batch_axes else extent for axis, extent in enumerate(self.shape))
 
     @property
     def feature_axis(self) -> int:
@@ -158,7 +158,7 @@ class Layer:
     @property
     def keeps_order(self) -> bool:
         """Whether a call may depend on an earlier one: random numbers, Python state, shared buffers."""
-        meets = self.random or self.notes or self.each or self.everywhere or self.shared
+        meets = self.random or self.changes_state or self.called_everywhere or self.everywhere or self.shared
         return meets or self.kind in ("opaque", "parameter")
 
     @cached_property
@@ -182,7 +182,7 @@ class Layer:
     @property
     def traced_back(self) -> tuple[bool, ...]:
         """Per input, whether it gets a gradient."""
-        return tuple(self.differentiable and i not in self.blocked for i in range(len(self.inputs)))
+        return tuple(self.differentiable and i not in self.no_gradient_to for i in range(len(self.inputs)))
 
     @cached_property
     def multiplies(self) -> bool:
@@ -267,14 +267,14 @@ class Graph:
         uses = Counter(key for layer in self.layers.values() for key in {p.key for p in layer.parameters.values()})
         for row, layer in zip(rows, self.layers.values(), strict=True):
             row["shared"] = any(uses[p.key] > 1 for p in layer.parameters.values())  # hooks may come after a plan
-            # A plan holds in any precision; input_entries follow from the inputs.
-            row.pop("reason"), row.pop("dtype"), row.pop("input_entries"), row.pop("alone"), row.pop("notes")
-            row.pop("blocked")
-            for name in ("each", "across"):
+            # A plan holds in any precision; the others follow from the rest, or do not matter to a plan.
+            for name in ("reason", "dtype", "input_entries", "unfusable", "changes_state", "no_gradient_to"):
+                del row[name]
+            # Plan files have the fingerprints of older names, and of layers without these.
+            row["each"], row["across"] = row.pop("called_everywhere"), row.pop("batch_axes")
+            for name in ("each", "across", "cuts"):
                 if not row[name]:
-                    row.pop(name)
-            if not row["cuts"]:
-                row.pop("cuts")  # as it was before there were any
+                    del row[name]
             if row["kind"] == "opaque":
                 # Python that branches on values may take another path with the weights of another device.
                 row["flop"] = 0

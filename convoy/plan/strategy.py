@@ -149,7 +149,7 @@ def _why_whole(layer: Layer) -> str:
         return "it has no parameter that is trained and has an axis"
     if layer.shared:
         return "its parameters belong to another layer too, or have hooks"
-    if layer.kind == "opaque" or layer.alone or layer.notes or not layer.batched:
+    if layer.kind == "opaque" or layer.unfusable or layer.changes_state or not layer.batched:
         return f"it is {layer.kind} (Python of its own may use its parameters or not, or change them)"
     return ""
 
@@ -196,7 +196,7 @@ def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placeme
             return next((placed for placed in along if placed is not None), None)
         case Split() if not layer.per_sample or (layer.kind == "cat" and layer.axis == 0):
             return None
-        case Replicated() if layer.random or (layer.notes and not layer.each):
+        case Replicated() if layer.random or (layer.changes_state and not layer.called_everywhere):
             return None
     return _uniform(graph, layer, leading, devices)
 
@@ -236,11 +236,11 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
         return Placement((everyone,) * len(layer.inputs), everyone, dict.fromkeys(layer.parameters, everyone))
     # A call may change parameters or buffers, e.g. the running statistics of a batch norm.
     changes = layer.statistics and any(p.buffer for p in layer.parameters.values())
-    changes = changes or layer.notes or (layer.kind == "opaque" and not layer.per_sample)
+    changes = changes or layer.changes_state or (layer.kind == "opaque" and not layer.per_sample)
     note = ""
     if layer.everywhere:
         layout, note = everyone, layer.reason
-    elif layer.each and len(holders(layout)) < devices:
+    elif layer.called_everywhere and len(holders(layout)) < devices:
         layout, note = everyone, "a call changes its state, so every device computes it"
     elif layer.shared and changes and not isinstance(layout, Split):
         layout, note = everyone, "it changes what other layers or hooks use, so every device computes it"

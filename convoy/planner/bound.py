@@ -199,10 +199,9 @@ def _path_of(request: PlanRequest) -> list[list[Layer]] | None:
     behind: list[Layer] = []
     while name:
         layer = graph[name]
-        odd = layer.shared or layer.everywhere or layer.each or layer.several or layer.groups > 1 or layer.blocked != ()
-        if odd or layer.kind in ("opaque", "pick", "parameter") or not (layer.batched and layer.differentiable):
-            return None
-        if not layer.weighted and layer.inputs[0] in fed:
+        odd = layer.shared or layer.everywhere or layer.called_everywhere or layer.several or bool(layer.no_gradient_to)
+        odd = odd or layer.groups > 1 or not layer.batched or not layer.differentiable
+        if odd or layer.kind in ("opaque", "pick", "parameter") or (not layer.weighted and layer.inputs[0] in fed):
             return None
         behind.insert(0, layer)
         if layer.weighted:

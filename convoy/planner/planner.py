@@ -8,7 +8,7 @@ simulations take long, the analytic model alone compares the plans.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.errors import PlanError
@@ -19,10 +19,9 @@ from convoy.plan.presets import PLANS, SHARE_UNITS, Speeds, named_plan
 from convoy.plan.steps import micro_batches
 from convoy.plan.strategy import Batch, One, Sharding, can_shard
 from convoy.planner.analytic import DIRECT_DEVICES, CostModel, MemoryPenalty, content
-from convoy.planner.load_balance import batch_shares
 from convoy.planner.local_search import DEEP, LocalSearch
 from convoy.planner.request import PlanRequest
-from convoy.planner.search import Found, Search, in_order, model_s
+from convoy.planner.search import Found, Search, batch_shares, in_order, model_s
 from convoy.simulate.memory import memory_of, memory_of_steps, micro_batch_words, most_bytes
 
 SIMULATION_WORK = 300_000
@@ -144,43 +143,26 @@ def _simulates(model: CostModel) -> bool:
 
 
 def _searched(model: CostModel, order: Sequence[int]) -> list[Found]:
-    """Search for plans of the fastest device alone, the two fastest, ...: each number if that is quick, else around the best.
+    """Search for plans of the fastest device alone, the two fastest, ...: each number if that is quick, else some.
 
     Then search with sharded weights: for each of these numbers, or for the best.
     """
-    rows: dict[int, list[Found]] = {}
-
-    def attempt(count: int) -> float:
-        if count not in rows:
-            rows[count] = [Found(cost, count, plan) for cost, plan in Search(model, order[:count]).run()]
-        return rows[count][0].model_s
-
-    devices, quick = len(order), len(order) * len(model.graph.layers) <= SEARCHED_WORK
-    if quick:
-        for count in range(1, devices + 1):
-            attempt(count)
-    else:
-        _narrow(devices, attempt)
-    counts = sorted(rows) if quick else [min(rows, key=lambda n: (attempt(n), n))]
-    for count in counts:
+    quick = len(order) * len(model.graph.layers) <= SEARCHED_WORK
+    counts = list(range(1, len(order) + 1)) if quick else _some_counts(len(order))
+    found = [Found(cost, n, plan) for n in counts for cost, plan in Search(model, order[:n]).run()]
+    for count in counts if quick else [in_order(found)[0].working]:
         if 1 < count <= DIRECT_DEVICES:  # each sends a shard to each
             shared = Search(model, order[:count], keepers=order[:count]).run()
-            rows[count] += [Found(cost, count, plan) for cost, plan in shared if plan.sharded]
-    return [each for count in sorted(rows) for each in rows[count]]
+            found += [Found(cost, count, plan) for cost, plan in shared if plan.sharded]
+    return found
 
 
-def _narrow(devices: int, attempt: Callable[[int], float]) -> None:
-    """Try powers of two, then the middle of each gap beside the best, while gaps are wide."""
-    tried = sorted({devices, *(1 << i for i in range(devices.bit_length()))})
-    best = min(tried, key=lambda count: (attempt(count), count))
-    for _ in range(devices.bit_length()):
-        place = tried.index(best)
-        near = tried[max(0, place - 1) : place + 2]
-        between = [(a + b) // 2 for a, b in itertools.pairwise(near) if b - a > max(1, best // 4)]
-        if not between:
-            return
-        tried = sorted({*tried, *between})
-        best = min(tried, key=lambda count: (attempt(count), count))
+def _some_counts(devices: int) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 9, 13, ... up to a number of devices."""
+    counts = [1]
+    while counts[-1] < devices:
+        counts.append(min(devices, max(counts[-1] + 1, counts[-1] * 3 // 2)))
+    return counts
 
 
 # --- micro-batches --------------------------------------------------------------------------------------------------------
@@ -256,9 +238,7 @@ def _that_fit(model: CostModel, found: Sequence[Found], order: Sequence[int]) ->
     if not needs or (fitting and fitting[0] is needs[0][0]):
         return fitting
     largest = sorted(order, key=lambda d: (-limits.bytes_of(d), order.index(d)))
-    counts = list(range(1, min(len(order), DIRECT_DEVICES) + 1))
-    while counts[-1] < len(order):
-        counts.append(min(len(order), counts[-1] * 3 // 2))
+    counts = _some_counts(len(order))
     # Only the set matters, and the device that works alone if one does.
     active = dict.fromkeys((ranking[0], *sorted(ranking[1:n])) for ranking in (order, largest) for n in counts)
     for some in active:

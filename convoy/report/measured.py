@@ -118,8 +118,8 @@ def _devices(measured: Measurement) -> Table:
         table.add_row(
             device.name, device.host, "-" if device.cores is None else f"{device.cores:g}",
             f"{device.slowdown:g}x" if device.slowdown != 1 else "-", f"{costs.send_s_per_byte * 1e9:.3g}",
-            f"{costs.receive_s_per_byte * 1e9:.3g} {_about(costs.traffic_spread)}",
-            f"{costs.update_s_per_entry * 1e9:.3g} {_about(costs.update_spread)}",
+            f"{costs.receive_s_per_byte * 1e9:.3g}",
+            f"{costs.update_s_per_entry * 1e9:.3g}",
             *(seconds(each) if each else "-" for each in (costs.jitter_s, noise.overlap_delay_s, noise.rested_s)),
         )  # fmt: skip
     return table

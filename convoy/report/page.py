@@ -73,7 +73,7 @@ def write_report(run: Path, output: Path | None = None, *, reload_s: int = 0) ->
     Args:
         run: the folder of a run, or its log.
         output: default: report.html in the folder; for a log, a file of its name that ends in .html.
-        reload_s: after so many seconds a browser loads the page again; 0: never.
+        reload_s: seconds until a browser loads the page again; 0: never.
 
     Raises:
         InputError: there is no log, it is not one, or the page cannot be written.
@@ -85,14 +85,7 @@ def write_report(run: Path, output: Path | None = None, *, reload_s: int = 0) ->
 
 
 def write_comparison(runs: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page of several runs, folders or logs, and return its path.
-
-    Args:
-        output: default: comparison.html in the current folder.
-
-    Raises:
-        InputError: too many runs, no log, or the page cannot be written.
-    """
+    """Write the page of several runs, folders or logs; default: comparison.html here. Return its path."""
     target = output or Path("comparison.html")
     write_whole(target, comparison_of([read_log(log_of(run)) for run in runs]))
     return target
@@ -138,7 +131,7 @@ def page_of(record: RunRecord, reload_s: int = 0) -> str:
             plans=shown_plans(record), bars=[_bar(record, place) for place in places],
             time_shares=time_shares if any(record.time_shares(place) for place in places) else [],
             ids=ids, numbered=numbered, devices=list(zip(numbered, names, strict=True)), system=system_charts(record),
-            shares=_shares(record), settings=settings_of(record),
+            shares=_shares(record), settings=settings_of(record)
         )  # fmt: skip
     except (IndexError, OverflowError, ValueError) as error:
         raise InputError(
@@ -396,7 +389,7 @@ def shown_plans(record: RunRecord) -> list[ShownPlan]:
         ShownPlan(
             f"from step {each.step:,} on" if until is None else f"steps {each.step:,} to {until - 1:,}",
             each.line.reason if isinstance(each.line, ReshardLine) else "as the run began", each.line, each.prediction,
-            [record.id_of(place) for place in range(len(each.line.layers[0].parts))],
+            [record.id_of(place) for place in range(len(each.line.layers[0].parts))]
         )
         for each, until in _spans(record) if each.line.layers
     ]  # fmt: skip
@@ -422,7 +415,7 @@ def comparison_of(records: Sequence[RunRecord]) -> str:
         "compare.html", title=f"{len(records)} runs", letters=list(LETTERS[: len(records)]),
         runs=[(name, title_of(record), state_of(record)) for name, record in zip(names, records, strict=True)],
         measures=_measures(records), curves=list(_curves_of_all(records)), differences=_differences(records),
-        plans=[(device_names(record), shown_plans(record)[-1:]) for record in records],
+        plans=[(device_names(record), shown_plans(record)[-1:]) for record in records]
     )  # fmt: skip
 
 
@@ -481,7 +474,7 @@ def _curves_of_all(records: Sequence[RunRecord]) -> Iterator[Chart]:
             xs = [x for curve in curves for x, _ in curve.points] or [0.0]
             yield Chart(
                 f"{name}-{over}", f"{title} over {over}", x_label, curves, (min(xs), max(xs)), shown=shown,
-                from_zero=name == "rate",
+                from_zero=name == "rate"
             )  # fmt: skip
 
 

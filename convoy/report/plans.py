@@ -79,7 +79,7 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: 
     speeds, names = request.speeds.devices, request.names
     table = new_table(
         f"Predicted; the limit, the sum of solo throughputs, is {plain(sum(speeds))} samples/s", ("plan",),
-        ("step", "nine of ten", "step / bound", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
+        ("step", "nine of ten", "step / bound", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices")
     )  # fmt: skip
     table.add_column("limited by")
     for row in rows:
@@ -87,7 +87,7 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: 
         table.add_row(
             row.plan.name, seconds(row.step_s), between(row.within), _over_bound(row, least), plain(row.samples_per_s),
             percent(row.efficiency), in_bytes(row.traffic_bytes), memory + " !" * bool(row.overfull),
-            "-" if row.energy is None else plain(row.energy.image_j), str(row.workers), row.bound,
+            "-" if row.energy is None else plain(row.energy.image_j), str(row.workers), row.bound
         )  # fmt: skip
     console.print(table)
     for row in rows:
@@ -129,7 +129,7 @@ def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -
             in_bytes(row.sent_bytes[device]), in_bytes(row.received_bytes[device]),
             in_bytes(row.memory[device].total_bytes + own), "-" if limit is None else in_bytes(limit),
             "-" if power is None else f"{power.idle_w:g} - {power.busy_w:g} W",
-            "-" if row.energy is None else plain(row.energy.devices_j[device]),
+            "-" if row.energy is None else plain(row.energy.devices_j[device])
         )  # fmt: skip
     console.print(table)
 
@@ -142,7 +142,7 @@ def _show_spare(console: Console, row: PlanPrediction, request: PlanRequest) -> 
     otherwise = f"; after each step (--spare every-step) {each.part:.1%}" if chosen.every > 1 else ""
     console.print(
         f"Snapshots for recovery from a lost device (--spare auto): after {often}, {chosen.part:.1%} of a step's time, "
-        f"{sent}, at most {in_bytes(max(chosen.memory_bytes))} of memory per device{otherwise}.", soft_wrap=True,
+        f"{sent}, at most {in_bytes(max(chosen.memory_bytes))} of memory per device{otherwise}.", soft_wrap=True
     )  # fmt: skip
     if chosen.overfull:
         console.print(f"! The snapshots do not fit: {'; '.join(chosen.overfull)}. Give --spare none.", soft_wrap=True)

@@ -191,13 +191,13 @@ class Screen:
         rest_s = max(0.0, wall_s - train_s)
         table = new_table(
             f"Devices over {wall_s:.1f} s: {train_s:.1f} s of training, {rest_s:.1f} s of evaluation and saving", (),
-            ("device", "slowed down", "of the speed", "of the arithmetic", "busy", "exchange and wait", "all else", "sent"),
+            ("device", "slowed down", "of the speed", "of the arithmetic", "busy", "exchange and wait", "all else", "sent")
         )  # fmt: skip
         for use in uses:
             else_s = max(0.0, (use.wall_s or 0.0) - use.compute_s - use.exchange_s)
             table.add_row(
                 str(use.device), _slowed(use.slowdown), f"{use.speed_share:.1%}", f"{use.work_share:.1%}",
-                f"{use.compute_s:.1f} s", f"{use.exchange_s:.1f} s", f"{else_s:.1f} s", in_bytes(use.sent_bytes),
+                f"{use.compute_s:.1f} s", f"{use.exchange_s:.1f} s", f"{else_s:.1f} s", in_bytes(use.sent_bytes)
             )  # fmt: skip
         self.console.print(table)
 
@@ -231,7 +231,7 @@ class Screen:
             table.add_row(
                 str(index + 1), f"{a.loss:.5f}", f"{b.loss:.5f}",
                 *("-" if each.accuracy is None else f"{each.accuracy:.2%}" for each in (a, b)),
-                f"{a.samples_per_s:,.0f}", f"{b.samples_per_s:,.0f}",
+                f"{a.samples_per_s:,.0f}", f"{b.samples_per_s:,.0f}"
             )  # fmt: skip
         self.console.print(table)
         apart = max(abs(a - b) for a, b in zip(together.losses, alone.losses, strict=True))
@@ -248,14 +248,16 @@ class Screen:
                 "say so before anything runs."
             )
             return
+        same = "" if reason.startswith("INEXACT") else f", with the same losses (to {apart:.1g})"
         verdict = f"{len(devices)} devices trained {times:.1f} times as fast as"
         if len({(kind, host) for kind, host, _ in devices}) > 1 or not devices[0][0].startswith("cpu"):
-            self.line(f"{verdict} one CPU alone.")  # solo speeds of the others are not known
+            self.line(f"{verdict} one CPU alone{same}.")  # solo speeds of the others are not known
             return
         slowdowns = [slowdown for _, _, slowdown in devices]
         possible = sum(min(slowdowns) / slowdown for slowdown in slowdowns)
         self.line(
-            f"{verdict} the fastest of them alone: {times / possible:.0%} of the {possible:.1f} that their speeds add up to."
+            f"{verdict} the fastest of them alone: {times / possible:.0%} of the {possible:.1f} that their speeds add up "
+            f"to{same}."
         )
 
 

@@ -86,7 +86,7 @@ class Recorder:
             self._timer = StepTimer(self.batch)
             self._observers = Observers(
                 self._timer, Utilization(group, model.clock, self._log), *([self._log] if self._log else []),
-                *observers, Meters(group, self._log.write if self._log else lambda _: None),
+                *observers, Meters(group, self._log.write if self._log else lambda _: None)
             )  # fmt: skip
             self._stack = stack.pop_all()
 

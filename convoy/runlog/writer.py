@@ -58,12 +58,7 @@ class RunLog(Observer):
     """
 
     def __init__(
-        self,
-        path: Path,
-        step: int = 0,
-        tell: Callable[[str], None] = warnings.warn,
-        *,
-        from_lost: bool = False,
+        self, path: Path, step: int = 0, tell: Callable[[str], None] = warnings.warn, *, from_lost: bool = False
     ) -> None:
         self.path, self.done, self.tell = path, step, tell
         self.graph: Graph | None = None
@@ -107,7 +102,7 @@ class RunLog(Observer):
             schema.RunLine(
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), convoy=__version__,
                 torch=torch.__version__, python=platform.python_version(), machine=platform.machine(),
-                system=platform.platform(), from_step=self.done, options=dict(options), modes=modes(), **more,
+                system=platform.platform(), from_step=self.done, options=dict(options), modes=modes(), **more
             )
         )  # fmt: skip
 
@@ -132,7 +127,7 @@ class RunLog(Observer):
         assert self.graph is not None
         request = PlanRequest(
             self.graph, plan.batch, FleetKnowledge(measured=measured), optimizer=optimizer, wire=plan.wire,
-            micro_batches=micro_batches,
+            micro_batches=micro_batches
         )  # fmt: skip
         predicted = predict_plan(plan, request)
         timeline = predicted.timeline
@@ -150,7 +145,7 @@ class RunLog(Observer):
                 limit_samples_per_s=sum(request.speeds.devices), bound=predicted.bound, names=request.names,
                 one_pass=one_pass,
                 events=tuple(events), spread=min(predicted.spread, 1e12), shares_only=shares_only,
-                joules_per_image=None if predicted.energy is None else predicted.energy.image_j,
+                joules_per_image=None if predicted.energy is None else predicted.energy.image_j
             )
         )  # fmt: skip
 
@@ -223,12 +218,12 @@ def plan_line(plan: Plan, graph: Graph) -> schema.PlanLine:
         layers.append(
             schema.LayerEntry(
                 layer=row.layer, kind=row.kind, strategy=row.strategy, parts=row.parts, note=row.note,
-                flop=graph[row.layer].flop, moves=tuple(own), sum_bytes=row.bytes_ - moved,
+                flop=graph[row.layer].flop, moves=tuple(own), sum_bytes=row.bytes_ - moved
             )
         )  # fmt: skip
     return schema.PlanLine(
         plan=schema.PlanEntry.model_validate_json(plan.to_json()), inexact=plan.inexact, layers=tuple(layers),
-        outputs=tuple(outputs), work=work_shares(steps, graph),
+        outputs=tuple(outputs), work=work_shares(steps, graph)
     )  # fmt: skip
 
 
@@ -247,7 +242,7 @@ def _moves(steps: StepList) -> tuple[dict[str, list[schema.MoveEntry]], list[sch
             (outputs if reader is None else layers.setdefault(reader, [])).append(
                 schema.MoveEntry(
                     value=step.reads.layer, source=_layout_name(step.reads.layout),
-                    target=_layout_name(step.writes.layout), bytes=size[step.writes.key],
+                    target=_layout_name(step.writes.layout), bytes=size[step.writes.key]
                 )
             )  # fmt: skip
     return layers, outputs

@@ -322,11 +322,11 @@ def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole
         or layer.random
         or layer.several
         or layer.everywhere
-        or layer.alone
-        or layer.blocked
+        or layer.unfusable
+        or layer.no_gradient_to
         or operation.attributes
     )
-    if odd or not layer.differentiable or (layer.notes and layer.kind != "batch_norm"):
+    if odd or not layer.differentiable or (layer.changes_state and layer.kind != "batch_norm"):
         return False
     if _sizes_in(operation.args) or _sizes_in(tuple(operation.kwargs.values())) or operation.kwargs.get("inplace"):
         return False

@@ -123,7 +123,7 @@ class Executor:
                     run.call = self.calls[name] = partial(_as_traced, layer, self.calls[name])
                 elif (
                     isinstance(run, ByAutograd | ByBackward)
-                    and not (layer.per_sample or layer.notes)
+                    and not (layer.per_sample or layer.changes_state)
                     and is_of_user(traced.operations[name], model)
                 ):
                     inside = [subtree(model, path) for path in traced.operations[name].modules]

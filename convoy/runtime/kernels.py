@@ -209,7 +209,7 @@ def arithmetic(model: nn.Module, layer: Layer, operation: Operation) -> Arithmet
         return FullyConnected(module, layer) if layer.kind == "linear" else Convolution(module, layer)
     if layer.kind == "pick":
         return Picking(operation)
-    return (ByBackward if layer.alone else ByAutograd)(model, layer, operation)
+    return (ByBackward if layer.unfusable else ByAutograd)(model, layer, operation)
 
 
 def named(**gradients: Tensor | None) -> dict[str, Tensor | None]:

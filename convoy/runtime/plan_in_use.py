@@ -60,7 +60,7 @@ def plan_in_use(
     layouts: dict[str, Layout] = {key: everywhere(devices) for key in known}
     layouts |= parameter_layouts(pinned, evaluated) | parameter_layouts(plan, trained)
     layers = [*trained.layers.values(), *evaluated.layers.values()]
-    in_parts = {p.key for layer in layers if layer.alone for p in layer.parameters.values()}
+    in_parts = {p.key for layer in layers if layer.unfusable for p in layer.parameters.values()}
     return PlanInUse(
         devices,
         plan,

@@ -65,11 +65,11 @@ class ProgramCache:
 
     def _check_noting(self, steps: StepList, graph: Graph) -> None:
         for step in steps.phase("forward"):
-            if not isinstance(step, ComputeStep) or not (graph[step.layer].notes or step.layer in self._noting):
+            if not isinstance(step, ComputeStep) or not (graph[step.layer].changes_state or step.layer in self._noting):
                 continue
             here = set(holders(step.writes.layout))
             before = self._noting.setdefault(step.layer, here)
-            if here != before if graph[step.layer].notes else not here <= before:
+            if here != before if graph[step.layer].changes_state else not here <= before:
                 raise InputError(
                     f"layer {step.layer!r} changes its Python state, buffers or parameters in forward, on the devices "
                     f"{sorted(before)} so far, and would run on {sorted(here)} for a batch of {steps.batch}: their state would "

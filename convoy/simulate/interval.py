@@ -11,7 +11,7 @@ Each cause is a factor that nine of ten cases stay within. They are taken as ind
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Basis = Literal["measured", "rates", "described"]
 """The source of a prediction: times of this net's layers on these devices, the speeds that these devices reached with another
@@ -39,8 +39,7 @@ def around(value: float, spread: float) -> Within:
     return Within(value / spread, value * spread)
 
 
-@dataclass(frozen=True, slots=True)
-class SimulationErrors:
+class SimulationErrors(NamedTuple):
     """Factors of the simulation: for a device alone, for a step, and for the speedup over the fastest device."""
 
     alone: float = 1.0
@@ -85,7 +84,9 @@ class Errors:
             return self.alone(busy[0])
         parts = [min(1.0, part) for part in computes]
         devices = [factor**part for factor, part in zip(self.devices, parts, strict=False)]
-        return together([SIMULATION[self.basis].step, max(devices, default=1.0), self._wire(parts)])
+        return together(
+            [SIMULATION[self.basis].step, max(devices, default=1.0), self.wire ** (1.0 - max(parts, default=0.0))]
+        )
 
     def gain(self, computes: Sequence[float], alone: int) -> float:
         """Return the factor of the speedup over the device `alone`.
@@ -99,10 +100,9 @@ class Errors:
             for factor, part, kind in zip(self.devices, parts, kinds, strict=False)
             if part > 0
         ]
-        return together([SIMULATION[self.basis].gain, max(devices, default=1.0), self._wire(parts)])
-
-    def _wire(self, computes: Sequence[float]) -> float:
-        return float(self.wire ** (1.0 - max(computes, default=0.0)))
+        return together(
+            [SIMULATION[self.basis].gain, max(devices, default=1.0), self.wire ** (1.0 - max(parts, default=0.0))]
+        )
 
 
 def together(factors: Iterable[float]) -> float:

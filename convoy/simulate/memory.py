@@ -37,15 +37,10 @@ from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, Move
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """The cost of one optimizer per trainable entry.
+    """The cost of one optimizer per trainable entry."""
 
-    Attributes:
-        state: numbers kept from step to step, besides weight and gradient.
-        moved: numbers read and written in one update, weight and gradient included.
-    """
-
-    state: int
-    moved: int
+    state: int  # numbers kept from step to step, without weight and gradient
+    moved: int  # numbers read and written in one update
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
@@ -56,11 +51,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 
 def optimizer_named(name: str) -> Optimizer:
-    """Return an optimizer.
-
-    Raises:
-        InputError: unknown name; the choices are listed.
-    """
+    """Return an optimizer; an unknown name is an InputError that lists the choices."""
     if name not in OPTIMIZERS:
         raise unknown_name("optimizer", name, OPTIMIZERS)
     return OPTIMIZERS[name]
@@ -110,7 +101,6 @@ class MemoryLimits:
 
     @property
     def limited(self) -> bool:
-        """Whether any device has a limit."""
         return any(limit is not None for limit in self.limits_bytes)
 
     def bytes_of(self, device: int) -> float:
@@ -178,7 +168,7 @@ def micro_batch_words(graph: Graph, count: int, step_s: float | None = None) -> 
 def sees_batch(graph: Graph) -> tuple[str, ...]:
     """Return the layers whose result depends on the whole batch: batch norm, or values for all pairs of samples."""
     rows = graph.layers.values()
-    return tuple(e.name for e in rows if e.batched and (e.statistics or e.across or not e.per_sample))
+    return tuple(e.name for e in rows if e.batched and (e.statistics or e.batch_axes or not e.per_sample))
 
 
 def _mb(size: float) -> str:
@@ -201,25 +191,24 @@ def memory_of_steps(
     lists: Sequence[StepList], graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
     """Return for each device the memory of the micro-batch that needs most, given the step lists of all kinds."""
-    rows = [_memory(steps, graph, optimizer_named(optimizer).state, itemsize) for steps in lists]
-    return tuple(max(each, key=lambda memory: memory.total_bytes) for each in zip(*rows, strict=True))
-
-
-def _memory(steps: StepList, graph: Graph, state: int, itemsize: int) -> list[DeviceMemory]:
-    result = []
-    for device, program in enumerate(compile_all(steps, graph)):
-        kept, trained = parameter_entries(steps, graph, device)
-        whole, gradients = _gathered_entries(program)
-        result.append(
-            DeviceMemory(
-                weights_bytes=(kept + whole) * itemsize,
-                gradients_bytes=(trained + gradients) * itemsize,
-                optimizer_bytes=trained * state * itemsize,
-                activations_bytes=_activations(program, steps, graph) * itemsize,
-                exchange_bytes=max(exchange_bytes(program, steps, itemsize).values(), default=0),
+    state = optimizer_named(optimizer).state
+    kinds = []
+    for steps in lists:
+        devices = []
+        for device, program in enumerate(compile_all(steps, graph)):
+            kept, trained = parameter_entries(steps, graph, device)
+            whole, gradients = _gathered_entries(program)
+            devices.append(
+                DeviceMemory(
+                    weights_bytes=(kept + whole) * itemsize,
+                    gradients_bytes=(trained + gradients) * itemsize,
+                    optimizer_bytes=trained * state * itemsize,
+                    activations_bytes=_activations(program, steps, graph) * itemsize,
+                    exchange_bytes=max(exchange_bytes(program, steps, itemsize).values(), default=0),
+                )
             )
-        )
-    return result
+        kinds.append(devices)
+    return tuple(max(each, key=lambda memory: memory.total_bytes) for each in zip(*kinds, strict=True))
 
 
 def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> tuple[int, ...]:

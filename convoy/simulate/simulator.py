@@ -71,7 +71,14 @@ def simulate(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
 def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> list[Program]:
     """Return the simulator's program of every device; `overlap` as in `simulate`."""
     labels = {step.id: f"{type(step).__name__} {step.id}" for step in steps.steps}
-    kept = _kept(steps, graph)
+    trained = {
+        parameter.key: (step.parameters[key], parameter)
+        for step in steps.phase("forward")
+        if isinstance(step, ComputeStep)
+        for key, parameter in graph[step.layer].parameters.items()
+        if parameter.trainable
+    }
+    kept = list(trained.values())
     return [_Pricer(p, steps, graph, costs, labels).program(kept) for p in compile_all(steps, graph, overlap=overlap)]
 
 
@@ -190,8 +197,15 @@ class _Pricer:
                     yield self._computation(operation, called=True)
             case Fused():
                 yield from self._segment(operation)
-            case ExchangeRound():
-                yield self._begin(operation)
+            case ExchangeRound(step=step, number=number):
+                sizes: dict[Route, int] = {}
+                itemsize = self.costs.itemsize
+                ways = [(self.device, m.peer, m) for m in operation.sends]
+                ways += [(m.peer, self.device, m) for m in operation.receives]
+                for sender, receiver, m in ways:
+                    size = m.size * (narrow_itemsize(itemsize) if m.narrow else itemsize)
+                    sizes[step, number, sender, receiver] = sizes.get((step, number, sender, receiver), 0) + size
+                yield Begin(step, number, self.labels[step], sizes)
             case BeginSum(step=step):
                 yield Mark(("ready", step, 0))
             case EndSum(step=step):
@@ -238,16 +252,6 @@ class _Pricer:
             seconds += self.overhead.layer_s / (2 if part == "all" else 4)
         return Work(operation.step, label, seconds, is_layer=True)
 
-    def _begin(self, operation: ExchangeRound) -> Begin:
-        sizes: dict[Route, int] = {}
-        step, number, itemsize = operation.step, operation.number, self.costs.itemsize
-        ways = [(self.device, m.peer, m) for m in operation.sends]
-        ways += [(m.peer, self.device, m) for m in operation.receives]
-        for sender, receiver, m in ways:
-            size = m.size * (narrow_itemsize(itemsize) if m.narrow else itemsize)
-            sizes[step, number, sender, receiver] = sizes.get((step, number, sender, receiver), 0) + size
-        return Begin(step, number, self.labels[step], sizes)
-
     def _work(self, step: int, around: Handling, calls_s: float = 0.0) -> Iterable[Item]:
         seconds = calls_s + (0.0 if around is NOTHING else self.overhead.handling_s(around, self.costs.itemsize))
         if seconds:
@@ -268,15 +272,3 @@ class _Pricer:
         for seconds, label in rows:
             if seconds:
                 yield Work(len(self.steps.steps), label, seconds)
-
-
-def _kept(steps: StepList, graph: Graph) -> list[tuple[Layout, Parameter]]:
-    """Return the trainable parameters and their layouts."""
-    kept = {
-        parameter.key: (step.parameters[key], parameter)
-        for step in steps.phase("forward")
-        if isinstance(step, ComputeStep)
-        for key, parameter in graph[step.layer].parameters.items()
-        if parameter.trainable
-    }
-    return list(kept.values())

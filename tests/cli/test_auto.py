@@ -122,20 +122,6 @@ def assert_like_one_device(weights: list[torch.Tensor]) -> None:
         assert (found - expected).abs().max() < 1e-10
 
 
-@pytest.mark.slow
-def test_make_plan_measures_and_trains_like_one_device() -> None:
-    rows = on_processes(2, "tests.cli.test_auto:plan_and_train", limit_s=100)
-    assert rows[0][0] == rows[1][0]
-    for _, weights in rows:
-        assert_like_one_device([torch.tensor(each, dtype=torch.float64) for each in weights])
-
-
-def plan_and_train(group: Group) -> tuple[str, list[Any]]:
-    plan = make_plan("auto", net(), example(), BATCH, group, budget_s=0.2)
-    assert sum(group.sent_bytes) == 0, "what measuring sent does not count"
-    return plan.to_json(), [weights.tolist() for weights in trained(group, plan)]
-
-
 @pytest.mark.parametrize(("factors", "workers"), [((1.0, 1.5), {0, 1}), ((1.0, 1e3), {0}), ((1e3, 1.0), {1})])
 def test_a_file_of_times_decides_who_works(
     measured: Measurement, tmp_path: Path, factors: tuple[float, float], workers: set[int]
@@ -313,14 +299,6 @@ def assert_trains(tmp_path: Path, *options: str) -> None:
 @pytest.fixture(scope="module")
 def tiny() -> Measurement:
     return Measurement.from_toml(on_processes(2, "tests.cli.test_auto:measure_tiny", limit_s=100)[0])
-
-
-@pytest.mark.slow
-def test_train_by_a_measured_file_as_a_person_starts_it(tiny: Measurement, tmp_path: Path) -> None:
-    """Plans, predicts, trains, and says at the end how good the prediction was."""
-    file = tmp_path / "fleet.toml"
-    file.write_text(tiny.to_toml())
-    assert_trains(tmp_path, "--fleet", str(file))
 
 
 def test_the_forecast_marks_what_does_not_fit(

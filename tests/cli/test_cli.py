@@ -1,17 +1,13 @@
 """The command, as a person meets it: training end to end, and what it prints and writes."""
 
-import contextlib
 import itertools
 import json
 import os
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -176,57 +172,6 @@ def test_a_training_as_a_person_starts_it(tmp_path: Path) -> None:
     assert text.endswith(f"A page of this run: {log.with_suffix('.html')}\n")
     assert text.count("2x") == 2, "the slow-down, in the fleet and at the end"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "run.jsonl"]
-
-
-def test_bad_input_to_the_real_command(tmp_path: Path) -> None:
-    begin_s = time.monotonic()
-    done = subprocess.run(
-        command("--devices", "3", "--batch", "0"), cwd=tmp_path, env=QUIET, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (
-        2,
-        "",
-        "error: --batch 0: input should be greater than or equal to 1\n",
-    )
-    assert time.monotonic() - begin_s < 60
-
-
-@contextlib.contextmanager
-def endless_training(folder: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, psutil.Process]]]:
-    """Three devices in mid-training, by number; whatever happens, nothing of it stays."""
-    log = folder / "run.jsonl"
-    argv = command("--devices", "3", "--speeds", "1,1,1", "--epochs", "1000000", "--log", str(log), "--spare", "none")
-    launcher = subprocess.Popen(
-        argv, cwd=folder, env=QUIET, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        deadline_s = time.monotonic() + 90
-        while not (log.exists() and '"step"' in log.read_text()):
-            assert launcher.poll() is None, launcher.communicate()
-            assert time.monotonic() < deadline_s, "the training did not start"
-            time.sleep(0.1)
-        children = psutil.Process(launcher.pid).children()
-        devices = {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
-        assert sorted(devices) == [0, 1, 2]
-        yield launcher, devices
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.communicate()
-
-
-@pytest.mark.slow  # tests/launch/test_launch.py has the words, tests/elastic/test_members.py a device that is killed
-def test_a_device_that_is_killed_in_mid_training_is_named(tmp_path: Path) -> None:
-    with endless_training(tmp_path) as (launcher, devices):
-        devices[2].kill()
-        _, errors = launcher.communicate(timeout=60)
-        assert launcher.returncode == 2
-        _, alive = psutil.wait_procs(devices.values(), timeout=10)
-        assert not alive
-    assert re.search(r"^error: device 2 \(cpu\) was killed by SIGKILL", errors, re.M)
-    assert "Traceback" not in errors
-    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    assert lines[-1]["what"] in ("step", "epoch", "evaluation", "system"), "what was done is kept, in whole lines"
 
 
 def train_until_one_freezes(device: int, argv: list[str]) -> str:

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 from convoy import cli
 from convoy.checkpoint import checkpoint as checkpoint_module
 from tests.support.processes import PLACE, ROOT
-from tests.support.slow import most_slow
 
 TINY = [
     *("--data", "digits", "--net", "two-conv:4:6", "--limit", "80", "--batch", "20", "--speeds", "1", "--lr", "0.05")
@@ -300,35 +299,6 @@ def test_an_odd_slowdown_in_the_environment(
     )
 
 
-DEEP = {
-    "toml": "x = " + "[" * 5000 + "]" * 5000 + "\n",
-    "digits": f"x = {'9' * 5000}\n",
-    "dots": f"{'a.' * 3000}b = 1\n",
-}
-
-
-@pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
-@pytest.mark.parametrize(
-    "verb",
-    [
-        ["train", "FILE"],
-        ["train", "--plan", "auto", "--fleet", "FILE"],
-        ["plan", "two-conv:4:6", "--fleet", "FILE"],
-        ["measure", "-o", "OUT", "--fleet", "FILE"],
-        ["simulate", "-o", "OUT", "--fleet", "FILE"],
-        ["emulate", "FILE", "--", "true"],
-        ["doctor", "--fleet", "FILE"],
-    ],
-    ids=lambda verb: " ".join(verb),
-)
-def test_files_that_are_nested_too_deep_or_hold_huge_numbers(
-    verb: Sequence[str], text: str, tmp_path: Path, convoy: Callable[..., Output]
-) -> None:
-    file = tmp_path / "file.toml"
-    file.write_text(text)
-    refused(convoy(*[word.replace("FILE", str(file)).replace("OUT", str(tmp_path / "out")) for word in verb]))
-
-
 # ---------------------------------------------------------------------------------------------------------- the real command
 
 
@@ -339,12 +309,14 @@ def real(*argv: str) -> list[str]:
 QUIET = {k: v for k, v in os.environ.items() if k not in (*PLACE, "COLUMNS")} | {"PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("devices", most_slow(1, [2, 1]))
-def test_a_reader_that_has_seen_enough_ends_the_command_quietly(devices: int, tmp_path: Path) -> None:
+def test_a_reader_that_has_seen_enough_ends_the_command_quietly(tmp_path: Path) -> None:
     """`convoy train | head -1`."""
-    speeds = ["--speeds", ",".join("1" * devices), "--devices", str(devices), "--epochs", "1000000"]
     command = subprocess.Popen(
-        real("train", *TINY[:8], *speeds), cwd=tmp_path, env=QUIET, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        real("train", *TINY[:8], "--epochs", "1000000"),
+        cwd=tmp_path,
+        env=QUIET,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert command.stdout is not None
     assert command.stdout.readline()
@@ -354,33 +326,26 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly(devices: int, tm
     assert (command.returncode, errors) == (141, b"")
 
 
-@pytest.mark.parametrize("devices", most_slow(1, [2, 1]))
-def test_ctrl_c_is_answered_at_once_and_ends_all_soon(devices: int, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_command_soon(tmp_path: Path) -> None:
     """It took 7 s, and nothing was said."""
     log = tmp_path / "log.jsonl"
-    speeds = ["--speeds", ",".join("1" * devices), "--devices", str(devices), "--epochs", "1000000", "--log", str(log)]
     with (tmp_path / "errors").open("wb") as errors:
-        command = subprocess.Popen(
-            real("train", *TINY[:8], *speeds), cwd=tmp_path, env=QUIET, stdout=subprocess.DEVNULL, stderr=errors,
-            start_new_session=True,
-        )  # fmt: skip
+        argv = real("train", *TINY[:8], "--epochs", "1000000", "--log", str(log))
+        out = subprocess.DEVNULL
+        command = subprocess.Popen(argv, cwd=tmp_path, env=QUIET, stdout=out, stderr=errors, start_new_session=True)
     try:
         deadline_s = time.monotonic() + 60
         while not (log.exists() and '"step"' in log.read_text()):
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         os.killpg(command.pid, signal.SIGINT)
-        begin_s = time.monotonic()
-        while not (tmp_path / "errors").read_bytes():
-            assert time.monotonic() - begin_s < 30, "it says nothing"
-            time.sleep(0.01)
         assert command.wait(timeout=30) == 130
     finally:
         if command.poll() is None:
             os.killpg(command.pid, signal.SIGKILL)
             command.wait()
     said = (tmp_path / "errors").read_text()
-    assert said == ("interrupted\n" if devices == 1 else "SIGINT: ending 2 devices\n")
+    assert said == "interrupted\n"
 
 
 class Spoilt(Dataset[Any]):

@@ -27,7 +27,6 @@ from convoy.doctor.facts import (
     collect_facts,
     from_text,
     home_problem,
-    measure_pace,
 )
 from convoy.doctor.findings import diagnose
 from convoy.errors import DeviceLostError, InputError
@@ -77,13 +76,6 @@ def test_a_missing_home_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "HOME is not set, and user 1234567 has no home directory" in home_problem({"XDG_CACHE_HOME": "relative"})
     monkeypatch.setattr(os, "access", lambda folder, _: str(folder) != "/")
     assert "cannot write to /, where /nowhere/.cache would be" in home_problem({"HOME": "/nowhere"})
-
-
-def test_an_emulated_slowdown_slows_the_pace() -> None:
-    cpu = torch.device("cpu")
-    once = measure_pace(cpu, seconds=0.02).samples_per_s
-    assert once > 0
-    assert measure_pace(cpu, slowdown=1000.0, seconds=0.02).samples_per_s < once / 10
 
 
 # --- ways and the exchange --------------------------------------------------------------------------------------------
@@ -190,14 +182,6 @@ def test_processes_examine_each_other_and_measure_their_links() -> None:
     assert first == {"came": [0, 1, 2], "links": 6, "errors": []}
 
 
-def test_another_version_is_named_before_a_group_would_refuse_it() -> None:
-    skewed = {"1": {"torch": "1.13"}}
-    first, *others = on_processes(3, "tests.doctor.test_examine:examine_as", 3, free_port(), skewed, joined=False)
-    assert others == [None, None]
-    assert "but 1.13 on device 1" in first["errors"][0]
-    assert first["links"] == 0
-
-
 def test_the_devices_that_came_are_measured_without_the_absent_ones() -> None:
     first, other = on_processes(2, "tests.doctor.test_examine:examine_as", 4, free_port(), {}, joined=False)
     assert other is None
@@ -271,15 +255,6 @@ def test_an_error_is_status_1_and_2_for_a_launcher(
     assert doctor.run_doctor(None, None, 5.0) == 1
     assert "Not ready to train: 1 error" in capsys.readouterr().out
     assert doctor.run_doctor(None, None, 5.0, CONTEXT.dump_json(Context()).decode()) == 2
-
-
-def test_a_stranded_device_prints_why(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(doctor, "LINGER_S", 0.0)
-    assert doctor.run_doctor(None, None, 0.2) == 1
-    assert "ERROR: device 1 cannot come to the meeting point 127.0.0.1" in capfd.readouterr().err
 
 
 def test_options_that_cannot_be_used_are_refused(tmp_path: Path) -> None:

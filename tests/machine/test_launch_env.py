@@ -8,41 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
 from convoy.cli.options import in_job
 from convoy.comm.environment import read_process_env
 from convoy.errors import InputError
-from convoy.machine.accelerator import pick_device
 from convoy.machine.launch_env import as_torchrun, first_host, is_one_of_job, tasks_on
 from tests.support.commands import QUIET, TINY, results
 from tests.support.programs import needs
 
 TORCHRUN = {
-    "RANK": "2",
-    "WORLD_SIZE": "3",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "10.0.0.1",
+    "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
-}
+}  # fmt: skip
 
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
-    "PMIX_NAMESPACE": "2055798785",
-    "PMIX_RANK": "1",
-}
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "PMIX_NAMESPACE": "2055798785", "PMIX_RANK": "1",
+}  # fmt: skip
 
-MPICH = {
-    "PMI_RANK": "1",
-    "PMI_SIZE": "3",
-    "PMI_FD": "7",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "3",
-}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "3", "PMI_FD": "7", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3"}
 
 # Four hosts with 2, 2, 1 and 3 devices; this is the second one on the last host.
 SLURM = {
@@ -95,11 +79,6 @@ SAID: list[tuple[str, dict[str, str], tuple[int, int, int, int | None, str, int]
     ("mpich, one host", MPICH, (1, 3, 1, 3, "127.0.0.1", 15_000)),
     ("mpich, two hosts", MPICH | {"MPI_LOCALNRANKS": "2", "MASTER_ADDR": "a"}, (1, 3, 1, 2, "a", 15_000)),
     ("slurm", SLURM, (6, 8, 1, 3, "gpu02", 15_000 + 4711 + 2 * 1009)),
-    (
-        "slurm, first host",
-        SLURM | {"SLURM_PROCID": "1", "SLURM_NODEID": "0"},
-        (1, 8, 1, 2, "gpu02", 15_000 + 4711 + 2 * 1009),
-    ),
     ("slurm, the next job", SLURM | {"SLURM_JOB_ID": "4712"}, (6, 8, 1, 3, "gpu02", 15_000 + 4712 + 2 * 1009)),
     ("slurm, told where", SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}, (6, 8, 1, 3, "10.0.0.1", 4000)),
     (
@@ -113,7 +92,6 @@ SAID: list[tuple[str, dict[str, str], tuple[int, int, int, int | None, str, int]
     # Slurm's own plugin for MPI, and launchers within a Slurm step.
     ("slurm with --mpi=pmi2", SLURM | {"PMI_RANK": "6", "PMI_SIZE": "8"}, (6, 8, 1, 3, "gpu02", 21_729)),
     ("mpirun in a slurm job", SLURM | OPEN_MPI, (1, 3, 1, 3, "127.0.0.1", 15_860)),
-    ("mpich in a slurm job", SLURM | MPICH, (1, 3, 1, 3, "127.0.0.1", 15_000)),
     ("torchrun in a slurm job", SLURM | TORCHRUN, (2, 3, 0, 1, "10.0.0.1", 29500)),
     ("torchrun under mpirun", OPEN_MPI | TORCHRUN, (2, 3, 0, 1, "10.0.0.1", 29500)),
 ]  # fmt: skip
@@ -137,11 +115,8 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 
 REFUSED: list[tuple[dict[str, str], list[str]]] = [
     (without(TORCHRUN, "WORLD_SIZE"), ["RANK=2", "no WORLD_SIZE", "start it with torchrun, srun, mpirun"]),
-    (without(TORCHRUN, "MASTER_PORT"), ["no MASTER_PORT"]),
     (TORCHRUN | {"RANK": "3"}, ["RANK='3'", "from 0 to 2"]),
     (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), ["OMPI_COMM_WORLD_RANK=1", "no OMPI_COMM_WORLD_SIZE", "all of"]),
-    (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), ["no OMPI_COMM_WORLD_RANK", "mpirun (Open MPI)"]),
-    (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), ["no OMPI_COMM_WORLD_LOCAL_SIZE"]),
     (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "3"}, ["OMPI_COMM_WORLD_RANK='3'", "from 0 to 2"]),
     (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "many"}, ["OMPI_COMM_WORLD_SIZE='many'", "whole number"]),
     (
@@ -169,26 +144,13 @@ def test_half_a_place_is_told(environment: dict[str, str], words: list[str]) -> 
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("nodelist", "first"),
-    [
-        ("node01", "node01"),
-        ("node[01-03,07]", "node01"),
-        ("node[07,01-03],login", "node07"),
-        ("login,node[01-03]", "login"),
-        ("rack[1-2]-node[03-04]", "rack1-node03"),
-        ("a.b-c_d", "a.b-c_d"),
-        ("gpu[1-2].lab", "gpu1.lab"),
-    ],
-)
-def test_the_first_host_of_a_nodelist(nodelist: str, first: str) -> None:
-    assert first_host(nodelist) == first
-
-
-@pytest.mark.parametrize("nodelist", ["", "node[", "node]", "[]", ",a", "a b"])
-def test_what_is_no_nodelist(nodelist: str) -> None:
-    with pytest.raises(InputError, match="must be a list such as"):
-        first_host(nodelist)
+def test_the_first_host_of_a_nodelist() -> None:
+    assert first_host("node[01-03,07]") == "node01"
+    assert first_host("login,node[01-03]") == "login"
+    assert first_host("rack[1-2]-node[03-04]") == "rack1-node03"
+    for wrong in ("", "node[", "[]", "a b"):
+        with pytest.raises(InputError, match="must be a list such as"):
+            first_host(wrong)
 
 
 def test_tasks_per_node() -> None:
@@ -227,10 +189,3 @@ def test_the_same_command_under_mpirun(tmp_path: Path) -> None:
     assert right == right_alone
     assert loss == pytest.approx(loss_alone, abs=1.5e-4)
     assert len(re.findall("Training on", together)) == 1, "one job, not two of one device each"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, which can be used")
-def test_a_gpu_that_is_not_there_is_refused_in_words() -> None:
-    """Story: on a torch for processors only, cuda:0 ended in an AttributeError about torch._C."""
-    with pytest.raises(InputError, match="device 'cuda:0' cannot be used"):
-        pick_device("cuda:0", 0)

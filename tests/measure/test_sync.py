@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def wire_of(devices: int) -> WireTimes:
     """Return a wire without latency whose traffic costs no processor time."""
-    return WireTimes((), (), (Traffic(0.0, 0.0, 0.0),) * devices)
+    return WireTimes((), (), (Traffic(0.0, 0.0),) * devices)
 
 
 def blocks(alone_s: float, together_s: float, own_s: Sequence[float]) -> Blocks:

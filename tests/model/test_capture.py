@@ -88,7 +88,7 @@ def test_checkpointed_blocks_stay_whole_and_learn(reentrant: bool, norm: bool) -
     model = Kept(Checkpointed(reentrant, norm))
     layers = layers_of(model)
     assert (layers["middle"].kind, layers["middle"].per_sample) == ("opaque", False)
-    assert layers["middle"].alone == reentrant
+    assert layers["middle"].unfusable == reentrant
     assert "checkpoint" in layers["middle"].reason
     assert {"body.0", "body.1"} <= layers.keys()
     assert difference(model) < EXACT

@@ -541,4 +541,4 @@ class FirstInPlace(nn.Module):
 def test_a_reentrant_checkpoint_behind_an_in_place_call() -> None:
     """Of seed 52392: autograd forbade the call on the inputs of the check, which then did not come to the checkpoint."""
     layers = trace(FirstInPlace().double(), images(2)).graph.layers.values()
-    assert any(layer.alone for layer in layers)
+    assert any(layer.unfusable for layer in layers)

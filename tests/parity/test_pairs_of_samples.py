@@ -51,6 +51,6 @@ def test_pairs_are_those_of_one_device(name: str, plan: str) -> None:
 
 def test_only_what_makes_the_pairs_is_on_one_device() -> None:
     layers = trace(Pairing(clip), torch.zeros(2, 3, 8, 8)).graph.layers.values()
-    assert {layer.across for layer in layers if not layer.batched and layer.kind == "pick"} == {(0, 1)}
+    assert {layer.batch_axes for layer in layers if not layer.batched and layer.kind == "pick"} == {(0, 1)}
     assert all(layer.per_sample for layer in layers if layer.kind == "conv")
-    assert [layer.batch_shape(7) for layer in layers if layer.across] == [(7, 7)] * 2
+    assert [layer.batch_shape(7) for layer in layers if layer.batch_axes] == [(7, 7)] * 2

@@ -27,8 +27,8 @@ from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import ComputeStep
 from convoy.plan.strategy import Batch, Channel, Filter, One, Sharding, Strategy
 from convoy.planner.analytic import CostModel
-from convoy.planner.load_balance import balance
 from convoy.planner.planner import candidates, plan_auto
+from convoy.planner.search import balance
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
 from convoy.simulate.network import Network

@@ -8,6 +8,7 @@ layer that no rule splits, to learn how it must be computed.
 import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import count
@@ -300,14 +301,14 @@ class _Capture:
                 shape = tuple(t.shape[1:]) if axes is None else without_batch(t.shape, axes)
                 layers[name] = Layer(
                     name, "pick", ("model",), shape, dtype=dtype_name(t.dtype), differentiable=is_floating(t),
-                    batched=axes is None, across=axes or (),
+                    batched=axes is None, batch_axes=axes or (),
                 )  # fmt: skip
                 operations[name] = Operation("function", operator.getitem, (Ref(0), i))
         graph = Graph(type(model).__name__, layers, names)
         return TracedModel(graph, operations, form if several else Ref(0), whole=("",))
 
     def _outputs(self) -> tuple[Any, list[Tensor], list[tuple[int, ...] | None]]:
-        """Run the model on two batches; return its value for the smaller, its tensors, and `Layer.across` (None: rows)."""
+        """Run the model on two batches; return its value for the smaller, its tensors, and `Layer.batch_axes` (None: rows)."""
         name = type(self.model).__name__
         try:
             values = [run_on_random(self.model, meta_inputs(self.specs, batch), {}) for batch in BATCHES]
@@ -337,17 +338,16 @@ class _Capture:
                 f"{start}{norm!r} is a SyncBatchNorm; all batch norms of a distributed model have the statistics of the whole "
                 "batch: leave convert_sync_batchnorm out"
             )
-        without_batch_axis = [(tuple(e.shape), e.dtype) for e in self.examples]
-        try:
-            run_on_random(self.model, meta_inputs(without_batch_axis, 2), {})
-        except Exception:
+        shapes = [(tuple(e.shape), e.dtype) for e in self.examples]
+        with suppress(Exception):
+            run_on_random(self.model, meta_inputs(shapes, 2), {})
             return InputError(
-                f"{start}it was given {BATCHES[0]} and {BATCHES[1]} samples of random numbers with the shapes of the example; "
-                "give one batch of each of its inputs, as its forward takes them"
+                f"{start}it is one sample, {' and '.join(str(shape) for shape, _ in shapes)}, without the axis of the batch: "
+                "give example[None], or one batch of the loader"
             )
-        shapes = " and ".join(str(shape) for shape, _ in without_batch_axis)
         return InputError(
-            f"{start}it is one sample, {shapes}, without the axis of the batch: give example[None], or one batch of the loader"
+            f"{start}it was given {BATCHES[0]} and {BATCHES[1]} samples of random numbers with the shapes of the example; give "
+            "one batch of each of its inputs, as its forward takes them"
         )
 
 

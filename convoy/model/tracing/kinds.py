@@ -161,12 +161,6 @@ def _of_channels(axes_behind: int) -> Rule:
 # --- several tensors -------------------------------------------------------------------------------------------------
 
 
-def _join(call: Call) -> Known | None:
-    if len(call.inputs) > 1:
-        return Known("join")
-    return Known("elementwise") if call.inputs[0] == call.output else None
-
-
 def _cat(call: Call) -> Known | None:
     axis = call.argument(1, "dim", call.argument(1, "axis", 0))
     return Known("cat", axis=axis % len(call.output)) if isinstance(axis, int) else None
@@ -454,15 +448,16 @@ def _with_weight(call: Call) -> Known | None:
 
 # --- the tables ------------------------------------------------------------------------------------------------------
 
+_ALONE = SplitRule("entries")
 _ALONG = ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp")
 _SUMS = ("sum", "mean", "amax", "amin", "var", "std", "prod", "logsumexp", "any", "all")
 _CONVOLVED = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 
 FUNCTIONS.update(
     {
-        **dict.fromkeys(_ENTRIES, SplitRule("entries")),
+        **dict.fromkeys(_ENTRIES, _ALONE),
         **{name: _of_channels(n) for name, n in _CHANNELS.items()},
-        **dict.fromkeys(_JOINS, _join),
+        **dict.fromkeys(_JOINS, lambda call: Known("join") if len(call.inputs) > 1 else _ALONE(call)),
         **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
         "stack": _stack,
         **dict.fromkeys(_ALONG, _along(1, "dim")),

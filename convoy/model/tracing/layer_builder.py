@@ -192,7 +192,7 @@ class LayerBuilder:
             batched, axes = source.batched and of_batch is None, across(of_batch) if of_batch is not None else ()
             self._layers[picked] = Layer(
                 picked, "pick", (name,), tuple(small.shape[1:]) if batched else without_batch(small.shape, axes),
-                dtype=dtype_name(small.dtype), batched=batched, across=axes,
+                dtype=dtype_name(small.dtype), batched=batched, batch_axes=axes,
                 differentiable=source.differentiable and is_floating(small),
             )  # fmt: skip
             self._operations[picked] = Operation("function", operator.getitem, (Ref(0), item))
@@ -434,7 +434,9 @@ class LayerBuilder:
             raise not_registrable(found.dependence)
         reason = "; ".join(filter(None, (why, found.dependence)))
         each = found.each and not layer.random
-        return replace(layer, per_sample=not found.dependence, reason=reason, notes=found.each, each=each)
+        return replace(
+            layer, per_sample=not found.dependence, reason=reason, changes_state=found.each, called_everywhere=each
+        )
 
     @functools.cached_property
     def _precise(self) -> nn.Module:
@@ -467,19 +469,21 @@ def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, boo
         elsewhere: see `stateful_layers`, of the other mode.
     """
     random = layer.random or seen.draws or bool(seen.hidden)
-    notes = bool(seen.changes or seen.hidden) or layer.name in elsewhere
-    each = elsewhere.get(layer.name, notes) and notes and not random
+    changes = bool(seen.changes or seen.hidden) or layer.name in elsewhere
+    each = elsewhere.get(layer.name, changes) and changes and not random
     does = f"it reads {seen.hidden}" if seen.hidden else f"it changes {seen.changes}" if seen.changes else ""
     who = "every device computes it for the whole batch" if each else "one device computes it for the whole batch"
     return replace(
-        layer, per_sample=False, random=random, reason="; ".join(filter(None, (why, does, who))), alone=seen.alone,
-        notes=notes or seen.writes, blocked=seen.blocked, each=each, everywhere=each,
+        layer, per_sample=False, random=random, reason="; ".join(filter(None, (why, does, who))),
+        unfusable=seen.unfusable,
+        changes_state=changes or seen.writes, no_gradient_to=seen.no_gradient_to, called_everywhere=each,
+        everywhere=each,
     )  # fmt: skip
 
 
 def stateful_layers(graph: Graph) -> dict[str, bool]:
     """Return layer -> whether every device calls it, for layers with calls that change state. It must be so in both modes."""
-    return {name: layer.each for name, layer in graph.layers.items() if layer.notes}
+    return {name: layer.called_everywhere for name, layer in graph.layers.items() if layer.changes_state}
 
 
 def _ref(refs: list[str], name: str) -> Ref:
@@ -500,8 +504,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 # --- regions: values between their nodes are not rows of the batch, so each region becomes one layer --------------------
-
-Groups = dict[fx.Node, set[fx.Node]]
 
 
 def _regions(
@@ -525,7 +527,7 @@ def _regions(
     for node in nodes:
         for read in reads[node]:
             users[read].append(node)
-    groups: Groups = {node: {node} for node in nodes}
+    groups: dict[fx.Node, set[fx.Node]] = {node: {node} for node in nodes}
     for group in together:
         _unite(groups, group)
     for node in odd:
@@ -563,7 +565,7 @@ def _regions(
     return result
 
 
-def _unite(groups: Groups, nodes: Collection[fx.Node]) -> None:
+def _unite(groups: dict[fx.Node, set[fx.Node]], nodes: Collection[fx.Node]) -> None:
     union: set[fx.Node] = set().union(*(groups[node] for node in nodes))
     for node in union:
         groups[node] = union

@@ -275,18 +275,18 @@ class NodeValues:
         except Exception as error:  # the meta device has no numbers, and no shapes that depend on numbers
             failed = error
         self._of_data.add(node)
+        values = []
         try:
-            small, large = (self._on_random(node, i) for i in (0, 1))
-            return small, large
+            for i in (0, 1):
+                args, kwargs = on_random(self._arguments(node, lambda n, i=i: self[n][i]))
+                if node.op == "call_module":
+                    value = run_on_random(self.model.get_submodule(str(node.target)), args, kwargs)
+                else:
+                    value = call_node(node, args, kwargs)
+                values.append(map_tensors(value, lambda t: t.detach().to("meta")))
         except Exception:
             raise Untraceable(f"{node.name} does not run: {first_line(failed)}", node.meta["where"]) from None
-
-    def _on_random(self, node: fx.Node, which: int) -> Any:
-        args, kwargs = self._arguments(node, lambda n: self[n][which])
-        if node.op == "call_module":
-            return run_on_random(self.model.get_submodule(str(node.target)), args, kwargs)
-        args, kwargs = on_random(args), on_random(kwargs)
-        return map_tensors(call_node(node, args, kwargs), lambda t: t.detach().to("meta"))
+        return values[0], values[1]
 
     def _arguments(self, node: fx.Node, value: Any) -> Any:
         reads = self.reads[node]

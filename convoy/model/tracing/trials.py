@@ -66,16 +66,16 @@ class Observation:
         hidden: name of the state it reads that cannot be compared, or "".
         draws: it drew random numbers, or names a function that does.
         writes: it changed parameters or buffers.
-        alone: torch.autograd.grad refuses to go through it (a reentrant checkpoint).
-        blocked: indices of the inputs that no gradient reaches.
+        unfusable: torch.autograd.grad refuses to go through it (a reentrant checkpoint).
+        no_gradient_to: indices of the inputs that no gradient reaches.
     """
 
     changes: str = ""
     hidden: str = ""
     draws: bool = False
     writes: bool = False
-    alone: bool = False
-    blocked: tuple[int, ...] = ()
+    unfusable: bool = False
+    no_gradient_to: tuple[int, ...] = ()
 
 
 def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module], inputs: TrialInputs) -> Observation:
@@ -99,7 +99,7 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
             return Observation(changes="its state, perhaps", hidden=hidden, draws=drawn(), writes=True)
         draws, after = drawn() or bool(state.names & _RANDOM_FUNCTIONS), state.forms()
         writes = not all(is_shared(t, old) or torch.equal(t, old) for t, old in held)
-        alone, blocked = _backward(outputs, given, parameters)
+        unfusable, no_gradient_to = _backward(outputs, given, parameters)
     for t, _ in held:
         if not t.is_leaf:
             t.detach_()  # a buffer that took in a tensor with a gradient
@@ -109,13 +109,13 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
             f"the forward of module {made or 'the model itself'!r} makes or removes parameters, buffers or submodules: call "
             "the model once on a batch before it is distributed; if it does so in every call, make them in __init__"
         )
-    return Observation(repr(changed[0]) if changed else "", hidden, draws, writes, alone, blocked)
+    return Observation(repr(changed[0]) if changed else "", hidden, draws, writes, unfusable, no_gradient_to)
 
 
 def _backward(
     outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
 ) -> tuple[bool, tuple[int, ...]]:
-    """Return `Observation.alone` and `blocked`."""
+    """Return `Observation.unfusable` and `no_gradient_to`."""
     reached = [y for y in outputs if y.requires_grad]
     wanted = [t for t in (*given, *parameters) if t.requires_grad]
     if not reached or not wanted:

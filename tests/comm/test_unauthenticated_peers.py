@@ -295,7 +295,7 @@ def exchange_under_attack(group: Group) -> list[Any]:
 
 @pytest.mark.parametrize("network", [ONE_MACHINE, ENCRYPTED])
 def test_a_job_continues_under_attack(network: dict[str, str]) -> None:
-    target = "tests.comm.test_strangers:exchange_under_attack"
+    target = "tests.comm.test_unauthenticated_peers:exchange_under_attack"
     (rounds, few), (_, many) = on_processes(2, target, environment=network)
     assert rounds > 10
     assert few >= 3 * len(ATTACKS)
