@@ -6,7 +6,6 @@ import resource
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -18,7 +17,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch.nn.functional import conv2d
 
-from convoy.comm.environment import ProcessEnv, own_address, route_to
+from convoy.comm.environment import ProcessEnv, own_address
 from convoy.comm.rendezvous import ProcessInfo, check_infos, own_info
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
@@ -207,9 +206,12 @@ def collect_facts(env: ProcessEnv | None, on: str | None = None) -> DeviceFacts:
     except InputError as error:
         problems.append((str(error), "Set CONVOY_DEVICE, or leave it unset"))
     try:
-        address = _own_address(env)
+        address = own_address(env.host if env else SOMEWHERE, env.port if env else 9)
     except InputError as error:
-        problems.append((f"it has no address: {error}", "Until then no other host can reach it"))
+        if env is None and not os.environ.get("GLOO_SOCKET_IFNAME"):
+            address = "127.0.0.1"  # a machine without a network can train alone
+        else:
+            problems.append((f"it has no address: {error}", "Until then no other host can reach it"))
     if reason := home_problem(os.environ):
         cure = "Set HOME or XDG_CACHE_HOME to a folder that can be written"
         problems.append((f"there is no folder for keys, data sets and downloaded weights: {reason}", cure))
@@ -242,15 +244,6 @@ def home_problem(environment: Mapping[str, str]) -> str:
             return f"HOME is not set, and user {os.getuid()} has no home directory in /etc/passwd"
     nearest = next(folder for folder in (root, *root.parents) if folder.exists())
     return "" if os.access(nearest, os.W_OK) else f"user {os.getuid()} cannot write to {nearest}, where {root} would be"
-
-
-def _own_address(env: ProcessEnv | None) -> str:
-    """Return where other machines reach this one. InputError if they cannot."""
-    if env is not None or os.environ.get("GLOO_SOCKET_IFNAME"):
-        return own_address(env.host if env else SOMEWHERE, env.port if env else 9)
-    with suppress(InputError):
-        return route_to(SOMEWHERE, 9)
-    return "127.0.0.1"  # a machine without a network can train alone
 
 
 def measure_pace(device: torch.device, slowdown: float = 1.0, seconds: float = 0.3) -> Pace:

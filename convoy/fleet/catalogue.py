@@ -75,13 +75,14 @@ class DeviceClass:
 def device_classes() -> Mapping[str, DeviceClass]:
     """Return all classes by name, in the order of the file."""
     text = resources.files("convoy.fleet").joinpath("catalogue.toml").read_text(encoding="utf-8")
-    return {row["name"]: _class(**row) for row in tomllib.loads(text)["class"]}
-
-
-def _class(name: str, aliases: list[str] | None = None, **fields: Any) -> DeviceClass:
-    figures = {key: Figure(**value) if isinstance(value, dict) else value for key, value in fields.items()}
-    idle = Figure(figures["busy_w"].value * IDLE, "a tenth of busy_w", estimate=True)
-    return DeviceClass(name, **({"idle_w": idle} | figures), aliases=tuple(aliases or ()))
+    classes = {}
+    for row in tomllib.loads(text)["class"]:
+        fields: dict[str, Any] = {
+            key: Figure(**value) if isinstance(value, dict) else value for key, value in row.items()
+        }
+        idle = Figure(fields["busy_w"].value * IDLE, "a tenth of busy_w", estimate=True)
+        classes[row["name"]] = DeviceClass(**({"idle_w": idle} | fields | {"aliases": tuple(row.get("aliases", ()))}))
+    return classes
 
 
 def device_class(name: str) -> DeviceClass:

@@ -87,7 +87,8 @@ def _lost_peer(ending: Ending) -> DeviceLostError | None:
 def _obituary(ending: Ending) -> str:
     how = f"device {ending.device} ({ending.name})"
     if ending.status < 0:
-        how += f" was killed by {_signal_name(-ending.status)}"
+        known = -ending.status in set(signal.Signals)
+        how += f" was killed by {signal.Signals(-ending.status).name if known else f'signal {-ending.status}'}"
         if -ending.status == signal.SIGKILL:
             how += ". Unless somebody did that, its machine ran out of memory: give this device a smaller share"
     else:
@@ -98,13 +99,6 @@ def _obituary(ending: Ending) -> str:
         return f"{how}. It left no error output"
     last = "\n".join(f"  {line}" for line in ending.lines[-SHOWN_LINES:])
     return f"{how}. The end of its error output:\n{last}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _unprinted(bad: Sequence[Ending]) -> tuple[str, ...]:

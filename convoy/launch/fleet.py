@@ -166,7 +166,9 @@ class _Hosts:
         self.running = {rank for job in jobs for rank in job.ranks}
         """Devices whose end was not reported."""
         self._sessions: list[_Session] = []
-        self._processes = Supervisor(interrupts, self._note_gone)
+        self._processes = Supervisor(
+            interrupts, lambda ending: self._inbox.append((self._session(ending.device), None))
+        )
         self._inbox: deque[tuple[_Session, Message | None]] = deque()  # None: no more will come
         self._jobs, self._goes_on = jobs, options.goes_on
         self._end_s = options.grace_s + 2 * TERMINATE_S + _TRANSFER_S
@@ -189,8 +191,8 @@ class _Hosts:
             # After an error or a second Ctrl-C the agents end their devices without being watched.
             self._processes.listen(lambda: not self._processes.running, 0.5 if self.running else _TRANSFER_S)
 
-    def _note_gone(self, ending: Ending) -> None:
-        self._inbox.append((next(each for each in self._sessions if each.job.ranks[0] == ending.device), None))
+    def _session(self, rank: int) -> _Session:
+        return next(each for each in self._sessions if each.job.ranks[0] == rank)
 
     def prepare(self, files: Sequence[Path], port: int | None) -> tuple[str, int]:
         """Compare versions and files on all hosts, before any of them starts a device.

@@ -24,16 +24,13 @@ def show_forecast(
     """Print the answer first, then what it is based on."""
     request = found.request
     batch, size = request.batch, "x".join(map(str, image))
-    count, passes = request.micro_batches, ""
+    count, parts = request.micro_batches, ""
     if count > 1:
-        passes = (
+        parts = (
             f" in {count} micro-batches of {batch} (--accumulate {count}): {request.names[found.fastest]} alone "
             "has no memory for more. Times of a step are those of a micro-batch, on average"
         )
-    console.print(
-        f"{net}, images of {size}, batch {batch * count}{passes}. {_answer(found)}",
-        soft_wrap=True,
-    )
+    console.print(f"{net}, images of {size}, batch {batch * count}{parts}. {_answer(found)}", soft_wrap=True)
     _show_devices(console, found, fleet)
     if found.shared is not None:
         console.print(_plan(found, found.shared), soft_wrap=True)
@@ -106,12 +103,12 @@ def _changes(found: Forecast, fleet: Fleet) -> list[str]:
         here = "" if fleet.network is None else f" (here {_link(fleet.network.send_bytes_per_s)})"
         lines.append(f"Link: it pays with {link}{here}.")
     gains = [(each.words, "does not fit" if each.gain is None else f"{each.gain:.2f}x") for each in found.changes]
-    told = [f"{words} {gain}" for words, gain in gains if gain != "1.00x"]
-    if len(told) < len(gains):
-        told.append(f"any {'other ' * bool(told)}1.00x")
-    if told:
+    listed = [f"{words} {gain}" for words, gain in gains if gain != "1.00x"]
+    if len(listed) < len(gains):
+        listed.append(f"any {'other ' * bool(listed)}1.00x")
+    if listed:
         fastest = found.request.names[found.fastest]
-        lines.append(f"One device less or more, compared with {fastest} alone: {', '.join(told)}.")
+        lines.append(f"One device less or more, compared with {fastest} alone: {', '.join(listed)}.")
     return lines
 
 

@@ -73,7 +73,7 @@ def write_report(run: Path, output: Path | None = None, *, reload_s: int = 0) ->
     Args:
         run: the folder of a run, or its log.
         output: default: report.html in the folder; for a log, a file of its name that ends in .html.
-        reload_s: after so many seconds a browser loads the page again; 0: never.
+        reload_s: seconds until a browser loads the page again; 0: never.
 
     Raises:
         InputError: there is no log, it is not one, or the page cannot be written.
@@ -85,14 +85,7 @@ def write_report(run: Path, output: Path | None = None, *, reload_s: int = 0) ->
 
 
 def write_comparison(runs: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page of several runs, folders or logs, and return its path.
-
-    Args:
-        output: default: comparison.html in the current folder.
-
-    Raises:
-        InputError: too many runs, no log, or the page cannot be written.
-    """
+    """Write the page of several runs, folders or logs; default: comparison.html here. Return its path."""
     target = output or Path("comparison.html")
     write_whole(target, comparison_of([read_log(log_of(run)) for run in runs]))
     return target

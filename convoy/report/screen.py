@@ -248,14 +248,16 @@ class Screen:
                 "say so before anything runs."
             )
             return
+        same = "" if reason.startswith("INEXACT") else f", with the same losses (to {apart:.1g})"
         verdict = f"{len(devices)} devices trained {times:.1f} times as fast as"
         if len({(kind, host) for kind, host, _ in devices}) > 1 or not devices[0][0].startswith("cpu"):
-            self.line(f"{verdict} one CPU alone.")  # solo speeds of the others are not known
+            self.line(f"{verdict} one CPU alone{same}.")  # solo speeds of the others are not known
             return
         slowdowns = [slowdown for _, _, slowdown in devices]
         possible = sum(min(slowdowns) / slowdown for slowdown in slowdowns)
         self.line(
-            f"{verdict} the fastest of them alone: {times / possible:.0%} of the {possible:.1f} that their speeds add up to."
+            f"{verdict} the fastest of them alone: {times / possible:.0%} of the {possible:.1f} that their speeds add up "
+            f"to{same}."
         )
 
 

@@ -120,9 +120,6 @@ def to_chrome_trace(timeline: Timeline, names: Sequence[str]) -> dict[str, Any]:
 
     Each device has a row for computing, one for sending and one for receiving. Messages that overlap get rows of their
     own ("send 2"), because a trace viewer shows only nested events in a row.
-
-    Args:
-        names: of the devices in order.
     """
     events: list[dict[str, Any]] = []
 
@@ -172,11 +169,7 @@ def _events_of(timeline: Timeline, device: int, activity: Activity) -> list[Even
 
 
 def draw(timeline: Timeline, path: Path, names: Sequence[str], title: str) -> Path:
-    """Draw the step as a figure: time to the right, three rows per device.
-
-    Raises:
-        InputError: matplotlib is missing, or the file cannot be written.
-    """
+    """Draw the step as a figure: time to the right, three rows per device. InputError as `new_figure` and `save`."""
     unit, size = unit_of(timeline.step_s)
     figure = new_figure(9.0, 1.2 + 0.62 * len(names))
     axes = figure.add_subplot()

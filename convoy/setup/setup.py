@@ -106,7 +106,13 @@ def setup_fleet(
             print("interrupted: what was begun is finished by the next `convoy fleet setup`", file=sys.stderr)
             return interrupted.status
     _name_places(path, {name: f"{root[name]}/project" for name, (status, _) in output.items() if status == 0}, report)
-    troubles = [_trouble(host, *output[host.name]) for host in hosts if output[host.name][0] != 0]
+    troubles = []
+    for host in hosts:
+        status, lines = output[host.name]
+        if status != 0:
+            cure = remedy(host, "\n".join(lines), "sh", ".") if status == 255 else REMEDY
+            last = " | ".join([line for line in lines if line][-3:]) or "no message"
+            troubles.append(f"host {host.name} ({host.address}): setup failed with status {status}: {last}; {cure}")
     if troubles:
         raise InputError("\n".join(troubles))
     installed = any(line.startswith("Installed ") for _, lines in output.values() for line in lines)
@@ -186,12 +192,6 @@ def _run(
             names = ", ".join(process.start.name for process in processes.running)
             raise InputError(f"hosts not ready after {LIMIT_S:g} s: {names}; run setup again, it continues from there")
         return {ending.name: (ending.status, output[ending.name]) for ending in processes.endings}
-
-
-def _trouble(host: Host, status: int, lines: Sequence[str]) -> str:
-    cure = remedy(host, "\n".join(lines), "sh", ".") if status == 255 else REMEDY
-    last = " | ".join([line for line in lines if line][-3:]) or "no message"
-    return f"host {host.name} ({host.address}): setup failed with status {status}: {last}; {cure}"
 
 
 def _name_places(path: Path, folders: Mapping[str, str], report: Callable[[str], None]) -> None:

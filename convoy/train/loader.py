@@ -18,7 +18,7 @@ from convoy.data.images import Images, Samples, naming
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
 from convoy.layout.layout import box
 from convoy.machine.accelerator import bring
-from convoy.runtime.inputs import mark_part
+from convoy.runtime.batches import mark_part
 from convoy.runtime.module import Distributed, not_distributed
 
 
@@ -35,9 +35,8 @@ class Loader:
             loads (crops, flips) depend on the seed, the epoch, the sample and its position in the epoch alone; where the
             data set has `__getitems__`, on those of the samples loaded at once.
         batch_size: global batch, in samples.
-        model: the distributed model the batches are for; None: whole batches, for one device.
-        shuffle: a new order in every epoch; False: the order of the data set.
-        seed: with the epoch, decides the order.
+        model: the distributed model the batches are for; None: one device.
+        shuffle: a new order in every epoch, by `seed` and epoch; False: the order of the data set.
         drop_last: leave out a last batch that is smaller.
         workers: processes that prepare batches ahead, two each, for one iteration; 0: in this process.
         augment: changes the images of each batch, by the seed, the epoch and the sample; see `convoy.data.augment`.

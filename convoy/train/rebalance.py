@@ -92,7 +92,8 @@ class ObservedAxes:
     def with_step(self, rates: tuple[float, ...]) -> "ObservedAxes":
         jumps = self.jumps
         if self.rates:
-            jumps += (tuple(_apart(a, b) for a, b in zip(self.rates[-1], rates, strict=True)),)
+            pairs = zip(self.rates[-1], rates, strict=True)
+            jumps += (tuple(2.0 * abs(a - b) / (a + b) if a + b else 0.0 for a, b in pairs),)
         since = tuple(n + 1 for n in self.since or (0,) * len(rates))
         relaxed = min(since) >= max(RELAXED, 2 * self.asks)
         seen = ObservedAxes(
@@ -192,13 +193,16 @@ def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
     """
     if not state.axes:
         return state, Keep("the plan leaves no shares to choose")
-    totals = [_totals(axes, seconds) for axes in state.axes]
+    totals = []  # by coupled axes, each device's seconds of their layers
+    for axes in state.axes:
+        rows = [seconds[name] for name in axes.layers if name in seconds]
+        totals.append([sum(row[device] for row in rows) for device in range(len(axes.units))])
     if any(not 0.0 < row[d] < math.inf for axes, row in zip(state.axes, totals, strict=True) for d in axes.active):
         return state, Keep("not every device timed its part in this step")
     if state.skips:
-        return replace(state, skips=state.skips - 1), Keep("the first steps with these shares are not looked at")
+        return replace(state, skips=state.skips - 1), Keep("the first steps with these shares are ignored")
     observed = tuple(
-        history.with_step(_rates(axes, row))
+        history.with_step(tuple(total / n if n else 0.0 for total, n in zip(row, axes.units, strict=True)))
         for history, axes, row in zip(state.observed, state.axes, totals, strict=True)
     )
     seen = replace(state, observed=observed)
@@ -296,18 +300,3 @@ def _line(before: Plan, after: Plan, change: ShareChange, axes: CoupledAxes, ids
         f"{axes.name} {'/'.join(map(str, old))} -> {'/'.join(map(str, new))} {axes.counted}: "
         f"device {change.slowest if ids is None else ids[change.slowest]} took {times:.2g}x the balanced time"
     )
-
-
-def _totals(axes: CoupledAxes, seconds: Seconds) -> list[float]:
-    """Return each device's seconds of the layers of coupled axes."""
-    rows = [seconds[name] for name in axes.layers if name in seconds]
-    return [sum(row[device] for row in rows) for device in range(len(axes.units))]
-
-
-def _rates(axes: CoupledAxes, totals: Sequence[float]) -> tuple[float, ...]:
-    """Return seconds per unit; 0 for a device without a part, which stays without one."""
-    return tuple(total / count if count else 0.0 for total, count in zip(totals, axes.units, strict=True))
-
-
-def _apart(a: float, b: float) -> float:
-    return 2.0 * abs(a - b) / (a + b) if a + b else 0.0

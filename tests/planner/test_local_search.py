@@ -89,15 +89,7 @@ def slow_receiver() -> Costs:
     return Costs(Roofline((Rate(1e10, 1e10),) * 2), network)
 
 
-def test_pieces_are_tried_where_something_is_gathered() -> None:
-    graph, costs = small_graph(), slow_receiver()
-    split = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
-    assert any(plan.chunks > 1 for _, plan in search(graph, costs).change_exchanges_and_shares(split))
-    by_batch = replace(split, layers={})
-    assert all(plan.chunks == 1 for _, plan in search(graph, costs).change_exchanges_and_shares(by_batch))
-
-
-def test_a_sample_and_a_filter_are_moved_from_whom_waits_least() -> None:
+def test_units_move_from_the_device_that_waits_least() -> None:
     """Devices of 10 and 1 GFLOP/s with half of the work each: one by one, samples and filters leave the slow one, and the
     features behind the flatten go with their channels."""
     graph = small_graph()

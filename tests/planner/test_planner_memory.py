@@ -63,22 +63,6 @@ def test_only_a_split_of_the_big_layer_fits() -> None:
     plan.check(WIDE, 2)
 
 
-def test_where_direct_sums_do_not_fit_a_ring_does() -> None:
-    """Of a large gradient more arrives at once directly than in a ring. The limit is what the best
-    plan with copies takes with a ring: it is found, or one that is as fast."""
-    graph = Stack((64, 16, 16)).conv(64, 3).conv(64, 3).pool().conv(128, 3).pool().flatten().linear(4).graph()
-    roomy = context_of(fleet(*[(1e11, 10**10)] * 4), graph, 64)
-    free = next(each.plan for each in candidates(asked(graph, 64, roomy.costs)) if not each.plan.sharded)
-    ring = replace(free, reduce="ring")
-    assert free.reduce == "direct"
-    assert max(needs(ring, graph)) < max(needs(free, graph))
-    tight = context_of(fleet(*[(1e11, max(needs(ring, graph)))] * 4), graph, 64)
-    plan = plan_auto(tight)
-    assert max(needs(plan, graph)) <= max(needs(ring, graph))
-    ring_s = simulate(lower(ring, graph), graph, tight.costs).step_s
-    assert simulate(lower(plan, graph), graph, tight.costs).step_s <= ring_s * 1.001
-
-
 # --- weights in shares -----------------------------------------------------------------------------------------------
 
 

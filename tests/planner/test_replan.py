@@ -73,9 +73,7 @@ def test_where_the_fastest_is_lost_another_plan_may_be_faster_than_the_old_one_i
     assert found.plan.otherwise != same.otherwise
 
 
-def test_what_runs_stays_where_no_other_plan_is_faster_beyond_doubt(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_running_plan_stays_unless_another_is_clearly_faster(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sample to the other device would save 4 %."""
     of = known(graph, 1e9, 1e9, 1e9)
     runs = replace(by_speed(graph, 1, 1, 1), otherwise=Batch((15, 16, 17)))
@@ -85,7 +83,7 @@ def test_what_runs_stays_where_no_other_plan_is_faster_beyond_doubt(
         assert (plan_anew(request(of, graph), runs, (0, 1, 2), (0, 2)).plan == same) == stays
 
 
-def test_the_same_values_give_the_same_plan_and_travel_between_devices(graph: Graph) -> None:
+def test_knowledge_sent_to_another_device_gives_the_same_plan(graph: Graph) -> None:
     of = known(graph, 1e9, 3e8, 2e8, 1e8).corrected({2: 1.7})
     other = FleetKnowledge.from_json(of.to_json())
     assert other == of
@@ -95,7 +93,7 @@ def test_the_same_values_give_the_same_plan_and_travel_between_devices(graph: Gr
     )
 
 
-def test_what_rebalancing_found_counts(graph: Graph) -> None:
+def test_measured_slowdowns_count(graph: Graph) -> None:
     """Both were measured alike, one turned out four times as slow: it gets a fifth, not a half."""
     of = known(graph, 1e9, 1e9, 1e9).corrected({2: 4.0})
     found = plan_anew(request(of, graph), by_speed(graph, 1, 1, 1), (0, 1, 2), (1, 2))
@@ -110,7 +108,7 @@ def test_what_rebalancing_found_counts(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_by_name_is_made_again_for_those_that_are_left_and_for_those_that_come(graph: Graph, name: str) -> None:
+def test_a_named_plan_is_made_again_when_devices_change(graph: Graph, name: str) -> None:
     speeds = Speeds((1.0, 4.0, 2.0), {"conv1": (1.0, 3.0, 5.0)})
     of = FleetKnowledge(ids=(0, 1, 2), speeds=speeds)
     old = named_plan(name, graph, BATCH, speeds)
@@ -122,7 +120,7 @@ def test_a_plan_by_name_is_made_again_for_those_that_are_left_and_for_those_that
     assert grown.plan == named_plan(name, graph, BATCH, Speeds((1.0, 2.0, 8.0), {"conv1": (1.0, 5.0, 2.0)}))
 
 
-def test_where_nothing_is_known_shares_are_in_proportion_and_newcomers_get_a_mean_one(graph: Graph) -> None:
+def test_unmeasured_joining_devices_get_an_average_share(graph: Graph) -> None:
     of = by_speeds(1.0, 3.0)
     old = by_speed(graph, 1, 3)
     assert plan_anew(request(of, graph, None), old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((8, 24, 16))

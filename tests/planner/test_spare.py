@@ -47,13 +47,13 @@ def case(
     return replace(row, step_s=1.0), context
 
 
-def test_of_copied_weights_nothing_travels_and_each_device_keeps_all(graph: Graph) -> None:
+def test_copied_weights_are_not_sent(graph: Graph) -> None:
     steps = lower(named_plan("data", graph, BATCH, Speeds((1.0, 1.0))), graph)
     assert kept_bytes(steps, graph, "sgd-momentum") == [(8 * entries(graph), 0)] * 2
     assert kept_bytes(steps, graph, "adam", itemsize=8) == [(24 * entries(graph), 0)] * 2
 
 
-def test_of_split_weights_each_part_has_a_copy_on_the_next_device(graph: Graph) -> None:
+def test_split_weights_are_sent_to_the_next_device(graph: Graph) -> None:
     steps = lower(named_plan("model", graph, BATCH, Speeds((1.0, 1.0))), graph)
     assert sum(own for own, _ in kept_bytes(steps, graph, "sgd")) == 4 * entries(graph)
     assert all(own == alone for own, alone in kept_bytes(steps, graph, "sgd"))
@@ -61,7 +61,7 @@ def test_of_split_weights_each_part_has_a_copy_on_the_next_device(graph: Graph) 
     assert kept_bytes(alone, graph, "sgd") == [(0, 0), (4 * entries(graph),) * 2]
 
 
-def test_copying_sets_the_steps_between_two_kept_states(graph: Graph) -> None:
+def test_copying_sets_the_snapshot_interval(graph: Graph) -> None:
     """A copy takes 0.07 s of a step of 1 s: every fourth step that is 1.75 %."""
     row, context = case(graph, "data", copy_s_per_byte=0.07 / (8 * entries(graph)))
     found = spare_price(row, context)
@@ -72,7 +72,7 @@ def test_copying_sets_the_steps_between_two_kept_states(graph: Graph) -> None:
     assert spare_price(row, context, 1).part == pytest.approx(0.07, rel=1e-3)
 
 
-def test_what_travels_is_hidden_behind_steps_as_far_as_they_last(graph: Graph) -> None:
+def test_sending_overlaps_with_steps(graph: Graph) -> None:
     """A third of the state takes 2.5 s to the next device: behind three steps of a second it costs nothing, behind two half a
     second."""
     row, context = case(graph, "model")
@@ -86,7 +86,7 @@ def test_what_travels_is_hidden_behind_steps_as_far_as_they_last(graph: Graph) -
     assert found.sent_bytes == pytest.approx(8 * entries(graph) / 3, abs=2)
 
 
-def test_no_room_is_said_and_one_device_keeps_nothing(graph: Graph) -> None:
+def test_missing_memory_is_reported_and_one_device_needs_no_snapshot(graph: Graph) -> None:
     row, context = case(graph, "data", d1=1000)
     assert [each.partition(" needs")[0] for each in spare_price(row, context).overfull] == ["d1"]
     out = StringIO()

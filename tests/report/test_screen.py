@@ -68,9 +68,13 @@ def test_names_are_printed_unchanged_and_nothing_is_cut_off(terminal: bool) -> N
         (
             [*FOUR[:2], ("cpu (1 thread)", "cellar", 1.0)],
             1500.0,
-            "3 devices trained 1.5 times as fast as one CPU alone.",
+            "3 devices trained 1.5 times as fast as one CPU alone, with the same losses (to 0).",
         ),
-        ([("cuda:0", "attic", 1.0)] * 2, 1500.0, "2 devices trained 1.5 times as fast as one CPU alone."),
+        (
+            [("cuda:0", "attic", 1.0)] * 2,
+            1500.0,
+            "2 devices trained 1.5 times as fast as one CPU alone, with the same losses (to 0).",
+        ),
         (
             FOUR,
             900.0,

@@ -54,7 +54,7 @@ def test_memory_of_a_filter_split_by_hand():
     assert second == DeviceMemory(4 * 55, 4 * 55, 2 * 4 * 55, 4 * 480, 4 * 96)
 
 
-def test_the_pieces_of_a_move_land_together():
+def test_all_chunks_of_a_move_have_receive_buffers():
     """An input that comes in four pieces is begun whole: each piece has its room, and none is taken twice."""
     graph = Stack((2, 4, 4)).conv(4, 3).conv(6, 3).flatten().linear(3).graph()
     whole = named_plan("model", graph, 4, Speeds((1.0, 1.0)))

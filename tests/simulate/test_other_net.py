@@ -57,13 +57,13 @@ def test_another_net_is_predicted_by_what_the_devices_reached(measured: Measurem
     assert bytes_moved(pool, whole_size(pool, 2), 4) == 2 * bytes_moved(pool, whole_size(pool, 1), 4)
 
 
-def test_a_file_of_before_says_nothing_of_another_net(measured: Measurement) -> None:
+def test_an_older_file_is_refused_for_another_net(measured: Measurement) -> None:
     old = reaching(measured, flop_per_s=0.0)
     with pytest.raises(MismatchError, match="measure this model on this fleet first"):
         old.best_costs(graph_of("two-conv:8:16", IMAGE))
 
 
-def test_times_that_do_not_repeat_are_told_and_widen_the_interval(measured: Measurement) -> None:
+def test_unsteady_times_are_reported_and_widen_the_interval(measured: Measurement) -> None:
     """`measure` saw 118 % and said nothing."""
     calm = replace(measured, layer=tuple(replace(point, spread=0.1) for point in measured.layer))
     wild = replace(measured, layer=tuple(replace(point, spread=2.36) for point in measured.layer))
@@ -76,7 +76,7 @@ def test_times_that_do_not_repeat_are_told_and_widen_the_interval(measured: Meas
     assert high > 1 + 5 * (low - 1)
 
 
-def test_other_programs_are_told_and_widen_the_interval(measured: Measurement) -> None:
+def test_other_programs_are_reported_and_widen_the_interval(measured: Measurement) -> None:
     beside = reaching(measured, other_load=1.5)
     assert any(
         "Measured beside other programs" in told and "up to 2.5 times as long" in told for told in remarks(beside)

@@ -145,13 +145,6 @@ def test_the_loss_takes_what_outputs_a_device_has_between_forward_and_backward()
     assert other == (0, 0.48)
 
 
-def test_a_large_loss_takes_new_memory_three_times() -> None:
-    large = FRESH_BYTES // 4 + 1
-    overhead = Overheads(loss_s_per_byte=2.0, fresh_s_per_byte=0.5)
-    assert overhead.loss_s((large, 10), 4) == 4 * (2 * (large + 10) + 3 * large * 0.5)
-    assert replace(overhead, loss_s_per_byte=0.0).loss_s((large,), 4) == 0  # a file from before it was measured
-
-
 def test_a_gradient_that_comes_from_two_readers_is_added_once() -> None:
     """Before the gradient is read, 8 entries are added at 0.02: 0.16 s."""
     value = Value("x", (2, 4), EVERYONE)

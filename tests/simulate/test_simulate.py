@@ -14,7 +14,7 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.simulate.costs import Costs
-from convoy.simulate.events import Await, Begin, Event, Timeline, Work, play
+from convoy.simulate.events import Event, Timeline
 from convoy.simulate.network import Network, network_of, rates
 from convoy.simulate.noise import QuotaNoise
 from convoy.simulate.simulator import simulate
@@ -91,13 +91,13 @@ def test_one_message_waits_for_its_latency():
     assert (timeline.step_s, timeline.exchange_s) == (2.5, (0.0, 2.5))
 
 
-def test_who_sends_more_than_its_kernel_takes_waits_until_it_is_there(monkeypatch):
+def test_a_sender_waits_if_its_kernel_cannot_hold_the_message(monkeypatch):
     monkeypatch.setattr("convoy.simulate.simulator.HELD_BYTES", 199)
     timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 2, hosts(2), {})
     assert timeline.exchange_s == (2.5, 2.5)
 
 
-def test_a_message_travels_while_its_receiver_does_something_else():
+def test_a_message_arrives_while_its_receiver_computes():
     """100 bytes from 0 to 1 start at 1 + 0.5, and are there at 2.5; device 1 computes until 4, and has them at once."""
     steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
     timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 4.0})
@@ -330,7 +330,7 @@ def jittery(network: Network, *jitter_s: float) -> Network:
     return replace(network, jitter_s=jitter_s)
 
 
-def test_whoever_computed_comes_late_to_an_exchange():
+def test_a_device_that_computed_is_late_for_an_exchange():
     """Both compute 2 s; 100 bytes take 1 s behind 0.5 s of latency. Who is 0.75 s late sends from 3.25 to 4.25, who is 0.25 s
     late until 3.75; a receiver that comes 2 s late has them at 4."""
     steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
@@ -352,7 +352,7 @@ def test_only_the_first_round_after_computing_is_late():
     assert spans(timeline, 0, "send") == [(2.75, 3.75), (4.25, 5.25)]
 
 
-def test_rounds_of_a_sum_beside_computing_are_all_late():
+def test_all_rounds_of_an_overlapping_sum_are_late():
     """A sum of two rounds beside 10 s of backward, each 0.25 s late: 0.75-1.75, 2.5-3.5. The next, after it, is not."""
     sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 2)]
     steps = [sums[0], work(1, (0, 1), "backward"), sums[1]]
@@ -361,7 +361,7 @@ def test_rounds_of_a_sum_beside_computing_are_all_late():
     assert spans(timeline, 0, "send") == [(0.75, 1.75), (2.5, 3.5), (10.5, 11.5), (12, 13)]
 
 
-def test_whoever_rested_computes_faster_at_first():
+def test_a_device_that_rested_computes_faster_at_first():
     """Device 1 waits 1.5 s for 100 bytes, and may be done 1 s sooner, at four times the speed: 2 s take 1.
 
     A piece of 0.8 s takes 0.2 and leaves 0.4 s of the gain to what follows: of 2 s 1.6 are left.
@@ -376,17 +376,7 @@ def test_whoever_rested_computes_faster_at_first():
         assert spans(timeline, 1, "compute") == [(1.5, ends[0]), (ends[0], ends[1])]
 
 
-def test_calls_are_not_sooner_after_a_rest_and_leave_it_to_what_is_computed_next():
-    """Device 1 waits 1.5 s, calls for 2 s, and then computes 2 s in 1."""
-    message, label = {(0, 0, 0, 1): 100}, "move"
-    begin, wait = Begin(0, 0, label, message), Await(0, label, frozenset({("round", 0, 0)}))
-    works = [Work(1, "calls", 2.0), Work(2, "layer", 2.0, is_layer=True)]
-    network = replace(hosts(2), noise=(None, QuotaNoise(rested_s=1.0, burst=4.0)))
-    timeline = play([([begin, wait], []), ([begin, wait, *works], [])], network)
-    assert spans(timeline, 1, "compute") == [(1.5, 3.5), (3.5, 4.5)]
-
-
-def test_traffic_slows_what_computes_beside_it():
+def test_traffic_slows_computing():
     """0.004 s of processor per byte, 100 bytes/s: 0.4 of a processor, 1.25 s of computing take 0.5 + 1 + 0.15 s.
 
     0.5 s alone before the message; 1 s at 0.6 of the speed while it is under way; the last 0.15 s alone.
@@ -408,7 +398,7 @@ def test_traffic_takes_at_most_half_of_a_processor_that_computes():
     assert spans(timeline, 0, "send") == [(0.5, 3.5)]
 
 
-def test_a_layer_begins_with_the_first_piece_of_its_input():
+def test_a_layer_begins_with_the_first_chunk_of_its_input():
     """4 samples of 100 bytes from 0 to both, in 2 pieces of 200: 0.5-2.5 and 2.5-4.5. A piece computes 3 s: 2.5-5.5-8.5."""
     moved = Move(
         0, "forward", Value("a", (4, 100), OnOne(0)), Value("b", (4, 100), Replicated((0, 1))), "ring", chunks=2

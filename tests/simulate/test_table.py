@@ -71,7 +71,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
 axes = st.lists(st.integers(1, 64), min_size=1, max_size=2, unique=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(measurements())
 def test_a_file_gives_back_what_was_written(measured: Measurement) -> None:
     text = measured.to_toml()
@@ -135,6 +135,15 @@ def test_an_older_file_has_its_noise_among_the_costs_of_a_device(keys: str, nois
     text = measured_by(point()).to_toml().replace("jitter_s = 0.0, ", f"jitter_s = 0.0, {keys}")
     assert keys in text
     assert Measurement.from_toml(text).device[0].noise == noise
+
+
+def test_an_older_file_has_rates_of_hosts_that_are_not_read() -> None:
+    measured = measured_by(point())
+    older = (
+        measured.to_toml()
+        + 'host = [ { host = "a", ring_bytes_per_s = 1.0, send_spread = 0.0, receive_spread = 0.0 } ]\n'
+    )
+    assert Measurement.from_toml(older) == measured
 
 
 def test_a_plain_fleet_file_is_a_fleet_that_was_not_measured() -> None:
