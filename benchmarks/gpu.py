@@ -401,7 +401,7 @@ def _beside_plain(
                 step()
             finish(place.device)
             times[way].append(time.perf_counter() - start_s)
-    told = part.compiler.told() if part.compiler is not None else ""
+    told = part.compiler.summary() if part.compiler is not None else ""
     return [a / b for a, b in zip(times["convoy"], times["plain"], strict=True)], told
 
 

@@ -51,7 +51,7 @@ from convoy.checkpoint.tensors import (
 from convoy.comm.collectives import agree_on, from_first, share_number
 from convoy.errors import InputError
 from convoy.runtime.average import WeightAverage
-from convoy.runtime.marks import mark_changed
+from convoy.runtime.module import Distributed
 
 OF_THE_MACHINE = ("foreach", "fused", "capturable", "param_names")
 """Optimizer settings that say how it computes, not what: those of the present machine apply."""
@@ -291,10 +291,10 @@ def load_checkpoint(
     types = {key: spec.dtype for key, spec in shards.specs.items()}
     with reading(path / MODEL, types, here=shards.is_first) as read:
         for key, own in shards.shards.items():
-            shard = shards.scatter(key, read(key))
-            if shard is not None:
+            if (shard := shards.scatter(key, read(key))) is not None:
                 own.copy_(shard)
-    mark_changed(model.parameters())
+    if isinstance(model, Distributed):
+        model.weights_changed()
     if optimizer is not None and manifest.optimizer is not None:
         _restore(shards, optimizer, manifest.optimizer, path / OPTIMIZER)
         for what, each in others.items():

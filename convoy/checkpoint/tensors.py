@@ -29,7 +29,7 @@ from convoy.layout.layout import Layout, OnOne, Shape, box, everywhere
 from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
-from convoy.runtime.torch_guards import reading_pieces
+from convoy.runtime.shards import reading_shards
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -90,7 +90,7 @@ class ModelShards:
     def of(model: nn.Module) -> "ModelShards":
         """Describe a model. InputError where `state_dict` holds something that is no tensor."""
         inner = model.module if isinstance(model, Distributed) else model
-        with reading_pieces():
+        with reading_shards():
             own = inner.state_dict(keep_vars=True)
         for key, value in own.items():
             if not isinstance(value, Tensor):

@@ -557,14 +557,14 @@ class Members:
         self._planned, done = now, self.steps
         if step is not None:
             others = self.states.restore(step, held)
-            self.model.mark_pieces()
+            self.model.mark_shards()
             others, device = others_there if others is None else others, self.model.group.torch_device
             self.place = restore(others, self.states.optimizers, self.others, device, self._random_state)
             self._random_state = None
             self.steps = step
         else:
             self.states.forget()
-            self.model.mark_pieces()
+            self.model.mark_shards()
             assert self.fall_back is not None
             self.steps, self.place = self.fall_back()
         self._take_snapshot()

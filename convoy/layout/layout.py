@@ -1,4 +1,4 @@
-"""The layouts of a tensor: which part of it each device holds.
+"""Layouts: the part of a tensor that each device holds.
 
 A *box* is a tuple of half-open ranges, one per axis, in the coordinates of the whole tensor. Every layout gives each
 device at most one box. The vocabulary is DTensor's, with unequal shares; the data path is not (see docs/decisions).
@@ -17,7 +17,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Consecutive pieces along one axis; `shares[i]` entries on device i, zero allowed."""
+    """Consecutive shards along one axis; `shares[i]` entries on device i, zero allowed."""
 
     axis: int
     shares: Shares
@@ -61,17 +61,17 @@ Layout = Split | Replicated | OnOne | Partial
 
 
 def everywhere(devices: int) -> Replicated:
-    """The whole tensor on every device."""
+    """Return the layout with the whole tensor on every device."""
     return Replicated(tuple(range(devices)))
 
 
 def whole(shape: Shape) -> Box:
-    """The box that covers a tensor of this shape."""
+    """Return the box that covers a tensor of this shape."""
     return tuple((0, extent) for extent in shape)
 
 
 def box(layout: Layout, device: int, shape: Shape) -> Box | None:
-    """What `device` holds of a tensor of `shape`; None where it holds nothing."""
+    """Return the box that `device` holds of a tensor of `shape`; None if it holds nothing."""
     match layout:
         case Split(axis, shares):
             if not shares[device]:
@@ -85,7 +85,7 @@ def box(layout: Layout, device: int, shape: Shape) -> Box | None:
 
 
 def local_shape(layout: Layout, device: int, shape: Shape) -> Shape:
-    """Shape of the piece on `device`. A device that holds nothing has zero entries along the split (or first) axis."""
+    """Return the shape of a shard. A device without one has zero entries along the split (or first) axis."""
     here = box(layout, device, shape)
     if here is not None:
         return tuple(stop - start for start, stop in here)
@@ -94,7 +94,7 @@ def local_shape(layout: Layout, device: int, shape: Shape) -> Shape:
 
 
 def holders(layout: Layout) -> tuple[int, ...]:
-    """The devices that hold something."""
+    """Return the devices that hold something."""
     match layout:
         case Split(_, shares):
             return share_rules.holders(shares)
@@ -105,12 +105,12 @@ def holders(layout: Layout) -> tuple[int, ...]:
 
 
 def single(layout: Layout) -> bool:
-    """Whether no two devices have the same part of a tensor."""
+    """Return whether no two devices have the same part of a tensor."""
     return isinstance(layout, Split) or len(holders(layout)) == 1
 
 
 def holds(layout: Layout, device: int) -> bool:
-    """Whether a device holds something."""
+    """Return whether a device holds something."""
     # Planning asks this a million times, and a match takes twice as long.
     if isinstance(layout, Split):
         return layout.shares[device] > 0
@@ -118,7 +118,7 @@ def holds(layout: Layout, device: int) -> bool:
 
 
 def held_entries(layout: Layout, device: int, shape: Shape) -> int:
-    """How many entries of a tensor of `shape` a device holds."""
+    """Return the number of entries of a tensor of `shape` on a device."""
     match layout:
         case Split(axis, shares):
             return math.prod(shape[:axis]) * shares[device] * math.prod(shape[axis + 1 :])
@@ -127,10 +127,10 @@ def held_entries(layout: Layout, device: int, shape: Shape) -> int:
 
 
 def dual(layout: Layout) -> Layout:
-    """The layout of the gradient of a tensor in `layout`.
+    """Return the layout of the gradient of a tensor in `layout`.
 
-    Copies of one value each collect a part of its gradient, so the gradient of copies is a pending sum, and the gradient
-    of a pending sum is known whole to every summand. Pieces and single owners keep their place.
+    Each copy of a value collects a part of its gradient, so the gradient of copies is a pending sum, and the gradient of a
+    pending sum is the same for every summand. Shards and single owners keep their place.
     """
     match layout:
         case Replicated(devices):
@@ -142,16 +142,16 @@ def dual(layout: Layout) -> Layout:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes, None if they share no entry."""
+    """Return the common part of two boxes; None if they share no entry."""
     common = tuple((max(lo, lo2), min(hi, hi2)) for (lo, hi), (lo2, hi2) in zip(a, b, strict=True))
     return common if all(lo < hi for lo, hi in common) else None
 
 
 def entries(b: Box) -> int:
-    """How many entries a box covers."""
+    """Return the number of entries of a box."""
     return math.prod(stop - start for start, stop in b)
 
 
-def covers(pieces: Sequence[Box], wanted: Box) -> bool:
-    """Whether boxes that do not overlap, and lie in `wanted`, cover all of it."""
-    return list(pieces) == [wanted] or (len(pieces) > 1 and 0 < entries(wanted) == sum(map(entries, pieces)))
+def covers(boxes: Sequence[Box], wanted: Box) -> bool:
+    """Return whether disjoint boxes inside `wanted` cover all of it."""
+    return list(boxes) == [wanted] or (len(boxes) > 1 and 0 < entries(wanted) == sum(map(entries, boxes)))

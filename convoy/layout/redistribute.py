@@ -33,12 +33,12 @@ Reduce = Literal["ring", "butterfly", "direct", "star"]
 """Exact sums over devices."""
 
 Sum = Literal["ring", "butterfly", "direct", "star", "inexact-butterfly-mixing"]
-"""How gradients are summed. The last one is not a sum, see `mixing`."""
+"""How gradients are summed. The last one is no sum, see `mixing`."""
 SUMS: tuple[str, ...] = get_args(Sum)
 
 ONE_ROUND_ENTRIES = 16384
-"""`direct` sums a tensor in one round, every summand to every reader, where no device then sends or receives more than this:
-64 KiB of float32, half a millisecond at 1 Gbit/s, in the place of another latency."""
+"""`direct` sums a tensor in one round, every summand to every reader, if no device then sends or receives more than this:
+64 KiB of float32, half a millisecond at 1 Gbit/s, instead of a second latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ Round = tuple[Transfer, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rounds that follow each other; the transfers of one round are independent.
+    """Consecutive rounds of transfers; the transfers of one round are independent.
 
     Attributes:
         rounds: the transfers. Boxes are in the coordinates of `shape`. The rounds of a sum wait for each other.
         shape: the shape that the boxes refer to: the tensor's own, or its flat length where `in_place`.
         in_place: True for the summing collectives, whose rounds work on one flat buffer per device;
-            False for a direct move, one round from a source piece to a target piece.
-        window: of a sum: how many rounds may be under way. Each waits for the one that many places before it.
+            False for a direct move, one round from a source shard to a target shard.
+        window: for a sum, the number of rounds under way at once. Each waits for the round `window` places before it.
     """
 
     rounds: tuple[Round, ...]
@@ -72,11 +72,11 @@ class Schedule:
     window: int = 1
 
     def __hash__(self) -> int:
-        # Device programs are looked up by it: not by every transfer.
+        # Device programs are looked up by it: hashing every transfer would be slow.
         return hash((self.shape, len(self.rounds), self.in_place))
 
     def involving(self, device: int) -> tuple[Round, ...]:
-        """Of each round, the transfers that a device sends, receives or keeps."""
+        """Return the transfers of each round that a device sends, receives or keeps."""
         return self._by_device.get(device) or ((),) * len(self.rounds)
 
     @cached_property
@@ -91,11 +91,11 @@ class Schedule:
 
 @lru_cache(maxsize=16384)
 def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") -> Schedule:
-    """The rounds that bring a tensor of `shape` from layout `src` to layout `dst`.
+    """Return the rounds that move a tensor of `shape` from layout `src` to layout `dst`.
 
     `reduce` chooses how a pending sum becomes copies: `ring`, `butterfly` (recursive halving and doubling, any number
     of devices), `direct` (each device sums a part; a small tensor whole), `star` (through the first device). Every other move
-    is direct: each piece goes straight to its reader.
+    is direct: each shard is sent to its readers.
     """
     if src == dst:
         return Schedule((), shape, in_place=False)
@@ -106,7 +106,7 @@ def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") ->
 
 
 def is_collective(src: Partial, dst: Replicated, n: int, reduce: Reduce) -> bool:
-    """Whether the sum of `n` entries takes rounds that wait for each other; if not, every summand goes to every reader."""
+    """Return whether a sum of `n` entries takes dependent rounds; else every summand is sent to every reader."""
     senders, readers = set(src.devices), set(dst.devices)
     peers = max(len(readers) - (senders <= readers), len(senders) - (readers <= senders))
     return len(src.devices) > 1 and (reduce != "direct" or n * peers > ONE_ROUND_ENTRIES)
@@ -114,45 +114,39 @@ def is_collective(src: Partial, dst: Replicated, n: int, reduce: Reduce) -> bool
 
 @lru_cache(maxsize=1024)
 def sum_in_segments(devices: tuple[int, ...], n: int, reduce: Reduce, segments: int) -> Schedule:
-    """The sum of `n` entries as sums of consecutive segments with their rounds interleaved: one is added while another travels.
+    """Split a sum of `n` entries into consecutive segments with interleaved rounds: one is added while another is sent.
 
     The bytes are those of one sum; the messages are smaller and more.
     """
     parts = []
     for start, stop in chunks(n, segments):
         rounds = _SUMS[reduce](devices, stop - start)
-        parts.append([tuple(_shifted(t, start) for t in transfers) for transfers in rounds])
+        boxes = [[replace(t, box=((t.box[0][0] + start, t.box[0][1] + start),)) for t in row] for row in rounds]
+        parts.append([tuple(row) for row in boxes])
     turns = zip(*parts, strict=True)
     return Schedule(tuple(itertools.chain.from_iterable(turns)), (n,), in_place=True, window=segments)
 
 
-def _shifted(t: Transfer, by: int) -> Transfer:
-    ((start, stop),) = t.box
-    return replace(t, box=((start + by, stop + by),))
-
-
 @lru_cache(maxsize=1024)
-def in_chunks(plan: Schedule, pieces: int) -> Schedule:
-    """A direct move whose boxes all span the first axis, as `pieces` rounds (chunks) that each bring some of its rows.
-
-    The rounds do not wait for each other: a reader can begin with the first rows while the others are under way.
+def in_chunks(plan: Schedule, count: int) -> Schedule:
+    """Split a direct move whose boxes all span the first axis into `count` independent rounds, each with some of its rows.
 
     Raises:
-        PlanError: a sum, or a move in which pieces of the first axis lie on different devices.
+        PlanError: a sum, or a move that splits the first axis over devices.
     """
     (transfers,) = plan.rounds
     rows = plan.shape[0]
     if plan.in_place or any(t.box[0] != (0, rows) for t in transfers):
         raise PlanError(
-            f"a move of {plan.shape} cannot go in {pieces} pieces: only a direct move between layouts that leave the first "
-            "axis whole can; give it 1"
+            f"a move of {plan.shape} cannot be split into {count} rounds: only a direct move between layouts that leave the "
+            "first axis whole can; give it 1"
         )
-    cuts = [chunk for chunk in chunks(rows, pieces) if chunk[0] < chunk[1]]
+    cuts = [chunk for chunk in chunks(rows, count) if chunk[0] < chunk[1]]
     return replace(plan, rounds=tuple(tuple(replace(t, box=(cut, *t.box[1:])) for t in transfers) for cut in cuts))
 
 
 def traffic(plan: Schedule, itemsize: int) -> Counter[tuple[int, int]]:
-    """Bytes sent by each (sender, receiver) pair of different devices."""
+    """Return the bytes sent by each (sender, receiver) pair of different devices."""
     sent: Counter[tuple[int, int]] = Counter()
     for transfers in plan.rounds:
         for t in transfers:
@@ -163,8 +157,7 @@ def traffic(plan: Schedule, itemsize: int) -> Counter[tuple[int, int]]:
 
 @lru_cache(maxsize=1024)
 def sum_into_shares(devices: tuple[int, ...], shares: Shares) -> Schedule:
-    """Summands of `devices` are added where they are kept: `shares[d]` entries, one after the other, on device d. One round:
-    every device sends each other one the entries that it keeps."""
+    """Reduce-scatter in one round: device d gets the sum of its `shares[d]` entries from all of `devices`."""
     kept = list(enumerate(ranges(shares)))
     moved = _round(((i, owner, span) for owner, span in kept for i in devices if i != owner), adds=True)
     return Schedule((moved,), (sum(shares),), in_place=True)
@@ -172,14 +165,14 @@ def sum_into_shares(devices: tuple[int, ...], shares: Shares) -> Schedule:
 
 @lru_cache(maxsize=1024)
 def gather_shares(shares: Shares, devices: tuple[int, ...]) -> Schedule:
-    """`shares[d]` entries of device d come to all of `devices`, in one flat buffer on each."""
+    """All-gather in one round: `shares[d]` entries of device d come to all of `devices`, in one flat buffer on each."""
     kept = list(enumerate(ranges(shares)))
     moved = _round(((owner, d, span) for owner, span in kept for d in devices if d != owner), adds=False)
     return Schedule((moved,), (sum(shares),), in_place=True)
 
 
 def mixing(devices: tuple[int, ...], n: int, stage: int) -> Schedule:
-    """One stage of a butterfly: each device and its partner add what the other has. NOT a sum over all devices.
+    """Return one stage of a butterfly: each device adds its partner's summand. NOT a sum over all devices.
 
     Butterfly mixing (Zhao & Canny) spreads the stages over training steps: in step t the partner of the i-th device is
     i XOR 2^(t mod k), k = ceil(lg p). Where p is not a power of two, a device without a partner sits a stage out.
@@ -191,7 +184,7 @@ def mixing(devices: tuple[int, ...], n: int, stage: int) -> Schedule:
 
 
 def _keeper(device: int, devices: tuple[int, ...]) -> int:
-    """The member of `devices` that sends to `device`: itself where it is one of them, else one chosen to spread the load."""
+    """Return the member of `devices` that sends to `device`: itself if it is one, else one chosen to spread the load."""
     return device if device in devices else devices[device % len(devices)]
 
 
@@ -213,14 +206,13 @@ def _direct(src: Layout, dst: Layout, shape: Shape) -> Iterable[Transfer]:
                 yield Transfer(owner, receiver, wanted)
             case Split():
                 for sender in holders(src):
-                    piece = box(src, sender, shape)
-                    common = intersection(piece or full, wanted)
+                    common = intersection(box(src, sender, shape) or full, wanted)
                     if common is not None:
                         yield Transfer(sender, receiver, common)
 
 
 def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
-    """Every entry of the tensor lands on exactly one summand; the summands start from zero."""
+    """Send every entry to exactly one summand; the summands start from zero."""
     match src:
         case Replicated(devices):
             common = [d for d in devices if d in dst.devices]
@@ -231,13 +223,13 @@ def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
                 yield Transfer(sender, _keeper(sender, dst.devices), whole(shape), adds=True)
         case Split() | OnOne():
             for sender in holders(src):
-                piece = box(src, sender, shape)
-                assert piece is not None
-                yield Transfer(sender, _keeper(sender, dst.devices), piece, adds=True)
+                held = box(src, sender, shape)
+                assert held is not None
+                yield Transfer(sender, _keeper(sender, dst.devices), held, adds=True)
 
 
 def chunks(n: int, parts: int) -> list[tuple[int, int]]:
-    """`parts` consecutive ranges of 0..n, as equal as whole numbers allow."""
+    """Return `parts` consecutive ranges of 0..n, as equal as possible."""
     edges = [n * i // parts for i in range(parts + 1)]
     return list(itertools.pairwise(edges))
 
@@ -284,7 +276,7 @@ def _butterfly(devices: tuple[int, ...], n: int) -> list[Round]:
         span = [kept for kept, _ in halves]
         distance //= 2
     for distance, kept in reversed(history):
-        # What i kept at this level is complete by now; its partner lacks exactly that.
+        # The part that i kept at this level is complete by now; its partner lacks exactly that.
         rounds.append(_round(((inner[i], inner[i ^ distance], kept[i]) for i in range(core)), adds=False))
     if extra:
         rounds.append(_round(((even, odd, span) for odd, even, span in folded), adds=False))
@@ -292,8 +284,7 @@ def _butterfly(devices: tuple[int, ...], n: int) -> list[Round]:
 
 
 def _direct_sum(devices: tuple[int, ...], n: int) -> list[Round]:
-    """Each device adds up a part of all summands and sends it to all: 2 alpha + 2 n (p-1)/p beta, each device's messages of
-    a round at once. A ring sends the same bytes in 2(p-1) rounds."""
+    """Each device sums a part and sends it to all: 2 alpha + 2 n (p-1)/p beta. A ring sends the same bytes in 2(p-1) rounds."""
     parts = list(zip(devices, chunks(n, len(devices)), strict=True))
     pairs = [(i, owner, span) for owner, span in parts for i in devices if i != owner]
     return [_round(pairs, adds=True), _round(((owner, i, span) for i, owner, span in pairs), adds=False)]
@@ -319,11 +310,11 @@ def _deliver(have: tuple[int, ...], want: tuple[int, ...], n: int) -> list[Round
     missing = [d for d in want if d not in have]
     if not missing:
         return []
-    pieces = list(zip(have, chunks(n, len(have)), strict=True))
-    return [_round(((sender, d, span) for d in missing for sender, span in pieces), adds=False)]
+    senders = list(zip(have, chunks(n, len(have)), strict=True))
+    return [_round(((sender, d, span) for d in missing for sender, span in senders), adds=False)]
 
 
 def forget_schedules() -> None:
-    """Forget all schedules; who has one keeps it."""
+    """Clear the caches of schedules."""
     for known in (schedule, sum_in_segments, in_chunks, sum_into_shares, gather_shares):
         known.cache_clear()

@@ -1,7 +1,7 @@
 """Divides the extent of an axis into whole shares, one per device, in proportion to their speeds.
 
-Speeds become shares by the largest remainder (Hamilton's method), the rule of Marques' K_i = K * s_i / sum(s) made
-whole, under limits: a least and a most per device, and a quantum when an axis can be cut only every so many entries.
+Speeds become shares by the largest remainder (Hamilton's method): Marques' rule K_i = K * s_i / sum(s), rounded to whole
+numbers. Limits: a minimum and a maximum per device, and a quantum if every share must be a multiple of it.
 """
 
 import math
@@ -22,12 +22,12 @@ def apportion(
     at_least: Sequence[int] | None = None,
     at_most: Sequence[int] | None = None,
 ) -> Shares:
-    """Whole shares of `total` in proportion to `weights`, by largest remainder.
+    """Return whole shares of `total` in proportion to `weights`, by largest remainder.
 
     Args:
-        total: extent of the axis to be shared out.
+        total: extent of the axis to be divided.
         weights: one per device, e.g. its speed; zero gives the device nothing unless `at_least` asks for it
-            or the others have no more room.
+            or the others are full.
         quantum: every share is a multiple of this (filters of one convolution group, say).
         at_least, at_most: limits per device, in entries of the axis.
 
@@ -62,7 +62,7 @@ def apportion(
 
 
 def _in_proportion(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[int] | None:
-    """Largest remainder in whole numbers, where no limit matters; None where one does.
+    """Return the largest-remainder shares if no limit matters; None if one does.
 
     Floats are whole multiples of one power of two, so this is as exact as fractions, and a hundred times as fast.
     """
@@ -87,9 +87,9 @@ def _in_proportion(units: int, weights: Sequence[float], low: Sequence[int], hig
 
 
 def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[Fraction]:
-    """Shares before they are made whole: clamp(level * w, low, high), with the level at which they sum to `units`.
+    """Return shares before rounding: clamp(level * w, low, high), with the level at which they sum to `units`.
 
-    Fractions, because speeds may be as far apart as floats allow, and every device must come to the same shares.
+    Fractions, because speeds may differ as much as floats allow, and every device must compute the same shares.
     """
     rates = [Fraction(float(w)) for w in weights]
     total = sum(rates)
@@ -130,17 +130,17 @@ def _largest_remainder(units: int, exact: Sequence[Fraction], high: Sequence[int
 
 
 def even(total: int, devices: int, *, quantum: int = 1) -> Shares:
-    """Shares as equal as whole numbers allow."""
+    """Return shares that are as equal as possible."""
     return apportion(total, [1.0] * devices, quantum=quantum)
 
 
 def rescale(shares: Shares, total: int) -> Shares:
-    """The same proportions for another extent: the last batch of an epoch is smaller than the others."""
+    """Return the same proportions for another extent, such as the smaller last batch of an epoch."""
     return shares if sum(shares) == total else apportion(total, shares)
 
 
 def ranges(shares: Shares) -> tuple[tuple[int, int], ...]:
-    """Half-open range of each device along the axis: (3, 0, 2) -> ((0, 3), (3, 3), (3, 5))."""
+    """Return the half-open range of each device along the axis: (3, 0, 2) -> ((0, 3), (3, 3), (3, 5))."""
     result, start = [], 0
     for share in shares:
         result.append((start, start + share))
@@ -149,7 +149,7 @@ def ranges(shares: Shares) -> tuple[tuple[int, int], ...]:
 
 
 def holders(shares: Shares) -> tuple[int, ...]:
-    """The devices whose share is not zero."""
+    """Return the devices whose share is not zero."""
     return tuple(i for i, share in enumerate(shares) if share)
 
 

@@ -10,19 +10,19 @@ from torch.optim.optimizer import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from convoy.errors import InputError
-from convoy.runtime.marks import mark_changed
+from convoy.runtime.shards import works_on
 
 
 class WeightAverage:
     """An exponential moving average of weights: after every step, average = decay * average + (1 - decay) * weight.
 
-    The numbers are those of torch's `AveragedModel`. The averages are part of the optimizer's state of each parameter, so they
-    follow it: to other devices when shares change, into `convoy.train.full_optimizer_state`, into checkpoints and back. The
-    average of a parameter starts with its weights after its first step.
+    The numbers are those of torch's `AveragedModel`. The averages are part of the optimizer's state of each parameter, so
+    they move with it: to other devices when shares change, into `convoy.train.full_optimizer_state`, into checkpoints and
+    back. The average of a parameter starts with its weights after its first step.
 
-    Buffers are not averaged: batch norm keeps the statistics of the weights that train, as with torch's default. Compute those
-    of the averages with `torch.optim.swa_utils.update_bn`, or use `AveragedModel(model, use_buffers=True)` while shares do not
-    change. Both are exact under every plan.
+    Buffers are not averaged, as by torch's default: batch norm keeps the statistics of the weights that train. Compute those
+    of the averages with `torch.optim.swa_utils.update_bn`, or use `AveragedModel(model, use_buffers=True)` while shares do
+    not change. Both are exact under every plan.
 
     ::
 
@@ -34,7 +34,7 @@ class WeightAverage:
             weights = model.full_state_dict()
 
     Args:
-        optimizer: of the weights; one that treats each entry by itself, as `convoy.train.ELEMENTWISE` lists them.
+        optimizer: of the weights; one of `convoy.train.ELEMENTWISE`, which treat each entry by itself.
         decay: of the average, per step; 0 to 1.
 
     Raises:
@@ -42,7 +42,7 @@ class WeightAverage:
     """
 
     STATE: ClassVar[str] = "average"
-    """Its name in the optimizer's state of a parameter."""
+    """The key of an average in the optimizer's state of a parameter."""
 
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
         if not 0 <= decay <= 1:
@@ -53,12 +53,12 @@ class WeightAverage:
 
     @torch.no_grad()
     def _follow(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = works_on(optimizer)
         known = [p for p in parameters if self._holds(p)]
         if known:
             self._update([optimizer.state[p][self.STATE] for p in known], known, None)
         for parameter in parameters:
-            # Not before its first gradient: optimizers set up an empty state, and take one with something in it as set up.
+            # Not before its first gradient: optimizers initialise an empty state only.
             if parameter.grad is not None and not self._holds(parameter):
                 optimizer.state[parameter][self.STATE] = parameter.detach().clone()
 
@@ -67,7 +67,7 @@ class WeightAverage:
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
-        """Within it, the averages stand where the weights are: to test them, or to gather them."""
+        """Use the averages as weights inside the block: to test them, or to gather them."""
         self._swap()
         try:
             yield
@@ -75,7 +75,6 @@ class WeightAverage:
             self._swap()
 
     def _swap(self) -> None:
-        mark_changed(p for group in self.optimizer.param_groups for p in group["params"])
         for parameter, state in self.optimizer.state.items():
             if self.STATE in state:
                 state[self.STATE], parameter.data = parameter.data, state[self.STATE]

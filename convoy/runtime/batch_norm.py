@@ -1,4 +1,4 @@
-"""Batch norm by the statistics of a batch that lies on several devices."""
+"""Batch norm with the statistics of a global batch on several devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from convoy.runtime.kernels import Gradients, named
 
 
 class GlobalBatchNorm:
-    """Batch norm whose batch lies on several devices; the numbers are those of the whole batch.
+    """Batch norm of a batch on several devices, with the numbers of the global batch.
 
-    Each device's mean and variance over its own entries are combined by their counts (Chan, Golub, LeVeque 1979), so
-    devices with few samples or none weigh accordingly. torch's SyncBatchNorm refuses CPU tensors; on accelerators that have
-    its kernels those are used, since a split norm there is bound by the number of kernels. What travels is the same.
+    Each device's mean and variance over its own entries are combined by their counts (Chan, Golub, LeVeque 1979). On
+    accelerators the kernels of torch's SyncBatchNorm are used, which refuses CPU tensors: a split norm there is bound by the
+    number of kernels. The messages are the same.
     """
 
     def __init__(self, module: nn.Module, layer: Layer) -> None:
@@ -32,18 +32,17 @@ class GlobalBatchNorm:
         self._counts = torch.empty(0)
 
     def local_statistics(self, x: Tensor) -> Tensor:
-        """One row: mean_C and variance_C of the entries here; zeros where there are none."""
+        """Return one row: mean_C and variance_C of the local entries; zeros if there are none."""
         if x.shape[0] == 0:
             return x.new_zeros(1, 2 * self.channels)
-        # torch's own kernel for the statistics of a batch; var_mean takes three to eight times as long on a CPU. What it would
-        # note in running statistics goes nowhere, with momentum 0.
+        # var_mean takes three to eight times as long on a CPU. With momentum 0 this kernel updates no running statistics.
         if self._nowhere.dtype != x.dtype or not len(self._nowhere):
             self._nowhere = x.new_zeros(self.channels)
         row = torch.cat(torch.batch_norm_update_stats(x.contiguous(), self._nowhere, self._nowhere, 0.0))[None]
         return row.to(self.dtype)  # CUDA gives float32 for a bf16 model, the CPU bf16: messages have one size
 
     def combine(self, rows: Tensor, samples: Sequence[int], per_sample: int) -> "Normalisation":
-        """rows_M(2C) of the M devices that take part, with the samples of each."""
+        """Combine rows_M(2C) of the M devices that take part, with the samples of each."""
         total = sum(samples) * per_sample
         if total < 2:
             raise InputError(
@@ -64,7 +63,7 @@ class GlobalBatchNorm:
         return Normalisation(mean, variance, (variance + self.module.eps).rsqrt_(), total)
 
     def _fused(self, of: Tensor) -> bool:
-        """Whether kernels of SyncBatchNorm compute this: they want parameters in the dtype of the statistics."""
+        """Return whether SyncBatchNorm's kernels compute this: they need parameters in the dtype of the statistics."""
         m = self.module
         same = all(t is None or t.dtype == of.dtype for t in (m.weight, m.bias, m.running_mean))
         whole = of.dtype in (torch.float32, torch.float64)
@@ -109,7 +108,7 @@ class GlobalBatchNorm:
         return self._line(x, by, self.module.weight, self.module.bias)
 
     def local_sums(self, x: Tensor | None, g: Tensor, by: "Normalisation") -> Tensor:
-        """One row: sum of g_C and sum of (g * normalised x)_C over the entries here; x is None without samples."""
+        """Return one row: sum of g_C and sum of (g * normalised x)_C over the local entries; x is None without samples."""
         if x is None:
             return g.new_zeros(1, 2 * self.channels)
         # torch's own kernel sums these two for the gradients of weight and bias, whatever mean and deviation it is given. It
@@ -121,7 +120,7 @@ class GlobalBatchNorm:
         return torch.cat([gb, gw])[None]
 
     def backward(self, x: Tensor, g: Tensor, by: "Normalisation", row: Tensor, rows: Tensor, wanted: bool) -> Gradients:
-        """`row` holds the sums of this device (gradients of its copy of the parameters), `rows` those of all."""
+        """Return the gradients. `row` has the sums of this device (gradients of its parameters), `rows` those of all."""
         weight, bias = self.module.weight, self.module.bias
         gb, gw = row.view(2, self.channels).unbind(0)
         gx = None
@@ -140,7 +139,7 @@ class GlobalBatchNorm:
         return [gx], named(weight=gw if trained[0] else None, bias=gb if trained[1] else None)
 
     def _line(self, x: Tensor, by: "Normalisation", slope_C: Tensor | None, shift_C: Tensor | None) -> Tensor:
-        """(x - mean) / deviation * slope + shift, per channel, in one pass over x: torch's kernel for evaluation."""
+        """Return (x - mean) / deviation * slope + shift per channel, by torch's kernel for evaluation, which reads x once."""
         eps = self.module.eps
         assert by.variance is not None
         return torch.batch_norm(
@@ -153,11 +152,11 @@ _BACKWARD = torch.ops.aten.native_batch_norm_backward
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:
-    """mean_C, variance_C, 1/deviation_C and the count of entries per channel, of the global batch.
+    """Statistics of the global batch: mean_C, variance_C, 1/deviation_C and the count of entries per channel.
 
     Attributes:
-        variance: None where kernels of SyncBatchNorm compute, which read 1/deviation.
-        counts: of each device, for these kernels alone.
+        variance: None for SyncBatchNorm's kernels, which read 1/deviation.
+        counts: of each device, for these kernels only.
     """
 
     mean: Tensor

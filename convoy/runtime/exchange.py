@@ -1,4 +1,4 @@
-"""Runs the operations of a device program that make, copy, add and exchange; and moves that belong to no program."""
+"""Runs the operations that make, copy, add and exchange buffers; and moves outside of device programs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ Buffers = dict[str, Any]
 
 
 class Slots:
-    """Memory for arriving summands, which every step reuses: allocating fresh pages in each round is slow."""
+    """Receive buffers for summands, reused by every step: allocating fresh pages in each round is slow."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
@@ -69,7 +69,7 @@ class Lane:
     def _make(self, operation: Make, buffers: Buffers, dtype: torch.dtype) -> None:
         kind, device = buffers[operation.like].dtype if operation.like else dtype, self.group.torch_device
         if operation.narrow:
-            kind = _narrow(kind)
+            kind = getattr(torch, narrow_dtype(str(kind).removeprefix("torch.")))
         if operation.slot is not None:
             buffers[operation.buffer] = self.slots.at(operation.buffer, operation.shape[0], kind, device)
         else:
@@ -90,11 +90,14 @@ class Lane:
     def _merge(self, operation: Merge, buffers: Buffers, _dtype: torch.dtype) -> None:
         first, *others = (buffers[name] for name in operation.parts)
         for other in others:
-            first = _merged(first, other) if isinstance(first, dict) else first + other
+            if isinstance(first, dict):  # gradients of several outputs of one layer
+                first = first | {item: first[item] + g if item in first else g for item, g in other.items()}
+            else:
+                first = first + other
         buffers[operation.buffer] = first
 
     def _start(self, operation: ExchangeRound, buffers: Buffers, _dtype: torch.dtype) -> None:
-        # A part that goes to several devices is cut once.
+        # A part that is sent to several devices is cut once.
         parts = {m.part: cut(buffers, m.part).contiguous() for m in operation.sends}
         sends = [Message(m.peer, parts[m.part]) for m in operation.sends]
         receives = [Message(m.peer, cut(buffers, m.part)) for m in operation.receives]
@@ -115,26 +118,12 @@ def cut(buffers: Mapping[str, Any], part: Part) -> Tensor:
     return tensor
 
 
-def _merged(a: dict[Any, Tensor], b: dict[Any, Tensor]) -> dict[Any, Tensor]:
-    """Gradients for the outputs of one layer, by output."""
-    return a | {item: a[item] + g if item in a else g for item, g in b.items()}
-
-
-def _narrow(dtype: torch.dtype) -> torch.dtype:
-    narrow: torch.dtype = getattr(torch, narrow_dtype(str(dtype).removeprefix("torch.")))
-    return narrow
-
-
-# --- moves that belong to no program: checkpoints, other shares, the model's first weights -----------------------------
+# --- moves outside of programs: checkpoints, other shares, the model's first weights -----------------------------------
 
 
 @dataclass
 class Moving:
-    """A move that has started on this device.
-
-    Attributes:
-        result: what this device will hold; complete after `land`.
-    """
+    """A started move; its `result`, the tensor in the new layout, is complete after `land`."""
 
     result: Tensor
     _lane: Lane
@@ -151,61 +140,61 @@ class Moving:
 def start_move(
     group: Group,
     schedule: Schedule,
-    piece: Tensor,
+    shard: Tensor,
     src: Layout,
     dst: Layout,
     shape: Shape,
     wire: CommDtype = "exact",
 ) -> Moving:
-    """Start a move as `run_move` does, without waiting for its messages. Change neither `piece` nor the result meanwhile.
+    """Start a move as `run_move` does, without waiting for its messages. Leave `shard` and the result unchanged until `land`.
 
     A sum in rounds that wait for each other is complete when this returns.
     """
     me, lane = group.device, Lane(group, 0, Slots())
-    kind = comm_dtype_of(str(piece.dtype).removeprefix("torch."), wire)
-    move = MoveSpec(0, schedule, me, src, dst, shape, kind, "piece", "result")
+    kind = comm_dtype_of(str(shard.dtype).removeprefix("torch."), wire)
+    move = MoveSpec(0, schedule, me, src, dst, shape, kind, "shard", "result")
     found = move.operations()
-    buffers: Buffers = {"piece": piece}
-    lane.run(found.begin, buffers, piece.dtype)
+    buffers: Buffers = {"shard": shard}
+    lane.run(found.begin, buffers, shard.dtype)
     result = buffers.get("result")
     if result is None or box(dst, me, shape) is None:
-        result = piece.new_empty(local_shape(dst, me, shape))
+        result = shard.new_empty(local_shape(dst, me, shape))
     return Moving(result, lane, found.started, buffers)
 
 
 def run_move(
     group: Group,
     schedule: Schedule,
-    piece: Tensor,
+    shard: Tensor,
     src: Layout,
     dst: Layout,
     shape: Shape,
     wire: CommDtype = "exact",
 ) -> Tensor:
-    """Bring this device's piece of a tensor of `shape` from layout `src` to layout `dst`.
+    """Move a tensor of `shape` from layout `src` to layout `dst`. Return the new local shard.
 
     Args:
-        piece: what this device holds under `src`; an empty tensor of the right dtype where it holds nothing.
-        wire: number format of the messages. Copies are equal to the last bit even where they are rounded; what only one
+        shard: the local shard under `src`; an empty tensor of the right dtype if there is none.
+        wire: number format of the messages. Rounded copies are equal to the last bit on all devices; a tensor that only one
             device holds afterwards is rounded only where it was sent.
 
     Returns:
-        what it holds under `dst`; where nothing has to arrive and nothing is rounded, a view of `piece`.
+        the local shard under `dst`; a view of `shard` if nothing is received or rounded.
 
     Raises:
         DeviceLostError: a device that had to send or receive did not.
     """
-    return start_move(group, schedule, piece, src, dst, shape, wire).land()
+    return start_move(group, schedule, shard, src, dst, shape, wire).land()
 
 
-def redistribute(group: Group, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> Tensor:
-    """Run a move by the schedule for these layouts. On a device that holds nothing under `src`, `piece` gives the dtype."""
-    held = piece if box(src, group.device, shape) is not None else piece.new_empty((0, *shape[1:]))
+def redistribute(group: Group, shard: Tensor, src: Layout, dst: Layout, shape: Shape) -> Tensor:
+    """Run a move by the schedule for these layouts. On a device without a shard under `src`, `shard` gives the dtype."""
+    held = shard if box(src, group.device, shape) is not None else shard.new_empty((0, *shape[1:]))
     return run_move(group, schedule_of(src, dst, shape), held, src, dst, shape)
 
 
-def gather_whole(group: Group, piece: Tensor, src: Layout, dst: Layout, shape: Shape, *, differ: bool) -> Tensor:
-    """Run a move as `redistribute` does; average copies that `differ` because a plan mixes inexactly."""
-    if differ and isinstance(src, Replicated) and piece.is_floating_point():
-        piece, src = piece / len(src.devices), Partial(src.devices)
-    return redistribute(group, piece, src, dst, shape)
+def gather_whole(group: Group, shard: Tensor, src: Layout, dst: Layout, shape: Shape, *, differ: bool) -> Tensor:
+    """Run a move as `redistribute` does. Average copies that `differ` because a plan mixes inexactly."""
+    if differ and isinstance(src, Replicated) and shard.is_floating_point():
+        shard, src = shard / len(src.devices), Partial(src.devices)
+    return redistribute(group, shard, src, dst, shape)

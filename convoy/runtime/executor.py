@@ -3,7 +3,7 @@
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,8 +39,9 @@ from convoy.plan.device_program import (
 from convoy.plan.steps import Phase, StepList, Value
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
-from convoy.runtime.compiled import Compiler, Rows
+from convoy.runtime.compiled import Compiler, Regions
 from convoy.runtime.exchange import Buffers, Lane, Slots
+from convoy.runtime.gathered import GatheredParameters
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
 from convoy.runtime.kernels import (
     Arithmetic,
@@ -57,7 +58,6 @@ from convoy.runtime.kernels import (
     with_gradients,
 )
 from convoy.runtime.program import Item, Program, reached_parameters
-from convoy.runtime.whole_weights import WholeWeights
 
 
 @dataclass
@@ -69,12 +69,12 @@ class Tape:
         norms: per batch norm over several devices, the statistics of the global batch.
         fused: per segment, autograd's graph: its roots and the edge of each output.
         precision: number type of the layers' arithmetic; None: the model's own.
-        rows: layers that may run compiled.
+        regions: layers that may run compiled.
     """
 
     program: Program
     precision: torch.dtype | None
-    rows: Rows = field(default_factory=dict)
+    regions: Regions = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, Normalisation] = field(default_factory=dict)
     fused: dict[int, tuple[Roots, tuple[Any, ...]]] = field(default_factory=dict)
@@ -89,11 +89,11 @@ class Executor:
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
         clock: adds up computing and exchanging.
         fuse: give segments to autograd as one graph; False: each layer by itself.
-        whole: gathers sharded parameters; None: there are none.
+        gathered: the whole parameters of sharded ones; None: there are none.
 
     Attributes:
         expected_s: expected seconds per layer, used to divide a segment's measured time.
-        compiler: compiles rows of layers; None: nothing is compiled.
+        compiler: compiles regions of layers; None: nothing is compiled.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Executor:
         clock: Clock,
         *,
         fuse: bool = True,
-        whole: WholeWeights | None = None,
+        gathered: GatheredParameters | None = None,
     ) -> None:
         self.group, self.model, self.traced, self.clock, self.fuse = group, model, traced, clock, fuse
-        self.whole = whole or WholeWeights(model, {})
+        self.gathered = gathered or GatheredParameters(model, {})
         self.arithmetic: dict[str, Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
@@ -120,7 +120,7 @@ class Executor:
             if layer.kind != "input":
                 run = self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
                 if layer.everywhere and isinstance(run, ByAutograd):
-                    run.call = self.calls[name] = partial(_as_traced, layer, self.calls[name])
+                    run.call = self.calls[name] = partial(_call_checked, layer, self.calls[name])
                 elif (
                     isinstance(run, ByAutograd | ByBackward)
                     and not (layer.per_sample or layer.changes_state)
@@ -165,9 +165,9 @@ class Executor:
         """
         buffers: Buffers = dict(zip(program.program.inputs, inputs, strict=True))
         tape = Tape(program, precision)
-        with self.whole.in_place(program.gathered):
+        with self.gathered.in_place(program.gathered):
             if self.compiler is not None:
-                tape.rows = self.compiler.rows(program, self.traced, self.model, (precision, keep))
+                tape.regions = self.compiler.regions(program, self.traced, self.model, (precision, keep))
             self._run_forward(program, tape, buffers, keep=keep)
         return [self._output(buffers, value) for value in program.steps.outputs], tape
 
@@ -190,7 +190,7 @@ class Executor:
                 case Compute() as compute:
                     self._statistics(compute, buffers, tape)
                 case PackWeights() | UnpackWeights() | HaveWeights() | FreeWeights() as weights:
-                    self.whole.run(weights, buffers, self.group.device)
+                    self.gathered.run(weights, buffers, self.group.device)
                 case _:
                     self._exchange(lane, item, buffers)
             for name in item.drops:
@@ -204,29 +204,29 @@ class Executor:
         """Run a segment as one graph of autograd."""
         bound = tape.program.fused[fused.number]
         wants = [keep and wanted for wanted in bound.wants]
-        with self.clock.stretch(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
+        with self.clock.segment(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
             roots = [enter(buffers[k]) if w else buffers[k] for k, w in zip(fused.reads, wants, strict=True)]
             own: dict[str, Any] = dict(zip(fused.reads, roots, strict=True))
             begin = Roots(roots, wants)
             del roots
-            with self._autocast(tape.precision):
-                ready = 0  # computations before this one were done by a compiled row
+            with (
+                nullcontext()
+                if tape.precision is None
+                else torch.autocast(self.group.torch_device.type, tape.precision)
+            ):
+                ready = 0  # computations before this one were done by a compiled region
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, Compute)
-                    if (row := tape.rows.get((fused.number, number))) is not None:
-                        ready = max(ready, row.run(own))
+                    if (region := tape.regions.get((fused.number, number))) is not None:
+                        ready = max(ready, region.run(own))
                     if number >= ready:
                         inputs = [own[name] for name in op.reads]
                         with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
                             own[op.writes[0]] = self._call(op, inputs, whole=op.layer in bound.whole)
                         del inputs
                     for name in drops:
-                        own.pop(name, None)  # values inside a compiled row were never here
+                        own.pop(name, None)  # values inside a compiled region were never here
             made = [widened(own[name], tape.precision) for name in fused.writes]
-            if tape.precision is not None:
-                layers = {op.writes[0]: op.layer for op in fused.operations if isinstance(op, Compute)}
-                natural = ((layers[name], own[name]) for name in fused.writes)
-                tape.program.natural.update((layer, y.dtype) for layer, y in natural if isinstance(y, Tensor))
         buffers.update(zip(fused.writes, map(detached, made), strict=True))
         if keep:
             tape.fused[fused.number] = (begin, tuple(map(edge_of, made)))
@@ -253,9 +253,6 @@ class Executor:
         """Return the sums of a device without samples."""
         return torch.zeros(1, 2 * norm.channels, dtype=norm.dtype, device=self.group.torch_device)
 
-    def _autocast(self, precision: torch.dtype | None) -> AbstractContextManager[Any]:
-        return nullcontext() if precision is None else torch.autocast(self.group.torch_device.type, precision)
-
     def _forward(self, op: Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
         run = self._arithmetic(tape.precision)[op.layer]
         with self.clock.compute(op.layer, "forward"):
@@ -271,8 +268,6 @@ class Executor:
         buffers[op.writes[0]] = value
         if keep:
             tape.saved[op.layer] = saved
-        if tape.precision is not None:
-            tape.program.natural[op.layer] = getattr(run, "natural", torch.float32)
 
     def _statistics(self, op: Compute, buffers: Buffers, tape: Tape) -> None:
         norm = self.norms[op.layer]
@@ -308,7 +303,7 @@ class Executor:
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         # After a regroup, sums of this backward must not send to the new group.
         sums = Sums(present(self.group), program.sums, self.slots, self._worker)
-        with self.whole.in_place(program.gathered):
+        with self.gathered.in_place(program.gathered):
             self._run_backward(program, tape, buffers, found, sums)
         for key in tape.program.into_shares & before.keys():
             gradient = found.get(key)
@@ -362,7 +357,7 @@ class Executor:
                 case BeginSum(step=step, buffer=flat):
                     sums.begin(step, buffers[flat])
                 case PackWeights() | UnpackWeights() | FreeWeights() as weights:
-                    self.whole.run(weights, buffers, self.group.device)
+                    self.gathered.run(weights, buffers, self.group.device)
                 case WaitSum(sum=step):
                     with self.clock.exchange():
                         sums.wait(step)
@@ -397,7 +392,7 @@ class Executor:
         ]
         for name in fused.reads:
             buffers.pop(name, None)
-        with self.clock.stretch(self._expected_s(fused, tape.program), fused.phase) as end_lap:
+        with self.clock.segment(self._expected_s(fused, tape.program), fused.phase) as end_lap:
             leaving = SegmentSums(self.model, self.traced.graph, fused, buffers, found, sums, end_lap)
             with leaving.watching(parameters):
                 results = iter(gradients_of(pairs, [*roots.edges, *parameters.values()]))
@@ -434,8 +429,8 @@ class Executor:
                     collect(found, parameter.key, own.get(key))
 
 
-def _as_traced(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any], samples: int) -> Any:
-    """Call a layer whose hooks no trace has seen. They may change numbers, but not shapes."""
+def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any], samples: int) -> Any:
+    """Call a layer with hooks, which the trace did not run. They may change numbers, but not shapes."""
     y = call(inputs, samples)
     first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__

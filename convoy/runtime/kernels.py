@@ -188,7 +188,7 @@ class ByBackward:
         return found, own
 
 
-class Picking:
+class OutputPick:
     """One tensor of a layer that gives several."""
 
     def __init__(self, operation: Operation) -> None:
@@ -208,7 +208,7 @@ def arithmetic(model: nn.Module, layer: Layer, operation: Operation) -> Arithmet
         module = model.get_submodule(operation.target)
         return FullyConnected(module, layer) if layer.kind == "linear" else Convolution(module, layer)
     if layer.kind == "pick":
-        return Picking(operation)
+        return OutputPick(operation)
     return (ByBackward if layer.unfusable else ByAutograd)(model, layer, operation)
 
 
@@ -314,7 +314,7 @@ class _Rounded:
     """A convolution or linear layer in lower precision. autocast does not see the backward kernels that it calls."""
 
     def __init__(self, run: Convolution | FullyConnected, dtype: torch.dtype) -> None:
-        self.run, self.dtype, self.natural = run, dtype, dtype
+        self.run, self.dtype = run, dtype
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
         y, saved = self._run().forward([x.to(self.dtype) for x in inputs], batch, keep, wants)
@@ -340,12 +340,10 @@ class _Autocast:
 
     def __init__(self, run: Arithmetic, dtype: torch.dtype, device: str) -> None:
         self.run, self.dtype, self.device = run, dtype, device
-        self.natural = torch.float32
 
     def forward(self, inputs: Sequence[Any], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
         with torch.autocast(self.device, self.dtype):
             y, saved = self.run.forward(inputs, batch, keep, wants)
-        self.natural = y.dtype if isinstance(y, Tensor) else self.natural
         return widened(y, self.dtype), saved
 
     def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:

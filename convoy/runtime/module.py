@@ -1,90 +1,87 @@
-"""Distributed: an nn.Module that holds this device's part of a model and trains it with the others.
+"""Distributed: an nn.Module that holds this device's shards of a model and trains it with the other devices.
 
-`Distributed.forward` is a step from its inputs to its outputs, and says which file does what of it.
+`Distributed.forward` is one step from its inputs to its outputs. `docs/step.md` follows it through the files.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from convoy._version import __version__
-from convoy.comm.collectives import agree_on, agree_on_modes
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated
 from convoy.model.operation import fill_result
-from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
+from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
 from convoy.model.tracing.copies import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
-from convoy.runtime.alike import Comparisons
+from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of
 from convoy.runtime.clock import Clock
-from convoy.runtime.compiled import Compiler, check_compiler
+from convoy.runtime.comparisons import Comparisons, check_copies, check_same_start
+from convoy.runtime.compiled import Compiler
 from convoy.runtime.executor import Executor, Expected
-from convoy.runtime.freed_memory import give_back_freed
-from convoy.runtime.inputs import Inputs, parts_of, read_inputs
-from convoy.runtime.marks import mark_originals, mark_unsummed
-from convoy.runtime.module_of_pieces import ModuleOfPieces
-from convoy.runtime.outputs import Outputs, rows_of
-from convoy.runtime.passes import Passes
-from convoy.runtime.plan_in_use import plan_in_use
+from convoy.runtime.gathered import GatheredParameters
+from convoy.runtime.model_checks import ModelChecks
 from convoy.runtime.program import Program
-from convoy.runtime.program_cache import Noting, ProgramCache
-from convoy.runtime.shard_guards import CallGuard, check_not_distributed
-from convoy.runtime.step_node import StepCall
-from convoy.runtime.torch_guards import guard, guard_module
-from convoy.runtime.watch import Watch
-from convoy.runtime.weights import Weights, parameters_of, placeholders
-from convoy.runtime.whole_weights import WholeWeights
+from convoy.runtime.program_cache import ProgramCache, StateDevices
+from convoy.runtime.shards import (
+    ORIGINAL,
+    SHARD,
+    CallGuard,
+    accept_gradients,
+    check_not_distributed,
+    guard_optimizers,
+    mark_unsummed,
+)
+from convoy.runtime.step_node import Accumulation, StepCall
+from convoy.runtime.weights import Weights, copied_without_weights, parameters_of, plan_in_use
 
 
 class StaleBatchError(ConvoyError):
-    """A batch is cut for devices that have changed; `convoy.train.Members` has it handed out again."""
+    """A batch was handed out for devices that have changed since; `convoy.train.Members` has it handed out again."""
 
 
-class Distributed(ModuleOfPieces):
-    """This device's part of a model, an nn.Module.
+class Distributed(nn.Module):
+    """This device's shards of a model, an nn.Module.
 
-    It is called like the model: with this device's part of a batch, as the loader of `convoy.loader` gives it. It returns
-    the outputs of the *whole* batch, on every device, so that the loss, its printing and its backward are those of one
-    device; by a plan whose `outputs` are "where-computed", parts of them, for `convoy.loss`. Its parameters, under their
-    ordinary names, are this device's pieces; optimizers work on them as they are.
+    It is called like the model, with the local batch that `convoy.loader` gives. It returns the outputs of the *global*
+    batch, on every device, so that the loss and its backward are those of one device; by a plan whose `outputs` are
+    "where-computed", it returns parts of them, for `convoy.loss`. Its parameters, under their ordinary names, are local
+    shards; optimizers work on them.
 
     Args:
-        model: an ordinary module; device 0's weights count. It may be on the meta device: on others than device 0, or
+        model: an ordinary module; device 0's weights count. It may be on the meta device: on all devices but 0, or
             everywhere, and then `load_state_dict` has to bring the weights before the first step.
-        plan: who computes what.
+        plan: the strategy and shares of each layer.
         group: the devices.
         example: one batch of each input, for the shapes.
-        slowdown: makes this device play one that is so many times slower.
-        fuse: layers between two exchanges go to autograd as one graph (see `convoy.plan.compile`); False: each by itself.
-        compile: rows of such layers go through torch.compile where that is faster (see `convoy.runtime.compiled`): equal up to
-            rounding.
-        takes_over: use the model's own modules, and its own parameters where every device has them whole. Parameters that
+        slowdown: emulates a device that is slower by this factor.
+        fuse: give the layers between two exchanges to autograd as one graph; False: each layer by itself.
+        compile: compile such layers with torch.compile, if faster (see `convoy.runtime.compiled`): equal up to rounding.
+        takes_over: use the model's own modules, and its own parameters if every device has them whole. Parameters that
             the plan splits are replaced, and the old ones raise when they are used. False: work on a copy.
 
     Attributes:
         plan: the present one.
         reshards: how often the shares have changed.
         layouts: of each parameter and buffer, by its key in `state_dict`.
-        weights: this device's pieces of them.
-        takes_whole: inputs are whole batches, without `whole=True`.
-        finished_steps, repeats: counted by `convoy.train.Members`; a loader hands out the batches since the last finished step
-            again when `repeats` has changed.
-        guard: begins an epoch of a loader, which talks to the other devices; None: the loader does so by itself.
-        stale: whether the batch that was handed out last is for devices of before: to compute with it is a StaleBatchError.
-        precision: what layers compute in (see `compute_in`); None: the type that the model has, or the caller's autocast.
-        compiler: with `compile`, what tells how many rows of layers run compiled on this device.
+        weights: the local shards.
+        takes_whole: inputs are global batches, without `whole=True`.
+        finished_steps, repeats: counted by `convoy.train.Members`; if `repeats` has changed, a loader hands out the batches
+            since the last finished step again.
+        guard: begins an epoch of a loader, which communicates with the other devices; None: the loader does so itself.
+        stale: the batch that was handed out last is for earlier devices: computing with it is a StaleBatchError.
+        precision: number type of the layers' arithmetic (see `compute_in`); None: the model's own, or the caller's autocast.
+        compiler: with `compile`, what was compiled on this device.
 
     Raises:
         PlanError: the plan is for another model or another number of devices.
         MismatchError: the devices were given different models or plans, or torch computes in other modes on one of them.
-        InputError: `compile` where a device has no compiler.
     """
 
     def __init__(
@@ -104,26 +101,20 @@ class Distributed(ModuleOfPieces):
         check_not_distributed(model)
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
-        _agree(group, trained, plan, compile=compile)
-        agree_on_modes(group)
-        if compile:
-            check_compiler(group)
+        check_same_start(group, trained, plan, compile=compile)
         plan.check(trained.graph, group.devices)
         self.group, self.clock = group, Clock(group.torch_device, slowdown)
         self.parameters_by_key = parameters_of(model, self.traced)
         self.reshards = -1
-        self._noting: Noting = {}
+        self._state_devices: StateDevices = {}
         self._set_plan(plan)
-        own = model if takes_over else copied(model, placeholders(model, group.torch_device))
-        self.module = disable_in_place(own)
+        self.module = disable_in_place(model if takes_over else copied_without_weights(model, group.torch_device))
         self.weights = Weights(group, self.module, self.parameters_by_key, self._in_use)
         self.calls = CallGuard()
         self.weights.cut(model)
-        give_back_freed()  # what tracing took
-        guard_module(self.module)
         self._fuse = fuse
         self.compiler = Compiler(group) if compile else None
-        self._bind(model)
+        self._bind()
         self.precision: torch.dtype | None = None
         self._announced: list[int] = []  # shared with deep copies
         self.takes_whole = False
@@ -132,69 +123,71 @@ class Distributed(ModuleOfPieces):
         self.stale = False
         self.training = model.training
         if not takes_over:
-            mark_originals(model.parameters())
-        guard(Distributed)
+            for parameter in model.parameters():
+                setattr(parameter, ORIGINAL, True)
+        guard_optimizers()
 
     # --- one call: a step --------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Tensor, batch: int | None = None, whole: bool = False, **others: Any) -> Any:
-        """Outputs of the whole batch, on every device; or an `OutputPart` each, where the plan leaves them with their samples.
+        """Return the outputs of the global batch, on every device; or an `OutputPart` each, where outputs stay local.
 
-        What another distributed model returned is taken as the whole batch that it is: `discriminator(generator(z))`; a model
-        that `prepare` made takes every input so. An input that requires a gradient gets that of one device: this device's
-        part of it where it was given in part, all of it where it was given whole.
+        The output of another distributed model is taken as the global batch that it is: `discriminator(generator(z))`; a
+        model that `prepare` made takes every input so. An input that requires a gradient gets that of one device: for its
+        local batch if it was given in part, all of it if it was given whole.
 
         Args:
-            inputs: this device's part of each input, in the layout of `input_layouts`; zero samples where it has none.
-            batch: samples in the whole batch; needed only where the loader is not Convoy's.
-            whole: every device gives the whole batch, the same as the others; each takes its part.
+            inputs: the local batch of each input, in the layout of `input_layouts`; zero samples where it has none.
+            batch: samples in the global batch; needed only if the loader is not Convoy's.
+            whole: every device gives the global batch, the same as the others; each takes its part.
 
         Raises:
             InputError: the inputs do not fit the plan for this batch.
             MismatchError: `whole`, but the devices were given different batches.
         """
+        if torch.compiler.is_compiling():
+            # torch.compile around the model would follow the messages between devices line by line, for minutes.
+            return torch.compiler.disable(self._step)(inputs, batch, whole, others)  # type: ignore[no-untyped-call]
+        return self._step(inputs, batch, whole, others)
+
+    def _step(self, inputs: tuple[Tensor, ...], batch: int | None, whole: bool, others: dict[str, Any]) -> Any:
         if self.stale:
-            raise StaleBatchError("the devices have changed since this batch was handed out: it comes again")
+            raise StaleBatchError("the devices have changed since this batch was handed out: it is handed out again")
+        if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+            raise InputError(
+                "DistributedDataParallel around a distributed model, which sums gradients itself: leave it out"
+            )
         self.weights.check_there()
         given = read_inputs(inputs, others, batch, whole or (self.takes_whole and batch is None), self._announced)
         training, graph = self.training, self.traced[self.training].graph
-        program = self._programs.get(training, given.batch, given.wanted, self._passes.kind(gathers=self._gathers()))
-        parts = parts_of(given, program.steps, graph, self.group)
+        gathers = not (training and self._in_use.stays_whole and self._gathered.held)
+        kind = self._accumulation.kind(gathers=gathers)
+        program = self._programs.get(training, given.batch, given.wanted, kind)
+        parts = local_inputs(given, program.steps, graph, self.group)
         compares = self._comparisons.check_inputs(training, program.steps, given)
-        self._whole_weights.held = False  # until this pass has come through
-        self._watch.check(training, self._in_use.whole)
+        self._gathered.held = False  # until this micro-batch is through
+        self._checks.check(training, self._in_use.whole)
         self._states[training].check()
         outputs = self._compute(given, program, parts, compares)
-        self._whole_weights.held = training and not self._passes.sums
-        returned = self._outputs.returned(outputs, program, graph)
-        return self._watch.returned(fill_result(self.traced[training], returned), inputs, training)
+        self._gathered.held = training and not self._accumulation.sums
+        return fill_result(self.traced[training], returned_outputs(outputs, program.steps, graph, self.group))
 
-    def _gathers(self) -> bool:
-        """Whether this pass gathers weights that are kept in shares; else those of the pass before are whole still."""
-        stays = self.training and self._in_use.stays_whole
-        return not (stays and self._whole_weights.stay(self._watch.trained.values(), self.group))
-
-    def _compute(self, given: Inputs, program: Program, parts: list[Tensor], compares: bool) -> Sequence[Tensor]:
-        """The outputs, as a node of the caller's autograd graph where there is one; `backward` ends in `_begin_backward`."""
+    def _compute(self, given: StepInputs, program: Program, parts: list[Tensor], compares: bool) -> Sequence[Tensor]:
+        """Return the outputs, as a node of the caller's autograd graph if there is one. Its backward is `StepCall`'s."""
         executor, kind = self._executors[self.training], self.group.torch_device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         precision = self.precision or autocast
         borrowing: AbstractContextManager[None] = nullcontext() if self.training else self.weights.borrowing()
         # The executor applies autocast, layer by layer, in backward too.
-        with torch.autocast(kind, enabled=False), borrowing, program.random.alike(self.group):
-            outputs: Sequence[Tensor]
-            if torch.is_grad_enabled() and (self._watch.trained or any(x.requires_grad for x in given.tensors)):
+        with torch.autocast(kind, enabled=False), borrowing, program.random.same_afterwards(self.group):
+            if torch.is_grad_enabled() and (self._checks.trained or any(x.requires_grad for x in given.tensors)):
                 begin = partial(self._begin_backward, self.reshards, self.training, compares, program.steps.outputs)
-                call = StepCall(executor, program, precision, parts, self._watch.trained, self._passes, begin)
-                outputs = call.outputs(given.tensors)
-            else:
-                # The caller's memory is not to be marked, or changed.
-                callers = {x.untyped_storage().data_ptr() for x in given.tensors}
-                made = executor.forward(program, parts, keep=False, precision=precision)[0]
-                outputs = [y.clone() if y.untyped_storage().data_ptr() in callers else y for y in made]
-        if autocast is not None and self.precision is None:
-            return self._outputs.as_autocast(outputs, program, self.training, autocast)
-        return outputs
+                call = StepCall(executor, program, precision, parts, self._checks.trained, self._accumulation, begin)
+                return call.outputs(given.tensors)
+            # The caller's memory must not be marked or changed.
+            callers = {x.untyped_storage().data_ptr() for x in given.tensors}
+            made = executor.forward(program, parts, keep=False, precision=precision)[0]
+            return [y.clone() if y.untyped_storage().data_ptr() in callers else y for y in made]
 
     def _begin_backward(
         self,
@@ -204,7 +197,11 @@ class Distributed(ModuleOfPieces):
         outputs: Sequence[Value],
         output_gradients: Sequence[Tensor | None],
     ) -> int:
-        """The stage of inexact mixing for a backward whose forward ran after so many reshards."""
+        """Check a backward, and return its stage of inexact mixing.
+
+        Args:
+            reshards: the value of `self.reshards` in its forward.
+        """
         if reshards != self.reshards:
             raise InputError(
                 "the shares changed between a forward pass and its backward: call reshard() after backward()"
@@ -217,14 +214,14 @@ class Distributed(ModuleOfPieces):
             )
         if compares:
             self._comparisons.check_gradients(outputs, output_gradients)
-        return next(self._passes.stages)
+        return next(self._accumulation.stages)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, passes leave their gradients on each device; the next pass outside sums those of all passes, once.
+        """Leave gradients on each device inside the block; the next micro-batch outside sums those of all micro-batches.
 
-        As with DistributedDataParallel, forward and backward of a pass are both inside, those of the last pass of a step
-        outside; in between `.grad` is what this device has added up. Every device makes the same passes inside. Hooks on
-        parameters are called in the last pass alone, with the gradient of all passes.
+        As with DistributedDataParallel, forward and backward of a micro-batch are both inside, those of the last one of a
+        step outside; in between `.grad` is the sum of this device's. Every device runs the same micro-batches inside. Hooks
+        on parameters are called in the last one only, with the gradient of all.
 
         ::
 
@@ -233,28 +230,28 @@ class Distributed(ModuleOfPieces):
                     (criterion(model(x), y) / len(parts)).backward()
             optimizer.step()
         """
-        return self._passes.left_unsummed()
+        return self._accumulation.unsummed()
 
     # --- the plan, and what is made for it ---------------------------------------------------------------------------
 
     def follow(self, plan: Plan) -> None:
-        """From now on, steps and layouts are those of this plan. It moves nothing: see `reshard`, which does."""
+        """Use the steps and layouts of this plan. Nothing is moved: `reshard` does that."""
         self._set_plan(plan)
         self.weights.in_use = self._in_use
-        self._whole_weights.clear()
-        self._programs = ProgramCache(self._in_use, self._executors, self._noting)
+        self._gathered.clear()
+        self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
 
     def enter(self, plan: Plan) -> None:
-        """Go on in another generation of the group, by a plan for its devices. It moves nothing: `SnapshotStore.restore` does.
+        """Continue in another generation of the group, by a plan for its devices. `SnapshotStore.restore` moves the state.
 
-        What a step that broke off has left is forgotten.
+        Forget what an interrupted step has left.
 
         Raises:
             PlanError: the plan is for another model or another number of devices.
         """
         plan.check(self.traced[True].graph, self.group.devices)
         expected = {mode: executor.expected_s for mode, executor in self._executors.items()}
-        self._noting = {}
+        self._state_devices = {}
         self._set_plan(plan)
         self.weights.in_use = self._in_use
         if self.compiler is not None:
@@ -262,7 +259,7 @@ class Distributed(ModuleOfPieces):
         self._make_ready()
         for mode, executor in self._executors.items():
             executor.expected_s = expected[mode]
-        self._watch.follow(self.traced, self.group.devices)
+        self._checks.use_devices(self.traced, self.group.devices)
         for parameter in self.parameters():
             mark_unsummed(parameter, False)
 
@@ -272,34 +269,34 @@ class Distributed(ModuleOfPieces):
         self.plan, self.layouts = plan, self._in_use.layouts
         self.reshards += 1
 
-    def _bind(self, original: nn.Module) -> None:
-        """Make ready to run on the modules and parameters that there are."""
+    def _bind(self) -> None:
+        """Prepare to run on the present modules and parameters."""
         self._make_ready()
-        self._watch = Watch(self.module, original, self.traced, self.group.devices)
+        self._checks = ModelChecks(self.module, self.traced, self.group.devices)
         self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
-        self.mark_pieces()
+        self.mark_shards()
 
     def use_clock(self, clock: Clock) -> None:
-        """Let another clock count what this device computes and exchanges, from the next step on."""
+        """Count computing and exchanging with another clock from the next step on."""
         self.clock = clock
         self._make_ready()
 
     def _make_ready(self) -> None:
-        """Executors without programs, and whatever counts passes and steps, from the beginning."""
+        """Make executors without programs, and restart everything that counts micro-batches and steps."""
         shapes = {key: p.shape for key, p in self.parameters_by_key.items()}
-        self._whole_weights = whole = WholeWeights(self.module, shapes, self.calls)
+        self._gathered = GatheredParameters(self.module, shapes, self.calls)
         self._executors = {
-            m: Executor(self.group, self.module, t, self.clock, fuse=self._fuse, whole=whole)
-            for m, t in self.traced.items()
+            mode: Executor(self.group, self.module, t, self.clock, fuse=self._fuse, gathered=self._gathered)
+            for mode, t in self.traced.items()
         }
         for executor in self._executors.values():
             executor.compiler = self.compiler
-        self._programs = ProgramCache(self._in_use, self._executors, self._noting)
-        self._passes = Passes(lambda key: self._in_use.sums_on(key, self.group.device))
-        self._comparisons, self._outputs = Comparisons(self.group), Outputs(self.group)
+        self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
+        self._accumulation = Accumulation(lambda key: self._in_use.keeps_sum(key, self.group.device))
+        self._comparisons = Comparisons(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Distributed":
-        """A model of its own, with this one's weights, plan and devices: a teacher, an average. Every device makes it."""
+        """Return a model with the same weights, plan and devices: a teacher, an average. Every device makes it."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         of_torch = vars(nn.Module()).keys()
@@ -307,26 +304,153 @@ class Distributed(ModuleOfPieces):
         made._modules = {"module": copied(self.module, {id(self.calls): self.calls})}
         made.weights = Weights(self.group, made.module, self.parameters_by_key, self._in_use)
         made.weights.to_come = set(self.weights.to_come)
-        made._bind(self.module)
+        made._bind()
         return made
 
-    # --- what loaders and controllers ask and tell -------------------------------------------------------------------
+    # --- parameters and buffers: local shards ------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the local shards of parameters under their names in the model."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return the local shards of buffers under their names in the model."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Raise InputError: local shards are not the model, see `full_state_dict`."""
+        raise InputError(
+            "state_dict() would hold only local shards: call full_state_dict() on every device, "
+            "which returns the whole model under its ordinary keys"
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the local shards of whole weights. Every device must call it, with the same weights.
+
+        Args:
+            state_dict: of the model as it was before `distribute`, under its ordinary keys.
+            strict: refuse keys that are missing or not known; False: return them, as torch does.
+            assign: refused.
+
+        Raises:
+            InputError: keys that do not fit, or a tensor of another shape than the whole parameter.
+        """
+        if assign:
+            raise InputError("load_state_dict(assign=True): shards are copied: leave assign out")
+        self.weights_changed()
+        return self.weights.load(state_dict, strict=strict)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model under its ordinary keys, on every device. Every device must call it.
+
+        With `inexact-butterfly-mixing` the devices' weights differ, and these are their averages.
+        """
+        return self.weights.full_state()
+
+    def gather(self, key: str, shard: Tensor) -> Tensor:
+        """Return the whole of a tensor in the layout of parameter `key` (its gradient, its momentum), on every device.
+
+        If the plan mixes inexactly, this is the average of the devices' copies.
+
+        Raises:
+            InputError: a gradient that was not yet summed over the devices, after `no_sync`.
+        """
+        return self.weights.gather(key, shard)
+
+    def mark_shards(self) -> None:
+        """Mark the parameters of which this device has only shards: some optimizers and calls of modules are then refused."""
+        for key, parameter in self.named_parameters():
+            setattr(parameter, SHARD, not self._in_use.is_copied(key))
+        self.calls.watch(self.module)
+
+    def check_copies(self) -> None:
+        """Raise MismatchError if replicated parameters differ between devices. Every device must call it."""
+        if self.group.devices > 1 and not self._in_use.plan.mixes:
+            check_copies(self.group, {key: p for key, p in self.named_parameters() if self._in_use.is_copied(key)})
+
+    def weights_changed(self) -> None:
+        """Gather sharded weights again in the next micro-batch. Every device calls it, after changing weights by hand.
+
+        The micro-batches of a step gather them once; a device whose shard has changed since refuses the next one.
+        """
+        if self._gathered.held:
+            self.group.agree("weights_changed", "")  # a device that calls it alone would wait for the others in vain
+            self._gathered.held = False
+
+    def gradients_changed(self) -> None:
+        """Accept changes that the script made to `.grad` since backward. Every device calls it.
+
+        A change must treat each entry by itself, as `clip_grad_value_` does: any other one would be wrong on local shards.
+        Without this call the optimizer's step refuses them.
+        """
+        accept_gradients(self.parameters())
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all devices is at most `max_norm`. Return the norm before.
+
+        `torch.nn.utils.clip_grad_norm_` would see only the local shards. Call it on every device.
+        """
+        return self.weights.clip_gradients(max_norm, norm_type)
+
+    # --- what does not work on shards --------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise InputError(
+            "a distributed model cannot be pickled: it has local shards, and connections to other devices. Save "
+            "full_state_dict(), which every device calls, or use convoy.Checkpointer"
+        )
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise InputError(
+            "DataParallel around a distributed model, which uses all devices itself: leave DataParallel out"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("_modules", {}).get("module")
+        if inner is not None and name not in self.__dict__ and not hasattr(type(self), name):
+            if hasattr(inner, name):
+                # Its forward reads it there; if the trace has read it, the next step is refused.
+                setattr(inner, name, value)
+                return
+            if isinstance(value, nn.Module | nn.Parameter):
+                raise InputError(
+                    f"{name!r} would be added to a distributed model, whose parameters() would not have it: add it to the "
+                    "model before, or keep it outside of the distributed model, with its parameters in the optimizer"
+                )
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for tensor in {(t.dtype, t.device): t for t in (*self.parameters(), *self.buffers())}.values():
+            made = fn(tensor.detach()[:0] if tensor.dim() else tensor.detach())
+            if made.dtype != tensor.dtype or made.device != tensor.device:
+                raise InputError(
+                    f"the distributed model would change from {tensor.dtype} on {tensor.device} to {made.dtype} on "
+                    f"{made.device}: change the model before it is distributed; convoy.join(device) or CONVOY_DEVICE choose "
+                    "the device, precision='bf16' the precision"
+                )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    # --- for loaders and controllers ---------------------------------------------------------------------------------
 
     def steps(self, batch: int) -> StepList:
-        """The step list that runs for a global batch of this size, in the present mode."""
+        """Return the step list for a global batch of this size, in the present mode."""
         return self._programs.get(self.training, batch).steps
 
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
-        """Where the samples of each input lie, for a global batch of this size."""
+        """Return the layout of each input, for a global batch of this size."""
         return tuple(value.layout for value in self.steps(batch).inputs)
 
     def output_rows(self, batch: int) -> tuple[int, int]:
-        """The samples of a global batch, from and to, whose outputs this device has: all of them, or its part."""
+        """Return start and stop of the samples of a global batch whose outputs this device has: all, or its part."""
         values = [v for v in self.steps(batch).outputs if not isinstance(v.layout, Replicated)]
         return rows_of(values[0].layout, values[0].shape, self.group.device) if values else (0, batch)
 
     def announce(self, batch: int | None) -> None:
-        """The loader tells how many samples the batch has whose part it hands out next; None: it has no more."""
+        """Set the size of the global batch whose part the loader hands out next; None: no more batches."""
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
@@ -335,19 +459,8 @@ class Distributed(ModuleOfPieces):
 
 
 def not_distributed(who: str, model: object) -> InputError:
-    """The error for a model that was not distributed, where one that was is needed."""
+    """Return the error for a model that was not distributed."""
     return InputError(
         f"{who} was given a {type(model).__name__}, which is not distributed: give the model that convoy.prepare or "
         "convoy.distribute returned"
     )
-
-
-def _agree(group: Group, traced: TracedModel, plan: Plan, *, compile: bool) -> None:
-    """Every device must have been given the same model and the same plan."""
-    for what, text in (
-        ("model", traced.graph.fingerprint),
-        ("plan", plan.to_json()),
-        ("version of Convoy", __version__),
-        ("value of compile", str(compile)),
-    ):
-        agree_on(group, f"distribute:{what}", text, f"started with another {what}")

@@ -1,4 +1,4 @@
-"""What torch offers for optimizers of whole models, for a distributed one: clipping by the common norm, the whole state."""
+"""Counterparts of torch's functions for optimizers of whole models: clipping by the common norm, and the whole state."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,17 +10,16 @@ from torch.optim.optimizer import Optimizer
 from convoy.comm.collectives import gather
 from convoy.errors import InputError
 from convoy.layout.layout import holds
-from convoy.runtime.elementwise import elementwise_names
 from convoy.runtime.module import Distributed, not_distributed
+from convoy.runtime.shards import elementwise_names
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients of a model so that their common norm is at most `max_norm`. Every device must call it.
 
-    On a distributed model, `torch.nn.utils.clip_grad_norm_` is wrong without a word: it takes the norm of the pieces that lie
-    on this device. Each device then finds a smaller norm than there is, and one of its own, and scales its pieces by a
-    factor of its own: the direction of the step changes, and copies of the same weight drift apart. Here the norms of split
-    pieces are added over the devices, copies count once, and all devices scale by the same factor, that of one device.
+    `torch.nn.utils.clip_grad_norm_` would take the norm of the local shards: each device would find a smaller norm and scale
+    by another factor. Here the norms of shards are added over the devices, copies count once, and all devices scale by the
+    factor of one device.
 
     Args:
         model: a distributed model, or an ordinary one, which torch's own function clips.
@@ -35,10 +34,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state for the whole model, by parameter name, on every device. Every device must call it.
+    """Return the optimizer's state for the whole model, by parameter name, on every device. Every device must call it.
 
     Returns:
-        `state`, by parameter and name whole tensors and numbers; and `param_groups`, options with `params` as names.
+        `state`: by parameter and name, whole tensors and numbers; `param_groups`: options with `params` as names.
 
     Raises:
         InputError: the model is not distributed.
@@ -53,36 +52,30 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
     tables = gather(model.group, "optimizer state", own)
     result: dict[str, dict[str, Any]] = {}
     for key, parameter in model.named_parameters():
-        known = next(
-            (table[key] for d, table in enumerate(tables) if key in table and holds(model.layouts[key], d)), None
+        known: dict[str, Any] = next(
+            (table[key] for d, table in enumerate(tables) if key in table and holds(model.layouts[key], d)), {}
         )
-        if known is None:
-            continue
         held = optimizer.state.get(parameter, {})
-        result[key] = {
-            name: model.gather(key, _piece(held.get(name), row, parameter)) if row["kind"] == "tensor" else row["value"]
-            for name, row in sorted(known.items())
-        }
-    groups = [
-        {
-            **{k: v for k, v in group.items() if k != "params"},
-            "params": [names[p] for p in group["params"] if p in names],
-        }
-        for group in optimizer.param_groups
-    ]
+        for name, row in sorted(known.items()):
+            value = row.get("value")
+            if row["kind"] == "tensor":
+                empty = torch.zeros_like(parameter, dtype=getattr(torch, row["dtype"])).detach()
+                value = model.gather(key, held.get(name, empty))
+            result.setdefault(key, {})[name] = value
+    groups = [group | {"params": [names[p] for p in group["params"] if p in names]} for group in optimizer.param_groups]
     return {"state": result, "param_groups": groups}
 
 
 def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
-    """What an optimizer remembers of a parameter under a name, as JSON, on a device that holds a part of the parameter.
+    """Describe an entry of an optimizer's state of a parameter as JSON, on a device that holds a shard of the parameter.
 
     Returns:
-        {"kind": "tensor", "dtype"} for a tensor of the parameter's own shape, whose pieces lie as the parameter's do;
-        {"kind": "number", "value", "dtype", "near"} for another tensor, near: beside the parameter, not on the CPU;
+        {"kind": "tensor", "dtype"} for a tensor of the parameter's own shape, with the parameter's layout;
+        {"kind": "number", "value", "dtype", "near"} for another tensor, near: on the parameter's device, not on the CPU;
         {"kind": "plain", "value"} for anything else.
 
     Raises:
-        InputError: what is remembered is no tensor, number or text.
+        InputError: it is no tensor, number or text.
     """
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
@@ -92,20 +85,15 @@ def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
     if value is None or isinstance(value, bool | int | float | str):
         return {"kind": "plain", "value": value}
     raise InputError(
-        f"the optimizer remembers {name!r} as a {type(value).__name__}: only tensors, numbers and texts can be moved or saved; "
-        f"use one of {elementwise_names()}"
+        f"the optimizer's state has {name!r} as a {type(value).__name__}: only tensors, numbers and texts can be moved or "
+        f"saved; use one of {elementwise_names()}"
     )
 
 
 def number_of(row: Mapping[str, Any], parameter: Tensor) -> Any:
-    """Return the number or plain value of which `described` made this row."""
+    """Return the number or plain value that `described` turned into this row."""
     if row["kind"] == "plain":
         return row["value"]
     # Some optimizers count on the CPU, whatever device the parameter is on.
     device = parameter.device if row["near"] else torch.device("cpu")
     return torch.tensor(row["value"], dtype=getattr(torch, row["dtype"]), device=device)
-
-
-def _piece(held: Any, row: dict[str, Any], parameter: nn.Parameter) -> Tensor:
-    dtype = getattr(torch, row["dtype"])
-    return held if isinstance(held, Tensor) else torch.zeros_like(parameter, dtype=dtype).detach()

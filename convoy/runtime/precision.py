@@ -1,8 +1,7 @@
-"""Computing in fewer bits: layers multiply in bf16 or fp16, everything else stays in float32.
+"""Mixed precision: layers multiply in bf16 or fp16, everything else stays in float32.
 
 Each layer rounds its inputs and weights before it computes, and gives its outputs and gradients in float32. So weights,
-optimizer state, gradients, their sums over devices and what travels are float32, whatever the plan; each rounding is one that
-torch.autocast makes on one device, too.
+optimizer state, gradients, their sums and messages are float32, whatever the plan. torch.autocast rounds alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from convoy.comm.collectives import difference, gather, share_number
@@ -18,15 +18,15 @@ from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.machine.accelerator import accelerator
 from convoy.model.graph import Graph
 from convoy.runtime.kernels import widened
-from convoy.runtime.marks import check_summed
 from convoy.runtime.module import Distributed
+from convoy.runtime.shards import SCALED, accept_gradients, check_gradients, check_summed, works_on
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What layers compute in; None: in the type that the model has."""
+"""Number types of layers; None: the model's own."""
 
 
 def check_kinds(precision: str, devices: Sequence[str]) -> None:
-    """Refuse what these devices cannot compute in, by their names on the command line, before anything starts.
+    """Check a precision against device names of the command line, before anything starts.
 
     Raises:
         InputError: unknown precision, or fp16 where one of the devices is a CPU.
@@ -38,7 +38,7 @@ def check_kinds(precision: str, devices: Sequence[str]) -> None:
 
 
 def compute_in(model: Distributed, precision: str) -> None:
-    """From now on the layers of a model compute in this precision. Every device must call it, with the same.
+    """Set the precision of a model's layers. Every device must call it, with the same.
 
     Raises:
         InputError: unknown name; fp16 where one of the devices is a CPU; a model that is not float32.
@@ -49,7 +49,7 @@ def compute_in(model: Distributed, precision: str) -> None:
 
 
 def agree_on_precision(group: Group, graph: Graph, precision: str) -> None:
-    """Whether all devices were given this precision, and they and the model can compute in it. Every device must call it.
+    """Check that all devices were given this precision, and can use it with this model. Every device must call it.
 
     Raises:
         InputError, MismatchError: see `compute_in`.
@@ -64,23 +64,7 @@ def agree_on_precision(group: Group, graph: Graph, precision: str) -> None:
             f"precision fp16, but device {', '.join(processors)} is a CPU, and CPUs do not gain from fp16: use bf16, or GPUs "
             "only"
         )
-    if dtype is not None:
-        _check_float32(graph, precision)
-
-
-def dtype_named(precision: str) -> torch.dtype | None:
-    """What layers compute in; None: in the type that the model has.
-
-    Raises:
-        InputError: unknown name; the choices are listed.
-    """
-    if precision not in PRECISIONS:
-        raise unknown_name("precision", precision, PRECISIONS)
-    return PRECISIONS[precision]
-
-
-def _check_float32(graph: Graph, precision: str) -> None:
-    for layer in graph.weighted:
+    for layer in graph.weighted if dtype is not None else ():
         if layer.dtype != "float32":
             raise InputError(
                 f"precision {precision}, but layer {layer.name!r} is {layer.dtype}: mixed precision starts from a float32 "
@@ -88,12 +72,15 @@ def _check_float32(graph: Graph, precision: str) -> None:
             )
 
 
-class UnderAutocast(nn.Module):
-    """An ordinary model that computes in a precision as torch itself does it: what a distributed one is compared with.
+def dtype_named(precision: str) -> torch.dtype | None:
+    """Return the number type of layers; None for the model's own. InputError for an unknown name lists the choices."""
+    if precision not in PRECISIONS:
+        raise unknown_name("precision", precision, PRECISIONS)
+    return PRECISIONS[precision]
 
-    Raises:
-        InputError: unknown name.
-    """
+
+class UnderAutocast(nn.Module):
+    """An ordinary model under torch's own autocast, for comparison with a distributed one."""
 
     def __init__(self, model: nn.Module, precision: str) -> None:
         super().__init__()
@@ -105,21 +92,18 @@ class UnderAutocast(nn.Module):
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's GradScaler, for fp16: gradients too large for fp16 on one device count on all of them.
+    """torch's GradScaler for fp16 on several devices: an overflow on one device skips the step on all.
 
-    torch's own looks at the pieces on its device: one device would leave out a step that the others make. It is used in the
-    same way. Every device has one, and calls it at the same places.
+    torch's own looks at the local shards only, so one device would skip a step that others make. It is used in the same way.
+    Every device has one, and calls it at the same places.
 
     Args:
         model: a distributed model, or an ordinary one.
         options: those of torch.amp.GradScaler.
 
     Attributes:
-        asks_all_devices: what tells it from torch's own.
-        skips: whether the gradients that were unscaled last were too large, so that the step is left out.
+        skips: the gradients that were unscaled last have overflowed, so the step is skipped.
     """
-
-    asks_all_devices = True
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.group = model.group if isinstance(model, Distributed) else None
@@ -127,18 +111,29 @@ class GradScaler(torch.amp.GradScaler):
         self.skips = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; and a step that broke off between unscaling and update is forgotten."""
+        """Load as torch does, and forget a step that was interrupted between unscaling and update."""
         super().load_state_dict(state_dict)
         self._per_optimizer_states.clear()
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        check_summed("GradScaler.unscale_()", (p for group in optimizer.param_groups for p in group["params"]))
+        parameters = works_on(optimizer)
+        check_summed("GradScaler.unscale_()", parameters)
+        check_gradients("GradScaler.unscale_()", parameters)
         super().unscale_(optimizer)
+        accept_gradients(parameters)
+        for p in parameters:
+            setattr(p, SCALED, False)
         state = self._per_optimizer_states[id(optimizer)]
         found = float(sum(each.item() for each in state["found_inf_per_device"].values()))
         if self.group is not None:
             found = max(share_number(self.group, found))
         assert self._scale is not None
-        # Also where this device has no gradients at all, and torch would find nothing to check.
+        # Also if this device has no gradients, and torch would find nothing to check.
         state["found_inf_per_device"] = {self._scale.device: torch.tensor(found, device=self._scale.device)}
         self.skips = found > 0
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # Fused optimizers would unscale in their own step, for the local shards only.
+        if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)

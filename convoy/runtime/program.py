@@ -1,13 +1,20 @@
-"""Device programs prepared for the executor: grouped operations, and the buffers to drop after each group."""
+"""Device programs prepared for the executor: grouped operations, buffers to drop, and which devices draw random numbers."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import operator
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from convoy.comm.collectives import gather
+from convoy.comm.group import Group
+from convoy.layout.layout import Replicated, holders
 from convoy.model.graph import Graph
 from convoy.plan.device_program import (
     Add,
@@ -27,10 +34,9 @@ from convoy.plan.device_program import (
 )
 from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, StepList, SumGradients
 from convoy.runtime.gradients import SumLane
-from convoy.runtime.random_numbers import RandomNumbers
 
 _ON_LANE = (Make, View, Copy, Add, Merge, ExchangeRound, WaitRound)
-"""Operations that `Lane` runs, several in one call."""
+"""Operations that `Lane` runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,6 @@ class Program:
         # After this many stages of inexact mixing, the partners repeat.
         self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
-        self.natural: dict[str, torch.dtype] = {}  # by layer, what autocast computed it in
         self.compiled: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.compiled`
         self.variants: dict[tuple[frozenset[int], int, frozenset[str]], Program] = {}
 
@@ -128,7 +133,7 @@ def reached_parameters(steps: StepList, graph: Graph) -> tuple[str, ...]:
 
 
 def _layer_of(step: Any) -> str:
-    """Return the layer whose number type a step uses; "" for a gradient sum, which uses the parameters'."""
+    """Return the layer whose dtype a step uses; "" for a gradient sum, which uses the parameters'."""
     if isinstance(step, ComputeStep):
         return step.layer
     if isinstance(step, GatherStatistics):
@@ -172,13 +177,85 @@ def _bound(fused: Fused, graph: Graph, model: nn.Module, gathered: Collection[st
     for key, number in last.items():
         if key not in fused.writes:
             drops[number].append(key)
-    whole = frozenset(op.layer for op in computed if _holds_all(graph, op.layer, model, gathered))
+    parameters = [
+        (op.layer, p) for op in computed for p in graph[op.layer].parameters.values() if p.key not in gathered
+    ]
+    split = {layer for layer, p in parameters if tuple(operator.attrgetter(p.key)(model).shape) != p.shape}
+    whole = frozenset(op.layer for op in computed) - split
     return BoundFused(tuple(wants.values()), tuple(map(tuple, drops)), whole)
 
 
-def _holds_all(graph: Graph, layer: str, model: nn.Module, gathered: Collection[str]) -> bool:
-    for parameter in (p for p in graph[layer].parameters.values() if p.key not in gathered):
-        holder, _, name = parameter.key.rpartition(".")
-        if tuple(getattr(model.get_submodule(holder), name).shape) != parameter.shape:
-            return False
-    return True
+# --- random numbers ----------------------------------------------------------------------------------------------------
+
+
+class RandomNumbers:
+    """The devices that draw random numbers in forward. Scripts draw too, and must draw the same ones on every device.
+
+    Attributes:
+        split: several devices draw, each for its part of the batch or of the channels (dropout).
+        alone: the device that runs a module whole, and draws as one device would; None if there is no such module.
+    """
+
+    def __init__(self, steps: StepList, graph: Graph) -> None:
+        drawing = [
+            holders(step.writes.layout)
+            for step in steps.phase("forward")
+            if isinstance(step, ComputeStep)
+            and (graph[step.layer].random or not graph[step.layer].per_sample)
+            and not (isinstance(step.writes.layout, Replicated) and len(holders(step.writes.layout)) > 1)
+        ]
+        self.split = any(len(devices) > 1 for devices in drawing)
+        self.alone = next((devices[0] for devices in drawing if len(devices) == 1), None)
+
+    @contextmanager
+    def same_afterwards(self, group: Group) -> Iterator[None]:
+        """Run a forward after which the generators of torch, Python and numpy have the same state on all devices.
+
+        If several devices draw, each uses its own seed. If one draws, all take over its states, those of one device.
+        """
+        if group.devices == 1 or not (self.split or self.alone is not None):
+            yield
+            return
+        before = None if self.alone is None else _states(group.torch_device)
+        if self.split:
+            seed = int(torch.randint(1 << 62, ()))
+            kind = group.torch_device.type
+            devices = [] if kind == "cpu" else [group.torch_device]
+            with torch.random.fork_rng(devices, device_type=kind):
+                torch.manual_seed(seed + group.device)
+                yield
+        else:
+            yield
+        if self.alone is not None:
+            after = _states(group.torch_device)
+            found = after if group.device == self.alone and after != before else None
+            states = gather(group, "random numbers", found)[self.alone]
+            if states is not None:
+                _set_states(states, group.torch_device)
+
+
+def _states(device: torch.device) -> dict[str, Any]:
+    """Return the states of all generators, for JSON."""
+    arrays: Any = np.random.get_state(legacy=False)
+    states = {
+        "cpu": torch.get_rng_state().numpy().tobytes().hex(),
+        "python": random.getstate(),
+        "numpy": arrays | {"state": arrays["state"] | {"key": arrays["state"]["key"].tolist()}},
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device).numpy().tobytes().hex()
+    return states
+
+
+def _set_states(states: dict[str, Any], device: torch.device) -> None:
+    """Set the states of another device; an accelerator's only if both have one of the same type."""
+
+    def tensor(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(tensor(states["cpu"]))
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(tensor(states[device.type]), device)

@@ -9,14 +9,14 @@ from convoy.plan.compile import check_programs, compile_all
 from convoy.plan.lower import lower
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, StepList
 from convoy.runtime.executor import Executor, Expected
-from convoy.runtime.plan_in_use import PlanInUse
 from convoy.runtime.program import Program
+from convoy.runtime.weights import PlanInUse
 
 CHECKED_DEVICES = 16
 """Programs of larger fleets are not checked against each other before the first step: that takes seconds."""
 
-Noting = dict[str, set[int]]
-"""By layer that changes its own state: the devices on which it has run."""
+StateDevices = dict[str, set[int]]
+"""For each layer that changes its own state: the devices on which it has run."""
 
 
 class ProgramCache:
@@ -24,27 +24,34 @@ class ProgramCache:
 
     Args:
         executors: by mode (True: training).
-        noting: kept from plan to plan, as the state of layers is.
+        state_devices: kept from plan to plan, as the state of layers is.
 
     Attributes:
-        programs: by mode, batch, where gradients of inputs are brought, and which micro-batch.
+        programs: by mode, batch, where gradients of inputs are brought, and kind of micro-batch.
     """
 
-    def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], noting: Noting) -> None:
-        self._in_use, self._executors, self._noting = in_use, executors, noting
+    def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
+        self._in_use, self._executors, self._state_devices = in_use, executors, state_devices
         self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
 
     def get(
-        self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), micro_batch: MicroBatch = "only"
+        self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only"
     ) -> Program:
         """Return the program for a global batch of this size.
 
         Raises:
-            InputError: a layer with a state of its own would run on other devices than before.
+            InputError: a layer with its own state would run on other devices than before.
         """
-        key = (training, batch, wanted, micro_batch)
+        key = (training, batch, wanted, kind)
         if key not in self.programs:
-            self.programs[key] = self._make(*key)
+            in_use, executor = self._in_use, self._executors[training]
+            graph = executor.traced.graph
+            kept = {name: layout for name, layout in in_use.layouts.items() if name not in in_use.borrowed}
+            steps = lower(in_use.plans[training], graph, batch, wanted, kept, kind)
+            self._check_state(steps, graph)
+            if not self.programs and in_use.devices <= CHECKED_DEVICES:
+                check_programs(compile_all(steps, graph))
+            self.programs[key] = executor.program(steps)
         return self.programs[key]
 
     def expect(self, seconds: Expected) -> None:
@@ -54,21 +61,15 @@ class ProgramCache:
         for program in self.programs.values():
             program.expected_s.clear()
 
-    def _make(self, training: bool, batch: int, wanted: tuple[InputGradient, ...], micro_batch: MicroBatch) -> Program:
-        in_use, executor, graph = self._in_use, self._executors[training], self._executors[training].traced.graph
-        kept = {key: layout for key, layout in in_use.layouts.items() if key not in in_use.borrowed}
-        steps = lower(in_use.plans[training], graph, batch, wanted, kept, micro_batch)
-        self._check_noting(steps, graph)
-        if not self.programs and in_use.devices <= CHECKED_DEVICES:
-            check_programs(compile_all(steps, graph))
-        return executor.program(steps)
-
-    def _check_noting(self, steps: StepList, graph: Graph) -> None:
+    def _check_state(self, steps: StepList, graph: Graph) -> None:
+        """Refuse a layer with its own state that would run on devices where that state is outdated."""
         for step in steps.phase("forward"):
-            if not isinstance(step, ComputeStep) or not (graph[step.layer].changes_state or step.layer in self._noting):
+            if not isinstance(step, ComputeStep) or not (
+                graph[step.layer].changes_state or step.layer in self._state_devices
+            ):
                 continue
             here = set(holders(step.writes.layout))
-            before = self._noting.setdefault(step.layer, here)
+            before = self._state_devices.setdefault(step.layer, here)
             if here != before if graph[step.layer].changes_state else not here <= before:
                 raise InputError(
                     f"layer {step.layer!r} changes its Python state, buffers or parameters in forward, on the devices "

@@ -1,14 +1,15 @@
-"""One training step as two nodes of the caller's autograd graph: the step, and before it the parameters.
+"""One training step as two nodes of the caller's autograd graph, the step and before it the parameters; and accumulation.
 
 To autograd a step is a function of its inputs and of this device's parameters. Autograd receives the parameters' gradients
 summed over the devices, and treats them as usual: it adds them to `.grad`, calls hooks, or returns them from
-`torch.autograd.grad`.
+`torch.autograd.grad`. With `no_sync` the micro-batches of a step leave their gradients on each device until the last one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,10 +17,86 @@ from torch import Tensor, nn
 
 from convoy.errors import InputError
 from convoy.model.tracing.hooks import ON_PARAMETERS
+from convoy.plan.steps import MicroBatch
 from convoy.runtime.executor import Executor, Tape
 from convoy.runtime.gradients import Found
-from convoy.runtime.passes import Passes, check_added
 from convoy.runtime.program import Program
+from convoy.runtime.shards import SCALED, accept_gradients, check_gradients, is_shard, is_unsummed, mark_unsummed
+
+_KINDS: Mapping[tuple[bool, bool], MicroBatch] = {
+    (True, True): "only",
+    (False, True): "first",
+    (False, False): "middle",
+    (True, False): "last",
+}
+"""The kind of a micro-batch, by whether it sums gradients, and whether it gathers sharded weights."""
+
+
+class Accumulation:
+    """The micro-batches of the present step. Their unsummed gradients are marked on the parameters.
+
+    An unsummed gradient is a pending sum: the whole one is the sum of all devices' `.grad`. A summed gradient of an earlier
+    micro-batch becomes a pending sum by staying on one device only.
+
+    Args:
+        keeps: whether this device keeps a gradient (by key) that all devices have.
+
+    Attributes:
+        sums: whether the next micro-batch sums gradients over the devices.
+        stages: counts backward calls, for inexact mixing.
+    """
+
+    def __init__(self, keeps: Callable[[str], bool]) -> None:
+        self._keeps = keeps
+        self.sums = True
+        self.stages = count()
+        self._backward: tuple[int, bool] = (-1, True)  # the last one, and whether it summed
+
+    def kind(self, *, gathers: bool) -> MicroBatch:
+        """Return the kind of the next micro-batch, which gathers sharded weights, or still has them."""
+        return _KINDS[self.sums, gathers]
+
+    @contextmanager
+    def unsummed(self) -> Iterator[None]:
+        """Leave gradients on each device inside the block."""
+        outside, self.sums = self.sums, False
+        try:
+            yield
+        finally:
+            self.sums = outside
+
+    def begin(self, parameters: Mapping[str, nn.Parameter], reached: Iterable[str], *, sums: bool) -> Found:
+        """Begin a backward: return the unsummed gradients of earlier micro-batches, taken out of `.grad`.
+
+        The new gradients are added to them, and summed if this backward sums. So autograd gets those of all micro-batches.
+
+        Args:
+            parameters: those that require a gradient, by key.
+            reached: keys of those that get a gradient in this backward.
+            sums: whether this backward sums gradients over the devices.
+
+        Raises:
+            InputError: one backward goes through a forward with sums and one without.
+        """
+        task = torch._C._current_graph_task_id()
+        if self._backward == (task, not sums):
+            raise InputError(
+                "one backward goes through a forward inside no_sync() and one outside: call the model for all parts of a loss "
+                "inside, or for all of them outside"
+            )
+        self._backward = (task, sums)
+        for key in () if sums else reached:
+            parameter = parameters.get(key)
+            if parameter is not None and not is_unsummed(parameter):
+                if not self._keeps(key):
+                    parameter.grad = None
+                mark_unsummed(parameter, True)
+        left: Found = {}
+        for key, parameter in parameters.items():
+            if is_unsummed(parameter):
+                left[key], parameter.grad = parameter.grad, None
+                mark_unsummed(parameter, not sums)
+        return left
 
 
 @dataclass(slots=True)
@@ -27,9 +104,8 @@ class StepCall:
     """One call of a model in training, from forward to backward.
 
     Attributes:
-        parts: this device's part of each input; emptied after forward.
-        parameters: those that have a gradient, by key.
-        passes: the micro-batches of its step.
+        parts: local batch of each input; emptied after forward.
+        parameters: those that require a gradient, by key.
         begin_backward: takes the outputs' gradients, refuses wrong ones, and returns the stage of inexact mixing.
         tape: from forward to backward.
         gradients: of the parameters, from one node's backward to the other's.
@@ -41,7 +117,7 @@ class StepCall:
     precision: torch.dtype | None
     parts: Sequence[Tensor]
     parameters: dict[str, nn.Parameter]
-    passes: Passes
+    accumulation: Accumulation
     begin_backward: Callable[[Sequence[Tensor | None]], int]
     tape: Tape | None = None
     gradients: tuple[Tensor | None, ...] = ()
@@ -77,7 +153,11 @@ class _Parameters(torch.autograd.Function):
             # A hook may have used and cleared a gradient.
             given = [p for p, g in rows if g is not None and not p._post_accumulate_grad_hooks]
             taken = any(g is not None for g in call.left.values())
-            _at_end(partial(check_added, given, to_each=taken))
+            _at_end(partial(_check_added, given, to_each=taken))
+        if partial_ones := [p for p, _ in rows if is_shard(p) or is_unsummed(p)]:
+            _at_end(partial(accept_gradients, partial_ones))
+            for p in partial_ones:
+                setattr(p, SCALED, call.precision is torch.float16)
         call.left = {}
         return None, *gradients
 
@@ -112,14 +192,18 @@ class _Step(torch.autograd.Function):
         if tape is None:
             raise InputError("backward ran twice through one step: call the model again, or add the losses first")
         stage = call.begin_backward(output_gradients)
-        with (
-            torch.autocast(call.executor.group.torch_device.type, enabled=False),
-            _without_hooks(call.parameters.values()),
-        ):
-            trains = ctx.needs_input_grad[1]
-            if trains:
-                call.left = call.passes.begin(call.parameters, call.program.reached, sums=call.program.steps.sums)
-            found, inputs = call.executor.backward(tape, output_gradients, stage, call.left)
+        # Inside a step gradients are only summands: autograd calls the hooks later, with the sums.
+        held = _take_hooks(call.parameters.values())
+        try:
+            with torch.autocast(call.executor.group.torch_device.type, enabled=False):
+                trains = ctx.needs_input_grad[1]
+                if trains:
+                    check_gradients("backward()", call.parameters.values())
+                    sums = call.program.steps.sums
+                    call.left = call.accumulation.begin(call.parameters, call.program.reached, sums=sums)
+                found, inputs = call.executor.backward(tape, output_gradients, stage, call.left)
+        finally:
+            _give_back(held)
         if trains:
             call.gradients = tuple(found.pop(key, None) for key in call.parameters)
         weights = torch.zeros((), device=call.executor.group.torch_device)
@@ -131,26 +215,26 @@ def _at_end(work: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(work)
 
 
-@contextmanager
-def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Take hooks away inside a step, where gradients are only summands: autograd calls them with the sums."""
-    held = _take_hooks(parameters)
-    try:
-        yield
-    finally:
-        _give_back(held)
-
-
 _Held = Sequence[tuple[nn.Parameter, str, Any]]
 
 
 def _take_hooks(parameters: Iterable[nn.Parameter]) -> _Held:
     held = [(p, kind, hooks) for p in parameters for kind in ON_PARAMETERS if (hooks := getattr(p, kind))]
     for p, kind, _ in held:
-        setattr(p, kind, None if kind == "_backward_hooks" else {})  # of the other kind, None would not take them off
+        setattr(p, kind, None if kind == "_backward_hooks" else {})  # None would not remove those of the other kind
     return held
 
 
 def _give_back(held: _Held) -> None:
     for p, kind, hooks in held:
         setattr(p, kind, hooks)
+
+
+def _check_added(given: Sequence[nn.Parameter], *, to_each: bool) -> None:
+    """Raise InputError if autograd did not set `.grad` of parameters that had none: then their part of the sum is lost."""
+    added = [p.grad is not None for p in given]
+    if added and not (all(added) if to_each else any(added)):
+        raise InputError(
+            "torch.autograd.grad, or backward(inputs=...), of parameters with micro-batches in no_sync(), which leave a part "
+            "of the sum on each device: leave no_sync() out"
+        )

@@ -1,7 +1,8 @@
-"""This device's pieces of a model's parameters and buffers: cut from whole ones, and made whole again for the caller."""
+"""The weights of one device: where the plan keeps each parameter and buffer, and the local shards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -12,28 +13,109 @@ from torch.nn.modules.module import _IncompatibleKeys
 from convoy.comm.collectives import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.layout.layout import OnOne, Shape, box, everywhere, local_shape
-from convoy.model.graph import Parameter
+from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, box, everywhere, holders, local_shape
+from convoy.model.graph import Graph, Parameter
 from convoy.model.tracing import TracedModel
+from convoy.model.tracing.copies import copied
+from convoy.plan.placing import borrowed, parameter_layouts, pin
+from convoy.plan.plan import Plan
 from convoy.runtime.exchange import gather_whole, redistribute
+from convoy.runtime.gathered import release_freed_memory
 from convoy.runtime.gradients import global_norm
-from convoy.runtime.marks import check_summed, mark_changed
-from convoy.runtime.plan_in_use import PlanInUse
-from convoy.runtime.shard_guards import retire
-from convoy.runtime.torch_guards import reading_pieces
-from convoy.runtime.watch import carry_over
+from convoy.runtime.model_checks import carry_over
+from convoy.runtime.shards import (
+    accept_gradients,
+    check_gradients,
+    check_summed,
+    guard_state_dicts,
+    reading_shards,
+    retire,
+)
+
+# --- where they lie ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInUse:
+    """A plan, and the layouts of parameters and buffers that follow from it, by their key in `state_dict`.
+
+    Attributes:
+        plans: by mode (True: training), the plan to lower.
+        layouts: of each parameter and buffer.
+        borrowed: for parameters that layers need elsewhere in evaluation than training keeps them, the layout there.
+        half_trained: a borrowed parameter that requires a gradient, which would not be right in evaluation.
+        whole: for each, whether every device holds all of it, and gets its whole gradient at once.
+        stays_whole: gathered parameters stay whole from one micro-batch of a step to the next.
+    """
+
+    devices: int
+    plan: Plan
+    plans: Mapping[bool, Plan]
+    layouts: Mapping[str, Layout]
+    borrowed: Mapping[str, Layout]
+    half_trained: str | None
+    whole: Mapping[str, bool]
+    stays_whole: bool
+
+    def counts(self, key: str, device: int) -> bool:
+        """Return whether this device counts a parameter in a norm: the owner of a shard, or the first holder of copies."""
+        layout = self.layouts[key]
+        return isinstance(layout, Split) or holders(layout)[0] == device
+
+    def keeps_sum(self, key: str, device: int) -> bool:
+        """Return whether this device keeps an accumulated gradient that all devices have."""
+        return not isinstance(self.layouts[key], Replicated) or self.counts(key, device)
+
+    def is_copied(self, key: str) -> bool:
+        """Return whether every device holds the whole parameter."""
+        return _is_copied(self.layouts[key], self.devices)
+
+
+def plan_in_use(
+    plan: Plan, trained: Graph, evaluated: Graph, known: Mapping[str, Parameter], devices: int
+) -> PlanInUse:
+    """Derive the layouts of a plan.
+
+    Args:
+        trained, evaluated: the model in both modes.
+        known: all parameters and buffers; those that no layer reads are whole on every device.
+    """
+    pinned = pin(plan, trained, evaluated)
+    lent = borrowed(pinned, plan, trained, evaluated)
+    # Training decides; layers that exist only in evaluation add theirs.
+    layouts: dict[str, Layout] = {key: everywhere(devices) for key in known}
+    layouts |= parameter_layouts(pinned, evaluated) | parameter_layouts(plan, trained)
+    layers = [*trained.layers.values(), *evaluated.layers.values()]
+    in_parts = {p.key for layer in layers if layer.unfusable for p in layer.parameters.values()}
+    return PlanInUse(
+        devices,
+        plan,
+        {True: plan, False: pinned},
+        layouts,
+        lent,
+        next((key for key in lent if known[key].trainable), None),
+        {k: _is_copied(how, devices) and not plan.mixes and k not in in_parts for k, how in layouts.items()},
+        any(how.form == "keep" for how in plan.sharded.values()),
+    )
+
+
+def _is_copied(layout: Layout, devices: int) -> bool:
+    return isinstance(layout, Replicated) and len(layout.devices) == devices
+
+
+# --- the local shards --------------------------------------------------------------------------------------------------
 
 
 class Weights:
-    """The parameters and buffers of one device. Whatever takes or gives whole ones is called by every device.
+    """The parameters and buffers of one device. Every device calls the methods that take or give whole ones.
 
     Args:
-        module: holds the pieces.
-        known: all of them, by key in `state_dict`.
-        in_use: says where they lie.
+        module: holds the local shards.
+        known: all parameters and buffers, by key in `state_dict`.
+        in_use: the layouts.
 
     Attributes:
-        to_come: keys of those that have no numbers yet, because the model was built on the meta device.
+        to_come: keys of those without numbers yet, because the model was built on the meta device.
     """
 
     def __init__(self, group: Group, module: nn.Module, known: Mapping[str, Parameter], in_use: PlanInUse) -> None:
@@ -41,36 +123,34 @@ class Weights:
         self.to_come: set[str] = set()
 
     def own(self, key: str) -> Tensor:
-        """This device's piece, as it stands in the module."""
+        """Return the local shard as it is in the module."""
         return _tensor(self.module, key)
 
     def held(self, key: str) -> Tensor:
-        """This device's piece, outside of autograd."""
+        """Return the local shard, detached."""
         return self.own(key).detach()
 
     def own_shape(self, key: str) -> Shape:
-        """The shape of this device's piece."""
+        """Return the shape of the local shard."""
         return local_shape(self.in_use.layouts[key], self.group.device, self.known[key].shape)
 
     def check_there(self) -> None:
-        """
-        Raises:
-            InputError: some of them have no numbers yet.
-        """
+        """Raise InputError if some have no numbers yet."""
         if self.to_come:
             raise InputError(
                 f"the model was built on the meta device, and {len(self.to_come)} of its parameters and buffers "
                 f"({min(self.to_come)!r}, say) have no numbers yet: call load_state_dict() with them on every device, such as "
-                "load_state_dict(torch.load(file, mmap=True)), of which each device reads its pieces"
+                "load_state_dict(torch.load(file, mmap=True)), of which each device reads its shards"
             )
 
-    # --- whole ones become pieces ------------------------------------------------------------------------------------
+    # --- from whole parameters to shards -----------------------------------------------------------------------------
 
     def cut(self, original: nn.Module) -> None:
         """Shard device 0's weights: every device gets its shards, parameter by parameter. Hooks stay on their parameters.
 
-        Where `original` is the module itself, its whole parameters stay the same objects, and split ones are retired.
+        If `original` is the module itself, its whole parameters stay the same objects, and split ones are retired.
         """
+        here = self.group.torch_device
         rows = [(key, _tensor(original, key)) for key in self.known]
         self.to_come = set(gather(self.group, "weights to come", [key for key, t in rows if t.is_meta])[0])
         for key, old in rows:
@@ -79,31 +159,33 @@ class Weights:
                     f"parameter {key!r} is complex: its gradients cannot be summed over devices. Keep it as a real one with a "
                     "last axis of 2, and use torch.view_as_complex in forward"
                 )
-            piece = self._piece_of(key, old)
+            if key in self.to_come:
+                shard = torch.empty(self.own_shape(key), dtype=old.dtype, device=here)
+            else:
+                empty = torch.empty(0, dtype=old.dtype, device=here)
+                whole = old.detach().to(here) if self.group.device == 0 else empty
+                shard = redistribute(
+                    self.group, whole, OnOne(0), self.in_use.layouts[key], self.known[key].shape
+                ).clone()
             if original is self.module and self.in_use.is_copied(key) and not old.is_meta:
-                self.put(key, piece)
+                self.put(key, shard)
                 continue
             if not self.known[key].buffer:
-                piece = nn.Parameter(piece, requires_grad=old.requires_grad)
-                carry_over(piece, old)
-            _replace(self.module, self.own(key), piece)
+                shard = nn.Parameter(shard, requires_grad=old.requires_grad)
+                carry_over(shard, old)
+            _replace(self.module, self.own(key), shard)
             if original is self.module:
                 retire(old, key)
-
-    def _piece_of(self, key: str, old: Tensor) -> Tensor:
-        here = self.group.torch_device
-        if key in self.to_come:
-            return torch.empty(self.own_shape(key), dtype=old.dtype, device=here)
-        whole = old.detach().to(here) if self.group.device == 0 else torch.empty(0, dtype=old.dtype, device=here)
-        return redistribute(self.group, whole, OnOne(0), self.in_use.layouts[key], self.known[key].shape).clone()
+        guard_state_dicts(self.module)
+        release_freed_memory()  # what tracing used
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
-        """Take this device's pieces of whole weights; the missing and the unexpected keys.
+        """Copy the local shards of whole weights. Return the missing and the unexpected keys.
 
         Raises:
             InputError: keys that do not fit, or a tensor of another shape than the whole parameter.
         """
-        with reading_pieces():
+        with reading_shards():
             tied, known = _canonical(self.module), self.module.state_dict()
         missing = [key for key in known if key not in state_dict]
         unexpected = [key for key in state_dict if key not in known]
@@ -115,7 +197,6 @@ class Weights:
                 else "give all of them, or strict=False"
             )
             raise InputError(f"load_state_dict: keys {missing} are missing, {unexpected} are not known: {hint}")
-        mark_changed(self.module.parameters())
         for key in filter(state_dict.__contains__, known):
             holder, _, name = key.rpartition(".")
             if tied.get(key, key) in self.known:
@@ -124,8 +205,8 @@ class Weights:
                 self.module.get_submodule(holder).set_extra_state(state_dict[key])
             else:
                 raise InputError(
-                    f"load_state_dict: {key!r} is no parameter or buffer, but what a hook on state_dict, or the "
-                    "model's own state_dict, makes of them: load the weights before distribute()"
+                    f"load_state_dict: {key!r} is no parameter or buffer, but something that a hook on state_dict, or the "
+                    "model's own state_dict, adds: load the weights before distribute()"
                 )
         return _IncompatibleKeys(missing, unexpected)
 
@@ -141,39 +222,38 @@ class Weights:
             self.held(parameter).copy_(whole.detach()[tuple(slice(*span) for span in here)])
         self.to_come.discard(parameter)
 
-    def put(self, key: str, piece: Tensor) -> None:
-        """Let this device hold another shard, of any shape, and drop the gradient of the one before. Tensors stay the same
-        objects."""
+    def put(self, key: str, shard: Tensor) -> None:
+        """Hold another shard, of any shape, in the same tensor object, and drop the gradient of the previous one."""
         tensor = self.own(key)
-        # A gradient has the shape of its parameter at any time; the old one has been read, or is under way.
+        # A gradient has the shape of its parameter; the old one has been read, or is on its way.
         tensor.grad = None
-        # A loss of the last step may still be held, and with it autograd's node of this parameter, which knows its old shape.
-        # With another type, autograd makes a new one.
-        tensor.data = piece.new_empty(0, dtype=torch.float32 if piece.dtype == torch.float16 else torch.float16)
-        tensor.data = piece
+        # A loss of the last step may still hold autograd's node of this parameter, which knows its old shape. If the type
+        # changes in between, autograd makes a new node.
+        tensor.data = shard.new_empty(0, dtype=torch.float32 if shard.dtype == torch.float16 else torch.float16)
+        tensor.data = shard
 
-    # --- pieces become whole -----------------------------------------------------------------------------------------
+    # --- from shards to whole parameters -----------------------------------------------------------------------------
 
-    def gather(self, key: str, piece: Tensor) -> Tensor:
-        """The whole of a tensor that lies like parameter `key`; see `Distributed.gather`."""
-        if piece is (owner := self.own(key)).grad and isinstance(owner, nn.Parameter):
+    def gather(self, key: str, shard: Tensor) -> Tensor:
+        """Return the whole of a tensor in the layout of parameter `key`; see `Distributed.gather`."""
+        if shard is (owner := self.own(key)).grad and isinstance(owner, nn.Parameter):
             check_summed("gather", [owner])
         layout, wanted, shape = self.in_use.layouts[key], everywhere(self.group.devices), self.known[key].shape
-        return gather_whole(self.group, piece, layout, wanted, shape, differ=self.in_use.plan.mixes).clone()
+        return gather_whole(self.group, shard, layout, wanted, shape, differ=self.in_use.plan.mixes).clone()
 
     def full_state(self) -> dict[str, Tensor]:
-        """The `state_dict` of the whole model."""
+        """Return the `state_dict` of the whole model."""
         self.check_there()
-        # Who calls it alone may need no message from the others: it is to be named here, not where they meet its messages.
+        # A device that calls it alone may need no message: find the mismatch here, not at the others' next exchange.
         self.group.agree("full_state_dict", "")
         whole = {key: self.gather(key, self.held(key)) for key in self.known}
-        # Hooks of the model, and its own state_dict, may do anything with whole ones.
-        with self._replaced(whole), reading_pieces():
+        # Hooks on state_dict, and the model's own state_dict, expect whole tensors.
+        with self._replaced(whole), reading_shards():
             return dict(self.module.state_dict())
 
     @contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Within it evaluation finds parameters with the layers that could not be brought to them."""
+        """Inside the block evaluation has the borrowed parameters where their layers compute."""
         layouts, brought = self.in_use.layouts, {}
         for key, wanted in self.in_use.borrowed.items():
             brought[key] = redistribute(self.group, self.held(key), layouts[key], wanted, self.known[key].shape)
@@ -182,15 +262,15 @@ class Weights:
 
     @contextmanager
     def _replaced(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within it, these are the numbers of parameters and buffers."""
-        pieces = [(own, own.data) for own in map(self.own, others)]
+        """Inside the block parameters and buffers have these numbers."""
+        shards = [(own, own.data) for own in map(self.own, others)]
         try:
-            for (own, _), other in zip(pieces, others.values(), strict=True):
+            for (own, _), other in zip(shards, others.values(), strict=True):
                 own.data = other
             yield
         finally:
-            for own, piece in pieces:
-                own.data = piece
+            for own, shard in shards:
+                own.data = shard
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -198,19 +278,20 @@ class Weights:
         """Scale all gradients by their norm over all devices; see `Distributed.clip_grad_norm_`."""
         rows = [(key, self.module.get_parameter(key)) for key, p in self.known.items() if p.trainable]
         check_summed("clip_grad_norm_", [p for _, p in rows])
+        check_gradients("clip_grad_norm_", [p for _, p in rows])
         held = [(p.grad, self.in_use.counts(key, self.group.device)) for key, p in rows if p.grad is not None]
         norm = global_norm(self.group, held, norm_type)
         scale = max_norm / (norm + 1e-6)
-        # Written so that a norm that is not a number shows in the gradients, as torch's does.
-        if not scale >= 1.0:
+        if not scale >= 1.0:  # also for NaN, which then shows in the gradients, as torch's does
             for g, _ in held:
                 g.mul_(scale)
+            accept_gradients(p for _, p in rows)
         dtypes = [p.dtype for _, p in rows] or [torch.float32]
         return torch.tensor(norm, dtype=reduce(torch.promote_types, dtypes), device=self.group.torch_device)
 
 
 def parameters_of(model: nn.Module, traced: Mapping[bool, TracedModel]) -> dict[str, Parameter]:
-    """All parameters and buffers of a model; those that no layer reads have no gradient, but belong to it."""
+    """Return all parameters and buffers of a model. Those that no layer reads have no gradient, but belong to it."""
     rows = [*traced[True].graph.layers.values(), *traced[False].graph.layers.values()]
     known = {p.key: p for layer in rows for p in layer.parameters.values()}
     tied = _canonical(model)
@@ -219,10 +300,10 @@ def parameters_of(model: nn.Module, traced: Mapping[bool, TracedModel]) -> dict[
     return known | {k: Parameter(k, tuple(t.shape), t.requires_grad and not b, b) for k, t, b in missing}
 
 
-def placeholders(model: nn.Module, device: torch.device) -> dict[int, Any]:
-    """Empty tensors for the parameters and buffers of a copy that gets its pieces later."""
+def copied_without_weights(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a deep copy whose parameters and buffers are empty, until `Weights.cut` gives it its shards."""
     empty = {id(t): torch.empty(0, dtype=t.dtype, device=device) for t in (*model.parameters(), *model.buffers())}
-    return empty | {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()}
+    return copied(model, empty | {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()})
 
 
 def _tensor(root: nn.Module, key: str) -> Tensor:

@@ -15,10 +15,10 @@ Members, for devices that are lost, leave or join, is in `convoy.elastic`.
 
 from convoy.elastic.members import LeftError, Members, StoppedError
 from convoy.runtime.average import WeightAverage
-from convoy.runtime.elementwise import ELEMENTWISE
 from convoy.runtime.optimizer import clip_grad_norm_, full_optimizer_state
 from convoy.runtime.precision import GradScaler
 from convoy.runtime.reshard import reshard
+from convoy.runtime.shards import ELEMENTWISE
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult

@@ -15,7 +15,7 @@ from convoy.data.datasets import own_random_numbers
 from convoy.errors import InputError
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
-from convoy.runtime.shard_guards import check_not_distributed
+from convoy.runtime.shards import check_not_distributed, guard_state
 from convoy.train.loader import Loader
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
@@ -48,8 +48,8 @@ def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> StateRows:
 def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows, part: Distributed) -> None:
     """Replace a model's parameters in an optimizer by this device's shards of them. Every device calls it.
 
-    It stays the same object, with its groups and settings, so that schedules that hold it continue. Its state (momentum) is
-    split like the parameters; that of device 0 counts. Parameters of other modules, such as a loss, stay.
+    The optimizer stays the same object, so that schedules that hold it continue. Its state (momentum) is split like the
+    parameters; that of device 0 counts. Parameters of other modules, such as a loss, stay.
 
     Args:
         names: the model's parameters as they were before it was distributed.
@@ -58,14 +58,14 @@ def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows,
     Raises:
         MismatchError: the devices' optimizers have other settings, or other parameters besides the model's.
     """
+    guard_state(optimizer)
     parts, shards = ModelShards.of(part), dict(part.named_parameters())
     groups = [
         {k: repr(v) for k, v in group.items() if k != "params"}
         | {"params": [names[p] if p in names else p.detach().tolist() for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    text = f"{type(optimizer).__name__} {groups}"
-    agree_on(part.group, "prepare: optimizer", text, "started with another optimizer")
+    agree_on(part.group, "prepare: optimizer", f"{type(optimizer).__name__} {groups}", "started with another optimizer")
     state = _moved_state(optimizer, names, before, parts)
     for group in optimizer.param_groups:
         # In place: LBFGS, for one, holds the list itself.

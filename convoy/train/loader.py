@@ -18,7 +18,7 @@ from convoy.data.images import Images, Samples, naming
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
 from convoy.layout.layout import box
 from convoy.machine.accelerator import bring
-from convoy.runtime.inputs import mark_part
+from convoy.runtime.batches import mark_part
 from convoy.runtime.module import Distributed, not_distributed
 
 

@@ -18,7 +18,7 @@ from convoy.comm.collectives import agree_on, share_tensor
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.machine.accelerator import in_float64
-from convoy.runtime.outputs import OutputPart
+from convoy.runtime.batches import OutputPart
 
 _ALIKE = (
     nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,

@@ -120,7 +120,7 @@ def test_a_device_holds_its_share_between_steps(form: Form) -> None:
         for held in (conv2.grad, state[conv2]["exp_avg"], state[conv2]["exp_avg_sq"]):
             assert held.shape == conv2.shape
             assert held.untyped_storage().nbytes() == conv2.numel() * 8
-        whole = here._executors[True].whole._whole.values()
+        whole = here._gathered._whole.values()
         freed = [p.untyped_storage().nbytes() == 0 for p in whole]
         assert all(freed) if form == "free" else not any(freed)
         return [tuple(p.shape) for p in here.parameters()]

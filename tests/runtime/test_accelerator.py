@@ -18,8 +18,8 @@ from convoy.comm.group import AloneGroup, Group, Message
 from convoy.errors import InputError
 from convoy.machine.accelerator import check_device, local_devices, memory_of, pick_device, queued, to_device
 from convoy.plan.presets import PLANS, Speeds
-from convoy.runtime.alike import check_batches, check_copies
 from convoy.runtime.clock import Clock
+from convoy.runtime.comparisons import check_batches, check_copies
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.module import Distributed
 from tests.conftest import ROOT
@@ -216,7 +216,7 @@ def test_seconds_of_an_accelerator_are_read_from_its_events() -> None:
     clock, x = Clock(device), torch.zeros(400, 400, device=device)
     before = torch.ops.sim.synchronizations()
     for _ in range(5):
-        with clock.stretch({"a": 1.0, "b": 3.0}, "forward"):
+        with clock.segment({"a": 1.0, "b": 3.0}, "forward"):
             x = x @ x
     assert torch.ops.sim.synchronizations() == before, "nothing stops for the clock"
     clock.settle()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.comm.group import AloneGroup, Group
-from convoy.errors import InputError, MismatchError
+from convoy.errors import MismatchError
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Form
@@ -55,7 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Compiler]:
 
 def assert_used(made: list[Compiler]) -> None:
     assert any(each.used for each in made)
-    assert not [reason for each in made for reason in each.refused]
+    assert not any(each.refused for each in made)
 
 
 @pytest.mark.parametrize("plan", most_slow(1, ["hybrid", "data-by-speed"]))
@@ -121,9 +121,9 @@ def test_dropout_draws_the_numbers_that_it_draws_otherwise(made: list[Compiler])
     assert not any("dropout" in text for text in graphs)
 
 
-def rows_in(part: Distributed) -> list[compiled.Row]:
+def rows_in(part: Distributed) -> list[compiled.CompiledRegion]:
     programs = part._programs.programs.values()
-    return [row for program in programs for each in program.compiled.values() for row in each.rows.values()]
+    return [row for program in programs for each in program.compiled.values() for row in each[0].values()]
 
 
 def test_under_autocast_of_the_caller(made: list[Compiler]) -> None:
@@ -195,9 +195,9 @@ def test_a_row_that_is_not_faster_runs_as_it_is(monkeypatch: pytest.MonkeyPatch)
     part = alone(nets.build("two-conv"), compile=True)
     train(part, [8] * (WARM_UP + 2))
     assert part.compiler is not None
-    assert (part.compiler.used, part.compiler.refused) == (0, [])
+    assert (part.compiler.used, part.compiler.refused) == (0, "")
     assert part.compiler.tried
-    assert part.compiler.told() == (
+    assert part.compiler.summary() == (
         f"torch.compile: 0 of {part.compiler.tried} rows of layers run compiled, the others were not faster"
     )
 
@@ -225,9 +225,10 @@ def test_a_row_with_other_numbers_or_none_runs_as_it_is_and_is_told(
     plain = train(alone(nets.build("two-conv"), compile=False), [8] * (WARM_UP + 3))
     part = alone(nets.build("two-conv"), compile=True)
     monkeypatch.setattr(compiled, "compiled_by_torch", maker)
-    assert train(part, [8] * (WARM_UP + 3)) == plain
+    with pytest.warns(UserWarning, match=reason):
+        assert train(part, [8] * (WARM_UP + 3)) == plain
     assert part.compiler is not None
-    assert part.compiler.told().endswith(f"not faster; {reason}")
+    assert part.compiler.summary().endswith(f"not faster; {reason}")
 
 
 def test_a_row_begins_where_a_sum_begins_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +240,7 @@ def test_a_row_begins_where_a_sum_begins_in_backward(monkeypatch: pytest.MonkeyP
     def modules(group: Group) -> list[list[str]]:
         plan = named_plan("data", trace(model, x).graph, 8, Speeds((1.0, 1.0)))
         here = Distributed(model, plan, group, x)
-        rows = compiled.rows_of(here._programs.get(True, 8), here.traced[True], here.module)
+        rows = compiled.regions_of(here._programs.get(True, 8), here.traced[True], here.module)
         return [[str(n.target) for n in row.plain.graph.nodes if n.op == "call_module"] for row in rows.values()]
 
     assert run_on_threads(2, modules) == [[["1", "2", "3"], ["4", "5"]]] * 2
@@ -259,14 +260,6 @@ def test_layers_that_are_more_than_a_call_of_torch_are_not_compiled() -> None:
                 assert not module._forward_hooks, (net, name)
             if plain and operation.call == "function":
                 assert not getattr(operation.target, "__name__", "").startswith("i"), (net, name)
-
-
-def test_a_device_without_a_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch does it where there is no g++."""
-    model = nets.build("two-conv")
-    monkeypatch.setattr(compiled, "compiled_by_torch", failing)
-    with pytest.raises(InputError, match=r"on device 0 torch.compile does not work \(no such thing\): .*g\+\+"):
-        alone(model, compile=True)
 
 
 def test_devices_that_were_asked_differently() -> None:
@@ -292,14 +285,3 @@ def test_with_the_usual_backend(
     )
     assert with_rows == pytest.approx(plain, rel=tolerance)
     assert_used(made)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_no_compiler_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Any = pytest.importorskip("torch._inductor.config")
-    monkeypatch.setattr(compiled, "BACKEND", "inductor")
-    monkeypatch.setattr(config.cpp, "cxx", ("/no/such/compiler",))
-    monkeypatch.setattr(config, "force_disable_caches", True)
-    with pytest.raises(InputError, match=r"torch\.compile does not work"):
-        alone(nets.build("two-conv"), compile=True)

@@ -19,7 +19,6 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import GatherWeights, MicroBatch
 from convoy.plan.strategy import Form
-from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshard
 from tests.support import nets
@@ -125,15 +124,6 @@ def test_weights_that_are_changed_by_hand_count_where_it_is_told() -> None:
     Passes(change).check()
 
 
-def test_averages_count_while_they_stand_where_weights_are() -> None:
-    def build(model: nn.Module) -> Any:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.average = WeightAverage(optimizer, 0.5)  # type: ignore[attr-defined]
-        return optimizer
-
-    Passes(lambda _, optimizer: optimizer.average._swap(), build).check()
-
-
 def test_a_checkpoint_that_is_loaded_between_passes_counts(tmp_path: Path) -> None:
     model = nets.build("two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
@@ -192,7 +182,7 @@ def test_a_share_that_changes_unseen_is_an_error(changed: int, entries: int, mon
     with one_trace("two-conv", torch.float64), pytest.raises(ConvoyError) as caught:
         run_on_threads(4, work)
     assert isinstance(caught.value, InputError)
-    assert "parameter 'fc.bias' has changed between two passes of a step" in str(caught.value)
+    assert "parameter 'fc.bias' has changed between two micro-batches of a step" in str(caught.value)
     assert "weights_changed()" in str(caught.value)
 
 
@@ -224,7 +214,7 @@ def test_a_device_at_another_pass_is_named() -> None:
         with here.no_sync():
             loss_of(here(part(here, x), batch=10), y).backward()
         if group.device == 2:
-            here._executors[True].whole.held = False
+            here._gathered.held = False
         loss_of(here(part(here, x), batch=10), y).backward()
 
     with one_trace("two-conv", torch.float64), pytest.raises(ConvoyError) as caught:

@@ -233,7 +233,9 @@ def test_a_batch_that_is_no_part_is_refused_with_the_ways_out() -> None:
 
     def work(group: Group) -> None:
         here = Distributed(model, plan, group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
-        with pytest.raises(InputError, match=r"its part of a batch of 10 is \(5, 3, 8, 8\).*model\(x, whole=True\)"):
+        with pytest.raises(
+            InputError, match=r"the local batch of 10 samples is \(5, 3, 8, 8\).*model\(x, whole=True\)"
+        ):
             here(torch.zeros(10, 3, 8, 8, dtype=torch.float64), batch=10)
 
     run_on_threads(2, work)

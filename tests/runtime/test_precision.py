@@ -204,6 +204,7 @@ def test_what_overflows_on_one_device_is_left_out_on_all() -> None:
                 scaler.scale(F.cross_entropy(part(x), y)).backward()
             if step == 1 and group.device == 2:
                 part.module.get_parameter("conv1.weight").grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
+                part.gradients_changed()
             scaler.unscale_(optimizer)
             norm = float(convoy.clip_grad_norm_(part, 1e9)) if step != 1 else 0.0
             scaler.step(optimizer)

@@ -361,7 +361,7 @@ def test_a_part_of_the_old_plan_is_refused_afterwards() -> None:
         x = torch.zeros(10, 3, 8, 8, dtype=torch.float64)
         old = part(here, x)
         reshard(here, replace(here.plan, otherwise=Batch((1, 1, 8))))
-        with pytest.raises(InputError, match="its part of a batch of 10 is"):
+        with pytest.raises(InputError, match="the local batch of 10 samples is"):
             here(old, batch=10)
 
     on_three(work)

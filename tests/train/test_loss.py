@@ -17,8 +17,8 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One
+from convoy.runtime.batches import OutputPart
 from convoy.runtime.module import Distributed
-from convoy.runtime.outputs import OutputPart
 from tests.support.odd_nets import UNet
 from tests.support.one_device import one_trace, part
 from tests.support.threads import run_on_threads
@@ -224,11 +224,14 @@ def test_a_local_output_is_never_used_as_a_global_one() -> None:
         x = OutputPart(tensor, Split(0, SHARES), (SAMPLES, 5), group)
         y = torch.zeros(SAMPLES, dtype=torch.int64)
         for use in (
-            lambda: F.cross_entropy(x, y), lambda: torch.stack([x, x]), lambda: x + 1, lambda: 2 * x, lambda: x == y,
-            lambda: len(x), lambda: x[0], lambda: float(x), lambda: [*x], lambda: bool(x), lambda: y + x,
+            lambda: F.cross_entropy(x, y), lambda: torch.stack([x, x]), lambda: x == y,
+            lambda: len(x), lambda: x[0], lambda: [*x], lambda: bool(x), lambda: y + x,
         ):  # fmt: skip
             with pytest.raises(InputError, match=r"convoy\.loss"):
                 use()
+        for operator in (lambda: x + 1, lambda: 2 * x, lambda: float(x)):  # type: ignore[operator, arg-type]
+            with pytest.raises(TypeError, match="OutputPart"):
+                operator()
         with pytest.raises(AttributeError, match=r"convoy\.loss"):
             x.mean()
         assert not isinstance(x, Tensor)

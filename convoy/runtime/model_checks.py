@@ -1,0 +1,140 @@
+"""Changes to a distributed model that a step would not follow: hooks, replaced, converted or frozen parameters. Refused.
+
+These hooks act as on one device: on the distributed model, whose outputs are those of the global batch; forward hooks on
+modules before `distribute`, which every device then computes for the global batch; and hooks on parameters that every device
+holds whole, since a step gives autograd their summed gradients. Any other hook would see a part, or would not be called.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch.nn.modules.module as modules_of_torch
+from torch import Tensor, nn
+
+from convoy.errors import InputError
+from convoy.model.tracing import TracedModel
+from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, on_weights, table
+from convoy.runtime.shards import CallGuard
+
+_GLOBAL = tuple(getattr(modules_of_torch, f"_global{kind}") for kind in KINDS)
+
+
+class ModelChecks:
+    """The checks of one model before every step.
+
+    Args:
+        model: this device's module tree.
+        traced: by mode (True: training).
+        devices: number of devices.
+
+    Attributes:
+        trained: the parameters that require a gradient, by key.
+    """
+
+    def __init__(self, model: nn.Module, traced: Mapping[bool, TracedModel], devices: int) -> None:
+        self._model = model
+        held = dict(model.named_parameters())
+        self._dtypes = {key: p.dtype for key, p in held.items()}
+        self.trained = {key: p for key, p in held.items() if p.requires_grad}
+        self._parameters = [
+            (model.get_submodule(key.rpartition(".")[0])._parameters, key.rpartition(".")[2], key, p)
+            for key, p in held.items()
+        ]
+        self.use_devices(traced, devices)
+
+    def use_devices(self, traced: Mapping[bool, TracedModel], devices: int) -> None:
+        """Continue with another number of devices."""
+        self._tables = {mode: _HookTables(self._model, trace, devices) for mode, trace in traced.items()}
+
+    def check(self, training: bool, whole: Mapping[str, bool]) -> None:
+        """Raise InputError if something changed that the steps depend on.
+
+        Args:
+            whole: for each parameter, whether every device holds all of it, and gets its whole gradient at once.
+        """
+        self._tables[training].check(self._model)
+        for holder, name, key, parameter in self._parameters:
+            if holder.get(name) is not parameter:
+                raise InputError(
+                    f"parameter {key!r} was replaced after distribute(): change its numbers, by load_state_dict() or "
+                    "parameter.data, or change the model before and distribute it again"
+                )
+            if parameter.dtype is not self._dtypes[key]:
+                raise InputError(
+                    f"parameter {key!r} became {parameter.dtype} after distribute(), and was {self._dtypes[key]}: change the "
+                    "model before, or give prepare a precision"
+                )
+            if parameter.requires_grad != (key in self.trained):
+                raise InputError(
+                    f"parameter {key!r} was {'thawed' if parameter.requires_grad else 'frozen'} after distribute(): set "
+                    "requires_grad on the model before, and distribute it again"
+                )
+            if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and not whole[key]:
+                what = next(name for kind, name in ON_PARAMETERS.items() if getattr(parameter, kind))
+                raise InputError(
+                    f"parameter {key!r} has a {what}, and each device has only a shard of its gradient, or a reentrant "
+                    "checkpoint gives a part of it: change .grad between backward() and step() instead (see "
+                    "gradients_changed()), or use a plan that copies the parameter to every device and use_reentrant=False"
+                )
+
+
+def carry_over(new: nn.Parameter, old: Tensor) -> None:
+    """Let the hooks of one parameter act on another until they are removed."""
+    for kind in ON_PARAMETERS:
+        if hooks := getattr(old, kind, None):
+            setattr(new, kind, hooks)
+
+
+class _HookTables:
+    """The hook tables of all modules in one mode, by the hooks that may be in them.
+
+    Attributes:
+        never: no hook, because it would not be called, or would see a part.
+        of_torch: only torch's own, which compute weights.
+    """
+
+    def __init__(self, model: nn.Module, traced: TracedModel, devices: int) -> None:
+        called = [
+            (path, layer.everywhere)
+            for name, layer in traced.graph.layers.items()
+            if layer.kind == "opaque"
+            for path in traced.operations[name].modules
+        ]
+        self.never: list[dict[int, Any]] = []
+        self.of_torch: list[dict[int, Any]] = []
+        for path, module in model.named_modules():
+            live = [everywhere for whole, everywhere in called if whole in ("", path) or path.startswith(f"{whole}.")]
+            for kind in KINDS:
+                if live and (devices == 1 or (any(live) and "forward" in kind)):
+                    continue  # the module is called as the user wrote it, with the global batch
+                (self.of_torch if live else self.never).append(table(module, kind))
+
+    def check(self, model: nn.Module) -> None:
+        for hooks in filter(None, self.never):
+            if not all(isinstance(hook, CallGuard) for hook in list(hooks.values())):
+                _refuse_on_module(model, hooks)
+        for hooks in filter(None, self.of_torch):
+            if not all(map(on_weights, list(hooks.values()))):
+                _refuse_on_module(model, hooks)
+        if any(_GLOBAL):
+            for kind, hooks in zip(KINDS.values(), _GLOBAL, strict=True):
+                # torch's own module tracker, which counts FLOP, changes nothing.
+                owners = [type(getattr(hook, "__self__", None)) for hook in list(hooks.values())]
+                if not all(owner.__module__.startswith("torch.") for owner in owners):
+                    raise InputError(
+                        f"a {kind} was registered for all modules: a distributed model does not call its modules one by one; "
+                        "register it on the distributed model, or on single modules before distribute()"
+                    )
+
+
+def _refuse_on_module(model: nn.Module, hooks: dict[int, Any]) -> NoReturn:
+    path, kind = next((p, k) for p, m in model.named_modules() for k in KINDS if table(m, k) is hooks)
+    what = f"module {path!r} has" if path else "the model that was distributed has"
+    if "backward" in kind or not path:
+        remedy = "register it on the distributed model itself, or train on one device"
+    else:
+        remedy = (
+            "register it before distribute(), which then has every device compute that module for the whole batch (a module "
+            "with dropout in it cannot), or register it on the distributed model itself"
+        )
+    raise InputError(f"{what} a {KINDS[kind]}, which would see a part of the batch, or not be called: {remedy}")

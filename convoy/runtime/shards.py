@@ -1,0 +1,272 @@
+"""Marks on the parameters of distributed models, and refusals of what would be wrong on shards: calls of modules, optimizer
+steps, changed gradients, saved states. Uses official hooks of torch only."""
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from convoy.errors import InputError
+
+SHARD, ORIGINAL, UNSUMMED = "_convoy_shard", "_convoy_original", "_convoy_unsummed"
+"""Names of the marks: a local shard or copy of a distributed model; a parameter of the model before it was distributed; a
+gradient that was not yet summed over the devices."""
+
+SCALED = "_convoy_scaled"
+"""Mark of a shard whose gradient was computed in fp16, and has to go through `convoy.train.GradScaler`."""
+
+_reading: ContextVar[bool] = ContextVar("reading", default=False)
+
+
+def is_shard(parameter: object) -> bool:
+    """Return whether this device holds only a part of the parameter."""
+    return getattr(parameter, SHARD, False)
+
+
+def mark_unsummed(parameter: nn.Parameter, unsummed: bool) -> None:
+    """Mark whether `.grad` is the sum of this device's micro-batches only, and has yet to be summed over the devices."""
+    setattr(parameter, UNSUMMED, unsummed)
+
+
+def is_unsummed(parameter: object) -> bool:
+    return getattr(parameter, UNSUMMED, False)
+
+
+def check_summed(what: str, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise InputError if a gradient was not yet summed over the devices."""
+    if any(is_unsummed(p) and p.grad is not None for p in parameters):
+        raise InputError(
+            f"{what} after micro-batches in no_sync(), whose gradients were not summed over the devices: run forward and "
+            "backward of the last micro-batch of a step outside of no_sync(), or clear the gradients with zero_grad()"
+        )
+
+
+def check_not_distributed(model: nn.Module) -> None:
+    """Raise InputError if parameters of this model belong to a distributed one."""
+    if any(hasattr(parameter, SHARD) for parameter in model.parameters()):
+        raise InputError(
+            f"this {type(model).__name__} is distributed already, or shares parameters with a model that is: prepare takes "
+            "over the model that it is given. Use what prepare returned; to start again (a cell of a notebook that runs "
+            "twice), first make model, optimizer and loader again"
+        )
+
+
+class CallGuard:
+    """A forward-pre hook that refuses calls of a module outside of a step if this device has only shards of its parameters.
+
+    Attributes:
+        working: number of forward and backward computations that run now.
+    """
+
+    def __init__(self) -> None:
+        self.working = 0
+
+    def __call__(self, module: nn.Module, _inputs: object) -> None:
+        if not self.working and any(map(is_shard, module._parameters.values())):
+            raise InputError(
+                f"a {type(module).__name__} of a distributed model was called by itself, and this device has only shards of "
+                "its parameters: call the model that prepare or distribute returned, or use a plan that copies parameters, "
+                "such as 'data-by-speed'"
+            )
+
+    def __deepcopy__(self, _memo: object) -> NoReturn:
+        raise InputError(
+            "a module of a distributed model was copied, and this device has only shards of its parameters: copy the "
+            "distributed model itself, on every device, or load its full_state_dict() into a new model"
+        )
+
+    def watch(self, model: nn.Module) -> None:
+        """Guard the modules of which this device has shards now."""
+        for module in model.modules():
+            if any(map(is_shard, module._parameters.values())) and self not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(self)
+
+
+class Retired(Tensor):
+    """A tensor that refuses every operation."""
+
+    key: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        rows = [*args, *(kwargs or {}).values()]
+        held = [t for row in rows for t in (row if isinstance(row, list | tuple) else [row])]
+        key = next((vars(t)["key"] for t in held if type(t) is cls), "?")
+        raise InputError(
+            f"{getattr(func, '__name__', 'an operation')} on {key!r} of the model as it was before prepare: the plan "
+            "splits it over devices. Take parameters from the prepared model (model.named_parameters() has the local "
+            "shards, model.full_state_dict() whole ones), give prepare the optimizer that works on them, or a plan that copies "
+            "them, such as 'data-by-speed'"
+        )
+
+
+@torch.no_grad()
+def retire(tensor: Tensor, key: str) -> None:
+    """Free a tensor's memory, and make every later operation on it raise. Autograd may still hold it."""
+    tensor.grad = None
+    if not tensor.is_meta:
+        tensor.data = tensor.new_empty(0)
+    vars(tensor)["key"] = key
+    tensor.__class__ = Retired
+
+
+# --- state_dict() of the modules inside a distributed model ------------------------------------------------------------
+
+
+@contextmanager
+def reading_shards() -> Iterator[None]:
+    """Allow `state_dict` of modules with shards inside the block: for Convoy's own use."""
+    token = _reading.set(True)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def guard_state_dicts(model: nn.Module) -> None:
+    """Refuse `state_dict` of modules with shards: scripts save `model.module.state_dict()`, as with DDP."""
+    for module in model.modules():
+        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks, and has no parameters (see `trace`)
+            module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+
+
+def _refuse(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+    if not _reading.get() and any(map(is_shard, module._parameters.values())):
+        raise InputError(
+            "state_dict() would hold only local shards: call full_state_dict() of the distributed model on every device, "
+            "which returns the whole model under its ordinary keys"
+        )
+
+
+# --- optimizers --------------------------------------------------------------------------------------------------------
+
+ELEMENTWISE: set[type[Optimizer]] = {
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+}
+"""Optimizers that treat each entry of a parameter by itself, so that shards train like the whole parameter.
+
+Add your own class if it does: `convoy.train.ELEMENTWISE.add(Lion)`. LBFGS (products over all parameters), Adafactor (row
+and column means) and Muon (whole matrices) do not; they are exact where every device has whole copies."""
+
+_VERSION = "_convoy_version"
+"""On a shard's gradient: the value of `_version` at which Convoy computed, clipped or unscaled it last."""
+
+_with_guarded_state: WeakSet[Optimizer] = WeakSet()
+
+
+def elementwise_names() -> str:
+    """Return the names of these optimizers, for messages."""
+    return ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+
+
+def works_on(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return an optimizer's parameters."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@functools.cache
+def guard_optimizers() -> None:
+    """Check every step of every optimizer from now on."""
+    register_optimizer_step_pre_hook(check_step)
+
+
+def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    """Refuse a step that would train nothing, or would not be exact on the local shards.
+
+    Raises:
+        InputError: the reason, and what to do instead.
+    """
+    name, parameters = type(optimizer).__name__, works_on(optimizer)
+    check_summed(f"{name}.step()", parameters)
+    # The original may be trained by itself, too: then it has gradients.
+    originals = [p for p in parameters if p.requires_grad and getattr(p, ORIGINAL, False)]
+    if originals and all(p.grad is None for p in originals):
+        some = f"{len(originals)} of {len(parameters)} parameters of " if len(originals) < len(parameters) else ""
+        raise InputError(
+            f"{some}{name} are those that the model had before it was distributed; they have no gradients, so it would train "
+            "nothing: make the optimizer from the distributed model's parameters(), also what add_param_group() is given, or "
+            "let convoy.prepare(model, optimizer, loader) take it over"
+        )
+    shards = [p for p in parameters if is_shard(p)]
+    if not shards:
+        return
+    if type(optimizer) not in ELEMENTWISE:
+        raise InputError(
+            f"{name} is not known to treat each entry of a parameter by itself, and this plan splits parameters over "
+            f"devices: use a plan that copies them ('data', 'data-by-speed'), one of "
+            f"{elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
+        )
+    check_gradients(f"{name}.step()", shards)
+    if any(getattr(p, SCALED, False) and p.grad is not None for p in shards):
+        raise InputError(
+            f"{name}.step() after a backward in fp16 that did not go through convoy.train.GradScaler(model). "
+            "torch.amp.GradScaler sees only the local shards, so one device could skip a step that others make: use "
+            "convoy.train.GradScaler(model) on every device"
+        )
+    guard_state(optimizer)
+
+
+# --- gradients of shards -----------------------------------------------------------------------------------------------
+
+
+def accept_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Remember the gradients of shards, and unsummed ones, as they are now: `check_gradients` refuses later changes."""
+    for p in parameters:
+        if p.grad is not None and (is_shard(p) or is_unsummed(p)):
+            setattr(p.grad, _VERSION, p.grad._version)
+
+
+def check_gradients(what: str, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise InputError if something other than Convoy changed or replaced such gradients. They may be set to zero."""
+    gradients = [p.grad for p in parameters if p.grad is not None and (is_shard(p) or is_unsummed(p))]
+    changed = [g for g in gradients if getattr(g, _VERSION, None) != g._version]
+    if count := sum(bool(g.any()) for g in changed):
+        raise InputError(
+            f"{what}: {count} gradients, of which this device has a shard or a part of the sum, have changed since backward(). "
+            "torch.nn.utils.clip_grad_norm_ sees only these shards, so each device would scale by another factor: use "
+            "convoy.train.clip_grad_norm_(model, max_norm) on every device. After a change that treats each entry by itself "
+            "(clip_grad_value_), call model.gradients_changed()"
+        )
+
+
+# --- the state of an optimizer -----------------------------------------------------------------------------------------
+
+
+def guard_state(optimizer: Optimizer) -> None:
+    """Refuse `state_dict` and `load_state_dict` of an optimizer while it works on shards."""
+    if optimizer not in _with_guarded_state:
+        _with_guarded_state.add(optimizer)
+        optimizer.register_state_dict_pre_hook(_refuse_to_save)
+        optimizer.register_load_state_dict_pre_hook(_refuse_to_load)
+
+
+def _refuse_to_save(optimizer: Optimizer) -> None:
+    if any(map(is_shard, works_on(optimizer))):
+        raise InputError(
+            f"{type(optimizer).__name__}.state_dict() would hold the state of local shards only: save model and optimizer with "
+            "convoy.save_checkpoint(folder, model, optimizer) on every device; settings are in optimizer.param_groups"
+        )
+
+
+def _refuse_to_load(optimizer: Optimizer, _state: dict[str, Any]) -> None:
+    if any(map(is_shard, works_on(optimizer))):
+        raise InputError(
+            f"{type(optimizer).__name__}.load_state_dict() after the model was distributed, while this device has shards of "
+            "the parameters: load it before convoy.prepare, which splits it like the parameters, or use convoy.Checkpointer"
+        )
