@@ -24,7 +24,7 @@ from rich.console import Console
 from benchmarks.gpu import Place, place_of
 from benchmarks.hardware import stamp
 from benchmarks.page import table
-from convoy.cli.planning import fleet_on
+from convoy.cli.plan_verbs import fleet_on
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet

@@ -6,7 +6,7 @@
     scripts.py         run
     training.py        train, join, leave, stop, demo
     measuring.py       measure
-    planning.py        plan, predict
+    plan_verbs.py      plan, predict
     simulating.py      simulate, report
     fleet_commands.py  emulate, doctor; fleet init, show, setup, key
 
@@ -26,7 +26,7 @@ from types import FrameType
 
 # isort: off
 # Each adds its verbs; --help lists them in this order.
-from convoy.cli import scripts, training, measuring, planning, simulating, fleet_commands  # noqa: F401
+from convoy.cli import scripts, training, measuring, plan_verbs, simulating, fleet_commands  # noqa: F401
 
 # isort: on
 from convoy.cli.options import app

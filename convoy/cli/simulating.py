@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.options import PATH, app, help_of, path_of
-from convoy.cli.planning import Batch, Classes, Image, Outputs, PlanQuestion
+from convoy.cli.plan_verbs import Batch, Classes, Image, Outputs, PlanQuestion
 from convoy.errors import InputError, shown, unknown_name
 from convoy.files import unwritable
 

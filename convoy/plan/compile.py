@@ -19,39 +19,11 @@ from convoy.layout.layout import Layout, dual, entries, held_entries, holds, loc
 from convoy.layout.redistribute import chunks
 from convoy.model.graph import Graph
 from convoy.plan import device_program as ops
-from convoy.plan.device_program import (
-    GRADIENT,
-    DeviceProgram,
-    ExchangeRound,
-    LocalSize,
-    Operation,
-    Part,
-    PlannedMessage,
-    local_size,
-    message_text,
-)
-from convoy.plan.exchange_program import (
-    MoveSpec,
-    StartedRound,
-    finish,
-    gather_operations,
-    operations_of,
-    shared_rows,
-    sum_operations,
-)
-from convoy.plan.steps import (
-    ComputeStep,
-    GatherStatistics,
-    GatherWeights,
-    Move,
-    Phase,
-    ReturnGradient,
-    Step,
-    StepList,
-    SumGradients,
-    Value,
-    joined,
-)
+from convoy.plan import exchange_program as exchange
+from convoy.plan import steps as st
+from convoy.plan.device_program import GRADIENT, DeviceProgram, Operation, Part
+from convoy.plan.exchange_program import MoveSpec, StartedRound, finish, operations_of
+from convoy.plan.steps import ComputeStep, Move, Step, StepList, SumGradients
 
 SUMS_AT_ONCE = 1
 """Gradient sums of freed parameters that may be under way when the next layer's backward begins."""
@@ -101,7 +73,7 @@ def without_gradients(
     kept: list[Step] = []
     for step in steps.steps:
         match step:
-            case ReturnGradient():
+            case st.ReturnGradient():
                 alive = step.output not in missing
                 reached.update([step.writes.key] if alive else [])
             case Move(phase="backward"):
@@ -113,7 +85,7 @@ def without_gradients(
                     reached.update(v.key for v, wanted in zip(step.reads, step.wants, strict=True) if wanted)
                 if alive and step.part != "input":
                     parameters.update(p.key for p in graph[step.layer].trainable)
-            case GatherStatistics(phase="backward"):
+            case st.GatherStatistics(phase="backward"):
                 norms = [row for row in zip(step.layers, step.reads, step.sizes, strict=True) if row[0] in reached]
                 alive = bool(norms)
                 if alive:
@@ -145,10 +117,10 @@ def _takes_part(step: Step, device: int) -> bool:
             return holds(step.writes.layout, device)
         case ComputeStep():
             return any(holds(value.layout, device) for value in (step.writes, *step.reads))
-        case Move() | ReturnGradient():
+        case Move() | st.ReturnGradient():
             either = any(holds(value.layout, device) for value in (step.reads, step.writes))
             return either or any(step.schedule.involving(device))
-        case GatherStatistics() | SumGradients() | GatherWeights():
+        case st.GatherStatistics() | SumGradients() | st.GatherWeights():
             return device in step.members
 
 
@@ -176,7 +148,7 @@ def segments(steps: StepList, graph: Graph, device: int) -> tuple[Segment, ...]:
     """Return all segments of a device, in the order of the list. A single layer gains nothing and is none."""
     forward = [step for step in steps.phase("forward") if _takes_part(step, device)]
     # Gradient sums run on the second lane, and the gradient of an output is there at once.
-    beside = (SumGradients, ReturnGradient)
+    beside = (SumGradients, st.ReturnGradient)
     backward = [s for s in steps.phase("backward") if not isinstance(s, beside) and _takes_part(s, device)]
     places: dict[str, list[int]] = {}  # layer -> the places of its steps in backward
     for place, step in enumerate(backward):
@@ -187,7 +159,7 @@ def segments(steps: StepList, graph: Graph, device: int) -> tuple[Segment, ...]:
         reads = (each.reads,) if isinstance(each, Move) else getattr(each, "reads", ())
         readers.update({value.key for value in reads})
     whole = {layer.name for layer in graph.layers.values() if layer.unfusable}
-    whole |= {name for step in steps.steps if isinstance(step, GatherStatistics) for name in step.layers}
+    whole |= {name for step in steps.steps if isinstance(step, st.GatherStatistics) for name in step.layers}
     picks = [layer for layer in graph.layers.values() if layer.kind == "pick"]
     found = []
     for row in _rows(forward, backward, places, device, whole):
@@ -228,7 +200,7 @@ def _rows(
 
 def _first_waits(steps: Sequence[Step]) -> list[bool]:
     """Return for each step whether it waits for a move or gather that no earlier step waited for."""
-    moves = {step.id for step in steps if isinstance(step, Move | GatherWeights)}
+    moves = {step.id for step in steps if isinstance(step, Move | st.GatherWeights)}
     done: set[int] = set()
     found = []
     for step in steps:
@@ -276,11 +248,11 @@ class _Compiler:
         self.begun: list[SumGradients] = []
         self.last_rounds: list[Operation] = []  # waits for the last rounds of sums
         self.of_freed: list[int] = []  # the sums under way whose parameters are freed after use
-        self.users = {k: s.devices for s in steps.steps if isinstance(s, GatherWeights) for k in s.keys}
+        self.users = {k: s.devices for s in steps.steps if isinstance(s, st.GatherWeights) for k in s.keys}
         self.freed = {k for s in steps.steps if isinstance(s, ComputeStep) for k in s.frees}
         self.merged: set[str] = set()
-        self.sizes: dict[str, LocalSize] = {}  # by layer
-        self.norms = {n for step in steps.steps if isinstance(step, GatherStatistics) for n in step.layers}
+        self.sizes: dict[str, ops.LocalSize] = {}  # by layer
+        self.norms = {n for step in steps.steps if isinstance(step, st.GatherStatistics) for n in step.layers}
         self.segments = found
         self.segment_at: dict[int, int] = {}  # first step, in forward or backward -> which segment
         self.given_by: dict[int, int] = {}  # backward step of a segment -> the first of them
@@ -297,7 +269,7 @@ class _Compiler:
     def program(self) -> DeviceProgram:
         forward, backward = self._phase("forward"), self._phase("backward")
         steps = self.steps
-        returned = tuple(s.output for s in steps.steps if isinstance(s, ReturnGradient))
+        returned = tuple(s.output for s in steps.steps if isinstance(s, st.ReturnGradient))
         inputs, outputs = (tuple(v.key for v in row) for row in (steps.inputs, steps.outputs))
         gradients = (GRADIENT + v.key if v and v.key in self.givers else "" for v in steps.input_gradients)
         return DeviceProgram(
@@ -305,7 +277,7 @@ class _Compiler:
             tuple(gradients), steps.micro_batch,
         )  # fmt: skip
 
-    def _phase(self, phase: Phase) -> tuple[Operation, ...]:
+    def _phase(self, phase: st.Phase) -> tuple[Operation, ...]:
         self.main = []
         steps = self.steps.phase(phase)
         places = {step.id: place for place, step in enumerate(steps)}
@@ -347,14 +319,14 @@ class _Compiler:
             case Move():
                 source, result = GRADIENT + step.reads.key, self._gives(step.writes.key, step.id)
                 self._move(step, dual(step.reads.layout), dual(step.writes.layout), source, result)
-            case ReturnGradient():
+            case st.ReturnGradient():
                 source, result = ops.output_gradient(step.output), self._gives(step.writes.key, step.id)
                 self._move(step, step.reads.layout, dual(step.writes.layout), source, result)
             case SumGradients() if self.device in step.members:
                 self._sum(step)
-            case GatherStatistics() if self.device in step.members:
+            case st.GatherStatistics() if self.device in step.members:
                 self._statistics(step)
-            case GatherWeights() if self.device in step.members:
+            case st.GatherWeights() if self.device in step.members:
                 self._gather(step)
 
     # --- computing ---------------------------------------------------------------------------------------------------
@@ -383,7 +355,7 @@ class _Compiler:
         """Return the operation of a layer in forward or backward."""
         size = self.sizes.get(step.layer)
         if size is None:  # in backward it is what it was in forward
-            size = local_size(step, self.graph[step.layer], self.device)
+            size = ops.local_size(step, self.graph[step.layer], self.device)
             assert size is not None
             self.sizes[step.layer] = size
         norm = step.layer in self.norms
@@ -454,17 +426,17 @@ class _Compiler:
 
     # --- gradients of values -----------------------------------------------------------------------------------------
 
-    def _givers(self) -> tuple[dict[str, list[int]], dict[str, Value]]:
+    def _givers(self) -> tuple[dict[str, list[int]], dict[str, st.Value]]:
         """Return for each value the steps that give a part of its gradient on this device, and the values by key.
 
         All layers of a segment give one part, named after its first step: autograd adds between them.
         """
         givers: dict[str, list[int]] = {}
         zeros: dict[str, list[int]] = {}
-        values: dict[str, Value] = {}
+        values: dict[str, st.Value] = {}
         for step in self.steps.phase("backward"):
             match step:
-                case Move() | ReturnGradient():
+                case Move() | st.ReturnGradient():
                     values[step.writes.key] = step.writes
                     if holds(step.writes.layout, self.device):
                         givers.setdefault(step.writes.key, []).append(step.id)
@@ -502,7 +474,7 @@ class _Compiler:
         for step in steps:
             self.main += finish(self.under_way.pop(step, ()), at)
 
-    def _move(self, step: Move | ReturnGradient, src: Layout, dst: Layout, source: str, result: str) -> None:
+    def _move(self, step: Move | st.ReturnGradient, src: Layout, dst: Layout, source: str, result: str) -> None:
         schedule, shape = step.schedule, step.reads.shape
         if any(schedule.involving(self.device)):
             self._await(step.after, step.id)
@@ -512,10 +484,10 @@ class _Compiler:
         self.main += found.begin
         if found.started:
             self.under_way[step.id] = deque(found.started)
-            if not self.overlap or isinstance(step, ReturnGradient):
+            if not self.overlap or isinstance(step, st.ReturnGradient):
                 self._await([step.id], step.id)
 
-    def _statistics(self, step: GatherStatistics) -> None:
+    def _statistics(self, step: st.GatherStatistics) -> None:
         """Exchange each member's row of sums; in forward, combine the rows to the statistics of the global batch."""
         self._await(step.after, step.id)
         backward = step.phase == "backward"
@@ -525,14 +497,14 @@ class _Compiler:
                 self._merge(name, step.id)
             read = (each if backward else value.key,) if holds(value.layout, self.device) else ()
             self.main.append(ops.Compute(step.id, step.phase, name, read, (f"{each} row",), part="statistics"))
-        self.main += shared_rows(step, self.device, of)
+        self.main += exchange.shared_rows(step, self.device, of)
         for name in step.layers if not backward else ():
             read, made = (f"{name} rows",), (f"{name} norm",)
             self.main.append(ops.Compute(step.id, "forward", name, read, made, part="combine"))
 
-    def _gather(self, step: GatherWeights) -> None:
+    def _gather(self, step: st.GatherWeights) -> None:
         """Start to gather shards; the step that waits for them finds whole parameters."""
-        size, uses = joined(step.shares)[self.device], self.device in step.devices
+        size, uses = st.joined(step.shares)[self.device], self.device in step.devices
         if step.held:
             self.main.append(ops.HaveWeights(step.id, step.keys, step.shares, size, own_only=not uses))
             return
@@ -545,7 +517,7 @@ class _Compiler:
                 step.id, flat, step.keys, step.shares, size, alone, own_only=not uses, stays=stays, fresh=uses and freed
             )
         )
-        found = gather_operations(step.id, step.schedule, self.device, flat, own_only=not uses)
+        found = exchange.gather_operations(step.id, step.schedule, self.device, flat, own_only=not uses)
         self.main += found.begin
         self.under_way[step.id] = deque(found.started)
         if uses:
@@ -560,7 +532,7 @@ class _Compiler:
             return
         pack, flat, unpack = _pack(step), _flat(step), _unpack(step, self.device)
         if not step.mixes:
-            rounds = sum_operations(step.id, step.schedule, self.device, flat, step.wire, lane=0)
+            rounds = exchange.sum_operations(step.id, step.schedule, self.device, flat, step.wire, lane=0)
             self.main += [pack, *rounds, *_own_shard(step, self.device), unpack]
             return
         schedule = step.stage(self.stage)
@@ -570,7 +542,7 @@ class _Compiler:
         samples = sum(step.samples[d] for d in both)
         scale = sum(step.samples) / samples if samples else 0.0
         self.main.append(replace(pack, alone=False, mixed_over=len(both)))
-        self.main += sum_operations(step.id, schedule, self.device, flat, "exact", lane=0)
+        self.main += exchange.sum_operations(step.id, schedule, self.device, flat, "exact", lane=0)
         self.main.append(replace(unpack, mixed_over=len(both), scale=scale))
 
     def _begin_sum(self, step: SumGradients) -> list[ops.Pack | ops.BeginSum]:
@@ -579,7 +551,7 @@ class _Compiler:
         The last rounds receive in place. So they are waited for behind all sums, and the next sum begins meanwhile.
         """
         flat = _flat(step)
-        rounds = list(sum_operations(step.id, step.schedule, self.device, flat, step.wire, lane=1))
+        rounds = list(exchange.sum_operations(step.id, step.schedule, self.device, flat, step.wire, lane=1))
         behind: list[Operation] = [ops.EndSum(step.id, _shard(step) if step.into else flat)]
         while rounds and isinstance(rounds[-1], ops.WaitRound):
             behind.insert(0, rounds.pop())
@@ -607,7 +579,7 @@ def _own_shard(step: SumGradients, device: int) -> list[Operation]:
     """Copy this device's shard of a sum to memory of its own, so that the whole gradients can be freed."""
     if not step.into:
         return []
-    kept = joined(step.into)
+    kept = st.joined(step.into)
     start, size = sum(kept[:device]), kept[device]
     span = Part(_flat(step), ((start, start + size),))
     make = ops.Make(step.id, _shard(step), (size,), like=_flat(step))
@@ -631,12 +603,12 @@ def check_programs(programs: Sequence[DeviceProgram]) -> None:
     Raises:
         PlanError: a message that nobody sends or receives, or in another order or size than the other end expects.
     """
-    sent: dict[tuple[int, int, int], list[tuple[ExchangeRound, PlannedMessage]]] = {}
-    received: dict[tuple[int, int, int], list[tuple[ExchangeRound, PlannedMessage]]] = {}
+    sent: dict[tuple[int, int, int], list[tuple[ops.ExchangeRound, ops.PlannedMessage]]] = {}
+    received: dict[tuple[int, int, int], list[tuple[ops.ExchangeRound, ops.PlannedMessage]]] = {}
     for program in programs:
         for lane, operations in enumerate([[*program.forward, *program.backward], program.sums]):
             for op in operations:
-                if isinstance(op, ExchangeRound):
+                if isinstance(op, ops.ExchangeRound):
                     for message in op.sends:
                         sent.setdefault((program.device, message.peer, lane), []).append((op, message))
                     for message in op.receives:
@@ -645,7 +617,7 @@ def check_programs(programs: Sequence[DeviceProgram]) -> None:
         sender, receiver, lane = pair
         for out, into in zip_longest(sent.get(pair, ()), received.get(pair, ())):
             texts = [
-                end and f"{message_text(way, end[1])} (round {end[0].number} of step {end[0].step})"
+                end and f"{ops.message_text(way, end[1])} (round {end[0].number} of step {end[0].step})"
                 for way, end in (("to", out), ("from", into))
             ]
             if out is None or into is None:

@@ -6,19 +6,10 @@ from dataclasses import dataclass
 
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holds
 from convoy.model.graph import Graph
+from convoy.plan import steps as st
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import (
-    ComputeStep,
-    GatherStatistics,
-    GatherWeights,
-    Move,
-    ReturnGradient,
-    Step,
-    StepList,
-    SumGradients,
-    traffic,
-)
+from convoy.plan.steps import ComputeStep, Step, StepList, traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +86,18 @@ def _step_text(step: Step) -> str:
             arrow = f"{reads} -> {gives}" if step.phase == "forward" else f"{gives} -> {reads}"
             gradient = "" if step.part == "all" else f" ({step.part} gradient)"
             return f"compute  {step.layer}{gradient}: {arrow}" + (f"  [{step.note}]" if step.note else "")
-        case Move():
+        case st.Move():
             what = "move    " if step.phase == "forward" else "gradient"
             return f"{what} {step.reads.layer}: {step.reads.layout} -> {step.writes.layout}"
-        case ReturnGradient():
+        case st.ReturnGradient():
             return f"gradient {step.writes.key}: from the loss, {step.reads.layout} -> {step.writes.layout}"
-        case GatherStatistics():
+        case st.GatherStatistics():
             return f"gather   {', '.join(step.layers)}: {step.entries} numbers of each of {len(step.members)} devices"
-        case SumGradients():
+        case st.SumGradients():
             what = "MIX, INEXACT" if step.mixes else f"sum, {step.reduce}"
             what = "sum, into shards" if step.into else what
             return f"{what}: gradients of {len(step.keys)} parameters, {step.shape[0]:,} numbers over {step.devices}"
-        case GatherWeights():
+        case st.GatherWeights():
             what = f"{len(step.keys)} parameters, {step.shape[0]:,} numbers, for {step.devices}"
             return f"have     {what}, whole since the first micro-batch" if step.held else f"gather   shards of {what}"
 
@@ -146,12 +137,12 @@ def _bytes_by_layer(steps: StepList, graph: Graph, itemsize: int) -> Iterator[tu
     for step in steps.steps:
         total = 0 if isinstance(step, ComputeStep) else sum(traffic(step, itemsize).values())
         match step:
-            case Move():
+            case st.Move():
                 value = step.writes if step.phase == "forward" else step.reads
                 # The last move gathers the outputs on every device; it counts for the layer that made them.
                 yield readers.get(value.key, value.layer), total
-            case GatherStatistics():
+            case st.GatherStatistics():
                 yield from ((name, total * n // step.entries) for name, n in zip(step.layers, step.sizes, strict=True))
-            case SumGradients() | GatherWeights():
-                sizes = step.sizes if isinstance(step, SumGradients) else [sum(shares) for shares in step.shares]
+            case st.SumGradients() | st.GatherWeights():
+                sizes = step.sizes if isinstance(step, st.SumGradients) else [sum(shares) for shares in step.shares]
                 yield from ((owner[k], round(total * n / sum(sizes))) for k, n in zip(step.keys, sizes, strict=True))

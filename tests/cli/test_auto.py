@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from convoy.api import Plans, distribute, make_plan, make_plans
-from convoy.cli import planning
+from convoy.cli import plan_verbs
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.layout.layout import local_shape
@@ -314,7 +314,7 @@ def test_the_forecast_marks_what_does_not_fit(
     tables = tuple(replace(table, process_bytes=0) for table in tiny.device)
     file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
     file.write_text(replace(tiny, fleet=replace(tiny.fleet, devices=devices), device=tables).to_toml())
-    planning.plan(fleet=file, output=plan, **QUESTION)
+    plan_verbs.plan(fleet=file, output=plan, **QUESTION)
     said = capsys.readouterr().out
     assert f"! data does not fit: {first.name} needs" in said
     assert "! auto" not in said
@@ -323,9 +323,9 @@ def test_the_forecast_marks_what_does_not_fit(
     saved = Plan.load(plan)
     graph = trace(build_net("two-conv:4:6", (1, 8, 8), 10), torch.zeros(1, 1, 8, 8)).graph
     assert memory_of(saved, graph)[0].total_bytes <= 20_000
-    planning.plan(fleet=file, least_energy=1e3, **QUESTION)
+    plan_verbs.plan(fleet=file, least_energy=1e3, **QUESTION)
     with pytest.raises(PlanError, match="the fastest takes"):
-        planning.plan(fleet=file, least_energy=1e-9, **QUESTION)
+        plan_verbs.plan(fleet=file, least_energy=1e-9, **QUESTION)
 
 
 def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> None:
@@ -339,8 +339,8 @@ def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> Non
     assert all(line.startswith("planning ") for line in done.stderr.splitlines()), done.stderr
     assert Plan.load(plan).wire == "inexact-bf16"
     with pytest.raises(InputError, match="unknown wire format 'fp8'"):
-        planning.plan(fleet=file, wire="fp8", **QUESTION)
-    planning.plan(fleet=file, output=plan, outputs="where-computed", **QUESTION)
+        plan_verbs.plan(fleet=file, wire="fp8", **QUESTION)
+    plan_verbs.plan(fleet=file, output=plan, outputs="where-computed", **QUESTION)
     assert Plan.load(plan).outputs == "where-computed"
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
-from convoy.cli import fleet_commands, planning, simulating
+from convoy.cli import fleet_commands, plan_verbs, simulating
 from convoy.config.checks import check
 from convoy.config.run_file import resolve_settings, to_toml
 from convoy.fleet import Fleet, read_fleet
@@ -91,7 +91,7 @@ def use_classes(path: Path) -> None:
     fleet_commands.show(path)
     fleet = read_fleet(path)
     assert Fleet.from_toml(fleet.to_toml()) == fleet
-    planning.predict(NET, fleet=path, batch=16, image="1,8,8", classes=10)
+    plan_verbs.predict(NET, fleet=path, batch=16, image="1,8,8", classes=10)
 
 
 def use_measurement(path: Path) -> None:

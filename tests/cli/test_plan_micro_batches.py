@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from convoy.cli import planning
+from convoy.cli import plan_verbs
 from convoy.errors import PlanError
 from convoy.model.nets import graph_of
 from convoy.plan.plan import Plan
@@ -30,10 +30,10 @@ def test_the_number_of_micro_batches_that_the_refusal_names_fits(
     tight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(PlanError, match=r"Make a step of (\d+) micro-batches .*, which fits: \S+ s a step") as caught:
-        planning.plan(NET, tight, **QUESTION)
+        plan_verbs.plan(NET, tight, **QUESTION)
     wanted = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
     plan = tmp_path / "plan.json"
-    planning.plan(NET, tight, output=plan, accumulate=wanted, **QUESTION)
+    plan_verbs.plan(NET, tight, output=plan, accumulate=wanted, **QUESTION)
     said = " ".join(capsys.readouterr().out.split())
     assert (
         f"A step of {BATCH} samples is {wanted} micro-batches (--accumulate {wanted}; in Python, model.no_sync())"
@@ -48,10 +48,10 @@ def test_the_number_of_micro_batches_that_the_refusal_names_fits(
 def test_a_net_with_batch_norm_is_told_what_passes_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text(fleet((1e9, 250_000), (5e8, 250_000)).to_toml())
-    planning.plan("resnet:8:4", file, accumulate=16, **QUESTION)
+    plan_verbs.plan("resnet:8:4", file, accumulate=16, **QUESTION)
     assert "with other numbers than in one, since batch norm" in " ".join(capsys.readouterr().out.split())
 
 
 def test_micro_batches_that_are_not_equal_are_refused(tight: Path) -> None:
     with pytest.raises(PlanError, match="divides 64"):
-        planning.plan(NET, tight, accumulate=3, **QUESTION)
+        plan_verbs.plan(NET, tight, accumulate=3, **QUESTION)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from convoy import cli
-from convoy.cli import planning
+from convoy.cli import plan_verbs
 from convoy.errors import InputError
 
 FLEET = """
@@ -93,4 +93,4 @@ def test_plan_answers_for_a_described_fleet(
 )
 def test_what_cannot_be_answered(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        planning.predict("two-conv:4:6", image="3,32,32", **given)
+        plan_verbs.predict("two-conv:4:6", image="3,32,32", **given)

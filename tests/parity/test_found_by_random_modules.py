@@ -542,3 +542,21 @@ def test_a_reentrant_checkpoint_behind_an_in_place_call() -> None:
     """Of seed 52392: autograd forbade the call on the inputs of the check, which then did not come to the checkpoint."""
     layers = trace(FirstInPlace().double(), images(2)).graph.layers.values()
     assert any(layer.unfusable for layer in layers)
+
+
+class Assigning(nn.Module):
+    """Of seed 70008: a trace took the buffer that forward assigns for one that never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(3))
+        self.fc = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.largest = 0.9 * self.largest + 0.1 * x.detach().amax((0, 2, 3))
+        return self.fc((x - self.largest.view(1, -1, 1, 1)).mean((2, 3)))  # type: ignore[no-any-return, operator]
+
+
+def test_a_buffer_that_forward_assigns_is_that_of_one_device() -> None:
+    assert difference(Assigning(), (3, 6, 6), plan="data-by-speed") < 1e-10

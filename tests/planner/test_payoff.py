@@ -2,7 +2,7 @@
 
 import pytest
 
-from convoy.cli.planning import fleet_on
+from convoy.cli.plan_verbs import fleet_on
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph

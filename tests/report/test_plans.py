@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from convoy.cli import planning
+from convoy.cli import plan_verbs
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Layer
 from convoy.model.tracing import trace
@@ -151,7 +151,7 @@ def test_a_prediction_groups_what_changes_nothing_and_explains_the_plan_with_sev
 ) -> None:
     """It listed eight changes with "1.00x", and the parts of a step on one device where the answer was No."""
     monkeypatch.setenv("COLUMNS", "200")
-    planning.predict("resnet:8:16", "laptop-cpu,rtx3060,rtx3090", image="3,32,32", classes=10, batch=256)
+    plan_verbs.predict("resnet:8:16", "laptop-cpu,rtx3060,rtx3090", image="3,32,32", classes=10, batch=256)
     out = capsys.readouterr().out
     assert "Would it pay? No: rtx3090 alone is the fastest" in out
     assert re.search(r"^Best plan with several devices \(convolutions and linear layers\): \d+ ", out, re.M)

@@ -1,9 +1,4 @@
-"""Build networks by name: Convoy's own (`builtin.py`), those of torchvision and timm, and the user's (`imported.py`).
-
-::
-
-    model = build_net("resnet18:64", image=(3, 32, 32), classes=10, seed=0)
-"""
+"""Build networks by name: Convoy's own (`builtin.py`), those of torchvision and timm, and the user's (`imported.py`)."""
 
 from collections.abc import Callable
 from contextlib import suppress

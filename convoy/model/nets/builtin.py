@@ -161,10 +161,7 @@ UNET_LEVELS = 4
 
 
 def unet(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
-    """Build the U-Net of Ronneberger et al. 2015, figure 1, without batch norm and dropout: a class for every pixel.
-
-    With 'same' padding, so that the outputs have the size of the images. The original has a width of 64.
-    """
+    """Build the U-Net of Ronneberger et al. 2015, figure 1, without batch norm and dropout: a class for every pixel."""
     (width,) = sizes
     step = 1 << UNET_LEVELS
     if image[1] % step or image[2] % step:

@@ -145,11 +145,13 @@ class _Tracer(fx.Tracer):
         if own.function:
             raise Untraceable(f"its forward calls {own.function}, which has its own backward")
         state = State(subtree(module))
-        before = state.forms()
+        before, buffers = state.forms(), [id(b) for m in module.modules() for b in m._buffers.values()]
         with state.kept(), random_kept(of_torch=False) as drawn:
             yield
             if drawn():
                 raise Untraceable("its forward draws random numbers of its own")
+            if [id(b) for m in module.modules() for b in m._buffers.values()] != buffers:
+                raise Untraceable("its forward assigns a buffer")
             after = state.forms()
         if changed := [repr(key) for key in {**before, **after} if before.get(key) != after.get(key)]:
             raise Untraceable(f"its forward changes {', '.join(changed[:3])}")

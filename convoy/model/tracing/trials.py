@@ -99,6 +99,8 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
             return Observation(changes="its state, perhaps", hidden=hidden, draws=drawn(), writes=True)
         draws, after = drawn() or bool(state.names & _RANDOM_FUNCTIONS), state.forms()
         writes = not all(is_shared(t, old) or torch.equal(t, old) for t, old in held)
+        known = {id(t) for t, _ in held}
+        writes |= any(id(b) not in known for m in modules.values() for b in m._buffers.values() if b is not None)
         unfusable, no_gradient_to = _backward(outputs, given, parameters)
     for t, _ in held:
         if not t.is_leaf:
