@@ -1,6 +1,7 @@
 """Gathered parameters: sharded parameters that are whole while a step computes with them."""
 
 import ctypes
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -14,6 +15,8 @@ from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights, Un
 from convoy.runtime.exchange import Buffers
 from convoy.runtime.gradients import by_device
 from convoy.runtime.shards import CallGuard
+
+_library = functools.cache(ctypes.CDLL)
 
 
 class GatheredParameters:
@@ -129,12 +132,9 @@ class GatheredParameters:
 
 
 def release_freed_memory() -> None:
-    """Return freed pages of this process to the system, where the C library can (`malloc_trim`).
-
-    Without it a process keeps the most memory that it ever used, in scattered holes. It takes about 1 ms per 100 MB.
-    """
+    """Return freed pages to the system if the C library can (`malloc_trim`, 1 ms per 100 MB): else they stay as holes."""
     try:
-        ctypes.CDLL(None).malloc_trim(0)
+        _library(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # other C libraries; Windows
         return
 
