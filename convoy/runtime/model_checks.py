@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from convoy.errors import InputError
 from convoy.model.tracing import TracedModel
-from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, on_weights, table
+from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, on_weights
 from convoy.runtime.shards import CallGuard
 
 _GLOBAL = tuple(getattr(modules_of_torch, f"_global{kind}") for kind in KINDS)
@@ -107,7 +107,7 @@ class _HookTables:
             for kind in KINDS:
                 if live and (devices == 1 or (any(live) and "forward" in kind)):
                     continue  # the module is called as the user wrote it, with the global batch
-                (self.of_torch if live else self.never).append(table(module, kind))
+                (self.of_torch if live else self.never).append(getattr(module, kind))
 
     def check(self, model: nn.Module) -> None:
         for hooks in filter(None, self.never):
@@ -128,7 +128,7 @@ class _HookTables:
 
 
 def _refuse_on_module(model: nn.Module, hooks: dict[int, Any]) -> NoReturn:
-    path, kind = next((p, k) for p, m in model.named_modules() for k in KINDS if table(m, k) is hooks)
+    path, kind = next((p, k) for p, m in model.named_modules() for k in KINDS if getattr(m, k) is hooks)
     what = f"module {path!r} has" if path else "the model that was distributed has"
     if "backward" in kind or not path:
         remedy = "register it on the distributed model itself, or train on one device"

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.tracing import call_operation, trace
+from convoy.model.operation import call_operation
+from convoy.model.tracing import trace
 from tests.support import nets
 from tests.support.traced_models import Calls, last, layers_of
 

@@ -69,3 +69,32 @@ def test_a_norm_with_other_numbers_stays_as_it_is() -> None:
     model[1] = OtherMomentum(6)
     assert all(layer.kind != "batch_norm" for layer in layers_of(model).values())
     assert difference(model) < EXACT
+
+
+class Uncounted(NormAct):
+    """It leaves `num_batches_tracked` as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1)
+
+
+class Counted(NormAct):
+    """It counts batches, and normalises in its own way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr, operator]
+        return (x - x.mean((0, 2, 3), keepdim=True)) * self.weight[:, None, None]
+
+
+class CountedTwice(NormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr, operator]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("norm", [Uncounted, Counted, CountedTwice])
+@pytest.mark.parametrize("plan", ["data", "model"])
+def test_a_norm_counts_its_batches_as_its_forward_does(norm: type[nn.Module], plan: str) -> None:
+    model = net()
+    model[1] = norm(6)
+    assert difference(model, plan=plan) < EXACT

@@ -65,9 +65,7 @@ def vgg(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
     layers: list[nn.Module] = []
     for filters, count in zip((64, 128, 256, 512, 512), _VGG_CONVOLUTIONS[depth], strict=True):
         for _ in range(count):
-            convolution = nn.Conv2d(channels, filters, 3, padding=1)
-            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
-            layers += [convolution, nn.ReLU()]
+            layers += _conv_relu(channels, filters)
             channels = filters
         layers.append(nn.MaxPool2d(2))
     return nn.Sequential(
@@ -126,13 +124,14 @@ def resnet18(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module
     return _residual(image, classes, width, stages=4, blocks=2)
 
 
+def _conv_relu(channels_in: int, channels: int) -> list[nn.Module]:
+    convolution = nn.Conv2d(channels_in, channels, 3, padding=1)
+    nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+    return [convolution, nn.ReLU()]
+
+
 def _double(channels_in: int, channels: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inner in (channels_in, channels):
-        convolution = nn.Conv2d(inner, channels, 3, padding=1)
-        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
-        layers += [convolution, nn.ReLU()]
-    return nn.Sequential(*layers)
+    return nn.Sequential(*_conv_relu(channels_in, channels), *_conv_relu(channels, channels))
 
 
 class _UNet(nn.Module):

@@ -81,10 +81,8 @@ def _find_in_package(text: str, image: ImageShape, classes: int) -> Callable[[],
     package, _, name = text.partition(":")
     imported = import_package(package, "models", f"--net {text}")
     if package == "timm":
-        names, plain = (
-            imported.list_models(),
-            name.partition(".")[0],
-        )  # behind the dot: which weights, which we do not load
+        # Behind the dot: which weights, which we do not load.
+        names, plain = imported.list_models(), name.partition(".")[0]
         build = partial(imported.create_model, name, pretrained=False, num_classes=classes, in_chans=image[0])
     else:
         names, plain = imported.models.list_models(module=imported.models), name

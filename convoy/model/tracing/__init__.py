@@ -22,19 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.layer_rules import register_layer
-from convoy.model.operation import (
-    Form,
-    Operation,
-    Ref,
-    Region,
-    TracedModel,
-    bind_operation,
-    call_operation,
-    disable_in_place,
-)
+from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, bind_operation, disable_in_place
 from convoy.model.tracing.copies import copied, meta_copy, release, shared_tensors
-from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, hooked, on_weights, table
-from convoy.model.tracing.layer_builder import LayerBuilder, canonical_keys, dtype_name, stateful_layers, whole
+from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, hooked, on_weights
+from convoy.model.tracing.layer_builder import LayerBuilder, canonical_keys, dtype_name, whole
 from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable, across, is_batched, meta_inputs, without_batch
 from convoy.model.tracing.python_state import State, StateWatch, modes_of, subtree
 from convoy.model.tracing.tracer import TRACE_LOCK, nodes_of
@@ -48,16 +39,7 @@ from convoy.model.tracing.trials import (
     tensors_of,
 )
 
-__all__ = [
-    "StateWatch",
-    "TracedModel",
-    "bind_operation",
-    "call_operation",
-    "disable_in_place",
-    "register_layer",
-    "trace",
-    "unwrapped",
-]
+__all__ = ["StateWatch", "TracedModel", "bind_operation", "disable_in_place", "register_layer", "trace", "unwrapped"]
 
 _MOST_SAMPLES = 8
 """Samples, at most, with which a layer of the user's Python is called once."""
@@ -154,7 +136,7 @@ def _mute(model: nn.Module) -> None:
     """Replace the user's hooks, which must not see the values of a trace, with one that does nothing."""
     for module in model.modules():
         kinds = hooked(module)
-        for hooks in (table(module, kind) for kind in kinds):
+        for hooks in (getattr(module, kind) for kind in kinds):
             for number, hook in list(hooks.items()):
                 if not on_weights(hook):
                     del hooks[number]
@@ -203,7 +185,8 @@ class _Capture:
         self.together: list[set[str]] = []
         self.elsewhere: dict[str, bool] = {}
         if like is not None:
-            self.elsewhere = stateful_layers(like.graph)
+            layers = like.graph.layers.items()
+            self.elsewhere = {name: layer.called_everywhere for name, layer in layers if layer.changes_state}
             regions = [n for n, operation in like.operations.items() if operation.call == "region"]
             self.together = [{p.key for p in like.graph[n].parameters.values()} for n in regions]
 
@@ -247,11 +230,8 @@ class _Capture:
         # A trace sees through no module whose code names an attribute that another forward changes.
         keys = {changed.strip("'").rpartition(".")[2] for changed in builder.changed.values() if changed}
         named = {path: State({path: self.model.get_submodule(path)}).names & keys for path in nodes.seen if keys}
-        return traced, {
-            path: f"its forward reads {min(read)!r}, which another forward changes"
-            for path, read in named.items()
-            if read
-        }
+        reads = "its forward reads {!r}, which another forward changes"
+        return traced, {path: reads.format(min(read)) for path, read in named.items() if read}
 
     def _needs_weights(self, part: str) -> InputError:
         return InputError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.tracing.hooks import KINDS, on_weights, table
+from convoy.model.tracing.hooks import KINDS, on_weights
 
 _LOCK = threading.Lock()
 """torch makes a storage copy-on-write without its own lock."""
@@ -32,7 +32,7 @@ def copied(model: nn.Module, tensors: Mapping[int, Any] | None = None) -> nn.Mod
             yield getattr(hook, "__self__", hook)
 
     inside = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
-    hooks = [h for m in model.modules() for kind in KINDS for h in table(m, kind).values() if not on_weights(h)]
+    hooks = [h for m in model.modules() for kind in KINDS for h in getattr(m, kind).values() if not on_weights(h)]
     kept = {id(owner): owner for hook in hooks for owner in owners(hook) if id(owner) not in inside}
     return copy.deepcopy(model, kept | dict(tensors or {}))
 

@@ -10,12 +10,10 @@ IN_PLACE: dict[str, str] = {
     "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv", "add_": "add", "sub_": "sub", "mul_": "mul",
     "div_": "div", "relu_": "relu", "relu6_": "relu6", "sigmoid_": "sigmoid", "tanh_": "tanh", "clamp_": "clamp",
     "leaky_relu_": "leaky_relu", "elu_": "elu", "selu_": "selu", "celu_": "celu", "hardtanh_": "hardtanh",
-    "threshold_": "threshold", "dropout_": "dropout",
+    "threshold_": "threshold", "dropout_": "dropout", "ipow": "pow", "imod": "mod", "ifloordiv": "floordiv",
 }  # fmt: skip
 """In-place call -> the out-of-place function that replaces it in a trace."""
-_OTHER_IN_PLACE = frozenset(
-    ("setitem", "ipow", "imod", "imatmul", "ifloordiv", "iand", "ior", "ixor", "ilshift", "irshift", "iconcat")
-)
+_OTHER_IN_PLACE = frozenset(("setitem", "imatmul", "iand", "ior", "ixor", "ilshift", "irshift", "iconcat"))
 _VIEWS = frozenset(("getattr", "detach", "view", "reshape", "getitem", "flatten", "t", "transpose", "permute", "squeeze",
                     "unsqueeze", "narrow", "select", "expand", "view_as", "copy_", "zero_", "fill_"))  # fmt: skip
 
@@ -41,10 +39,11 @@ def written(node: fx.Node) -> fx.Node | None:
     return place if isinstance(place, fx.Node) and place.op == "get_attr" else None
 
 
-def counts_batches(model: nn.Module, node: fx.Node) -> bool:
-    """Return whether a node is the `num_batches_tracked` of a batch norm, which its layer counts itself."""
-    holder, _, name = str(node.target).rpartition(".")
-    return name == "num_batches_tracked" and isinstance(model.get_submodule(holder), _BatchNorm)
+def counted_norm(model: nn.Module, node: fx.Node) -> str | None:
+    """Return the path of the batch norm whose `num_batches_tracked` a call counts up by one, as torch's own forward does."""
+    held = node.args[0] if called(node) in ("add_", "iadd") and node.args[1:] == (1,) and not node.kwargs else None
+    path, _, name = str(held.target).rpartition(".") if isinstance(held, fx.Node) else ("", "", "")
+    return path if name == "num_batches_tracked" and isinstance(model.get_submodule(path), _BatchNorm) else None
 
 
 def mutates(model: nn.Module, node: fx.Node) -> bool:
@@ -81,13 +80,9 @@ def batch_norm_of(model: nn.Module, node: fx.Node) -> str | None:
         return None
     by_batch = norm.training or norm.running_mean is None
     recorded = (norm.running_mean, norm.running_var) if not norm.training or norm.track_running_stats else (None, None)
-    rows = zip(
-        tensors, ("running_mean", "running_var", "weight", "bias"), (*recorded, norm.weight, norm.bias), strict=True
-    )
-    same = all(
-        (t.target if isinstance(t, fx.Node) else t) == (None if held is None else f"{path}.{n}".lstrip("."))
-        for t, n, held in rows
-    )
+    own = zip(("running_mean", "running_var", "weight", "bias"), (*recorded, norm.weight, norm.bias), strict=True)
+    wanted = [None if held is None else f"{path}.{name}".lstrip(".") for name, held in own]
+    same = wanted == [t.target if isinstance(t, fx.Node) else t for t in tensors]
     # In evaluation no statistics are recorded, so the momentum does not matter.
     momenta = momentum == norm.momentum or not norm.training or norm.running_mean is None
     return path if same and (training, eps) == (by_batch, norm.eps) and momenta else None

@@ -11,17 +11,12 @@ KINDS: Mapping[str, str] = {
     "_backward_pre_hooks": "full-backward-pre hook",
     "_backward_hooks": "backward hook",
 }
-"""The tables of hooks of a module -> the name of a hook in each."""
+"""The tables of hooks of a module, which stay the same objects -> the name of a hook in each."""
 ON_PARAMETERS: Mapping[str, str] = {
     "_backward_hooks": "hook",
     "_post_accumulate_grad_hooks": "post-accumulate-grad hook",
 }
 """The same of a parameter."""
-
-
-def table(module: nn.Module, kind: str) -> dict[int, Any]:
-    """Return the hooks of one kind; it stays the same object as long as the module lives."""
-    return getattr(module, kind)  # type: ignore[no-any-return]
 
 
 def on_weights(hook: Any) -> bool:
@@ -31,4 +26,4 @@ def on_weights(hook: Any) -> bool:
 
 def hooked(module: nn.Module) -> list[str]:
     """Return the kinds of a user's hooks on a module."""
-    return [kind for kind in KINDS if not all(map(on_weights, list(table(module, kind).values())))]
+    return [kind for kind in KINDS if not all(map(on_weights, list(getattr(module, kind).values())))]

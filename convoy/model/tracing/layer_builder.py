@@ -50,7 +50,7 @@ class LayerBuilder:
     Args:
         meta: a copy of the model on the meta device.
         together: keys of parameters that belong to one layer in another mode.
-        elsewhere: see `stateful_layers`, of the other mode.
+        elsewhere: layer that changes state -> whether every device calls it, of the other mode: both must agree.
         samples: number of samples with which a layer of the user's Python is called once.
 
     Attributes:
@@ -405,22 +405,14 @@ class LayerBuilder:
         """
         if not layer.batched:
             return replace(layer, reason="it has no batch axis, so every device makes it")
-        inputs = self._trial_inputs(layer, registered=registered)
-
-        def not_registrable(why: str) -> InputError:
-            return InputError(
-                f"layer {layer.name!r} was registered with register_layer, which is for layers that treat each sample alone, "
-                f"but {why}: do not register it"
-            )
-
+        inputs, kept = self._trial_inputs(layer, registered=registered), ""
         if is_of_user(operation, self.model):
             inside = {path: m for each in modules for path, m in subtree(self.model, each).items()}
             seen = observe(self.model, operation, inside, inputs)
             if not registered:
                 self.changed[layer.name] = seen.changes
                 return whole(layer, seen, why, self.elsewhere)
-            if keeps := seen.changes or seen.hidden:
-                raise not_registrable(f"it keeps {keeps} in Python from call to call")
+            kept = seen.changes or seen.hidden
         if mixes:
             return replace(layer, per_sample=False, reason=f"{why}; so it runs whole on one device")
         if layer.random and not modules:
@@ -430,8 +422,11 @@ class LayerBuilder:
         if found.overwrites:
             where = max(modules, key=len).rpartition(".")[0] if modules else ""
             raise Untraceable(f"{layer.name} overwrites its input", where)
-        if registered and found.dependence:
-            raise not_registrable(found.dependence)
+        if registered and (kept or found.dependence):
+            raise InputError(
+                f"layer {layer.name!r} was registered with register_layer, which is for layers that treat each sample alone, "
+                f"but {f'it keeps {kept} in Python from call to call' if kept else found.dependence}: do not register it"
+            )
         reason = "; ".join(filter(None, (why, found.dependence)))
         each = found.each and not layer.random
         return replace(
@@ -466,7 +461,7 @@ def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, boo
 
     Args:
         why: why it is opaque.
-        elsewhere: see `stateful_layers`, of the other mode.
+        elsewhere: as in `LayerBuilder`.
     """
     random = layer.random or seen.draws or bool(seen.hidden)
     changes = bool(seen.changes or seen.hidden) or layer.name in elsewhere
@@ -479,11 +474,6 @@ def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, boo
         changes_state=changes or seen.writes, no_gradient_to=seen.no_gradient_to, called_everywhere=each,
         everywhere=each,
     )  # fmt: skip
-
-
-def stateful_layers(graph: Graph) -> dict[str, bool]:
-    """Return layer -> whether every device calls it, for layers with calls that change state. It must be so in both modes."""
-    return {name: layer.called_everywhere for name, layer in graph.layers.items() if layer.changes_state}
 
 
 def _ref(refs: list[str], name: str) -> Ref:

@@ -4,6 +4,7 @@ Comparing the two shows which extents and numbers follow the batch size, and whi
 of the batch, and values that do not depend on it. The others are *odd*.
 """
 
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.operation import BatchExtent, Here
-from convoy.model.tracing.effects import called, counts_batches, mutates, unsupported_in_place
+from convoy.model.tracing.effects import called, mutates, unsupported_in_place
 from convoy.model.tracing.kinds import is_batch_norm
 from convoy.model.tracing.python_state import random_kept
 from convoy.model.tracing.trials import first_line, is_floating, map_tensors, on_random, run_on_random, tensors_of
@@ -257,6 +258,9 @@ class NodeValues:
             self.odd[node] = why
         if mutates(self.model, node) and tensors_of(pair[0]):
             self._write(node, reads[0])
+            given = [t.dtype for n in reads for t in tensors_of(self[n][0])]
+            if functools.reduce(torch.promote_types, given) is not given[0]:
+                raise Untraceable(f"{node.name} overwrites a tensor with one of a wider dtype", node.meta["where"])
             self._overwritten[self._latest(node.all_input_nodes[0])] = node
 
     def _evaluated(self, node: fx.Node) -> Pair:
@@ -332,11 +336,12 @@ class NodeValues:
         where = node.meta["where"]
         if target in self._of_data:
             raise Untraceable(f"{node.name} overwrites a tensor that was computed from numbers", where)
+        if node.meta["no_grad"] and self.passes_gradient(target):
+            raise Untraceable(f"{node.name} overwrites a tensor that has a gradient under torch.no_grad()", where)
         for t in tensors_of(self[target][0]):
             holders = self._of_storage[_storage(t)]
-            held = next((n for n in holders if n.op == "get_attr" and str(n.target) not in self.constants), None)
-            if held is not None and not counts_batches(self.model, held):
-                raise Untraceable(f"its forward changes {str(held.target)!r}", where)
+            if held := [str(n.target) for n in holders if n.op == "get_attr" and str(n.target) not in self.constants]:
+                raise Untraceable(f"its forward changes {held[0]!r}", where)
             self.overwrites = self.overwrites or any(n.op == "placeholder" for n in holders)
             if unsupported_in_place(node) and any(n not in (node, target) and n not in self.odd for n in holders):
                 raise Untraceable(f"{node.name} overwrites a tensor that has a second name", where)
@@ -373,6 +378,8 @@ class NodeValues:
         if isinstance(small, Tensor):
             return self._odd_tensor(node, pair, reads, odd)
         if isinstance(small, tuple | list):
+            if type(small) not in (tuple, list) and any(n.target is not operator.getitem for n in node.users):
+                return odd or f"{node.name} gives a {type(small).__name__}"
             fixed = [t.shape for t in tensors] == [t.shape for t in tensors_of(large)]
             if not odd and fixed and node not in self._of_samples and len(tensors) == len(small):
                 return ""  # computed from parameters only

@@ -11,6 +11,7 @@ import logging
 import random
 import re
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -93,6 +94,8 @@ def _inner(value: Any) -> list[tuple[Any, Any]]:
         return [(each, None) for each in sorted(map(repr, value))]
     if isinstance(value, list | tuple | deque):
         return list(enumerate(value))
+    if isinstance(value, weakref.ref):  # to the weights of an LSTM, for example
+        return [("object", value())]
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         held = [(name, found) for name, cell in cells if (found := _contents(cell)) is not _MISSING]
@@ -395,10 +398,10 @@ class _TorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Not by the tag alone: attention without dropout draws nothing, and another generator may be given.
+        before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
         made = func(*args, **(kwargs or {}))
-        own = any(isinstance(each, torch.Generator) for each in (*args, *(kwargs or {}).values()))
-        seeded = torch.Tag.nondeterministic_seeded in func.tags and not own
-        self.drawn |= seeded and not (isinstance(made, Tensor) and made.is_meta)
+        self.drawn |= before is not None and not torch.equal(before, torch.get_rng_state())
         return made
 
 

@@ -5,10 +5,12 @@ and its module is called live.
 """
 
 import inspect
+import operator
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from convoy.errors import InputError
 from convoy.model.layer_rules import is_registered
-from convoy.model.tracing.effects import counts_batches, has_effect, mutates, unsupported_in_place, written
+from convoy.model.tracing.effects import batch_norm_of, counted_norm, has_effect, mutates, unsupported_in_place, written
 from convoy.model.tracing.kinds import chosen_forward, has_hooks, replaced_by_hand
 from convoy.model.tracing.node_values import Sizes, Spec, Untraceable
 from convoy.model.tracing.python_state import State, random_kept, subtree
@@ -78,14 +80,15 @@ def nodes_of(model: nn.Module, meta: nn.Module, specs: Sequence[Spec], leaves: C
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
         copies[node] = graph.create_node(node.op, node.target, args, kwargs)
         copies[node].meta = node.meta
+    # The layer of a batch norm counts its batches, in training and once: so must the forward, and nothing else may.
+    counted = Counter(path for node in graph.nodes if (path := counted_norm(model, node)) is not None)
+    norms = Counter(path for node in graph.nodes if (path := batch_norm_of(model, node)) is not None)
+    for path in counted | norms:
+        norm: Any = model.get_submodule(path)
+        if counted[path] != norms[path] * (norm.training and norm.num_batches_tracked is not None):
+            raise Untraceable("its forward does not count batches as torch's batch norm does", path)
     graph.eliminate_dead_code(is_impure_node=lambda node: has_effect(model, node))
-
-    def is_held(path: str) -> bool:
-        holder, _, name = path.rpartition(".")
-        module = model.get_submodule(holder)
-        return any(name in held for held in (vars(module), module._parameters, module._buffers))
-
-    constants = {name: t for t, name in tracer.tensor_attrs.items() if isinstance(t, Tensor) and not is_held(name)}
+    constants: Any = {name: t for t, name in tracer.tensor_attrs.items() if name.startswith("_tensor_constant")}
     called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
     whole = [path for path in called if not type(model.get_submodule(path)).__module__.startswith("torch.nn")]
     return Nodes(tuple(graph.nodes), ("", *dict.fromkeys(tracer.seen)), tracer.whole, tuple(whole), constants)
@@ -230,7 +233,7 @@ class _Tracer(fx.Tracer):
         self._refuse_surroundings(sys._getframe(1))
         if mutates(self.root, node) or unsupported_in_place(node):
             held = written(node)
-            if held is not None and not counts_batches(self.root, held):
+            if held is not None and counted_norm(self.root, node) is None:
                 raise Untraceable(f"its forward changes {str(held.target)!r}")
         return node
 
@@ -306,8 +309,6 @@ def _why(error: Exception) -> str:
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     own = [f for f in frames if not f.filename.startswith(inside)]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    if any(f.filename == checkpoint.__file__ for f in frames):
-        return f"its forward is checkpointed{where}"
     return f"torch.fx cannot trace it: {first_line(error)}{where}"
 
 
@@ -327,6 +328,22 @@ class _Recorded:
 
     def __format__(self, _spec: str) -> str:
         return str(self)
+
+
+def _in_place(name: str) -> Callable[[Any, Any], Any]:
+    """Return what `x += y` does for `name` "add": a tensor may have other names, so it is overwritten; a number is not."""
+
+    def call(x: Any, y: Any) -> Any:
+        pair = x.tracer.sizes.pair(x.node)
+        if pair is not None and not isinstance(pair[0], Tensor):
+            return NotImplemented
+        return x.tracer.create_proxy("call_function", getattr(operator, f"i{name}"), (x, y), {}, name=name)
+
+    return call
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    setattr(_Recorded, f"__i{_name}__", _in_place(_name))
 
 
 class _Attribute(_Recorded, fx.proxy.Attribute):

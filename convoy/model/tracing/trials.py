@@ -101,6 +101,7 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
         writes = not all(is_shared(t, old) or torch.equal(t, old) for t, old in held)
         known = {id(t) for t, _ in held}
         writes |= any(id(b) not in known for m in modules.values() for b in m._buffers.values() if b is not None)
+        _refuse_unregistered(outputs, [*given, *(t for t, _ in held)])
         unfusable, no_gradient_to = _backward(outputs, given, parameters)
     for t, _ in held:
         if not t.is_leaf:
@@ -112,6 +113,21 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
             "the model once on a batch before it is distributed; if it does so in every call, make them in __init__"
         )
     return Observation(repr(changed[0]) if changed else "", hidden, draws, writes, unfusable, no_gradient_to)
+
+
+def _refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Refuse outputs whose gradient reaches another parameter: it would be trained on one device only, if at all."""
+    leaves, found = {id(t) for t in known}, set[Any]()
+    waiting: set[Any] = {y.grad_fn for y in outputs} - {None}
+    while waiting:
+        found |= waiting
+        waiting = {each for node in waiting for each, _ in node.next_functions} - found - {None}
+        for leaf in (node.variable for node in waiting if hasattr(node, "variable")):
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in leaves:
+                raise InputError(
+                    f"a forward trains a parameter of shape {tuple(leaf.shape)} that its module does not have (in a plain "
+                    "list?): register it, e.g. in an nn.ModuleList, or set requires_grad_(False)"
+                )
 
 
 def _backward(
