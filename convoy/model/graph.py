@@ -155,12 +155,6 @@ class Layer:
         """Whether its output is a sum over input channels, so that devices may compute partial sums."""
         return self.multiplies and self.groups == 1
 
-    @property
-    def keeps_order(self) -> bool:
-        """Whether a call may depend on an earlier one: random numbers, Python state, shared buffers."""
-        meets = self.random or self.changes_state or self.called_everywhere or self.everywhere or self.shared
-        return meets or self.kind in ("opaque", "parameter")
-
     @cached_property
     def extents(self) -> tuple[int, int]:
         """Outputs (filters, features) and inputs of the whole layer; without weights, its channels twice."""
@@ -246,8 +240,11 @@ class Graph:
         rows = []
         last: frozenset[str] = frozenset()
         for layer in self.layers.values():
-            rows.append((layer.name, last.union(layer.inputs) if layer.keeps_order else frozenset(layer.inputs)))
-            last = frozenset((layer.name,)) if layer.keeps_order else last
+            # A call may depend on an earlier one: by random numbers, Python state, shared buffers.
+            meets = layer.random or layer.changes_state or layer.called_everywhere or layer.everywhere or layer.shared
+            in_order = meets or layer.kind in ("opaque", "parameter")
+            rows.append((layer.name, last.union(layer.inputs) if in_order else frozenset(layer.inputs)))
+            last = frozenset((layer.name,)) if in_order else last
         return tuple(rows)
 
     @property

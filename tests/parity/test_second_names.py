@@ -67,9 +67,36 @@ def grow_number(_: Net, x: Tensor) -> Tensor:
     return torch.cat([x, x]).reshape(rows, -1)[:samples].reshape(x.shape)
 
 
-@pytest.mark.parametrize("change", [add_to_alias, read_older_name, add_to_view, scale_without_gradient, grow_number])
+def write_out(_: Net, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    torch.mul(x.detach(), 2, out=y)
+    return x + y
+
+
+class Shifting(nn.Module):
+    """It stays whole, since its branch depends on numbers, and overwrites its input."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late and float(x.detach().sum()) > 1e9:
+            return x
+        x += 1
+        return x * 2 if float(x.detach().sum()) < 1e9 else x
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_whole_module_that_overwrites_its_input_keeps_its_surroundings(late: bool) -> None:
+    assert difference(Net(lambda net, x: net.inner(x) + x, inner=Shifting(late))) < EXACT
+
+
+@pytest.mark.parametrize(
+    "change", [add_to_alias, read_older_name, add_to_view, scale_without_gradient, grow_number, write_out]
+)
 @pytest.mark.parametrize("plan", ["data", "model"])
-def test_operators_with_assignment_act_on_every_name_of_a_tensor(change: Any, plan: str) -> None:
+def test_a_write_acts_on_every_name_of_a_tensor(change: Any, plan: str) -> None:
     assert difference(Net(change), plan=plan) < EXACT
 
 

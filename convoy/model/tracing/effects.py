@@ -25,7 +25,7 @@ def called(node: fx.Node) -> str:
 
 def has_effect(model: nn.Module, node: fx.Node) -> bool:
     """Return whether a node must stay in a trace though nobody reads its result."""
-    if node.op in ("placeholder", "output"):
+    if node.op in ("placeholder", "output") or "out" in node.kwargs:
         return True
     return (mutates(model, node) or unsupported_in_place(node)) and written(node) is None
 

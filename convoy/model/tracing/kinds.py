@@ -263,7 +263,7 @@ def _reshaped(call: Call) -> Known | None:
     """Cut an axis that becomes several, or the first of several that become one (view, reshape, unflatten)."""
     x, y, args = call.inputs[0], call.output, call.operation.args
     retyped = any(isinstance(a, torch.dtype) for a in (*args, *call.operation.kwargs.values()))
-    if not is_alone(call) or retyped:
+    if not is_alone(call) or retyped or getattr(call.module, "start_dim", 1) < 1:
         return None
     if len(y) == 2 and len(x) >= 2 and call.name not in ("squeeze", "unsqueeze"):
         # With the batch as first axis before and after, one more axis can only be all the others. `x.view(n, 4096)` becomes a
@@ -298,11 +298,6 @@ def _regrouped(x: Shape, y: Shape) -> Iterable[Cut]:
             second += 1
         if (parts := math.gcd(x[first], y[second])) > 1:
             yield Cut(second, parts, (first,))
-
-
-def _flattened(call: Call) -> Known | None:
-    m: Any = call.module
-    return _reshaped(call) if not isinstance(m, nn.Flatten) or m.start_dim > 0 else None
 
 
 def _blocks(call: Call) -> Known | None:
@@ -489,7 +484,7 @@ _modules: dict[type[nn.Module], Rule] = {
     nn.PReLU: _prelu,
     **dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin), _along(1, "dim")),
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _layer_norm),
-    **dict.fromkeys((nn.Flatten, nn.Unflatten), _flattened),
+    **dict.fromkeys((nn.Flatten, nn.Unflatten), _reshaped),
     **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold, nn.Fold), _blocks),
 }
 MODULES.update(_modules)

@@ -245,7 +245,11 @@ class NodeValues:
                         f"{node.name} reads a tensor that was overwritten under another name", node.meta["where"]
                     )
         before = counter.get_total_flops()
+        given = [(t, t._version) for n in reads for value in self[n] for t in tensors_of(value)]
         self._pairs[node] = pair = self._evaluated(node)
+        if not mutates(self.model, node) and not unsupported_in_place(node):
+            # A module that stays whole, or a call with out=, may write into what it is given.
+            self._written |= {_storage(t): self._order[node] for t, version in given if t._version != version}
         if any(n in self._of_data for n in reads):
             self._of_data.add(node)
         self.flop[node] = (counter.get_total_flops() - before) // sum(BATCHES)  # both batch sizes were counted
@@ -282,11 +286,11 @@ class NodeValues:
         values = []
         try:
             for i in (0, 1):
-                args, kwargs = on_random(self._arguments(node, lambda n, i=i: self[n][i]))
+                args, kwargs = self._arguments(node, lambda n, i=i: self[n][i])
                 if node.op == "call_module":
                     value = run_on_random(self.model.get_submodule(str(node.target)), args, kwargs)
                 else:
-                    value = call_node(node, args, kwargs)
+                    value = call_node(node, *on_random((args, kwargs)))
                 values.append(map_tensors(value, lambda t: t.detach().to("meta")))
         except Exception:
             raise Untraceable(f"{node.name} does not run: {first_line(failed)}", node.meta["where"]) from None
@@ -378,7 +382,7 @@ class NodeValues:
         if isinstance(small, Tensor):
             return self._odd_tensor(node, pair, reads, odd)
         if isinstance(small, tuple | list):
-            if type(small) not in (tuple, list) and any(n.target is not operator.getitem for n in node.users):
+            if type(small) is not tuple and any(n.target is not operator.getitem for n in node.users):
                 return odd or f"{node.name} gives a {type(small).__name__}"
             fixed = [t.shape for t in tensors] == [t.shape for t in tensors_of(large)]
             if not odd and fixed and node not in self._of_samples and len(tensors) == len(small):

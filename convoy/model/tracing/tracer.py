@@ -99,16 +99,15 @@ def _input_names(model: nn.Module, inputs: int) -> tuple[str, ...]:
         signature = inspect.signature(type(model).forward)
     except (TypeError, ValueError):
         return tuple(f"input_{i}" for i in range(inputs))
-    parameters = list(signature.parameters.values())[1:]
-    free = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if inputs < sum(p.default is p.empty for p in positional):
-        raise InputError(f"the model takes more inputs than the {inputs} of the example: give all of them")
-    if inputs > len(positional) and not free:
-        raise InputError(f"the example has {inputs} inputs, the model takes another number: give each of them")
-    if missing := [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]:
-        raise InputError(f"the model needs the keyword argument {missing[0]!r}: give it a default in forward()")
-    names = [p.name for p in positional[:inputs]]
+    try:
+        signature.bind(model, *range(inputs))
+    except TypeError as error:
+        raise InputError(
+            f"the example has {inputs} inputs, the model takes another number ({error}): give each of them, and defaults to "
+            "keyword arguments of forward()"
+        ) from None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in signature.parameters.values() if p.kind in positional][1 : inputs + 1]
     return (*names, *(f"input_{i}" for i in range(len(names), inputs)))
 
 

@@ -356,7 +356,11 @@ def check_cuts(
 def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Run a module without other users on random inputs; return its outputs on the meta device (shapes and dtypes only)."""
     with random_kept(), torch.no_grad(), State(dict(module.named_modules())).kept():
-        value = module(*on_random(args), **on_random(kwargs))
+        given = on_random((args, kwargs))
+        value = module(*given[0], **given[1])
+        for t, own in zip(tensors_of([args, kwargs]), tensors_of(list(given)), strict=True):
+            if own._version:
+                t.zero_()  # so the version of an argument shows that it was overwritten
     return map_tensors(value, lambda t: t.to("meta"))
 
 
