@@ -86,7 +86,6 @@ class TrainAdmission(ScriptAdmission):
         self._note({device: row for device, *row in knowledge["devices"]})
 
     def _with(self, device: int, facts: Fields) -> FleetKnowledge:
-        """Return the knowledge about all devices, including this joining one."""
         theirs, known = FleetKnowledge.from_json(facts["known"]), self.replan.known
         if known.speeds is not None and not known.speeds.measured:
             # The user gave speeds, but none for this device: use the mean.

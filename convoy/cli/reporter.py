@@ -25,8 +25,7 @@ from convoy.train.rebalance import Decision, Reshard
 
 
 class Reporter(ExitStack):
-    """The screen, log and loggers of a training on one device. Leaving its context closes log and loggers.
-
+    """The screen, log and loggers of a training on one device. Leaving its context closes both.
     Create it after all checks of the job, because it replaces an older log.
 
     Args:

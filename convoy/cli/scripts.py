@@ -138,6 +138,5 @@ def _examine(wanted: bool, fleet: Path | None) -> None:
 
 
 def _become(argv: list[str], environment: dict[str, str]) -> None:
-    """Replace this process with a Python program."""
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *argv], environment)

@@ -247,8 +247,7 @@ def _title(rows: Sequence[JobProcess]) -> str:
     return f"job {rows[0].job}" + (f" (run {run})" if run else "")
 
 
-# How many times slower than a core each process is. The four use 0.9 of two cores. Their speeds add up to 2.6 times that of
-# the fastest, which needs about 0.7 s for a step alone.
+# How many times slower than a core each process is. The four use 0.9 of two cores, and are 2.6 times as fast as the first.
 DEMO_SLOWDOWN = "3,4,6,8"
 DEMO_EPOCHS = 16  # about 20 s on the four and 40 s on one, to 93 % test accuracy
 
