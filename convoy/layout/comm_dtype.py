@@ -9,8 +9,8 @@ summand too. Weights, buffers, statistics of batch norms and other dtypes are se
 from typing import Literal, cast, get_args
 
 from convoy.errors import unknown_name
+from convoy.layout.collectives import Schedule
 from convoy.layout.layout import Layout, Replicated
-from convoy.layout.redistribute import Schedule
 
 CommDtype = Literal["exact", "inexact-bf16"]
 COMM_DTYPES: tuple[str, ...] = get_args(CommDtype)

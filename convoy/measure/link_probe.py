@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Group, Message
 from convoy.fleet import Fleet, Link, NetworkSegment, Nic
 from convoy.measure.timing import plain_torch, spread_of, typical

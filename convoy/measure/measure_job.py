@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from convoy._version import __version__
-from convoy.comm.collectives import check_same, from_first, gather
+from convoy.comm.control_messages import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.fleet import Fleet
 from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices

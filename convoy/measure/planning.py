@@ -9,7 +9,7 @@ from typing import Any, Unpack, overload
 
 from torch import Tensor, nn
 
-from convoy.comm.collectives import agree_on_modes, from_first
+from convoy.comm.control_messages import agree_on_modes, from_first
 from convoy.comm.group import Group
 from convoy.errors import InputError, PlanError
 from convoy.machine.accelerator import random_state_kept
@@ -96,7 +96,7 @@ class Plans(Sequence[Plan]):
         return next((step_s for each, step_s in zip(self.plans, self.step_s, strict=False) if each == plan), None)
 
     def within(self, plan: Plan) -> Within | None:
-        """Return the interval of nine of ten measurements of a plan; None if it is not one of these plans."""
+        """Return the interval that holds nine of ten measured step times; None if the plan is not in `plans`."""
         rows = zip(self.plans, self.step_s, self.spread, strict=False)
         return next((around(step_s, spread) for each, step_s, spread in rows if each == plan), None)
 

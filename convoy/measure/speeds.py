@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from convoy.comm.collectives import agree_on, gather
+from convoy.comm.control_messages import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.measure.layer_timer import LayerTimer

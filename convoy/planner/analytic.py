@@ -15,9 +15,9 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from convoy.layout.collectives import Reduce, is_collective
 from convoy.layout.comm_dtype import sent_itemsize
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual, holders
-from convoy.layout.redistribute import Reduce, is_collective
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import LocalSize, part_of_outputs, shares_statistics, whole_size

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from convoy.layout.collectives import Reduce
 from convoy.layout.layout import holders
-from convoy.layout.redistribute import Reduce
 from convoy.layout.shares import apportion
 from convoy.plan.coupling import coupled_axes, with_units
 from convoy.plan.placing import placements

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.errors import PlanError
-from convoy.layout.redistribute import Reduce
+from convoy.layout.collectives import Reduce
 from convoy.layout.shares import apportion
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, SHARE_UNITS, Speeds, named_plan

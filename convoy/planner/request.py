@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Self, TypedDict
 
 from convoy.errors import PlanError
+from convoy.layout.collectives import Reduce, Sum
 from convoy.layout.comm_dtype import CommDtype
-from convoy.layout.redistribute import Reduce, Sum
 from convoy.model.graph import Graph
 from convoy.plan.device_program import whole_size
 from convoy.plan.lower import trains

@@ -349,7 +349,7 @@ class Search:
         return seconds, forms[best]
 
     def _end_s(self, live: tuple[str, ...], where: tuple[_Available, ...]) -> float:
-        """Return the seconds of moving the outputs to every device, or to the devices of their samples."""
+        """Return the seconds to move outputs to every device or, if they stay local, to a split by samples."""
         stays = self.model.request.outputs == "where-computed"
         wanted = Split(0, self.by_batch.shares) if stays else everywhere(self.devices)
         to, found = self._number(wanted), dict(zip(live, where, strict=True))
