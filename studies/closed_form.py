@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convoy.layout.redistribute import Sum
+from convoy.layout.collectives import Sum
 from convoy.model.graph import Graph
 from convoy.simulate.compute import SHARED_PASSES
 from convoy.simulate.memory import optimizer_named

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from convoy.errors import InputError
-from convoy.layout.redistribute import Sum
+from convoy.layout.collectives import Sum
 from convoy.model.graph import Graph
 from convoy.simulate.power import Power
 from studies.closed_form import StepTimes, plan_times

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.errors import InputError
+from convoy.layout.collectives import Sum
 from convoy.layout.layout import Layout, OnOne, Replicated, Split
-from convoy.layout.redistribute import Sum
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import whole_size
 from convoy.plan.lower import lower

@@ -10,7 +10,7 @@ from convoy.cli.joining import Invitation
 from convoy.cli.reporter import Reporter
 from convoy.comm.connection import Fields
 from convoy.config.run_file import RunSettings, to_toml
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.elastic.admission import ScriptAdmission, Verdict, refusal, required_facts
 from convoy.elastic.members import JoinOptions, Members
 from convoy.elastic.regroup import home_at

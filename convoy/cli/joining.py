@@ -10,7 +10,7 @@ from convoy.comm.connection import Fields
 from convoy.comm.group import Group
 from convoy.config.option_types import AUTO_DEVICE
 from convoy.config.run_file import RunSettings, resolve_settings
-from convoy.config.settings import FIELDS, Settings, key_of
+from convoy.config.train_options import FIELDS, Settings, key_of
 from convoy.elastic.entrance import Entrance
 from convoy.errors import InputError
 from convoy.files import parse_toml

@@ -9,7 +9,7 @@ import typer
 
 from convoy.cli.options import PATH, HelpAll, Print, SettingsCommand, app, in_job, with_settings
 from convoy.comm.job_key import choose
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet

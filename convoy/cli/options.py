@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 from convoy._version import __version__
 from convoy.config.option_types import a_path, seconds
-from convoy.config.settings import FIELDS, extra_of, key_of, kind_of
+from convoy.config.train_options import FIELDS, extra_of, key_of, kind_of
 from convoy.errors import InputError, shown
 
 app = typer.Typer(

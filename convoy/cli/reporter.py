@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from convoy.api import Plans
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.config.run_file import RunSettings
-from convoy.config.settings import key_of
+from convoy.config.train_options import key_of
 from convoy.errors import ConvoyError
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower

@@ -13,12 +13,12 @@ from convoy.checkpoint.run_folder import holding, run_folder, starting_point
 from convoy.cli.joining import Invitation, device_named, run_of
 from convoy.cli.train_parts import compare_with_one_device
 from convoy.cli.train_session import Job, train_job
-from convoy.comm.collectives import difference, from_first, gather
+from convoy.comm.control_messages import difference, from_first, gather
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.processes import join, own_device
 from convoy.config.checks import check, check_outputs
 from convoy.config.run_file import RunSettings
-from convoy.config.settings import Settings, key_of
+from convoy.config.train_options import Settings, key_of
 from convoy.elastic.entrance import greet
 from convoy.elastic.regroup import home_at
 from convoy.errors import InputError, MismatchError

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from convoy.api import loader
-from convoy.comm.collectives import difference
+from convoy.comm.control_messages import difference
 from convoy.comm.group import Group
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.data import Splits, load
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, MismatchError

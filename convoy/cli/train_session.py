@@ -23,11 +23,11 @@ from convoy.cli.train_parts import (
     build_training,
     example_of,
 )  # fmt: skip
-from convoy.comm.collectives import from_first, gather
+from convoy.comm.control_messages import from_first, gather
 from convoy.comm.environment import imposed_slowdown
 from convoy.comm.group import Group
 from convoy.config.run_file import RunSettings
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.machine.process import handle_signals
 from convoy.measure.replanner import expect_measured
 from convoy.plan.plan import Plan

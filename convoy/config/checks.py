@@ -9,7 +9,7 @@ from pathlib import Path
 
 from convoy.comm.environment import imposed_slowdown
 from convoy.config.option_types import AUTO_DEVICE
-from convoy.config.settings import NO_LOG, Settings
+from convoy.config.train_options import NO_LOG, Settings
 from convoy.data import check as check_data
 from convoy.data import folder_of
 from convoy.errors import InputError, shortened, shown, unknown_name

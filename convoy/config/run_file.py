@@ -21,7 +21,7 @@ from typing import Any
 import tomlkit
 from pydantic import ValidationError
 
-from convoy.config.settings import FIELDS, Settings, extra_of, key_of
+from convoy.config.train_options import FIELDS, Settings, extra_of, key_of
 from convoy.errors import InputError, shortened, shown
 from convoy.files import parse_toml, read_text
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.checkpoint import Stateful
-from convoy.comm.collectives import from_first, gather, share_number, share_tensor
 from convoy.comm.connection import Fields
+from convoy.comm.control_messages import from_first, gather, share_number, share_tensor
 from convoy.comm.group import ChangingGroup, Pending
 from convoy.comm.processes import JoinedGroup
 from convoy.elastic.admission import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.checkpoint import Stateful
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Message, Pending
 from convoy.layout.layout import Box, Shape, box, entries, intersection, local_shape, single, whole
 from convoy.runtime.module import Distributed

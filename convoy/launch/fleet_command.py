@@ -14,7 +14,7 @@ from convoy.comm.environment import is_loopback, is_own, resolve, route_to
 from convoy.comm.job_key import variables_to_paste
 from convoy.config.checks import check
 from convoy.config.run_file import RunSettings
-from convoy.config.settings import key_of
+from convoy.config.train_options import key_of
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
 from convoy.launch.batch_files import Command, jobset, line_to_paste, sbatch_file

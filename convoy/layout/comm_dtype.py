@@ -9,8 +9,8 @@ also rounds its own summand. Weights, buffers, batch norm statistics and other d
 from typing import Literal, cast, get_args
 
 from convoy.errors import unknown_name
+from convoy.layout.collectives import Schedule
 from convoy.layout.layout import Layout, Replicated
-from convoy.layout.redistribute import Schedule
 
 CommDtype = Literal["exact", "inexact-bf16"]
 COMM_DTYPES: tuple[str, ...] = get_args(CommDtype)

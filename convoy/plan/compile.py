@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from convoy.errors import PlanError
+from convoy.layout.collectives import chunks
 from convoy.layout.layout import Layout, dual, entries, held_entries, holds, local_shape
-from convoy.layout.redistribute import chunks
 from convoy.model.graph import Graph
 from convoy.plan import device_program as ops
 from convoy.plan import exchange_program as exchange

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from convoy.layout.collectives import chunks
 from convoy.layout.comm_dtype import narrow_itemsize
 from convoy.layout.layout import Box, Layout, Shape, Split, holders, holds
-from convoy.layout.redistribute import chunks
 from convoy.layout.shares import Shares
 from convoy.model.graph import Layer
 from convoy.plan.steps import ComputeStep, MicroBatch, Phase

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from convoy.layout.collectives import Round, Schedule, Transfer, forget_schedules
 from convoy.layout.comm_dtype import CommDtype, rounds_own_copy
 from convoy.layout.layout import Box, Layout, Partial, Replicated, Shape, box, covers, entries, local_shape
-from convoy.layout.redistribute import Round, Schedule, Transfer, forget_schedules
 from convoy.layout.shares import ranges
 from convoy.plan import device_program as ops
 from convoy.plan.device_program import Operation, Part, PlannedMessage

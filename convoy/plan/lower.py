@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from convoy.layout import redistribute
+from convoy.layout import collectives
 from convoy.layout.comm_dtype import comm_dtype_of
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, everywhere, held_entries, holders
 from convoy.layout.shares import Shares, rescale
@@ -262,7 +262,7 @@ class _Lowering:
         if self.plan.chunks == 1 or layer.kind != "conv" or (layer.inputs[0], placed.takes[0]) in self.versions:
             return 1
         source = self.values[layer.inputs[0]]
-        schedule = redistribute.schedule(source.layout, placed.takes[0], source.shape, self.plan.collective)
+        schedule = collectives.schedule(source.layout, placed.takes[0], source.shape, self.plan.collective)
         spans = all(t.box[0] == (0, self.batch) for transfers in schedule.rounds for t in transfers)
         return min(self.plan.chunks, self.batch) if spans and not schedule.in_place else 1
 

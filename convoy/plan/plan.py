@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from convoy.errors import PlanError, shown, unknown_name
 from convoy.files import parse_json, read_text
 from convoy.layout import shares as share_rules
+from convoy.layout.collectives import SUMS, Reduce, Sum
 from convoy.layout.comm_dtype import COMM_DTYPES, CommDtype
-from convoy.layout.redistribute import SUMS, Reduce, Sum
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
 from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, Strategy

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from convoy.errors import PlanError, unknown_name
-from convoy.layout.redistribute import SUMS, Sum
+from convoy.layout.collectives import SUMS, Sum
 from convoy.layout.shares import apportion, even
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan

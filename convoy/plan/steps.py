@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from convoy.layout import redistribute
+from convoy.layout import collectives
+from convoy.layout.collectives import Reduce, Schedule, Sum
 from convoy.layout.comm_dtype import CommDtype, sent_itemsize
 from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, dual
-from convoy.layout.redistribute import Reduce, Schedule, Sum
 from convoy.layout.shares import Shares, holders
 
 Phase = Literal["forward", "backward"]
@@ -110,9 +110,9 @@ class Move:
     @property
     def schedule(self) -> Schedule:
         if self.phase == "forward":
-            whole = redistribute.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
-            return whole if self.chunks == 1 else redistribute.in_chunks(whole, self.chunks)
-        return redistribute.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
+            whole = collectives.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
+            return whole if self.chunks == 1 else collectives.in_chunks(whole, self.chunks)
+        return collectives.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class ReturnGradient:
 
     @property
     def schedule(self) -> Schedule:
-        return redistribute.schedule(self.reads.layout, dual(self.writes.layout), self.reads.shape)
+        return collectives.schedule(self.reads.layout, dual(self.writes.layout), self.reads.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class GatherStatistics:
 
     @property
     def schedule(self) -> Schedule:
-        return redistribute.schedule(self.layout, Replicated(self.members), self.shape)
+        return collectives.schedule(self.layout, Replicated(self.members), self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +221,14 @@ class SumGradients:
         if self.mixes:
             return self.stage(0)
         if self.into:
-            return redistribute.sum_into_shares(self.devices, joined(self.into))
+            return collectives.sum_into_shares(self.devices, joined(self.into))
         (n,) = self.shape
         segments = 2 if n // len(self.devices) >= SEGMENT_ENTRIES else 1
-        return redistribute.sum_in_segments(self.devices, n, self.reduce, segments)
+        return collectives.sum_in_segments(self.devices, n, self.reduce, segments)
 
     def stage(self, stage: int) -> Schedule:
         """Return one stage of the mixing butterfly, for gradients and weights together."""
-        return redistribute.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
+        return collectives.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class GatherWeights:
     def schedule(self) -> Schedule:
         if self.held:
             return Schedule((), self.shape, in_place=True)
-        return redistribute.gather_shares(joined(self.shares), self.devices)
+        return collectives.gather_shares(joined(self.shares), self.devices)
 
 
 def joined(shares: Sequence[Shares]) -> Shares:
@@ -283,7 +283,7 @@ Step = ComputeStep | Exchange
 
 def traffic(step: Exchange, itemsize: int) -> Counter[tuple[int, int]]:
     """Return the bytes that each (sender, receiver) pair sends in one exchange, for numbers of `itemsize` bytes."""
-    return redistribute.traffic(step.schedule, sent_itemsize(step.wire, itemsize))
+    return collectives.traffic(step.schedule, sent_itemsize(step.wire, itemsize))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from convoy.checkpoint.run_folder import run_folder
 from convoy.config.run_file import to_toml
-from convoy.config.settings import NO_LOG, Settings
+from convoy.config.train_options import NO_LOG, Settings
 from convoy.errors import InputError
 from convoy.files import unwritable, write_whole
 from convoy.plan.plan import Plan

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.machine.accelerator import allocated_bytes
 from convoy.measure.energy_meter import EnergyMeter, meter_of, once_each

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from convoy.comm.collectives import from_first, gather
+from convoy.comm.control_messages import from_first, gather
 from convoy.errors import InputError, shown
 from convoy.runlog.directory import new_folder
 from convoy.runlog.observers import Meters, StepTimer, Utilization

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from convoy._version import __version__
-from convoy.comm.collectives import agree_on, agree_on_modes, gather
+from convoy.comm.control_messages import agree_on, agree_on_modes, gather
 from convoy.comm.group import Group
 from convoy.errors import MismatchError
 from convoy.layout.layout import Replicated, everywhere

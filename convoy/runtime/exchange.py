@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from convoy.comm.group import Group, Message, Pending
+from convoy.layout.collectives import Schedule
+from convoy.layout.collectives import schedule as schedule_of
 from convoy.layout.comm_dtype import CommDtype, comm_dtype_of, narrow_dtype
 from convoy.layout.layout import Layout, Partial, Replicated, Shape, box, local_shape
-from convoy.layout.redistribute import Schedule
-from convoy.layout.redistribute import schedule as schedule_of
 from convoy.plan.device_program import Add, Copy, ExchangeRound, Make, Merge, Operation, Part, View, WaitRound
 from convoy.plan.exchange_program import MoveSpec, StartedRound, finish
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.collectives import share_number
+from convoy.comm.control_messages import share_number
 from convoy.comm.group import Group
 from convoy.layout.shares import Shares
 from convoy.machine.accelerator import in_float64, queued

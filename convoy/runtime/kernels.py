@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, bind_operation
-from convoy.model.tracing.kinds import symmetric_padding
+from convoy.model.tracing.supported_layers import symmetric_padding
 from convoy.plan.steps import Part
 
 Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.errors import InputError
 from convoy.layout.layout import holds
 from convoy.runtime.module import Distributed, not_distributed

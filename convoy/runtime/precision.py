@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from convoy.comm.collectives import difference, gather, share_number
+from convoy.comm.control_messages import difference, gather, share_number
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.machine.accelerator import accelerator

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.layout.layout import Replicated, holders
 from convoy.model.graph import Graph

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.collectives import agree_on, gather
+from convoy.comm.control_messages import agree_on, gather
 from convoy.errors import InputError
+from convoy.layout.collectives import schedule
 from convoy.layout.layout import Layout, Replicated, dual, holders, holds, local_shape
-from convoy.layout.redistribute import schedule
 from convoy.plan.plan import Plan
 from convoy.runtime.exchange import Moving, start_move
 from convoy.runtime.module import Distributed, not_distributed

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 from convoy.checkpoint.tensors import ModelShards
-from convoy.comm.collectives import agree_on, from_first
+from convoy.comm.control_messages import agree_on, from_first
 from convoy.data.datasets import own_random_numbers
 from convoy.errors import InputError
 from convoy.runtime.module import Distributed

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.collectives import share_tensor
+from convoy.comm.control_messages import share_tensor
 from convoy.comm.group import Pending
 from convoy.errors import InputError, PlanError
 from convoy.plan.plan import Plan

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from convoy.comm.collectives import difference, gather
+from convoy.comm.control_messages import difference, gather
 from convoy.data.augment import Augment, read_augment
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from convoy.checkpoint import Checkpointer, Progress
-from convoy.comm.collectives import share_number
+from convoy.comm.control_messages import share_number
 from convoy.comm.group import Group
 from convoy.elastic.members import Members, StoppedError
 from convoy.errors import DeviceLostError, DivergedError, unknown_name

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.comm.collectives import agree_on, share_tensor
+from convoy.comm.control_messages import agree_on, share_tensor
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.machine.accelerator import in_float64

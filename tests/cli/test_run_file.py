@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from convoy import cli
 from convoy.config.checks import check
 from convoy.config.run_file import resolve_settings, to_toml
-from convoy.config.settings import FIELDS, Settings, extra_of, key_of, kind_of
+from convoy.config.train_options import FIELDS, Settings, extra_of, key_of, kind_of
 from convoy.errors import InputError
 from tests.support.processes import PLACE, ROOT
 

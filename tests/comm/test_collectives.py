@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from convoy.comm.collectives import check_same, difference, from_first, gather, share_number, share_tensor
+from convoy.comm.control_messages import check_same, difference, from_first, gather, share_number, share_tensor
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError, MismatchError, PlanError
 from tests.support.processes import on_processes

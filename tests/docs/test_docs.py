@@ -24,7 +24,7 @@ from PIL import Image
 
 import convoy
 from convoy.cli import app, main
-from convoy.config.settings import FIELDS, key_of
+from convoy.config.train_options import FIELDS, key_of
 from docs import figures_plans, figures_rooms, figures_step
 from docs.from_code import commands_markdown, settings_markdown
 from tests.support.data_files import write_cifar10, write_images

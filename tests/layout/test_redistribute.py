@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from convoy.layout.collectives import Reduce, Round, Schedule, Transfer, mixing, schedule, sum_in_segments, traffic
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.layout.redistribute import Reduce, Round, Schedule, Transfer, mixing, schedule, sum_in_segments, traffic
 from tests.support.local_pieces import (
     DEVICES,
     Array,

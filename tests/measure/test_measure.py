@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from convoy.cli.measuring import check_measure, measure_device
 from convoy.comm.group import AloneGroup, Group
 from convoy.config.run_file import resolve_settings
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.measure.device_info import DeviceInfo, fit, fleet_of, host_indices

@@ -11,9 +11,9 @@ from torch import nn
 
 import convoy.plan.lower
 from convoy.errors import PlanError
+from convoy.layout.collectives import schedule
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.layout import Replicated, Split
-from convoy.layout.redistribute import schedule
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all, compile_device

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from convoy.layout.collectives import traffic
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
-from convoy.layout.redistribute import traffic
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.placing import parameter_layouts, placements

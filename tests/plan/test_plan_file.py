@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import PlanError
+from convoy.layout.collectives import SUMS
 from convoy.layout.comm_dtype import COMM_DTYPES
-from convoy.layout.redistribute import SUMS
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy

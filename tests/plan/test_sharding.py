@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from convoy.errors import PlanError
+from convoy.layout.collectives import gather_shares, sum_into_shares, traffic
 from convoy.layout.layout import Replicated, Split
-from convoy.layout.redistribute import gather_shares, sum_into_shares, traffic
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import Compute as DeviceCompute
 from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights

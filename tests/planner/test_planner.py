@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from convoy.layout.collectives import Reduce
 from convoy.layout.layout import Split, holders
-from convoy.layout.redistribute import Reduce
 from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net

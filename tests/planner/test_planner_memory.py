@@ -6,8 +6,8 @@ import pytest
 
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
+from convoy.layout.collectives import SUMS, Sum
 from convoy.layout.comm_dtype import CommDtype
-from convoy.layout.redistribute import SUMS, Sum
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower

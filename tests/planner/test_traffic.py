@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from convoy.layout.collectives import Reduce, Schedule, gather_shares, schedule, sum_in_segments, sum_into_shares
 from convoy.layout.layout import Layout, Shape, entries
-from convoy.layout.redistribute import Reduce, Schedule, gather_shares, schedule, sum_in_segments, sum_into_shares
 from convoy.planner.analytic import Loads, loads, move_s, share_loads, sum_loads
 from convoy.simulate.network import Network
 from tests.support.local_pieces import DEVICES, every_layout

@@ -13,7 +13,7 @@ import pytest
 import convoy.cli.train_job  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.config.run_file import resolve_settings
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.data import load
 from convoy.errors import InputError
 from convoy.plan.explain import layer_rows, work_shares

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from convoy.comm.group import Group, Message, Pending
-from convoy.layout import redistribute
+from convoy.layout import collectives
+from convoy.layout.collectives import Reduce
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.layout.redistribute import Reduce
 from convoy.runtime.exchange import Slots, run_move
 from tests.support.device_programs import run_rounds
 from tests.support.local_pieces import (
@@ -58,8 +58,8 @@ class Case:
         return f"{self.src} -> {self.dst} of {self.shape}, {self.reduce}"
 
     @property
-    def schedule(self) -> redistribute.Schedule:
-        return redistribute.schedule(self.src, self.dst, self.shape, self.reduce)
+    def schedule(self) -> collectives.Schedule:
+        return collectives.schedule(self.src, self.dst, self.shape, self.reduce)
 
     @property
     def adjoint(self) -> "Case":
@@ -134,7 +134,7 @@ def check_outcomes(
         try:
             check_value(case, [outcome.piece for outcome in outcomes], dtype)
             sent = {(s, r): n for s, outcome in enumerate(outcomes) for r, n in enumerate(outcome.sent_bytes) if n}
-            assert sent == redistribute.traffic(case.schedule, itemsize), "bytes on the wire"
+            assert sent == collectives.traffic(case.schedule, itemsize), "bytes on the wire"
             assert all(outcome.unchanged for outcome in outcomes), "a piece was overwritten"
         except AssertionError as error:
             error.add_note(f"in the move {case}")
@@ -371,7 +371,7 @@ def test_run_rounds_works_in_place() -> None:
     def work(group: Group) -> tuple[Tensor, bool]:
         flat = torch.arange(10, dtype=torch.float64, device=group.torch_device) * 10**group.device
         where = flat.data_ptr()
-        run_rounds(group, redistribute.schedule(Partial((0, 1, 2)), Replicated((0, 1, 2)), (10,), "ring"), flat)
+        run_rounds(group, collectives.schedule(Partial((0, 1, 2)), Replicated((0, 1, 2)), (10,), "ring"), flat)
         return flat, flat.data_ptr() == where
 
     for flat, stayed in run_on_threads(3, work, LIMIT_S):
@@ -390,7 +390,7 @@ def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
         for lane in (0, 1, 1):  # and again, in the memory of the time before
             flat = torch.arange(n, dtype=torch.float64, device=group.torch_device) * 10**group.device
             run_rounds(
-                group, redistribute.sum_in_segments(devices, n, reduce, 2), flat, lane, landing=landing[group.device]
+                group, collectives.sum_in_segments(devices, n, reduce, 2), flat, lane, landing=landing[group.device]
             )
             sums.append(flat)
         return sums
@@ -430,21 +430,21 @@ class _Landed:
 
 def test_segments_under_way_land_in_memory_of_their_own() -> None:
     group, landing = _Watched(), Slots()
-    run_rounds(group, redistribute.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
+    run_rounds(group, collectives.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
     assert group.open == set()
 
 
 def test_segments_by_hand() -> None:
     """A ring of two sums 0:3, another 3:6; of each in turns one round. The bytes are those of one ring."""
-    halves = [redistribute.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
-    plan = redistribute.sum_in_segments((0, 1), 6, "ring", 2)
+    halves = [collectives.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
+    plan = collectives.sum_in_segments((0, 1), 6, "ring", 2)
     spans = [[(t.sender, t.receiver, *t.box[0], t.adds) for t in transfers] for transfers in plan.rounds]
     first, second = ([[(t.sender, t.receiver, *t.box[0], t.adds) for t in r] for r in half.rounds] for half in halves)
     shifted = [[(a, b, start + 3, stop + 3, adds) for a, b, start, stop, adds in r] for r in second]
     assert spans == [first[0], shifted[0], first[1], shifted[1]]
     assert plan.window == 2
-    whole = redistribute.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
-    assert redistribute.traffic(plan, 4) == redistribute.traffic(whole, 4)
+    whole = collectives.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
+    assert collectives.traffic(plan, 4) == collectives.traffic(whole, 4)
 
 
 def test_mixing_stages_on_a_group_of_four_and_of_three() -> None:
@@ -454,7 +454,7 @@ def test_mixing_stages_on_a_group_of_four_and_of_three() -> None:
         flat = torch.tensor([10.0**group.device], device=group.torch_device)
         heard = []
         for stage in range(2):
-            run_rounds(group, redistribute.mixing(tuple(range(group.devices)), 1, stage), flat)
+            run_rounds(group, collectives.mixing(tuple(range(group.devices)), 1, stage), flat)
             heard.append(float(flat))
         return heard
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from convoy.layout.collectives import Reduce, Schedule, schedule
 from convoy.layout.layout import Partial, Replicated, entries
-from convoy.layout.redistribute import Reduce, Schedule, schedule
 from studies import collectives as c
 
 ALPHA_S, BETA, GAMMA = 1.0, 0.01, 0.001

@@ -5,8 +5,8 @@ from collections import defaultdict
 from torch import Tensor
 
 from convoy.comm.group import Group
+from convoy.layout.collectives import Schedule
 from convoy.layout.comm_dtype import CommDtype
-from convoy.layout.redistribute import Schedule
 from convoy.model.graph import Graph, Layer
 from convoy.plan.compile import compile_device
 from convoy.plan.device_program import Add, Copy, DeviceProgram, ExchangeRound, Make, Operation, Pack, Unpack, WaitRound

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from convoy.config.run_file import to_toml
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.errors import ConvoyError
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph

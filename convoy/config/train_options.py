@@ -24,8 +24,8 @@ from convoy.config.option_types import (
     needs,
     one_of,
 )  # fmt: skip
+from convoy.layout.collectives import Sum
 from convoy.layout.comm_dtype import CommDtype
-from convoy.layout.redistribute import Sum
 from convoy.plan.presets import AUTO, PLANS
 
 MAX_NUMBER = 1e10

@@ -1,7 +1,7 @@
 """register_layer: along which axes a layer may be cut, for torch's own layers and for the user's.
 
 A rule looks at one call of a model and says how it may be cut. Without a rule, at most its samples are split.
-`convoy.model.tracing.kinds` registers torch's layers.
+`convoy.model.tracing.supported_layers` registers torch's layers.
 """
 
 from collections.abc import Callable, Mapping
