@@ -90,7 +90,7 @@ def test_one_device_less_or_more():
 
 def test_a_device_of_which_nothing_is_known_is_refused_with_what_to_write():
     fleet = Fleet((Host("a"),), (Device("c", "a", "cpu"),))
-    with pytest.raises(InputError, match=r"'c' says nothing of its speed: name its class .*convoy measure"):
+    with pytest.raises(InputError, match=r"'c' has no speed: set its class .*convoy measure"):
         described_costs(fleet)
 
 
