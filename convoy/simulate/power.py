@@ -1,6 +1,6 @@
-"""Joules of a training step: idle and busy watts of each device, integrated over a simulated timeline.
+"""Computes the joules of a training step: each device's idle and busy watts, integrated over a simulated timeline.
 
-A device draws its idle watts through the whole step, and its busy watts instead while it computes. Sending, receiving and
+A device draws busy watts while it computes, else idle watts. Sending, receiving and
 waiting count as idle. Only the devices' own watts are counted: no host around a GPU, no switch, no loss of a power supply.
 """
 

@@ -47,7 +47,7 @@ def test_batch_norm_warning_names_micro_batch_statistics(tmp_path: Path, capsys:
     file = tmp_path / "fleet.toml"
     file.write_text(fleet((1e9, 250_000), (5e8, 250_000)).to_toml())
     plan_verbs.plan("resnet:8:4", file, accumulate=16, **QUESTION)
-    assert "with other numbers than in one, since batch norm" in " ".join(capsys.readouterr().out.split())
+    assert "with different numbers, since batch norm" in " ".join(capsys.readouterr().out.split())
 
 
 def test_unequal_micro_batches_are_refused(tight: Path) -> None:

@@ -142,7 +142,7 @@ def test_gpus_unknown_to_nvml_have_no_meter(nvml: Nvml, monkeypatch: pytest.Monk
     monkeypatch.setattr(energy_meter, "NVML", "no_such_module")
     assert meter_of(GPU).source == 'not available here: NVML is not installed: pip install "convoy-train[energy]"'
     monkeypatch.undo()
-    assert meter_of(torch.device("meta")).source == "not available here: meta has no UUID by which NVML would know it"
+    assert meter_of(torch.device("meta")).source == "not available here: meta has no UUID, which NVML needs to find it"
 
 
 # --- of a fleet ---------------------------------------------------------------------------------------------------------

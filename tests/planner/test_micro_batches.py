@@ -104,7 +104,5 @@ def test_the_message_says_that_batch_norm_sees_a_micro_batch() -> None:
     assert not sees_batch(CONVOLUTIONS)
     need = max(each.total_bytes for each in memory_of(by_name("data", "resnet", batch=64), norm))
     tight = context_of(fleet((1e11, need // 2), (1e11, need // 2)), norm, 64, 1)
-    with pytest.raises(
-        PlanError, match=r"with other numbers than in one, since batch norm '\S+' and \d more would see"
-    ):
+    with pytest.raises(PlanError, match=r"with different numbers, since batch norm '\S+' and \d more would see"):
         candidates(tight)

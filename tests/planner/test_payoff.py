@@ -90,7 +90,7 @@ def test_answer_shows_one_device_less_or_more():
 
 def test_unknown_device_is_refused_with_a_remedy():
     fleet = Fleet((Host("a"),), (Device("c", "a", "cpu"),))
-    with pytest.raises(InputError, match=r"'c' says nothing of its speed: name its class .*convoy measure"):
+    with pytest.raises(InputError, match=r"'c' has no speed: set its class .*convoy measure"):
         described_costs(fleet)
 
 

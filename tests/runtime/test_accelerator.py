@@ -44,7 +44,7 @@ HEART = (
     "(autocast_of_the_caller and both and hybrid)",
     "(every_move_on_threads and float64-strided)",
     "(to_every_other and two-conv-sgd)",  # weights that move to another plan
-    "(loads_a_checkpoint_of_another and hybrid)",  # a checkpoint
+    "(loads_a_checkpoint_of_another and model-hybrid)",  # a checkpoint
     "(rebalanced_training_matches_one_device and samples-5)",  # rebalancing
 )
 """Of each kind of test one, for every day; the slow tests have all."""

@@ -64,7 +64,7 @@ def test_meta_device_model_trains_as_a_materialised_one(first_has_weights: bool,
         if not first_has_weights:
             with pytest.raises(InputError, match=r"call load_state_dict\(\)"):
                 part(X, whole=True)
-            with pytest.raises(InputError, match="have no numbers yet"):
+            with pytest.raises(InputError, match="have no values yet"):
                 part.full_state_dict()
         part.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True, weights_only=True))
         trained(part, lambda x: part(x, whole=True))
@@ -96,7 +96,7 @@ def test_deep_copy_and_original_load_weights_separately() -> None:
     taught = copy.deepcopy(part)
     taught.load_state_dict(net().state_dict())
     taught(X, whole=True)
-    with pytest.raises(InputError, match="have no numbers yet"):
+    with pytest.raises(InputError, match="have no values yet"):
         part(X, whole=True)
 
 
