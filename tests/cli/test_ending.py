@@ -171,7 +171,7 @@ def test_a_training_loses_a_device_by_leave_and_ends_by_stop_to_be_resumed(tmp_p
     assert "; 2 go on after step" in text
     assert "repeated" not in text
     found = re.search(
-        r"error: the training was stopped after step (\d+), as it was asked to; --resume goes on from", text
+        r"error: the training was stopped after step (\d+), as it was asked to; --resume continues from", text
     )
     assert found, text
     epochs = int(found[1]) // 23 + 1
