@@ -1,4 +1,4 @@
-"""What `convoy predict` prints: would a fleet pay, with which plan, and what would change the answer."""
+"""Prints the result of `convoy predict`: whether a fleet pays, the best plan, and changes that affect the answer."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from convoy.simulate.interval import Within
 def show_forecast(
     console: Console, found: Forecast, fleet: Fleet, net: str, image: tuple[int, int, int], took_s: float
 ) -> None:
-    """Print the answer first, then what it is based on."""
+    """Print the answer, then its basis."""
     request = found.request
     batch, size = request.batch, "x".join(map(str, image))
     count, parts = request.micro_batches, ""
@@ -87,8 +87,8 @@ def _plan(found: Forecast, row: PlanPrediction) -> str:
     kinds = Counter(layer.strategy for layer in rows if layer.layer in weighted)
     names = {"one": "on one device", "copies": "copied to every device"}
     layers = ", ".join(f"{count} {names.get(name, f'split by {name}')}" for name, count in kinds.items())
-    what = "Best plan with several devices (convolutions and linear layers)"
-    return f"{what}: {layers}; {in_bytes(row.traffic_bytes)} sent per step; limited by {row.bound}."
+    title = "Best plan with several devices (convolutions and linear layers)"
+    return f"{title}: {layers}; {in_bytes(row.traffic_bytes)} sent per step; limited by {row.bound}."
 
 
 def _changes(found: Forecast, fleet: Fleet) -> list[str]:

@@ -56,7 +56,7 @@ def test_a_job_cannot_make_a_joining_device_call_any_function(tmp_path: Path, mo
         return {"run": to_toml(run.model_copy(update=named))}
 
     for option in "net", "data":
-        with pytest.raises(InputError, match=f"--{option} os:abort, a function that does not lie in this folder"):
+        with pytest.raises(InputError, match=f"--{option} os:abort, a function outside of this folder"):
             run_of(told(**{option: "os:abort"}), {})
         assert getattr(run_of(told(**{option: "os:abort"}), {}, ["os:abort"]).settings, option) == "os:abort"
         assert getattr(run_of(told(**{option: "mine:build"}), {}).settings, option) == "mine:build"

@@ -107,7 +107,7 @@ def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
     reporter: Any = SimpleNamespace(screen=shown, part=part, plans=[first], log=None, timer=StepTimer(8))
     Reporter.on_decision(reporter, 7, Reshard(second, (), "autotune: plan 1 0.2 s; now plan 2"))
     assert "Plan" not in file.getvalue()
-    chosen = Keep("autotune: plan 1 0.2 s, plan 2 0.1 s a step; plan 2 goes on")
+    chosen = Keep("autotune: plan 1 0.2 s, plan 2 0.1 s a step; plan 2 continues")
     assert is_end(chosen)
     Reporter.on_decision(reporter, 9, chosen)
     table = {row[0]: row[3:7] for row in cells(file.getvalue())}

@@ -85,8 +85,8 @@ def test_plan_answers_for_a_described_fleet(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "say on what: --on"),
-        ({"on": "rtx3060", "fleet": Path("f.toml")}, "say on what"),
+        ({}, "give the fleet, once: --on"),
+        ({"on": "rtx3060", "fleet": Path("f.toml")}, "give the fleet, once"),
         ({"on": "rtx3061"}, "did you mean rtx3060"),
         ({"on": "rtx3060", "outputs": "here"}, "unknown place of outputs 'here'"),
     ],

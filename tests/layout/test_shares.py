@@ -91,11 +91,11 @@ def test_speeds_may_be_as_far_apart_as_floats(
 @pytest.mark.parametrize(
     ("total", "weights", "limits", "message"),
     [
-        (5, (), {}, r"share 5 by the weights \(\): .*not all zero; give one positive speed"),
-        (5, (0.0, 0.0), {}, r"share 5 by the weights \(0\.0, 0\.0\): .*not all zero; give one positive speed"),
-        (5, (1.0, -2.0), {}, r"weights \(1\.0, -2\.0\): weights are finite, not negative.*give"),
-        (5, (1.0, float("nan")), {}, r"weights \(1\.0, nan\): weights are finite.*give"),
-        (0, (1.0, float("inf")), {}, r"weights \(1\.0, inf\): weights are finite.*give"),
+        (5, (), {}, r"share 5 by the weights \(\): .*not all zero; give at least one positive speed"),
+        (5, (0.0, 0.0), {}, r"share 5 by the weights \(0\.0, 0\.0\): .*not all zero; give at least one positive speed"),
+        (5, (1.0, -2.0), {}, r"weights \(1\.0, -2\.0\): weights must be finite, not negative.*give"),
+        (5, (1.0, float("nan")), {}, r"weights \(1\.0, nan\): weights must be finite.*give"),
+        (0, (1.0, float("inf")), {}, r"weights \(1\.0, inf\): weights must be finite.*give"),
         (-1, (1,), {}, r"share -1 in portions of 1: .* multiple; change the layer"),
         (10, (1, 1), {"quantum": 4}, r"share 10 in portions of 4: .* multiple; change the layer"),
         (5, (1, 1), {"at_most": (2, 2)}, r"shares of 5 .*at most \(2, 2\).*loosen the limits or add a device"),

@@ -142,7 +142,7 @@ def test_what_is_missing_is_said_with_how_to_get_it(tmp_path: Path) -> None:
     assert "with --rebalance they follow the devices" in page(tmp_path, fixed)
     steps = page(tmp_path, [RUN, *({**row, "lr": None} for row in epoch(0) if row["what"] == "step")])
     assert "The log has no plan" in steps
-    assert steps.count("Nothing is known of this yet.") == 3, "learning rate, accuracy, shares"
+    assert steps.count("No data yet.") == 3, "learning rate, accuracy, shares"
 
 
 def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:

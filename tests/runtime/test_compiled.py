@@ -198,7 +198,7 @@ def test_a_row_that_is_not_faster_runs_as_it_is(monkeypatch: pytest.MonkeyPatch)
     assert (part.compiler.used, part.compiler.refused) == (0, "")
     assert part.compiler.tried
     assert part.compiler.summary() == (
-        f"torch.compile: 0 of {part.compiler.tried} rows of layers run compiled, the others were not faster"
+        f"torch.compile: 0 of {part.compiler.tried} regions of layers run compiled, the others were not faster"
     )
 
 
@@ -217,9 +217,9 @@ def failing(_module: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("maker", "reason"), [(wrong, "torch.compile gave other numbers than the layers"), (failing, "no such thing")]
+    ("maker", "reason"), [(wrong, "torch.compile computed other values than the layers"), (failing, "no such thing")]
 )
-def test_a_row_with_other_numbers_or_none_runs_as_it_is_and_is_told(
+def test_refused_region_runs_uncompiled_and_is_reported(
     maker: Callable[[nn.Module], Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = train(alone(nets.build("two-conv"), compile=False), [8] * (WARM_UP + 3))
@@ -231,7 +231,7 @@ def test_a_row_with_other_numbers_or_none_runs_as_it_is_and_is_told(
     assert part.compiler.summary().endswith(f"not faster; {reason}")
 
 
-def test_a_row_begins_where_a_sum_begins_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_region_starts_where_backward_starts_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled function gives all its gradients at its end: a sum in its middle would begin late."""
     monkeypatch.setattr("convoy.plan.lower.BUCKET_ENTRIES", 4)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.Tanh(), nn.ReLU(), nn.PReLU(4), nn.Tanh())

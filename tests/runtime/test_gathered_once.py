@@ -182,7 +182,7 @@ def test_a_share_that_changes_unseen_is_an_error(changed: int, entries: int, mon
     with one_trace("two-conv", torch.float64), pytest.raises(ConvoyError) as caught:
         run_on_threads(4, work)
     assert isinstance(caught.value, InputError)
-    assert "parameter 'fc.bias' has changed between two micro-batches of a step" in str(caught.value)
+    assert "parameter 'fc.bias' changed between two micro-batches of a step" in str(caught.value)
     assert "weights_changed()" in str(caught.value)
 
 

@@ -220,7 +220,7 @@ def test_whole_batches_that_differ_are_refused() -> None:
     def work(group: Group) -> None:
         here = Distributed(model, plan, group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
         own = torch.randn(10, 3, 8, 8, generator=torch.Generator().manual_seed(group.device), dtype=torch.float64)
-        with pytest.raises(MismatchError, match="device 1 was given another whole batch than device 0"):
+        with pytest.raises(MismatchError, match="device 1 was given another global batch than device 0"):
             here(own, whole=True)
 
     with one_trace():

@@ -103,7 +103,7 @@ def test_the_full_state_has_whole_weights_under_the_names_that_hooks_give_them()
 
 def test_renamed_weights_are_not_left_out_when_they_are_loaded() -> None:
     def work(here: Distributed) -> None:
-        with pytest.raises(InputError, match="'first' is no parameter or buffer"):
+        with pytest.raises(InputError, match="'first' is not a parameter or buffer"):
             here.load_state_dict(here.full_state_dict())
 
     on_two(Renaming(), work)
@@ -153,7 +153,7 @@ def test_a_complex_parameter_that_would_be_summed_is_refused() -> None:
 
 def test_arguments_by_keyword_are_refused_by_name() -> None:
     def work(here: Distributed) -> None:
-        with pytest.raises(InputError, match="was called with scale: it takes the tensors of the example"):
+        with pytest.raises(InputError, match="was called with scale: it takes tensors like those of the example"):
             here(images(), whole=True, scale=2.0)
         with pytest.raises(InputError, match="was called with a float"):
             here(images(), 2.0, whole=True)

@@ -64,7 +64,7 @@ def test_a_model_on_the_meta_device_trains_as_one_that_was_whole(first_has_weigh
         if not first_has_weights:
             with pytest.raises(InputError, match=r"call load_state_dict\(\)"):
                 part(X, whole=True)
-            with pytest.raises(InputError, match="have no numbers yet"):
+            with pytest.raises(InputError, match="have no values yet"):
                 part.full_state_dict()
         part.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True, weights_only=True))
         trained(part, lambda x: part(x, whole=True))
@@ -96,7 +96,7 @@ def test_weights_that_a_deep_copy_was_given_are_not_there_in_the_original() -> N
     taught = copy.deepcopy(part)
     taught.load_state_dict(net().state_dict())
     taught(X, whole=True)
-    with pytest.raises(InputError, match="have no numbers yet"):
+    with pytest.raises(InputError, match="have no values yet"):
         part(X, whole=True)
 
 

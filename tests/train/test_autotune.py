@@ -179,5 +179,5 @@ def test_training_during_autotuning_matches_one_device(monkeypatch: pytest.Monke
     told, followed = found[0][2:]
     told_of_it = [text for text in told if text.startswith("autotune")]
     assert told_of_it[0].endswith("now plan 2")
-    assert told_of_it[-1].endswith("goes on")
+    assert told_of_it[-1].endswith("continues")
     assert followed[:2] == plans_to_try()[1:]

@@ -94,7 +94,7 @@ def test_an_empty_data_set_is_refused() -> None:
 
 
 def test_a_model_without_a_batch_size_asks_for_it() -> None:
-    with pytest.raises(InputError, match=r"the size of the whole batch is not known: use convoy.loader, or"):
+    with pytest.raises(InputError, match=r"the size of the global batch is not known: use convoy.loader, or"):
         part_of(plan_of("data"), 0)(torch.zeros(2, *SHAPE))
 
 

@@ -299,7 +299,10 @@ class Wrapped:
         (lambda m, o: (m, o, Wrapped()), "a Wrapped as a loader: .*give the DataLoader inside it"),
         (lambda m, o: (o, m, shuffled()), "in this order; its model is a SGD"),
         (lambda m, o: (m, shuffled(), o), "in this order; its optimizer is a DataLoader"),
-        (lambda m, o: (m, o, shuffled(), schedules.StepLR(o, 1)), "a StepLR as a loader: leave it out; it goes on"),
+        (
+            lambda m, o: (m, o, shuffled(), schedules.StepLR(o, 1)),
+            "a StepLR as a loader: leave it out; it continues to work",
+        ),
         (lambda m, o: (m, o, shuffled(), images()), "a TensorDataset as a loader: give DataLoaders"),
         (lambda m, o: convoy.prepare(m, o, shuffled(), plan="data", speeds=(1.0,), group=ALONE), "distributed already"),
         (

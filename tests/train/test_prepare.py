@@ -202,7 +202,7 @@ def test_a_loader_with_other_samples_on_each_device_is_refused() -> None:
         own = DataLoader(images(), 5, sampler=DistributedSampler(images(), 3, group.device, shuffle=False))
         part(next(iter(own))[0])
 
-    with pytest.raises(MismatchError, match="another whole batch than device 0"):
+    with pytest.raises(MismatchError, match="another global batch than device 0"):
         run_on_threads(3, work)
 
 

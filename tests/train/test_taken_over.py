@@ -181,5 +181,5 @@ def test_a_model_that_was_taken_over_cannot_be_distributed_again() -> None:
     model = net()
     convoy.prepare(model, None, shuffled(), plan="data", speeds=(1.0,), group=ALONE)
     for shared in (model, nn.Sequential(model, nn.Linear(3, 3).double())):
-        with pytest.raises(InputError, match=r"distributed already, or shares parameters.* make model, optimizer"):
+        with pytest.raises(InputError, match=r"distributed already, or shares parameters.* create model, optimizer"):
             convoy.prepare(shared, None, shuffled(), plan="data", speeds=(1.0,), group=ALONE)
