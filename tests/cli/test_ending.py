@@ -171,7 +171,7 @@ def test_leave_removes_a_device_and_stopped_training_resumes(tmp_path: Path) -> 
     assert "; 2 go on after step" in text
     assert "repeated" not in text
     found = re.search(
-        r"error: the training was stopped after step (\d+), as it was asked to; --resume goes on from", text
+        r"error: the training was stopped after step (\d+), as it was asked to; --resume continues from", text
     )
     assert found, text
     epochs = int(found[1]) // 23 + 1

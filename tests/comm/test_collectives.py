@@ -13,8 +13,8 @@ from tests.support.threads import run_on_threads
 
 
 def share_all(group: Group) -> list[object]:
-    table, travels = share_tensor(group, torch.full((2, 3), float(group.device)))
-    travels.wait()
+    table, pending = share_tensor(group, torch.full((2, 3), float(group.device)))
+    pending.wait()
     assert [each.unique().tolist() for each in table] == [[float(device)] for device in range(group.devices)]
     rows = gather(group, "rows", {"device": group.device, "name": "é"})
     assert [row["device"] for row in rows] == list(range(group.devices))

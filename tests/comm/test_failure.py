@@ -186,7 +186,7 @@ class StoryPeers:
         ({1: LateReport(FailureReport(1, 1, "left because of its own error"))}, False, 1, "own error"),
         ({1: FailureReport(1, 1, "left because of its own error")}, False, 1, "own error"),
         ({1: Health(2), 2: Health(None)}, True, 2, "alive but sent nothing"),
-        ({1: Health(None)}, False, 1, "went on after an error"),
+        ({1: Health(None)}, False, 1, "continued after an error"),
         ({1: Health(2), 2: Health(done=True)}, True, 2, "had ended its work"),
         ({1: Health(0)}, True, 1, r"0 -> 1 -> 0"),
     ],

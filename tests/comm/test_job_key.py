@@ -46,7 +46,7 @@ def test_key_file_must_be_private_to_its_owner(tmp_path: Path) -> None:
         os.umask(before)
     assert file.stat().st_mode & 0o777 == 0o600
     assert read_key_file(file).pem == file.read_bytes()
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="exists already"):
         write_key_file(file)
     for mode in (0o640, 0o604, 0o620, 0o610):
         file.chmod(mode)

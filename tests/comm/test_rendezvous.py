@@ -63,7 +63,7 @@ def test_failed_rendezvous_says_why(network: dict[str, str]) -> None:
         assert "9.9.9 on device 2 (host" in text
     kinds = [report[0] for report in twice]
     assert sorted(kinds[1:]) == ["DeviceLostError", "InputError"], twice
-    assert any("two processes claim to be device 1" in report[1] for report in twice)
+    assert any("two processes are device 1" in report[1] for report in twice)
     assert list(well) == [["joined"]] * 3
 
 

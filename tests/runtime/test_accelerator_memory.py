@@ -49,7 +49,9 @@ def test_plans_respect_the_memory_limit(limited: torch.device) -> None:
     net, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10)), torch.zeros(2, 3, 8, 8)
     with AloneGroup(limited) as group:
         assert make_plan("auto", net, x, 16, group).batch == 16
-        with pytest.raises(PlanError, match=r"fits the devices' memory: .* of 8\.39 MB\. Make a step of 10 passes"):
+        with pytest.raises(
+            PlanError, match=r"fits the devices' memory: .* of 8\.39 MB\. Make a step of 10 micro-batches"
+        ):
             make_plan("auto", net, x, 40000, group)
 
 

@@ -194,7 +194,7 @@ def test_criteria_with_unknown_reduction_are_refused(criterion: Any, words: str)
 @pytest.mark.parametrize(
     ("criterion", "arguments", "words"),
     [
-        (nn.MSELoss(), lambda: (_floats(1), _floats()), "as many axes"),
+        (nn.MSELoss(), lambda: (_floats(1), _floats()), "the same number of axes"),
         (nn.BCEWithLogitsLoss(weight=torch.ones(SAMPLES, 2)), lambda: (_floats(2), _floats(2)), "sample to sample"),
         (nn.MSELoss(), lambda: (_floats(2), _floats(2)[:5]), "5, 2"),
     ],
