@@ -168,11 +168,9 @@ def test_a_training_loses_a_device_by_leave_and_ends_by_stop_to_be_resumed(tmp_p
         job.kill()
         job.wait()
     text = printed.read_text()
-    assert "; 2 go on after step" in text
+    assert "; 2 continue after step" in text
     assert "repeated" not in text
-    found = re.search(
-        r"error: the training was stopped after step (\d+), as it was asked to; --resume goes on from", text
-    )
+    found = re.search(r"error: the training was stopped after step (\d+), as requested; --resume goes on from", text)
     assert found, text
     epochs = int(found[1]) // 23 + 1
     command = [*convoy, "train", *options.split(), "--epochs", str(epochs), "--resume"]

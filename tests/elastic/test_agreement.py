@@ -282,7 +282,7 @@ def test_the_higher_of_two_devices_that_do_not_reach_each_other_is_left_out() ->
     assert observe(three, Met()).parted == {(1, 2)}
     out = instruction(observe(after(2, Interrupted()), Excluded(gone_on.generation, gone_on.parted)))
     assert isinstance(out, Stop)
-    assert out.reason.startswith("devices 1 and 2 do not reach each other")
+    assert out.reason.startswith("devices 1 and 2 cannot reach each other")
 
 
 def test_a_device_that_missed_one_meeting_is_called_to_the_next() -> None:
