@@ -251,7 +251,7 @@ def test_measuring_is_started_with_the_same_words(
             {"files": [fleet_file]},
         )
     ]
-    assert capsys.readouterr().out == "Device 0 is on host attic: files that the job writes lie there.\n"
+    assert capsys.readouterr().out == "Device 0 is on host attic: the job writes its files there.\n"
 
 
 def test_in_a_job_a_fleet_file_starts_nothing(fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,4 +317,4 @@ def test_a_launcher_that_is_asked_to_end_ends_its_devices(tmp_path: Path) -> Non
 def test_when_the_launcher_is_killed_its_devices_end(tmp_path: Path) -> None:
     status, _, errors = end_launcher(tmp_path, "watched", lambda pid: os.kill(pid, signal.SIGKILL))
     assert status == -signal.SIGKILL
-    assert "the launcher of this device is gone" in errors
+    assert "the launcher of this device has ended" in errors

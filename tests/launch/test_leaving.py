@@ -120,7 +120,7 @@ def test_devices_finish_the_step_and_end_or_leave_to_others(
         process.terminate()
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
-    assert errors.startswith("SIGTERM: ending 2 devices: where they train after the step")
+    assert errors.startswith("SIGTERM: ending 2 devices: training devices end after the step")
     assert heard(tmp_path) == [what, what]
 
 
