@@ -109,7 +109,7 @@ def test_ssh_is_called_so_that_it_cannot_wait_or_ask() -> None:
         ),
         ("ssh: Could not resolve hostname a: Name or service not known", "add a Host to ~/.ssh/config"),
         ("ssh: connect to host a port 2222: No route to host", "ssh -p 2222 ann@10.0.0.1"),
-        ("Timeout, server 10.0.0.1 not responding.\nConnection closed", "whether the machine is on"),
+        ("Timeout, server 10.0.0.1 not responding.\nConnection closed", "check that the machine is on"),
         ("sh: 1: exec: /opt/python: not found", "/opt/python cannot be run there"),
         ("bash: line 1: /opt/python: Permission denied", "/opt/python cannot be run there"),
         ("/opt/python: Error while finding module specification (ModuleNotFoundError: No module named 'convoy')", "no Convoy"),
