@@ -84,7 +84,7 @@ def trained(training: Training, spoiled: int | None = None, epochs: int = 2, **o
 
 
 @needs_sim
-def test_no_step_waits_for_an_accelerator() -> None:
+def test_losses_are_read_without_waiting_for_an_accelerator() -> None:
     on_processes(1, "tests.train.test_late_losses:train_on_an_accelerator", joined=False)
 
 
@@ -102,7 +102,7 @@ def train_on_an_accelerator(_device: int) -> None:
 
 
 @needs_sim
-def test_one_accelerator_makes_all_devices_late() -> None:
+def test_one_accelerator_delays_loss_reading_everywhere() -> None:
     sim.load()
     try:
         for kinds, late in ((("sim:0", "cpu"), LATE_STEPS), (("cpu", "cpu"), 0)):
