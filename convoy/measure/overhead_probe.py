@@ -175,7 +175,7 @@ class _FillingClock(Clock):
         super().__init__(device)
         self.cold = cold
 
-    def stretch(self, expected_s: Mapping[str, float], phase: str) -> "_Filling":
+    def segment(self, expected_s: Mapping[str, float], phase: str) -> "_Filling":
         return _Filling(self, expected_s, phase)
 
 

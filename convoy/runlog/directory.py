@@ -24,7 +24,7 @@ from convoy.simulate.table import Measurement
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Where a run is logged. `folder` is None if the user named a log file: then nothing else is written."""
+    """The paths of a run's log. `folder` is None if the user named a log file: then only the log is written."""
 
     log: Path
     folder: Path | None = None
@@ -36,7 +36,7 @@ class RunDirectory:
 
 
 def paths_of(directory: RunDirectory | None) -> list[str | None] | None:
-    """Return log and folder as JSON. Every device knows them, because each may have to continue the log."""
+    """Return log and folder as JSON, for every device, because each may have to continue the log."""
     if directory is None:
         return None
     return [str(directory.log), None if directory.folder is None else str(directory.folder)]

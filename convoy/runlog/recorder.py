@@ -134,7 +134,7 @@ class Recorder:
         self._begin_epoch()
 
     def tell(self, step: int, decision: Decision) -> None:
-        """For `convoy.Rebalancer(..., tell=run.tell)`: log new shares, or another plan, after a step."""
+        """Log new shares or another plan after a step. Use: `convoy.Rebalancer(..., tell=run.tell)`."""
         if self._log is not None and isinstance(decision, Reshard):
             self._log.reshard(step, decision)
         self._timer.restart()

@@ -96,7 +96,7 @@ class PlanLine(_Model):
     """The plan of a run from its start or resume.
 
     Attributes:
-        inexact: why the plan does not give the numbers of one device; empty if it does.
+        inexact: why the loss curve differs from that of one device; empty if it does not.
         outputs: moves of the model's outputs, for the loss function.
         work: each device's share of the forward FLOP.
     """
@@ -186,7 +186,7 @@ class UtilizationLine(_Model):
 
 
 class SystemLine(_Model):
-    """What each device's process used since the line before, after `step` steps.
+    """Resources that each device's process used since the previous line, after `step` steps.
 
     Attributes:
         power_w, joules: measured, evaluation included; None if `joules_by` says that nothing measures them.
