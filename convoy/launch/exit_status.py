@@ -12,7 +12,7 @@ ERROR_STATUS = 2
 """Exit status of a device that has printed ``error: <message>`` for a ConvoyError, without a traceback."""
 
 PIPE_STATUS = 128 + signal.SIGPIPE
-"""Exit status of a device whose output pipe was closed, as by `| head -1`. That is no failure."""
+"""Exit status of a device after its output pipe was closed, as by `| head -1`. That is no failure."""
 
 SHOWN_LINES = 30
 
@@ -69,7 +69,7 @@ def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None
     crashed.sort(key=lambda ending: 2 if _lost_peer(ending) is not None else ending.device == 0)
     for cause in (*killed, *crashed):
         peer = _lost_peer(cause) if cause.status > 0 else None
-        raise peer or DeviceLostError(cause.device, _obituary(cause))
+        raise peer or DeviceLostError(cause.device, _failure_text(cause))
     if host_lost is not None:
         raise host_lost
     for line in _unprinted(bad):
@@ -84,7 +84,7 @@ def _lost_peer(ending: Ending) -> DeviceLostError | None:
     return None
 
 
-def _obituary(ending: Ending) -> str:
+def _failure_text(ending: Ending) -> str:
     how = f"device {ending.device} ({ending.name})"
     if ending.status < 0:
         known = -ending.status in set(signal.Signals)

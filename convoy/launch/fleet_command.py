@@ -32,7 +32,7 @@ def fleet_to_start(path: Path | None, print_lines: bool) -> Fleet | None:
     fleet = startable(path)
     if fleet is None and print_lines:
         raise InputError(
-            "--print without hosts: give --fleet FILE whose [[host]] sections have an address each; this machine's own "
+            "--print without hosts: give --fleet FILE with an address in each [[host]] section; this machine's own "
             "devices need no lines"
         )
     return fleet

@@ -120,8 +120,8 @@ def _from_mpi(environment: Mapping[str, str], names: _Names) -> dict[str, str]:
     address = environment.get("MASTER_ADDR") or (_LOOPBACK if here == size else None)
     if address is None:
         raise InputError(
-            f"{names.launcher} started {size} processes, {here} of them on this machine, and does not say where those of "
-            f"several machines can meet: set MASTER_ADDR to the address of the machine of process 0, e.g. {names.passing}"
+            f"{names.launcher} started {size} processes, {here} of them on this machine, but gave no rendezvous "
+            f"address: set MASTER_ADDR to the address of the machine of process 0, e.g. {names.passing}"
         )
     # Only Open MPI names its jobs. With others, two jobs on one machine need different MASTER_PORTs.
     number = zlib.crc32(environment.get("PMIX_NAMESPACE", "").encode())

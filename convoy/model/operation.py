@@ -133,7 +133,7 @@ def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any]
                 values.append(call_operation(model, call, values, batch))
         given = tuple(values[i] for i in region.gives)
         return given if region.several else given[0]
-    here = _Surroundings(inputs, batch, model)
+    here = _PlaceholderValues(inputs, batch, model)
     args, kwargs = here.fill(tuple(operation.args)), here.fill(dict(operation.kwargs))
     y: Any
     match operation.call, operation.target:
@@ -206,12 +206,12 @@ def arguments(
     operation: Operation, inputs: Sequence[Any], batch: int, model: nn.Module
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a layer's call; `inputs` may be placeholders if no tensor size is needed."""
-    here = _Surroundings(inputs, batch, model)
+    here = _PlaceholderValues(inputs, batch, model)
     return here.fill(tuple(operation.args)), here.fill(dict(operation.kwargs))
 
 
 @dataclass(frozen=True, slots=True)
-class _Surroundings:
+class _PlaceholderValues:
     """The values of all placeholders."""
 
     inputs: Sequence[Any]
@@ -252,7 +252,7 @@ class _Surroundings:
 
 def fill_result(traced: TracedModel, outputs: Sequence[Tensor]) -> Any:
     """Return the model's result with its outputs filled in, as new objects that the caller may change."""
-    return _Surroundings(outputs, 0).fill(traced.result)
+    return _PlaceholderValues(outputs, 0).fill(traced.result)
 
 
 def disable_in_place(model: nn.Module) -> nn.Module:
