@@ -1,4 +1,4 @@
-"""The verbs emulate and doctor, and those of convoy fleet: init, show, setup, key."""
+"""Defines the verbs emulate and doctor, and those of convoy fleet: init, show, setup, key."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The verbs plan and predict."""
+"""Defines the verbs plan and predict."""
 
 import math
 import re
@@ -42,8 +42,8 @@ Outputs = Annotated[
     ),
 ]
 
-MAX_PIXELS = 8192  # of a side of an image
-MAX_NAMED = 64  # devices of `--on`
+MAX_PIXELS = 8192  # per side of an image
+MAX_NAMED = 64  # devices in `--on`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The verb run: starts the user's own script on every device."""
+"""Defines the verb run, which starts the user's own script on every device."""
 
 import os
 import sys

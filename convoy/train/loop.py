@@ -1,4 +1,4 @@
-"""The training loop of the command line, for a distributed model and an ordinary one: steps, tests, results per epoch."""
+"""Runs the training loop of the command line, for distributed and ordinary models: steps, tests, results per epoch."""
 
 import functools
 import math
@@ -280,7 +280,7 @@ class _Loop:
     """One training, epoch by epoch.
 
     Attributes:
-        unread: steps whose losses are not in the record yet.
+        unread: steps with losses that are not in the record yet.
         steps: of the optimizer so far.
         tested_s: seconds of tests in this epoch.
     """
