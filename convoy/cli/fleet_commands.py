@@ -154,7 +154,7 @@ def _rate(bytes_per_s: float) -> str:
 @fleet_app.command()
 @app.command(hidden=True)  # its place until 0.1
 def setup(
-    fleet: Annotated[Path, typer.Option(help="Fleet file whose hosts have addresses.", **PATH)],
+    fleet: Annotated[Path, typer.Option(help="Fleet file with an address for each host.", **PATH)],
     into: Annotated[
         str,
         typer.Option(
