@@ -94,7 +94,7 @@ def save_and_load(net: str, plans: tuple[str, str], folder: Path, optimizer: str
 
 
 @pytest.mark.parametrize(("first", "then"), [*itertools.pairwise([*ORDER, ORDER[0]])])
-def test_every_plan_loads_what_another_saved(first: str, then: str, tmp_path: Path) -> None:
+def test_every_plan_loads_a_checkpoint_of_another(first: str, then: str, tmp_path: Path) -> None:
     save_and_load("resnet", (first, then), tmp_path / "run")
 
 
@@ -103,7 +103,7 @@ def test_special_parameters_are_saved_and_loaded(net: str, tmp_path: Path) -> No
     save_and_load(net, ("mixed", "data-by-speed"), tmp_path, "sgd")
 
 
-def test_copies_that_differ_are_saved_as_their_average(tmp_path: Path) -> None:
+def test_differing_copies_are_saved_as_their_average(tmp_path: Path) -> None:
     net = "two-conv"
     whole, training = nets.build(net), Training(net, (10,))
     ((x, y),) = training.batches(whole)
@@ -383,7 +383,7 @@ def test_files_are_synced_before_the_folder_is_renamed(tmp_path: Path, monkeypat
 # ------------------------------------------------------------------------------------------------------------- the files
 
 
-def test_the_library_reads_our_safetensors_files(tmp_path: Path) -> None:
+def test_safetensors_library_reads_our_files(tmp_path: Path) -> None:
     tensors = {
         "half": torch.tensor([1.5, -2.0, 3.25], dtype=torch.float16),
         "brain": torch.tensor([[1.5], [-2.0]], dtype=torch.bfloat16),
@@ -415,7 +415,7 @@ def test_the_library_reads_our_safetensors_files(tmp_path: Path) -> None:
         tensors["x" * (extra + 1)] = torch.tensor([extra], dtype=torch.uint8)
 
 
-def test_one_whole_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_saving_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
     specs = {str(i): Spec((4,), torch.float32) for i in range(5)}
     alive: list[weakref.ref[Tensor]] = []
 

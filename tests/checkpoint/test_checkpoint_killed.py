@@ -170,21 +170,21 @@ def data() -> TensorDataset:
 def go_on(model: nn.Module, folder: str, resume: bool, losses: dict[int, float], began: Any = None) -> None:
     """Train to the end; `losses` has each step's as soon as it is known."""
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    keeper = Checkpointer(folder, model, optimizer, every=1, settings={"seed": SEED})
+    checkpointer = Checkpointer(folder, model, optimizer, every=1, settings={"seed": SEED})
     loader = Loader(data(), BATCH, model if isinstance(model, Distributed) else None, seed=SEED)
-    start = keeper.begin(resume)
+    start = checkpointer.begin(resume)
     if began is not None:
         began()
     for epoch in range(start.epoch, EPOCHS):
-        loader.set_epoch(epoch, keeper.progress.batch)
+        loader.set_epoch(epoch, checkpointer.progress.batch)
         for x, y in loader:
             optimizer.zero_grad()
             loss = loss_of(model(x), y)
             loss.backward()
             optimizer.step()
-            losses[keeper.progress.step] = loss.item()
-            keeper.after_step()
-        keeper.at_evaluation(float(epoch))
+            losses[checkpointer.progress.step] = loss.item()
+            checkpointer.after_step()
+        checkpointer.at_evaluation(float(epoch))
 
 
 def train_until_killed(
@@ -253,9 +253,9 @@ def test_a_step_is_logged_before_it_is_saved(tmp_path: Path) -> None:
     samples = TensorDataset(torch.randn(10, 4), torch.randint(0, 2, (10,)))
     loaders = Loader(samples, 2), Loader(samples, 2, shuffle=False)
 
-    def run(keeper: Checkpointer, resume: bool) -> None:
-        with RunLog(tmp_path / "log.jsonl", keeper.begin(resume).step) as log:
-            loop.fit(loop.Training(model, optimizer), *loaders, 1, log, keeper=keeper)
+    def run(checkpointer: Checkpointer, resume: bool) -> None:
+        with RunLog(tmp_path / "log.jsonl", checkpointer.begin(resume).step) as log:
+            loop.fit(loop.Training(model, optimizer), *loaders, 1, log, checkpointer=checkpointer)
 
     with pytest.raises(KeyboardInterrupt):
         run(SavedAndKilled(tmp_path / "run", model, optimizer, every=1), resume=False)

@@ -107,7 +107,7 @@ def test_the_last_checkpoint_is_retried(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(found[0][1]) == 4
 
 
-def test_a_last_checkpoint_without_room_is_an_error_on_all_devices(
+def test_full_disk_at_the_last_checkpoint_is_an_error_on_all_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("convoy.checkpoint.checkpointer.PAUSES_S", (0.01, 0.01))
@@ -129,7 +129,7 @@ def test_a_last_checkpoint_without_room_is_an_error_on_all_devices(
     assert load_checkpoint(tmp_path / "run", nets.build("two-conv")) == Progress(1, 0, 1)
 
 
-def test_without_tell_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_a_warning_without_a_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Disk(monkeypatch, full_at(0))
     model = nn.Linear(2, 1)
     keeper = Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)

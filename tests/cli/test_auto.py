@@ -123,7 +123,7 @@ def assert_like_one_device(weights: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("factors", "workers"), [((1.0, 1.5), {0, 1}), ((1.0, 1e3), {0}), ((1e3, 1.0), {1})])
-def test_a_file_of_times_decides_who_works(
+def test_measured_times_decide_which_devices_work(
     measured: Measurement, tmp_path: Path, factors: tuple[float, float], workers: set[int]
 ) -> None:
     """Slow layers beside a fast wire: both work. One device far slower: it gets nothing, joins all the same."""
@@ -170,7 +170,7 @@ def test_a_file_of_another_fleet_or_model_is_refused(measured: Measurement, tmp_
         refused(file, 2, net(), example())
 
 
-def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, tmp_path: Path) -> None:
+def test_fleet_without_enough_memory_is_refused_on_every_device(measured: Measurement, tmp_path: Path) -> None:
     devices = tuple(replace(device, memory_bytes=1000) for device in measured.fleet.devices)
     small = replace(measured, fleet=replace(measured.fleet, devices=devices))
     file = tmp_path / "fleet.toml"
@@ -179,7 +179,7 @@ def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, 
         refused(file, 2, net(), example())
 
 
-def test_on_emulated_hosts_the_fleet_file_describes_what_is_measured(
+def test_emulated_hosts_measure_the_fleet_of_their_file(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`convoy emulate` names its fleet file in CONVOY_FLEET: for scripts of four lines as for `convoy train`. Its times, if it
@@ -206,7 +206,7 @@ def test_speeds_and_auto_exclude_each_other() -> None:
         run_on_threads(1, lambda g: make_plan("auto", net(), example(), BATCH, g, speeds=(1.0,)))
 
 
-def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_times_skip_partial_and_first_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps end at 10, 11, 13 (a small batch), 14, 17: whole ones took 1, 1 and 3 s; the first of an epoch is not known."""
     ends = iter([10.0, 11.0, 13.0, 14.0, 17.0, 30.0, 32.0])
     monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: next(ends))
@@ -225,7 +225,7 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "outside the interval" in timer.compared_with(1.8, around(1.8, 1.1))
 
 
-def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps(
+def test_changed_plan_is_reported_after_enough_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the first plan a step takes 3 s, by the second 1 s; one in which the weights travelled takes 20 s, and is none."""
@@ -247,7 +247,7 @@ def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps
     assert "the median of 5 steps" in timer.compared_with(1.0, around(1.0, 1.1))
 
 
-def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first(
+def test_all_devices_try_the_same_plans_planners_choice_first(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -301,7 +301,7 @@ def tiny() -> Measurement:
     return Measurement.from_toml(on_processes(2, "tests.cli.test_auto:measure_tiny", limit_s=100)[0])
 
 
-def test_the_forecast_marks_what_does_not_fit(
+def test_forecast_marks_plans_that_do_not_fit(
     tiny: Measurement, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Device 0 has room for nothing but what it receives, beside its process, which takes nothing here; watts for both."""
@@ -328,7 +328,7 @@ def test_the_forecast_marks_what_does_not_fit(
         plan_verbs.plan(fleet=file, least_energy=1e-9, **QUESTION)
 
 
-def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> None:
+def test_forecast_uses_the_wire_format(tiny: Measurement, tmp_path: Path) -> None:
     """`convoy plan --wire bf16`: every plan is predicted so, and the file says so."""
     file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
     file.write_text(tiny.to_toml())
@@ -345,6 +345,6 @@ def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_train_by_auto_as_a_person_starts_it(tmp_path: Path) -> None:
+def test_command_trains_with_plan_auto(tmp_path: Path) -> None:
     """As above, after measuring."""
     assert_trains(tmp_path, "--slowdown", "1,3", "--budget", "1")

@@ -127,7 +127,7 @@ def test_devices_with_other_options_are_named(stranger: list[str], words: str) -
 # ------------------------------------------------------------------------------------------------- the real command
 
 
-def test_a_training_as_a_person_starts_it(tmp_path: Path) -> None:
+def test_command_trains_and_compares_with_one_device(tmp_path: Path) -> None:
     """Measured speeds, one device beside it, worker processes; every warning would be an error; plain lines in a pipe."""
     log = tmp_path / "run.jsonl"
     options = [

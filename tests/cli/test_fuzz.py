@@ -137,14 +137,14 @@ def fuzz_files(name: str, folder: Path, seeds: range) -> int:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_sample_of_damaged_files(name: str, tmp_path: Path) -> None:
+def test_damaged_files_are_used_or_refused(name: str, tmp_path: Path) -> None:
     assert fuzz_files(name, tmp_path, range(25)) > 5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FILES)
-def test_a_thousand_damaged_files_of_each_kind(name: str, tmp_path: Path) -> None:
+def test_thousands_of_damaged_files_are_used_or_refused(name: str, tmp_path: Path) -> None:
     assert fuzz_files(name, tmp_path, range(1000, 2000)) > 200
 
 
@@ -188,5 +188,5 @@ def refuse_damaged_bytes(folder: Path, every: int) -> None:
     load_checkpoint(folder, other, its_optimizer, schedule=its_schedule)
 
 
-def test_no_damaged_byte_of_a_checkpoint_goes_unnoticed(tmp_path: Path) -> None:
+def test_every_damaged_checkpoint_byte_is_noticed(tmp_path: Path) -> None:
     refuse_damaged_bytes(tmp_path, every=61)

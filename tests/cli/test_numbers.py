@@ -32,7 +32,7 @@ def cells(text: str) -> list[list[str]]:
     return [[c.strip() for c in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
 
 
-def test_the_seconds_of_a_device_add_up_to_those_in_the_title() -> None:
+def test_device_seconds_sum_to_the_title() -> None:
     """Over 18.4 s, it said, a device had computed for 49.7 s and waited for 33.1 s: the tests were not in the title."""
     shown, file = screen()
     uses = [
@@ -49,7 +49,7 @@ def test_the_seconds_of_a_device_add_up_to_those_in_the_title() -> None:
         assert sum(float(cell.removesuffix(" s")) for cell in row[4:7]) == pytest.approx(85.0)
 
 
-def test_samples_per_second_are_those_of_training_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_per_second_excludes_tests_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """47 samples/s in the bar and 231 in the epoch's line: the bar counted the seconds of the tests."""
     now_s = 0.0
     monkeypatch.setattr("convoy.report.screen.time.monotonic", lambda: now_s)
@@ -96,7 +96,7 @@ def test_a_run_prints_what_it_logs(
     assert use.compute_s + use.exchange_s <= use.wall_s
 
 
-def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
+def test_current_plan_is_printed_before_its_shares_change() -> None:
     """The table showed 18/11/27/8 and the first change began at 20/14/30/0: another plan had won in between."""
     graph = graph_of("two-conv")
     first, second = by_name("master", "two-conv"), by_name("data", "two-conv")

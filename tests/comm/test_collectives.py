@@ -22,7 +22,7 @@ def share_all(group: Group) -> list[object]:
     return [share_number(group, group.device + 0.1), only_first]
 
 
-def test_everybody_knows_the_same() -> None:
+def test_all_devices_gather_the_same_values() -> None:
     told = [[0.1, 1.1, 2.1], [0, None]]
     assert run_on_threads(3, share_all) == [told] * 3
     assert on_processes(3, "tests.comm.test_collectives:share_all") == [told] * 3
@@ -43,11 +43,11 @@ def refuse(group: Group) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_an_error_of_device_0_is_an_error_of_all() -> None:
+def test_error_of_device_0_is_raised_everywhere() -> None:
     assert set(run_on_threads(3, refuse)) == {"PlanError: plan 'x' does not fit: use another"}
 
 
-def test_who_differs_is_named() -> None:
+def test_differing_devices_are_named() -> None:
     check_same(["a", "a"], "was given another x")
     assert difference([64, 64]) == ""
     assert difference([64, 32, 64, 16]) == "64 on device 0, but 32 on device 1, 16 on device 3"

@@ -121,7 +121,7 @@ def have_bad_days(device: int) -> list[Any]:
 
 
 @on_each_network_slowly
-def test_troubles_are_told_apart(network: dict[str, str]) -> None:
+def test_failure_causes_are_distinguished(network: dict[str, str]) -> None:
     raised, circle, slow, sizes, finished, topics, alone, end = zip(
         *on_processes(3, "tests.comm.test_failure:have_bad_days", joined=False, environment=network), strict=True
     )
@@ -191,13 +191,13 @@ class StoryPeers:
         ({1: Health(0)}, True, 1, r"0 -> 1 -> 0"),
     ],
 )
-def test_the_root_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lost: int, words: str) -> None:
+def test_root_cause_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lost: int, words: str) -> None:
     verdict = find_failed(StoryPeers(story), me=0, peer=1, timed_out=timed_out, limit_s=60.0)
     assert verdict.device == lost
     assert words in verdict.cause
 
 
-def test_connections_to_devices_that_are_gone_are_closed() -> None:
+def test_connections_to_lost_devices_are_closed() -> None:
     """Whom a device had asked whether it is there, and asked no more when others came between them, kept its connection."""
     credentials = Credentials(make_key())
     listeners = [Listener(listen_at("127.0.0.1", 0), credentials) for _ in range(3)]

@@ -79,7 +79,7 @@ def wait_for_the_last_only(group: Group) -> list[float]:
 
 
 @on_each_network
-def test_messages_that_nobody_waits_for_arrive(network: dict[str, str]) -> None:
+def test_messages_without_a_waiter_arrive(network: dict[str, str]) -> None:
     """A rebalancer sends its seconds after a step and takes them after the next. After its last step nobody did: gloo forgot
     these messages on one side, and the first move of the next training waited for ever."""
     assert run_on_threads(2, wait_for_the_last_only, timeout_s=20.0) == [[10.0], [9.0]]
@@ -207,7 +207,7 @@ def test_messages_arrive_on_gpus(own_gpu: bool) -> None:
 
 
 @pytest.mark.parametrize("peer", [1, 2, -1])
-def test_a_message_needs_another_device(peer: int) -> None:
+def test_message_to_the_own_device_is_refused(peer: int) -> None:
     def work(group: Group) -> None:
         if group.device == 1:
             with pytest.raises(InputError, match="another device"):
@@ -217,7 +217,7 @@ def test_a_message_needs_another_device(peer: int) -> None:
     run_on_threads(2, work)
 
 
-def test_a_message_is_contiguous() -> None:
+def test_non_contiguous_messages_are_refused() -> None:
     def work(group: Group) -> None:
         with pytest.raises(InputError, match="contiguous"):
             group.start([Message(1 - group.device, torch.ones(3, 2).t())], [])
@@ -225,7 +225,7 @@ def test_a_message_is_contiguous() -> None:
     run_on_threads(2, work)
 
 
-def test_a_sent_tensor_may_change_once_the_call_has_been_waited_for() -> None:
+def test_sent_tensor_may_change_after_the_wait() -> None:
     def work(group: Group) -> None:
         tensor, got = torch.ones(4), torch.zeros(4)
         if group.device == 0:

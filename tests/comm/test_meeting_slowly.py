@@ -47,12 +47,12 @@ def met(monkeypatch: pytest.MonkeyPatch, slow: int) -> list[int | str]:
     return found
 
 
-def test_a_device_that_is_slow_to_answer_the_first_question_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_first_reply_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with 25 processes for two cores, 2 of 290 trainings ended before they began."""
     assert met(monkeypatch, slow=3) == [2, 2]
 
 
-def test_one_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = met(monkeypatch, slow=10**9)
     assert "device 1" in str(first)
     assert "cannot reach it" in str(first)

@@ -20,7 +20,7 @@ from convoy.comm.listener import Listener
 from convoy.comm.streams import StreamBackend
 
 
-def test_a_connection_that_a_listener_drops_is_made_again() -> None:
+def test_dropped_connection_is_retried() -> None:
     """On a busy machine a handshake took longer than `HANDSHAKE_S`, and the job failed to start."""
     listeners = two_listeners()
     take, dropped = listeners[0].handlers["stream"], []
@@ -100,7 +100,7 @@ def test_small_messages_need_no_thread(pair: list[StreamBackend]) -> None:
     assert not movers()
 
 
-def test_what_the_kernel_does_not_take_waits_for_the_receiver_and_stays_in_order(pair: list[StreamBackend]) -> None:
+def test_unsent_bytes_wait_and_stay_in_order(pair: list[StreamBackend]) -> None:
     """More than fits into the buffers of a connection: who sends goes on, and may change what has left."""
     count, row = 4000, torch.zeros(1000)
     for number in range(count):
@@ -123,14 +123,14 @@ def test_small_and_large_messages_keep_their_order(pair: list[StreamBackend]) ->
     assert all(torch.equal(a, b) for a, b in zip(sent, arrived, strict=True))
 
 
-def test_numbers_that_python_does_not_know_travel_too(pair: list[StreamBackend]) -> None:
+def test_bfloat16_bool_and_scalar_messages_arrive(pair: list[StreamBackend]) -> None:
     sent = [torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16), torch.tensor([True, False]), torch.tensor(7)]
     arrived = [torch.zeros_like(each) for each in sent]
     end(begin(pair[0], 1, sent, []), begin(pair[1], 0, [], arrived))
     assert all(torch.equal(a, b) for a, b in zip(sent, arrived, strict=True))
 
 
-def test_a_wait_ends_after_its_time_and_the_message_still_comes(pair: list[StreamBackend]) -> None:
+def test_timed_out_wait_does_not_lose_the_message(pair: list[StreamBackend]) -> None:
     arrived = torch.zeros(3)
     work = begin(pair[1], 0, [], [arrived])
     with pytest.raises(PeerFailure, match="timed out"):
@@ -139,7 +139,7 @@ def test_a_wait_ends_after_its_time_and_the_message_still_comes(pair: list[Strea
     assert arrived.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_who_waits_while_another_reads_gets_its_message_as_well(pair: list[StreamBackend]) -> None:
+def test_concurrent_waiters_each_get_their_message(pair: list[StreamBackend]) -> None:
     """The first reads the connection up to its own message, and nobody would have read the second's."""
     arrived = [torch.zeros(3) for _ in range(2)]
     works = [begin(pair[1], 0, [], [each]) for each in arrived]
@@ -161,7 +161,7 @@ def test_who_waits_while_another_reads_gets_its_message_as_well(pair: list[Strea
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_a_wait_ends_where_the_other_side_is_gone(size: int, pair: list[StreamBackend]) -> None:
+def test_wait_ends_when_the_peer_is_lost(size: int, pair: list[StreamBackend]) -> None:
     work = begin(pair[1], 0, [], [torch.zeros(size)])
     pair[0].cut(broken=True)
     with pytest.raises(PeerFailure, match="closed"):
@@ -175,7 +175,7 @@ def test_a_wait_ends_where_the_other_side_is_gone(size: int, pair: list[StreamBa
         send()
 
 
-def test_a_wait_ends_where_its_own_side_is_cut(pair: list[StreamBackend]) -> None:
+def test_wait_ends_when_the_local_side_closes(pair: list[StreamBackend]) -> None:
     work = begin(pair[1], 0, [], [torch.zeros(3)])
     first = work.works[0][1]
     assert isinstance(first, streams.Arrival)
@@ -197,13 +197,13 @@ def test_a_wait_ends_where_its_own_side_is_cut(pair: list[StreamBackend]) -> Non
 
 
 @pytest.mark.parametrize("size", [4, 100_000])
-def test_another_size_than_expected_is_an_error(size: int, pair: list[StreamBackend]) -> None:
+def test_unexpected_message_size_is_an_error(size: int, pair: list[StreamBackend]) -> None:
     end(begin(pair[0], 1, [torch.zeros(5)], []))
     with pytest.raises(PeerFailure, match=f"sent a message of 20 bytes where one of {4 * size} was expected"):
         end(begin(pair[1], 0, [], [torch.zeros(size)]))
 
 
-def test_of_a_large_message_there_leaves_at_once_what_the_kernel_takes() -> None:
+def test_large_message_fills_the_send_buffer_at_once() -> None:
     """To wake a thread for each made a step of AlexNet, its Linear layers by filters, 9 % longer than over gloo. What is left
     of one goes behind it, and so do the messages after it."""
     with connected(two_listeners()) as pair:
@@ -239,7 +239,7 @@ class Full:
 
 
 @pytest.mark.parametrize("takes", [0, 3, 8, 9, 20_000])
-def test_a_message_arrives_whole_wherever_the_kernel_cuts_it(takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_writes_deliver_the_whole_message(takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also within the eight bytes of its header."""
     with connected(two_listeners()) as pair:
         channel = pair[0]._out[0, 1]._channel

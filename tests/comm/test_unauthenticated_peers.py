@@ -119,7 +119,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_caller_finds_out_that_the_other_side_has_another_key(key: JobKey) -> None:
+def test_connecting_to_another_key_fails_clearly(key: JobKey) -> None:
     with a_listener(make_key()) as (listener, heard):
         with pytest.raises(NotOfThisJob):
             ask(key, listener.address)
@@ -150,7 +150,7 @@ def recorded(key: JobKey, address: Address) -> bytes:
     return said
 
 
-def test_a_recorded_conversation_opens_nothing(key: JobKey) -> None:
+def test_replayed_handshake_is_rejected(key: JobKey) -> None:
     with a_listener(key) as (listener, heard):
         said = recorded(key, listener.address)
         assert len(heard) == 1
@@ -163,7 +163,7 @@ def test_a_recorded_conversation_opens_nothing(key: JobKey) -> None:
         assert len(heard) == 1
 
 
-def test_who_sends_nothing_or_slowly_is_dropped_in_time(key: JobKey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_and_slow_peers_are_dropped_in_time(key: JobKey, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.3)
     with a_listener(key) as (listener, heard):
         hello = recorded(key, listener.address)
@@ -247,7 +247,7 @@ def many_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_listener_is_open_at_one_address_only(key: JobKey) -> None:
+def test_listener_binds_one_address_only(key: JobKey) -> None:
     with a_listener(key) as (listener, _), pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", listener.address[1]), timeout=1).close()
 
@@ -294,7 +294,7 @@ def exchange_under_attack(group: Group) -> list[Any]:
 
 
 @pytest.mark.parametrize("network", [ONE_MACHINE, ENCRYPTED])
-def test_a_job_continues_under_attack(network: dict[str, str]) -> None:
+def test_job_continues_under_attack(network: dict[str, str]) -> None:
     target = "tests.comm.test_unauthenticated_peers:exchange_under_attack"
     (rounds, few), (_, many) = on_processes(2, target, environment=network)
     assert rounds > 10

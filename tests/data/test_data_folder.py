@@ -58,7 +58,7 @@ def read_all(folder: Path) -> list[torch.Tensor]:
 # -------------------------------------------------------------------------------------------------------- layouts
 
 
-def test_training_and_validation_folders_are_taken_as_they_are(apart: Path) -> None:
+def test_train_and_val_folders_are_used_unchanged(apart: Path) -> None:
     both = load(f"folder:{apart}")
     assert both.class_names == CLASSES
     assert (len(both.train), len(both.test), both.train.classes, both.train.image_shape) == (15, 3, 3, (3, 4, 6))
@@ -72,7 +72,7 @@ def test_training_and_validation_folders_are_taken_as_they_are(apart: Path) -> N
     assert len(load(str(apart)).test) == 1
 
 
-def test_one_folder_gives_a_fifth_of_each_class_to_the_test_by_names_alone(pets: Path, tmp_path: Path) -> None:
+def test_single_folder_holds_out_a_fifth_of_each_class_by_file_name(pets: Path, tmp_path: Path) -> None:
     both = load(str(pets))
     assert torch.bincount(both.train.targets).tolist() == [8, 8, 8]
     assert torch.bincount(both.test.targets).tolist() == [2, 2, 2]
@@ -89,7 +89,7 @@ def test_one_folder_gives_a_fifth_of_each_class_to_the_test_by_names_alone(pets:
 # ---------------------------------------------------------------------------------------------------------- files
 
 
-def test_files_of_all_kinds_become_the_colours_that_they_show(pets: Path) -> None:
+def test_all_file_formats_decode_to_rgb(pets: Path) -> None:
     shutil.rmtree(pets / "cat")
     upright = Image.fromarray(np.arange(72, dtype=np.uint8).reshape(4, 6, 3))
     exif = Image.Exif()
@@ -124,7 +124,7 @@ def test_images_of_different_sizes_are_resized_or_refused(pets: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:40], lambda _: b"GIF of nothing"])
-def test_a_damaged_image_is_named_when_it_is_read(pets: Path, damage: object) -> None:
+def test_damaged_image_is_named_when_read(pets: Path, damage: object) -> None:
     path = pets / "cat" / "05.png"
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(DataError, match=r"cannot be read as an image .*: replace or remove it") as error:

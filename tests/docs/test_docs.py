@@ -221,7 +221,7 @@ def test_most_snippets_are_run() -> None:
         ("```text\nconvoy train\n```\n", "a command in a text block"),
     ],
 )
-def test_a_block_that_nobody_could_run_is_found(source: str, says: str, tmp_path: Path) -> None:
+def test_unrunnable_block_is_found(source: str, says: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(source)
     with pytest.raises(PageError, match=re.escape(says)):
@@ -240,14 +240,14 @@ def test_a_block_that_nobody_could_run_is_found(source: str, says: str, tmp_path
         ("<!-- part of: examples/four_lines.py -->\n```python\nnot there\n```\n", AssertionError),
     ],
 )
-def test_a_snippet_that_fails_is_found(source: str, fails: type[Exception], tmp_path: Path) -> None:
+def test_failing_snippet_is_found(source: str, fails: type[Exception], tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"Text.\n\n{source}")
     with pytest.raises(fails):
         play(page, slow=False)
 
 
-def test_what_varies_in_an_output_is_left_open(tmp_path: Path) -> None:
+def test_varying_output_matches_placeholders(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```pycon\n>>> 1 + 1\n2\n```\n\n```console\n$ echo one; echo 2.5 s\none\n... s\n```\n")
     play(page, slow=False)
@@ -268,7 +268,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                     yield block.place, words[start:stop]
 
 
-def test_every_command_line_is_one_that_convoy_takes() -> None:
+def test_every_documented_command_parses() -> None:
     """A renamed option is found without running anything."""
     top: Any = typer.main.get_command(app)
     seen = set()
@@ -299,7 +299,7 @@ def spoken() -> list[str]:
     return texts
 
 
-def test_quoted_messages_are_those_of_the_code() -> None:
+def test_quoted_messages_exist_in_the_code() -> None:
     quoted = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
     texts = spoken()
     for message in quoted:
@@ -311,13 +311,13 @@ def test_quoted_messages_are_those_of_the_code() -> None:
 # ----------------------------------------------------------------------------------------------- what is made from code
 
 
-def test_the_figures_are_those_that_the_code_draws() -> None:
+def test_committed_figures_match_the_code() -> None:
     for name, drawing in (figures_plans.figures() | figures_step.figures() | figures_rooms.figures()).items():
         drawn = (DOCS / "figures" / name).read_text(encoding="utf-8")
         assert drawn == drawing.to_svg(), f"{name} is not what the code draws now: make docs"
 
 
-def test_all_settings_and_commands_are_told() -> None:
+def test_all_settings_and_commands_are_documented() -> None:
     settings, told = settings_markdown(), commands_markdown()
     assert all(f"| `{key_of(name)}` |" in settings for name in FIELDS)
     top: Any = typer.main.get_command(app)
@@ -331,7 +331,7 @@ def test_all_settings_and_commands_are_told() -> None:
         assert all(f"`{each.opts[0]}`" in told for each in own if each.opts[0].startswith("--"))
 
 
-def test_what_a_diff_calls_is_there() -> None:
+def test_names_in_diffs_exist() -> None:
     """Files of others are not ours to keep: their changed lines are shown, and what they say of Convoy must be right."""
     added = [
         line
@@ -351,7 +351,7 @@ RECIPES = sorted(page for page in (DOCS / "recipes").glob("*.md") if page.name !
 
 
 @pytest.mark.parametrize("page", RECIPES, ids=title)
-def test_a_recipe_says_where_it_is_from_what_to_type_and_when_not_to(page: Path) -> None:
+def test_recipes_name_source_command_and_limits(page: Path) -> None:
     source = page.read_text(encoding="utf-8")
     assert re.search(r"[\w.-]+/[\w.-]+ #\d+", source), "no thread is named"
     assert "\n## The command\n" in source

@@ -25,7 +25,7 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]+)(?:#[^)\s]*)?\)")
 CONTENTS = re.compile(r"^```\{toctree\}\n(.*?)^```", re.M | re.S)
 
 
-def test_no_link_is_dead() -> None:
+def test_links_resolve() -> None:
     dead = [
         f"{page.relative_to(ROOT)}: {target}"
         for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
@@ -45,7 +45,7 @@ def test_every_page_is_named_in_a_table_of_contents() -> None:
     assert named >= set(PAGES), sorted(set(PAGES) - named)
 
 
-def test_the_reference_names_what_is_exported() -> None:
+def test_reference_names_are_exported() -> None:
     told = re.findall(r"^\.\. auto(\w+):: ([\w.]+)$", (DOCS / "reference" / "api.md").read_text(encoding="utf-8"), re.M)
     names = {name.rpartition(".")[2] for _, name in told}
     for what, name in told:
@@ -67,7 +67,7 @@ def _classes(hint: Any) -> Iterator[type]:
         yield from _classes(each)
 
 
-def test_the_reference_tells_of_the_types_that_it_shows() -> None:
+def test_reference_documents_the_types_it_shows() -> None:
     """`Plans` had got two fields of types that no page tells of: only the build of the pages said so, and nobody built them."""
     told = re.findall(r"^\.\. auto(\w+):: ([\w.]+)", (DOCS / "reference" / "api.md").read_text(encoding="utf-8"), re.M)
     objects = [_named(name) for what, name in told if what in ("class", "function")]

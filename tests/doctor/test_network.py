@@ -61,7 +61,7 @@ def examine(wiring: namespaces.Wiring, devices: int, wait_s: float) -> list[Sequ
         return on_processes(len(ports), target, ports, devices, wait_s, joined=False, environment=environment)
 
 
-def test_a_closed_way_and_hosts_that_do_not_come_are_named() -> None:
+def test_blocked_routes_and_absent_hosts_are_named() -> None:
     """b has no route to c; d has none to a, where all meet."""
     with hosts(*[GIGABIT] * 4) as wiring:
         space = {port.host: port.namespace for port in wiring.ports}
@@ -87,7 +87,7 @@ def test_a_slow_nic_is_one_finding() -> None:
     assert "100 Mbit/s" in slow[0]
 
 
-def test_lost_packets_of_full_size_are_an_error_that_names_the_mtu() -> None:
+def test_lost_full_size_packets_are_an_mtu_error() -> None:
     """Jumbo frames on both hosts, not on the switch: small messages pass, data never arrives."""
     with hosts(GIGABIT, GIGABIT) as wiring:
         for port in wiring.ports:

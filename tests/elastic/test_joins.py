@@ -297,7 +297,7 @@ def test_messages_name_a_device_by_its_first_id() -> None:
     )
 
 
-def test_a_joining_device_that_misses_the_meeting_is_ignored() -> None:
+def test_joining_device_that_misses_the_regroup_is_ignored() -> None:
     job = Job(Case(5, 2, "hybrid", "sgd", epochs=2))
     job.expected = {3: "nobody"}
     with started(job, 2):
@@ -333,7 +333,7 @@ def test_a_spare_joins_when_the_devices_have_changed() -> None:
     assert job.results["1"][0] == pytest.approx(losses, rel=TIGHT)
 
 
-def test_no_device_is_called_to_the_store_of_the_last_meeting() -> None:
+def test_each_regroup_uses_a_new_store() -> None:
     home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
     membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
     try:

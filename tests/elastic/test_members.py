@@ -214,7 +214,7 @@ def test_shards_lost_before_they_were_copied_end_the_job(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", most_slow(1, ["term", "stop"]))
-def test_a_silent_device_is_out_and_a_leaving_one_costs_no_step(kind: str) -> None:
+def test_silent_device_is_removed_and_leaving_costs_no_step(kind: str) -> None:
     command = [sys.executable, "-c", f"""
 from lab.chaos import Blow, Case, TIGHT, run
 found = run(Case(9, 3, "model", "sgd", blows=(Blow(0, {kind!r}, 6, 4),)))

@@ -62,7 +62,7 @@ def place_of(layout: Layout, device: int) -> int:
 
 
 @pytest.mark.parametrize("case", most_slow(8, range(60)))
-def test_no_plan_has_a_sum_that_is_longer_than_its_step(case: int) -> None:
+def test_no_plan_beats_the_relaxed_bound(case: int) -> None:
     """Chain, device and card apart, of plans whose shares are places, with wires by which messages take the most."""
     rng = random.Random(case)
     width, batch, devices = rng.choice([16, 32]), 16, rng.choice([2, 2, 3, 4])
@@ -108,7 +108,7 @@ def test_no_plan_has_a_sum_that_is_longer_than_its_step(case: int) -> None:
             assert (total <= step_s * (1 + 1e-9)).all(), (total, step_s, places, plan.layers)
 
 
-def test_who_comes_last_to_a_norm_has_the_messages_of_the_others() -> None:
+def test_last_device_at_a_norm_pays_for_the_messages() -> None:
     """A chain pays a second of latency, forward and backward, where it goes on at another device: 2 x (1 - x) times."""
     graph = graph_without_weights(lambda: Normed(4, 1), (3, 8, 8))
     (norm,) = (layer for layer in graph.layers.values() if layer.statistics)
@@ -126,7 +126,7 @@ def test_who_comes_last_to_a_norm_has_the_messages_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rounding_shares_at_random_takes_no_more_in_the_mean(seed: int) -> None:
+def test_random_rounding_costs_nothing_on_average(seed: int) -> None:
     """What the places rest on, with one number for samples, and one for features and channels."""
     rng = np.random.default_rng(seed)
     draws = (np.arange(4000) + 0.5) / 4000
@@ -156,7 +156,7 @@ def by_the_wire(graph: Graph, batch: int, costs: Costs) -> float:
     return max(tight_bound(asked(graph, batch, costs)).compute_s, *found)
 
 
-def test_devices_that_wait_for_each_other_by_hand() -> None:
+def test_waiting_devices_by_hand() -> None:
     """Four Linears of 1,000 x 1,000, 16 samples, two equal devices of 5 GFLOP/s: 19.2 ms for each on one device.
 
     By a wide wire all are shared: 38.4 ms. By 300 kB/s no tensor of 64 kB passes twice in time; what has no price is a part of
@@ -172,7 +172,7 @@ def test_devices_that_wait_for_each_other_by_hand() -> None:
     assert bound_of(3e5) == pytest.approx(0.066912, rel=1e-3)
 
 
-def test_the_wire_of_a_device_by_hand() -> None:
+def test_traffic_bound_of_a_device_by_hand() -> None:
     """Three Linears of 1,000 x 1,000, 16 samples, two equal devices, a wire of 1 MB/s each way.
 
     A device takes 6e6 FLOP for a sample of each: 96 ms of 16 samples at 1 GFLOP/s, so alone 288 ms, and two of them 144 ms. For

@@ -38,7 +38,7 @@ def test_a_cell_runs_once_per_device_and_device_0_prints(capfd: pytest.CaptureFi
     assert capfd.readouterr().out.startswith("device 0 of 2\n")
 
 
-def test_a_cell_that_fails_is_an_error_of_the_cell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_cell_raises_in_the_cell(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConvoyError, match="the cell ended with status 1"):
         convoy.notebook("raise SystemExit('no such layer')", "--devices 1")
     assert "no such layer" in capsys.readouterr().out

@@ -108,11 +108,11 @@ def test_dual_by_hand(layout: Layout, expected: Layout) -> None:
         (OnOne(3), "on(3)"),
     ],
 )
-def test_text(layout: Layout, text: str) -> None:
+def test_layout_text_names_kind_and_shares(layout: Layout, text: str) -> None:
     assert str(layout) == text
 
 
-def test_no_two_layouts_share_a_text() -> None:
+def test_layout_texts_are_unique() -> None:
     """A moved value is named by its layout's text; with one name for two layouts one value would replace the other."""
     sets = [(0,), (1,), (0, 1), (1, 0), (1, 1), (11,)]
     layouts = [Split(axis, shares) for axis in range(5) for shares in sets]
@@ -197,7 +197,7 @@ def test_holders_are_those_with_a_box_and_local_shapes_fit_it(case: tuple[Layout
 
 @given(any_layout())
 @settings(deadline=None)
-def test_dual_keeps_every_piece_in_its_place_and_is_its_own_inverse(case: tuple[Layout, Shape, int]) -> None:
+def test_dual_keeps_boxes_and_is_its_own_inverse(case: tuple[Layout, Shape, int]) -> None:
     layout, shape, count = case
     assert dual(dual(layout)) == layout
     for device in range(count):

@@ -209,20 +209,20 @@ def test_direct_moves_by_hand(src: Layout, dst: Layout, shape: Shape, text: str)
 
 
 @pytest.mark.parametrize(("reduce", "devices", "n", "text"), SUMS, ids=[f"{s[0]}-{s[1]}-{s[2]}" for s in SUMS])
-def test_sums_by_hand(reduce: Reduce, devices: tuple[int, ...], n: int, text: str) -> None:
+def test_all_reduces_by_hand(reduce: Reduce, devices: tuple[int, ...], n: int, text: str) -> None:
     plan = schedule(Partial(devices), Replicated(devices), (n,), reduce)
     assert plan.in_place
     assert as_sets(plan) == rounds(text)
 
 
 @pytest.mark.parametrize(("reduce", "have", "want", "n", "text"), DELIVERED)
-def test_sums_for_other_devices_by_hand(
+def test_all_reduces_for_other_devices_by_hand(
     reduce: Reduce, have: tuple[int, ...], want: tuple[int, ...], n: int, text: str
 ) -> None:
     assert as_sets(schedule(Partial(have), Replicated(want), (n,), reduce)) == rounds(text)
 
 
-def test_sums_work_on_the_flat_tensor() -> None:
+def test_sums_split_the_flat_tensor() -> None:
     plan = schedule(Partial((0, 1)), Replicated((0, 1)), (2, 3, 4), "star")
     assert plan.shape == (24,)
     assert as_sets(plan) == rounds("+ 1>0 0:24 \n = 0>1 0:24")
@@ -330,7 +330,7 @@ def check_meaning(src: Layout, dst: Layout, shape: Shape, reduce: Reduce) -> Non
 
 
 @pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), (0, 5), (3, 0)], ids=str)
-def test_every_move_brings_the_tensor_into_its_layout(shape: Shape) -> None:
+def test_every_move_reaches_its_layout(shape: Shape) -> None:
     for src, dst in product(every_layout(shape), repeat=2):
         try:
             check_meaning(src, dst, shape, "ring")
@@ -348,7 +348,7 @@ def test_every_sum_over_subsets(reduce: Reduce, n: int) -> None:
         check_meaning(Partial(have), Replicated(want), (n,), reduce)
 
 
-def test_moves_of_one_device_stay_there() -> None:
+def test_single_device_moves_are_local() -> None:
     for shape in [(10,), (10, 6), (4, 5, 3, 2), (0, 5)]:
         for src, dst in product(layouts_of_one_device(shape), repeat=2):
             check_meaning(src, dst, shape, "ring")
@@ -369,12 +369,12 @@ layouts = st.one_of(
 
 @given(layouts, layouts, st.sampled_from(REDUCES))
 @settings(max_examples=200, deadline=None)
-def test_any_move_brings_the_tensor_into_its_layout(src: Layout, dst: Layout, reduce: Reduce) -> None:
+def test_random_moves_reach_their_layout(src: Layout, dst: Layout, reduce: Reduce) -> None:
     check_meaning(src, dst, (12, 12), reduce)
 
 
 @pytest.mark.parametrize("shape", [(10, 6), (4, 5, 3, 2)], ids=str)
-def test_the_adjoint_sends_the_same_bytes_the_other_way(shape: Shape) -> None:
+def test_adjoint_sends_the_same_bytes_in_reverse(shape: Shape) -> None:
     """Except where a pending sum becomes copies: that is a collective, and its adjoint is one too."""
     for src, dst in product(every_layout(shape), repeat=2):
         if isinstance(src, Partial) and isinstance(dst, Replicated):
@@ -384,7 +384,7 @@ def test_the_adjoint_sends_the_same_bytes_the_other_way(shape: Shape) -> None:
         assert turned == traffic(back, 4), f"{src} to {dst}"
 
 
-def test_copies_share_the_work_of_serving_others() -> None:
+def test_holders_of_copies_split_the_sending() -> None:
     sent = traffic(schedule(Replicated((0, 1)), Replicated((0, 1, 2, 3, 4, 5)), (10,)), 1)
     assert sum(n for (sender, _), n in sent.items() if sender == 0) == 20
     assert sum(n for (sender, _), n in sent.items() if sender == 1) == 20
@@ -483,7 +483,7 @@ def test_a_small_direct_sum_takes_one_round(p: int, n: int, rounds: int) -> None
 
 @pytest.mark.parametrize("reduce", REDUCES)
 @pytest.mark.parametrize("n", [0, 1, 5, 100])
-def test_gradients_are_summed_in_rounds_however_few(reduce: Reduce, n: int) -> None:
+def test_small_gradients_are_summed_in_rounds_too(reduce: Reduce, n: int) -> None:
     """Their buffers are summed where they lie."""
     for p in range(2, 6):
         plan = sum_in_segments(tuple(range(p)), n, reduce, 1)
@@ -535,7 +535,7 @@ def test_mixing_by_hand(devices: tuple[int, ...], stage: int, text: str) -> None
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("first", [0, 1, 5])
-def test_after_all_stages_everybody_has_heard_of_everybody(p: int, first: int) -> None:
+def test_all_mixing_stages_reach_every_device(p: int, first: int) -> None:
     """For p a power of two, with k = lg p stages from any stage on; and nobody has before."""
     devices, k = tuple(range(p)), p.bit_length() - 1
     heard = {device: {device} for device in devices}
@@ -546,7 +546,7 @@ def test_after_all_stages_everybody_has_heard_of_everybody(p: int, first: int) -
     assert all(heard[device] == set(devices) for device in devices)
 
 
-def test_one_stage_adds_what_the_partner_has() -> None:
+def test_one_mixing_stage_adds_the_partners_values() -> None:
     (swap,) = mixing((0, 1, 2), 4, 0).rounds
     summands = {device: np.full(4, 10.0**device) for device in range(3)}
     mixed = _after_round(swap, summands, summands, in_place=True)

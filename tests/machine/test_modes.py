@@ -27,7 +27,7 @@ def choose(group: Group) -> dict[str, str]:
     return {name: value for name, value in modes().items() if value != before[name]}
 
 
-def test_what_is_chosen_is_what_torch_does() -> None:
+def test_chosen_modes_are_set_in_torch() -> None:
     """Defaults of torch: TF32 in cuDNN, none in matrix products."""
     without, with_tf32 = on_processes(2, "tests.machine.test_modes:choose")
     assert without == {
@@ -67,7 +67,7 @@ def refused(group: Group) -> list[str]:
     return told
 
 
-def test_a_device_with_a_setting_of_its_own_is_named_with_the_setting_and_both_values() -> None:
+def test_differing_torch_setting_is_named_with_both_values() -> None:
     precision, deterministic, benchmark, dtype = on_processes(2, "tests.machine.test_modes:refused")[0]
     assert precision.startswith(
         "torch would compute differently: torch.get_float32_matmul_precision is highest on device 0, but high on device 1."

@@ -82,7 +82,7 @@ class SlowToAnswer(Net):
         return 0.02 * (a != b)
 
 
-def test_a_link_that_answers_late_is_not_taken_for_a_slow_one() -> None:
+def test_high_latency_link_is_not_measured_as_slow() -> None:
     """Story: on eight devices a message of 1 KB took longer than the time for one link allowed, and larger ones were left out;
     by that one message a link of 120 MB/s had 0.14 MB/s, and a step of 2.3 s was predicted to take 209 s."""
     net = SlowToAnswer(host=[0, 1, 2], send=[50e6] * 3, receive=[50e6] * 3)
@@ -106,7 +106,7 @@ class Pausing(Net):
         return 1e-4 if self.messages[a] % 3 == 0 else 0.03
 
 
-def test_the_pauses_of_a_small_quota_are_not_taken_for_bytes() -> None:
+def test_quota_pauses_are_not_measured_as_transfer_time() -> None:
     """Story: eight devices, the slowest with 0.08 of a core, 0.14 s for each link: 2.2 s a step were predicted to take 281 s.
     The likely cause is played here: between two small sizes the median of a few messages catches a pause, the link seems slow,
     and no larger message is sent."""
@@ -116,7 +116,7 @@ def test_the_pauses_of_a_small_quota_are_not_taken_for_bytes() -> None:
     assert min(pair.bytes_per_s for pair in wire.pairs) > 20e6
 
 
-def test_a_synthetic_wire_is_found_again() -> None:
+def test_synthetic_network_is_recovered() -> None:
     """Three hosts, the last one with a slow NIC; the first one has two devices."""
     net = Net(host=[0, 0, 1, 2], send=[100e6, 80e6, 10e6], receive=[100e6, 90e6, 20e6])
     wire = measured_wire(net, share=0.5)
@@ -175,7 +175,7 @@ def test_every_pair_of_hosts_is_measured_once() -> None:
     assert pairs_to_measure([0]) == ([], [0])
 
 
-def test_an_uplink_is_as_fast_as_the_links_that_it_alone_holds_back() -> None:
+def test_uplink_rate_comes_from_the_links_it_limits() -> None:
     """Host a is alone behind an uplink that is said to carry 8 MB/s out and 1 GB/s in: 7.5 were measured on the way out; on
     the way in the NICs are narrower, so nothing is known of the uplink."""
     wire = measured_wire(Net(host=[0, 1], send=[7.5e6, 20e6], receive=[40e6, 30e6]))

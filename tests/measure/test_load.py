@@ -25,7 +25,7 @@ def use(busy: float, own: float, wants: float = 1.0, cores: float = 2.0, machine
         ([use(busy=1.9, own=0.8, wants=0.8), use(busy=1.9, own=1.0, wants=1.0)], [1.0, 1.0]),  # 0.1 for the kernel
     ],
 )  # fmt: skip
-def test_how_much_longer_others_make_it(uses: list[Usage], expected: list[float]) -> None:
+def test_load_of_other_programs_is_a_time_factor(uses: list[Usage], expected: list[float]) -> None:
     assert slowdowns(uses) == pytest.approx(expected)
 
 

@@ -48,7 +48,7 @@ def resident_bytes(group: Group) -> tuple[int, int]:
     return before, most
 
 
-def test_resident_memory_is_that_of_the_process_and_of_the_tensors() -> None:
+def test_resident_memory_is_process_plus_tensors() -> None:
     """Predicted: what it had before, and some 170 MB by the plan. Pages that were freed before are taken again."""
     graph = trace(net(), torch.zeros(2, 3, 32, 32)).graph
     plan = named_plan("data", graph, BATCH, Speeds((1.0, 1.0)))
@@ -59,7 +59,7 @@ def test_resident_memory_is_that_of_the_process_and_of_the_tensors() -> None:
         assert most > 1.2 * max(before, memory.total_bytes)  # neither of the two would do
 
 
-def test_it_is_measured_with_the_devices_beside_the_model_and_stands_in_their_file(
+def test_process_memory_is_measured_and_stored_in_the_fleet_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
@@ -75,14 +75,14 @@ def test_it_is_measured_with_the_devices_beside_the_model_and_stands_in_their_fi
     assert Measurement.from_toml(before).costs(traced.graph).process_bytes == (0,)
 
 
-def test_devices_of_a_host_share_what_is_free_and_each_has_its_own() -> None:
+def test_devices_of_a_host_share_its_free_memory() -> None:
     """900 MB are free next to two processes of 100 MB each; a limit below what a process has stays a limit."""
     rows = [DeviceInfo("a", "m", "cpu", 1, 1000 * MB, 1.0, 100 * MB) for _ in range(2)]
     assert [device.memory_bytes for device in fleet_of(rows).devices] == [550 * MB, 550 * MB]
     assert fleet_of([replace(rows[0], memory_bytes=MB)]).devices[0].memory_bytes == MB
 
 
-def test_plans_may_fill_what_the_process_leaves() -> None:
+def test_plans_may_use_memory_the_process_leaves() -> None:
     fleet = Fleet((Host("a"),), (Device("a-0", "a", "cpu", memory_bytes=100 * MB), Device("a-1", "a", "cpu")))
     room = MemoryLimits.of(fleet, process_bytes=(70 * MB, 70 * MB))
     assert (room.bytes_of(0), room.bytes_of(1)) == (30 * MB, float("inf"))

@@ -71,7 +71,7 @@ def test_a_prepared_plan_is_used_once_and_only_for_what_it_was_made_for() -> Non
         assert replan(model, (0, 1), (0, 1, 2)) == usual
 
 
-def test_the_remaining_devices_know_the_same_and_continue_with_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_devices_agree_on_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     graph = trace(make_net(), EXAMPLE).graph

@@ -52,7 +52,7 @@ def programs(net: str, plan: Plan, **options: bool) -> list[DeviceProgram]:
 # --- by hand ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_split_by_samples_by_hand() -> None:
+def test_batch_split_by_hand() -> None:
     """Two of three samples here. One convolution; the outputs go to both devices, the gradients are summed in a ring of two.
 
     Weight and bias: 2*9 + 2 = 20 entries, halves of 10. The loss reads all 3x2x2x2 = 24 outputs; 16 are made here.
@@ -85,7 +85,7 @@ def test_a_split_by_samples_by_hand() -> None:
     ]
 
 
-def test_a_program_as_text_has_a_line_for_each_operation_under_its_lane() -> None:
+def test_program_text_lists_operations_by_lane() -> None:
     (program, _) = programs("two-conv", replace(by_name("data", "two-conv"), wire="inexact-bf16"))[:2]
     lines = program_lines(program)
     assert lines[0].startswith("device 0 of")
@@ -96,7 +96,7 @@ def test_a_program_as_text_has_a_line_for_each_operation_under_its_lane() -> Non
 
 
 @pytest.mark.parametrize("wire", ["exact", "inexact-bf16"])
-def test_the_last_round_of_a_sum_is_awaited_behind_all_sums(monkeypatch: pytest.MonkeyPatch, wire: CommDtype) -> None:
+def test_last_all_reduce_round_is_awaited_after_all_others(monkeypatch: pytest.MonkeyPatch, wire: CommDtype) -> None:
     """Each round beside computing is 10 ms late, and the wire rested meanwhile: 40 of 710 ms of a VGG-11. What is rounded on
     its way is copied when it has arrived, so it is waited for where it was."""
     monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", 140)
@@ -113,7 +113,7 @@ def test_the_last_round_of_a_sum_is_awaited_behind_all_sums(monkeypatch: pytest.
     assert [op.step for op in lane.behind] == (most if wire == "exact" else [])
 
 
-def test_a_loss_of_some_outputs_leaves_out_the_rest_of_backward() -> None:
+def test_partial_loss_skips_unneeded_backward() -> None:
     graph = graph_of("auxiliary")
     steps = lower(by_name("data", "auxiliary"), graph)
     whole, part = compile_device(steps, graph, 0), compile_device(steps, graph, 0, missing=frozenset([1]))
@@ -129,7 +129,7 @@ def test_a_loss_of_some_outputs_leaves_out_the_rest_of_backward() -> None:
 
 
 @pytest.mark.parametrize("net", nets.NETS)
-def test_programs_can_run_and_send_what_the_list_says(net: str) -> None:
+def test_programs_are_valid_and_send_the_listed_bytes(net: str) -> None:
     """By every plan by name, exact or narrow, inputs whole or in chunks: another of the four for each net and plan."""
     for number, plan in enumerate(PLANS, start=list(nets.NETS).index(net)):
         check_all(net, plan, [WAYS[number % 4]])
@@ -137,7 +137,7 @@ def test_programs_can_run_and_send_what_the_list_says(net: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("net", nets.NETS)
-def test_programs_of_every_way(net: str) -> None:
+def test_programs_of_every_layout(net: str) -> None:
     for plan in PLANS:
         check_all(net, plan, WAYS)
 
@@ -243,7 +243,7 @@ def test_a_broken_program_is_refused_by_name(
         check_programs(broken(change, lane))
 
 
-def test_a_circle_of_waits_is_refused() -> None:
+def test_deadlock_is_refused() -> None:
     """Each device waits for a round that the other begins after a wait of its own."""
 
     def program(device: int, first: int, second: int) -> DeviceProgram:
@@ -267,7 +267,7 @@ def test_a_circle_of_waits_is_refused() -> None:
         check_programs([program(0, 1, 2), program(1, 2, 1)])
 
 
-def test_a_summand_may_not_change_while_it_travels() -> None:
+def test_summand_may_not_change_while_it_is_sent() -> None:
     def early(operations: list[Operation]) -> Sequence[Operation]:
         """The addition of the first round, before it has been waited for."""
         add = next(op for op in operations if type(op).__name__ == "Add")
@@ -278,7 +278,7 @@ def test_a_summand_may_not_change_while_it_travels() -> None:
         check_programs(broken(early, "sums"))
 
 
-def test_moves_between_shares_of_before_are_forgotten() -> None:
+def test_cached_moves_of_old_shares_are_dropped() -> None:
     """Churn: a job whose devices changed 700 times had grown by 60 MB."""
     clear_move_cache()
     for first in range(1, 8):

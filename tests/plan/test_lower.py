@@ -107,7 +107,7 @@ def test_parameters_lie_where_their_layers_compute() -> None:
     assert hybrid["fc.weight"] == Split(0, (4, 0, 1, 0))
 
 
-def test_a_smaller_batch_is_shared_in_the_same_proportions() -> None:
+def test_smaller_batch_keeps_the_proportions() -> None:
     plan, graph = by_name("data-by-speed", "two-conv"), graph_of("two-conv")
     assert lower(plan, graph, 3).inputs[0].layout == Split(0, (2, 0, 1, 0))
     assert lower(plan, graph, 1).inputs[0].layout == Split(0, (1, 0, 0, 0))
@@ -119,7 +119,7 @@ def test_a_smaller_batch_is_shared_in_the_same_proportions() -> None:
 # --- channel ---------------------------------------------------------------------------------------------------------
 
 
-def test_filter_then_channel_needs_no_move_between_them() -> None:
+def test_filter_then_channel_needs_no_move() -> None:
     """conv1 gives channels, pooled in place; conv2 takes the same channels; only conv2's sum travels."""
     graph = graph_of("two-conv")
     layers = {"conv1": Filter((3, 0, 1, 1)), "conv2": Channel((3, 0, 1, 1)), "fc": Filter((2, 1, 1, 1))}
@@ -165,14 +165,14 @@ def test_images_are_loaded_where_the_first_layer_wants_them(first: Strategy | No
     assert steps.inputs[0].layout == layout
 
 
-def test_two_first_layers_that_want_different_things_get_copies() -> None:
+def test_first_layers_with_different_layouts_get_copies() -> None:
     graph = graph_of("concatenation")
     steps = lower(plan_of(graph, {"narrow": One(1), "wide": Filter((5, 0, 0, 0))}), graph)
     assert steps.inputs[0].layout == Replicated((0, 1))
     assert _is_free(steps, "x")
 
 
-def test_the_input_looks_through_layers_that_follow() -> None:
+def test_input_layout_looks_past_layers_without_weights() -> None:
     class Prepared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,7 +195,7 @@ def _is_free(steps: StepList, key: str) -> bool:
 
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "concatenation", "mobile", "signal", "shuffle", "convolutions"])
 @pytest.mark.parametrize("plan", ["data", "data-by-speed", "master", "model", "hybrid"])
-def test_no_image_crosses_the_network(net: str, plan: str) -> None:
+def test_no_input_image_is_sent(net: str, plan: str) -> None:
     graph = graph_of(net)
     for batch in (10, 3):
         steps = lower(by_name(plan, net), graph, batch)
@@ -206,7 +206,7 @@ def test_no_image_crosses_the_network(net: str, plan: str) -> None:
 # --- pieces ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_convolution_begins_with_the_first_piece_of_what_is_gathered_for_it() -> None:
+def test_convolution_starts_with_the_first_gathered_chunk() -> None:
     plan, graph = by_name("model", "two-conv"), graph_of("two-conv")
     steps = lower(replace(plan, chunks=4), graph)
     pieces = {s.layer: s.chunks for s in steps.phase("forward") if isinstance(s, ComputeStep)}

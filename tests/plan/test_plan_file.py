@@ -85,7 +85,7 @@ def changed(**rows: Any) -> str:
 # --- what is written is what is read ---------------------------------------------------------------------------------
 
 
-def test_the_file_by_hand() -> None:
+def test_plan_file_by_hand() -> None:
     assert PLAN.to_json() == TEXT
     assert Plan.from_json(TEXT) == PLAN
     PLAN.check(GRAPH)
@@ -97,7 +97,7 @@ def test_a_file_without_a_wire_format_is_exact() -> None:
     assert Plan.from_json(changed(wire=...)) == PLAN
 
 
-def test_a_plan_without_layers_of_its_own() -> None:
+def test_plan_without_layer_entries_reads_back() -> None:
     plan = replace(PLAN, layers={}, otherwise=One(1))
     assert Plan.from_json(plan.to_json()) == plan
     assert '"layers": {}' in plan.to_json()
@@ -177,7 +177,7 @@ NO_PLANS = [
 
 
 @pytest.mark.parametrize(("text", "parts"), NO_PLANS, ids=[parts[0] for _, parts in NO_PLANS])
-def test_what_is_no_plan_is_refused(text: str, parts: tuple[str, ...]) -> None:
+def test_invalid_plans_are_refused(text: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text, "fleet/plan.json")
     message = str(caught.value)
@@ -244,7 +244,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan: Plan, value: str, remedy: str
         plan.check(GRAPH)
 
 
-def test_a_plan_for_another_number_of_devices() -> None:
+def test_plan_for_another_device_count_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'by hand' is for 3 devices, this job has 4: start as many devices as"):
         PLAN.check(GRAPH, devices=4)
 
@@ -258,7 +258,7 @@ def test_a_plan_for_another_model_says_which() -> None:
     PLAN.check(replace(GRAPH, layers={n: replace(v, dtype="float64", reason="") for n, v in GRAPH.layers.items()}))
 
 
-def test_only_gradients_are_ever_mixed() -> None:
+def test_only_gradients_are_mixed() -> None:
     plan = replace(PLAN, reduce="inexact-butterfly-mixing")
     assert (plan.exact, plan.mixes, plan.collective) == (False, True, "butterfly")
     assert "mixing" in plan.inexact
@@ -266,7 +266,7 @@ def test_only_gradients_are_ever_mixed() -> None:
     plan.check(GRAPH)
 
 
-def test_a_plan_that_rounds_on_the_wire_says_so() -> None:
+def test_inexact_wire_format_is_stated() -> None:
     plan = replace(PLAN, wire="inexact-bf16")
     assert "inexact-bf16" in plan.inexact
     assert (plan.exact, plan.mixes) == (False, False)

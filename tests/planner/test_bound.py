@@ -143,7 +143,7 @@ def small(rng: random.Random) -> Graph:
 
 
 @pytest.mark.parametrize("case", most_slow(2, [2, 1, 0, *range(3, 12)]))
-def test_no_plan_is_faster(case: int) -> None:
+def test_no_plan_beats_the_lower_bound(case: int) -> None:
     rng = random.Random(case)
     graph, batch = small(rng), rng.choice([4, 12])
     rates = [rng.choice([1e9, 2e9, 5e9, 1e10]) for _ in range(rng.choice([2, 3]))]
@@ -157,7 +157,7 @@ def test_no_plan_is_faster(case: int) -> None:
 
 
 @pytest.mark.parametrize("case", most_slow(4, range(8)))
-def test_no_plan_is_faster_where_the_wire_sets_the_pace(case: int) -> None:
+def test_no_plan_beats_the_bound_on_a_slow_network(case: int) -> None:
     """Chains of Linears on two nearly equal devices, where an exchange takes about as long as it spares."""
     rng = random.Random(case)
     width, batch, rate = rng.choice([50, 100, 200]), 8, rng.choice([1e8, 1e9])
@@ -235,7 +235,7 @@ def with_others(rng: random.Random, plan: Plan, graph: Graph, speeds: list[float
 
 
 @pytest.mark.parametrize("case", most_slow(3, range(40)))
-def test_no_plan_of_a_net_that_branches_is_faster(case: int) -> None:
+def test_no_plan_of_a_branching_net_beats_the_bound(case: int) -> None:
     """Layers without weights have strategies of their own; batch norms share their statistics."""
     rng = random.Random(case)
     width, normed, batch = rng.choice([4, 16, 32]), rng.random() < 0.5, rng.choice([4, 12])
@@ -261,7 +261,7 @@ def test_a_single_layer_by_hand() -> None:
     assert lower_bound(asked(graph, 64, Costs(times, network(2, 1e15)))).step_s == pytest.approx(flop / 4e9, rel=1e-3)
 
 
-def test_the_loss_is_shared_out_with_its_outputs() -> None:
+def test_loss_time_is_split_with_its_outputs() -> None:
     """16 samples of 1,000 outputs, 1 and 3 s for each byte of them: together 0.75 s."""
     graph = Stack((1000,)).linear(1000).graph()
     plain = Costs(Roofline((Rate(1e9, 1e15),) * 2), network(2, 1e15))
@@ -269,7 +269,7 @@ def test_the_loss_is_shared_out_with_its_outputs() -> None:
     assert lower_bound(asked(graph, 16, costs)).step_s == pytest.approx(16 * 1000 * 4 * 0.75, rel=1e-3)
 
 
-def test_the_wire_of_a_device_by_hand() -> None:
+def test_traffic_bound_of_a_device_by_hand() -> None:
     """Three Linears of 1,000 x 1,000, 16 samples, two equal devices, a wire of 1 MB/s each way.
 
     A device takes 6e6 FLOP for a sample of each: 96 ms of 16 samples at 1 GFLOP/s, so alone 288 ms, and two of them 144 ms. For
@@ -293,7 +293,7 @@ def two_devices() -> tuple[Graph, PlanRequest]:
     return graph, asked(graph, 16, roofline_costs(fleet), fleet)
 
 
-def test_the_bound_stands_in_words_beside_a_plan() -> None:
+def test_bound_is_printed_with_a_plan() -> None:
     _, context = two_devices()
     row = predict_plan(candidates(context)[0].plan.named("auto"), context)
     least = lower_bound(context)
@@ -316,7 +316,7 @@ def test_every_plan_of_the_table_says_how_far_above_the_bound_it_is() -> None:
 
 
 @pytest.mark.parametrize("case", most_slow(10, range(40)))
-def test_no_size_takes_less_than_its_part_of_the_least(case: int) -> None:
+def test_no_size_beats_its_fraction_of_the_minimum(case: int) -> None:
     """Every size of every layer of a small net, inside and beyond grids that may end early on any axis, near corrections
     and far from them."""
     rng = random.Random(case)

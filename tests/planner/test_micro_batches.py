@@ -44,7 +44,7 @@ def test_gradients_and_weights_are_sent_once_a_step(name: str, passes: int) -> N
     assert sum(found.received_bytes) == pytest.approx(found.traffic_bytes, abs=plan.devices)
 
 
-def test_optimizer_and_sum_count_once_per_step() -> None:
+def test_optimizer_and_all_reduce_count_once_per_step() -> None:
     """One device that takes 1 s for the optimizer, and 1 ns for a byte that it adds; nothing else takes time."""
     graph, entries = WIDE, sum(p.entries for layer in WIDE.layers.values() for p in layer.trainable)
     device = fleet((1e20, None))
@@ -64,7 +64,7 @@ def test_optimizer_and_sum_count_once_per_step() -> None:
     assert times == pytest.approx([1.0, 1.0 + adds_s, 1.0 + 4 * adds_s], abs=1e-6)
 
 
-def test_a_slow_link_pays_with_many_micro_batches() -> None:
+def test_slow_link_needs_many_micro_batches() -> None:
     """2.6 MB of weights at 10 Mbit/s: a sum takes longer than a pass, and not longer than sixteen."""
     slow = fleet((1e11, None), (1e11, None), bytes_per_s=1.25e6)
     workers, speeds = [], []

@@ -76,7 +76,7 @@ def heavy() -> Graph:
 
 
 @pytest.mark.parametrize("limit_mb", most_slow(1, [260, 200]))
-def test_weights_are_freed_after_use_where_nothing_else_fits(limit_mb: int) -> None:
+def test_weights_are_freed_after_use_if_nothing_else_fits(limit_mb: int) -> None:
     """200 MB are little more than what an even fourth of the samples takes: the fast devices give samples away."""
     graph = heavy()
     tight = context_of(fleet(*[(rate, limit_mb * 10**6) for rate in (1e11, 8e10, 6e10, 6e10)]), graph, 64)
@@ -89,7 +89,7 @@ def test_weights_are_freed_after_use_where_nothing_else_fits(limit_mb: int) -> N
     assert all(max(needs(other, graph)) > limit_mb * 10**6 for other in others)
 
 
-def test_quick_plans_free_weights_too_where_nothing_else_fits() -> None:
+def test_quick_plans_free_weights_if_nothing_else_fits() -> None:
     graph = heavy()
     tight = context_of(fleet(*[(1e11, 200 * 10**6)] * 4), graph, 64)
     (found,) = quick_candidates(tight)
@@ -97,7 +97,7 @@ def test_quick_plans_free_weights_too_where_nothing_else_fits() -> None:
     assert max(needs(found.plan, graph)) <= 200 * 10**6
 
 
-def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
+def test_net_that_fits_nowhere_is_refused_with_sizes() -> None:
     small = context_of(fleet((1e11, 10_000_000), (5e10, 12_000_000)))
     with pytest.raises(PlanError) as refused:
         plan_auto(small)
@@ -108,7 +108,7 @@ def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
     assert "memory_bytes" in text
 
 
-def test_the_optimizers_state_counts() -> None:
+def test_optimizer_state_counts_as_memory() -> None:
     """64 MB are more than three times the weights, for sgd with momentum, and less than four times, for adam."""
     one = fleet((1e11, 58_000_000))
     assert plan_auto(context_of(one)).devices == 1
@@ -158,12 +158,12 @@ def test_least_energy_by_hand() -> None:
     assert relaxed.energy.step_j < hurried.energy.step_j
 
 
-def test_no_plan_is_fast_enough() -> None:
+def test_step_time_limit_that_no_plan_meets_is_refused() -> None:
     with pytest.raises(PlanError, match=r"no plan takes at most 1e-09 s a step: the fastest takes"):
         predict_all(context_of(hungry(5.0, 50.0)), 1e-9)
 
 
-def test_least_energy_wants_watts() -> None:
+def test_least_energy_needs_watts() -> None:
     plain = fleet((1e11, None), (5e10, None))
     dark = replace(plain, devices=(plain.devices[0], replace(plain.devices[1], idle_w=None, busy_w=None)))
     context = context_of(dark)

@@ -123,7 +123,7 @@ def test_the_table_of_parts_has_the_lower_bound_and_the_difference() -> None:
     assert "on d0, which finishes last" in console.file.getvalue()
 
 
-def test_a_device_without_work_is_busy_with_messages_only() -> None:
+def test_idle_device_is_busy_with_messages_only() -> None:
     """It was said to compute 10.7 % of a step."""
     graph, context = two_devices()
     row = predict_plan(Plan("hand", graph.fingerprint, 2, 16, {}, Batch((16, 0))), context)
@@ -133,7 +133,7 @@ def test_a_device_without_work_is_busy_with_messages_only() -> None:
     assert [line[1] for line in cells if line[:1] in (["d0"], ["d1"])] == ["100.0%", "none"]
 
 
-def test_what_a_further_device_brings_names_what_it_is_compared_with() -> None:
+def test_further_device_gain_names_its_baseline() -> None:
     """ "without d1: 0.96x" did not say of what."""
     _, context = two_devices()
     speeds = context.speeds.devices
@@ -146,7 +146,7 @@ def test_what_a_further_device_brings_names_what_it_is_compared_with() -> None:
     assert expected in console.file.getvalue()
 
 
-def test_a_prediction_groups_what_changes_nothing_and_explains_the_plan_with_several_devices(
+def test_prediction_groups_changes_without_effect(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It listed eight changes with "1.00x", and the parts of a step on one device where the answer was No."""

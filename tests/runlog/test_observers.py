@@ -43,7 +43,7 @@ def test_evaluation_and_the_first_step_after_it_do_not_count(tmp_path: Path, mon
     assert (second["steps"], second["wall_s"]) == (0, [0.0]), "an epoch counts by itself"
 
 
-def test_two_devices_report_what_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_report_their_system_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed by hand. A line follows the first step, then as many steps as last 5 s."""
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: type("Info", (), {"rss": 7_000_000})())
     monkeypatch.setattr(psutil.Process, "cpu_percent", lambda _: 150.0)

@@ -78,7 +78,7 @@ def test_a_training_makes_a_folder_by_default(
     assert list(runs.iterdir()) == [folder], "--log FILE makes no folder"
 
 
-def test_two_runs_of_one_moment_have_a_folder_each(runs: Path) -> None:
+def test_simultaneous_runs_get_separate_folders(runs: Path) -> None:
     places = []
     for _ in range(20):
         place = make_directory(Settings())
@@ -87,7 +87,7 @@ def test_two_runs_of_one_moment_have_a_folder_each(runs: Path) -> None:
     assert len(set(places)) == 20 == len(list(runs.iterdir()))
 
 
-def test_no_log_where_none_is_wanted(
+def test_log_can_be_disabled(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -100,7 +100,7 @@ def test_no_log_where_none_is_wanted(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_training(
+def test_unwritable_folder_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -133,7 +133,7 @@ def test_a_resumed_run_continues_its_log(runs: Path, tmp_path: Path, monkeypatch
 # ------------------------------------------------------------------------------------------------------- which lines
 
 
-def test_a_job_logs_all_that_a_page_needs(tmp_path: Path) -> None:
+def test_job_log_has_all_data_for_the_page(tmp_path: Path) -> None:
     """On two processes, with a plan that the planner chose: a prediction, its timeline, the fleet it was made for."""
     fleet, folder = tmp_path / "fleet.toml", tmp_path / "run"
     fleet.write_text(on_processes(2, "tests.cli.test_auto:measure_tiny", limit_s=60)[0])
@@ -230,7 +230,7 @@ def test_a_log_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert "Finished: 40 of 40 steps." in write_report(path, tmp_path / "page.html").read_text()
 
 
-def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_log_lines_round_trip(tmp_path: Path) -> None:
     """One model per line: what the present code writes of an old log is that log, but for fields it did not have."""
     for text in Path(__file__).with_name("old_log.jsonl").read_text().splitlines():
         line = LINE.validate_json(text)
@@ -264,7 +264,7 @@ def test_the_log_of_a_suspended_device_is_continued_by_another(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("place", "why"), [(".", "Is a directory"), ("nowhere/log", "No such file or directory")])
-def test_a_log_that_cannot_be_written_names_the_remedy(place: str, why: str, tmp_path: Path) -> None:
+def test_unwritable_log_names_a_remedy(place: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"cannot write the log .*: {why}; give a path in a folder that exists"):
         RunLog(tmp_path / place)
 
@@ -284,7 +284,9 @@ class SmallDisk:
 
 
 @pytest.mark.parametrize("most_bytes", [1 << 20, 200])
-def test_lines_wait_while_the_disk_is_full(most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_are_buffered_while_the_disk_is_full(
+    most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first line that found no room ended the log, and in the middle of the line."""
     path, disk, told = tmp_path / "log", SmallDisk(130), list[str]()
     monkeypatch.setattr("convoy.runlog.writer.MAX_PENDING_BYTES", most_bytes)
@@ -305,7 +307,7 @@ def test_lines_wait_while_the_disk_is_full(most_bytes: int, tmp_path: Path, monk
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(7))
 
 
-def test_a_log_that_ends_on_a_full_disk_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_on_a_full_disk_reports_missing_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, told = tmp_path / "log", list[str]()
     with RunLog(path, tell=told.append) as log:
         monkeypatch.setattr("convoy.runlog.writer.os.write", SmallDisk(0))

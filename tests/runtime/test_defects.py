@@ -68,7 +68,7 @@ def test_autocast_of_the_caller_works_on_several_devices(plan: str, speeds: tupl
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "model"])
-def test_load_state_dict_loads_the_pieces(plan: str) -> None:
+def test_load_state_dict_loads_the_shards(plan: str) -> None:
     """With strict=False it loaded nothing and said nothing: its keys carried `module.`."""
     model, other = nets.build("resnet"), nets.build("resnet")
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_a_batch_of_zero_is_refused() -> None:
         lower(planned("data", model, (1.0, 1.0)), graph, 0)
 
 
-def test_an_optimizer_on_pieces_is_refused_also_where_distributed_was_built_directly() -> None:
+def test_directly_built_module_refuses_inexact_optimizers_on_shards() -> None:
     """Only `distribute` marked the pieces."""
     model = nets.build("two-conv")
 

@@ -175,7 +175,7 @@ def test_every_move_on_threads(shape: Shape, dtype: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), (0, 5)], ids=str)
-def test_every_move_of_one_device(shape: Shape) -> None:
+def test_every_single_device_move(shape: Shape) -> None:
     cases = every_case(layouts_of_one_device(shape), shape)
     check_outcomes(cases, run_on_threads(1, lambda group: move_all(group, cases), LIMIT_S))
 
@@ -236,7 +236,7 @@ def products(group: Group, cases: Sequence[Case]) -> list[tuple[float, float, fl
 
 
 @pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), ()], ids=str)
-def test_the_move_between_the_duals_is_the_adjoint(shape: Shape) -> None:
+def test_move_between_duals_is_the_adjoint(shape: Shape) -> None:
     """<F x, y> = <x, F* y> to 1e-12, with the inner product of the head of this file."""
     cases = every_case(every_layout(shape), shape)
     by_device = run_on_threads(DEVICES, lambda group: products(group, cases), LIMIT_S)
@@ -251,7 +251,7 @@ def test_the_move_between_the_duals_is_the_adjoint(shape: Shape) -> None:
 
 @pytest.mark.parametrize("reduce", REDUCES)
 @pytest.mark.parametrize("devices", [2, 3, 4, 6, 7])
-def test_sums_that_become_copies_are_equal_to_the_last_bit(devices: int, reduce: Reduce) -> None:
+def test_all_reduce_copies_are_bitwise_equal(devices: int, reduce: Reduce) -> None:
     """Random float32 summands of unlike size, where every order of adding gives other bits; and the same bits twice."""
     everyone = tuple(range(devices))
     shapes = [(1,), (2,), (devices,), (7, 5), (20_000,), (1000,)]  # 20,000: a direct sum takes two rounds
@@ -276,7 +276,7 @@ def test_sums_that_become_copies_are_equal_to_the_last_bit(devices: int, reduce:
     torch.testing.assert_close(by_device[0][-1].cpu().double(), exact, rtol=1e-5, atol=1e-3)
 
 
-def test_copies_for_other_devices_have_the_same_bits() -> None:
+def test_copies_for_other_devices_are_bitwise_equal() -> None:
     """The finished sum is copied to those who held no summand, not added up again; but a small direct one, by all alike."""
 
     def work(group: Group) -> list[Tensor]:
@@ -316,7 +316,7 @@ def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_need_not_arrive_is_a_view() -> None:
+def test_local_data_is_a_view() -> None:
     """Where a device has what it needs already, nothing is copied; a sum never works in the memory of a summand."""
     views = [
         Case(Replicated((0, 1)), Split(0, (4, 6)), (10, 6)),
@@ -346,7 +346,7 @@ def test_what_need_not_arrive_is_a_view() -> None:
     assert of_first == [True] * len(views) + [False] * len(copies)
 
 
-def test_copies_of_one_number_may_be_expanded() -> None:
+def test_expanded_tensors_can_be_copied() -> None:
     """A gradient of a mean is one number, expanded: all its entries share one place in memory."""
     shape = (6, 4)
 
@@ -381,7 +381,7 @@ def test_run_rounds_works_in_place() -> None:
 
 @pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
 @pytest.mark.parametrize("n", [2, 3, 10, 31])
-def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
+def test_all_reduce_in_segments(reduce: Reduce, n: int) -> None:
     """Two rounds are under way at a time, and each lands in memory of its own: sums may not mix."""
     devices, landing = (0, 1, 2), [Slots() for _ in range(3)]
 
@@ -428,13 +428,13 @@ class _Landed:
         self.open -= self.where
 
 
-def test_segments_under_way_land_in_memory_of_their_own() -> None:
+def test_concurrent_segments_have_separate_buffers() -> None:
     group, landing = _Watched(), Slots()
     run_rounds(group, collectives.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
     assert group.open == set()
 
 
-def test_segments_by_hand() -> None:
+def test_all_reduce_segments_by_hand() -> None:
     """A ring of two sums 0:3, another 3:6; of each in turns one round. The bytes are those of one ring."""
     halves = [collectives.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
     plan = collectives.sum_in_segments((0, 1), 6, "ring", 2)
@@ -447,7 +447,7 @@ def test_segments_by_hand() -> None:
     assert collectives.traffic(plan, 4) == collectives.traffic(whole, 4)
 
 
-def test_mixing_stages_on_a_group_of_four_and_of_three() -> None:
+def test_mixing_stages_of_four_and_three_devices() -> None:
     """Stage by stage the partner's numbers are added; two stages make the whole sum of four devices, not of three."""
 
     def work(group: Group) -> list[float]:

@@ -135,7 +135,7 @@ def assert_refused(hang: Callable[[nn.Module], Any], plan: str, match: str, *, a
         *(("stem", "hybrid"), ("block.norm", "data-by-speed"), ("act", "model"), ("fc", "hybrid")),
     ],
 )
-def test_a_forward_hook_that_observes_sees_the_whole_batch_on_every_device(path: str, plan: str) -> None:
+def test_observing_forward_hook_sees_the_global_batch(path: str, plan: str) -> None:
     """On a layer it saw this device's samples; on a container it was never called."""
 
     def hang(model: nn.Module, seen: list[Any]) -> None:
@@ -175,7 +175,7 @@ class Observer:
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_an_observer_is_the_users_own_and_sees_training_alone(bound: bool) -> None:
+def test_observer_object_is_not_copied_and_sees_training_only(bound: bool) -> None:
     """A deep copy of the model copied it along, and the user's own saw nothing; tracing showed it random numbers."""
 
     def hang(model: nn.Module, seen: list[Any]) -> None:
@@ -214,12 +214,12 @@ def test_a_hook_on_a_module_after_distribute_is_refused(path: str, kind: str) ->
 @pytest.mark.parametrize(
     ("path", "kind"), [("", "forward"), ("", "forward_pre"), ("", "full_backward"), ("block", "full_backward_pre")]
 )
-def test_a_hook_that_would_see_a_part_is_refused_before_distribute_too(path: str, kind: str) -> None:
+def test_hook_that_would_see_a_shard_is_refused(path: str, kind: str) -> None:
     assert_refused(lambda m: getattr(m.get_submodule(path), f"register_{kind}_hook")(lambda *_: None), "data-by-speed",
                    "distributed model", after=False)  # fmt: skip
 
 
-def test_a_hook_that_was_removed_no_longer_acts() -> None:
+def test_removed_hook_no_longer_runs() -> None:
     expected = train(net(), lambda x: x)
 
     def work(group: Group) -> None:
@@ -249,7 +249,7 @@ def test_a_hook_that_changes_shapes_is_refused() -> None:
                    "hooks may change numbers", after=False)  # fmt: skip
 
 
-def test_backward_hooks_act_where_there_is_one_device() -> None:
+def test_backward_hooks_run_on_one_device() -> None:
     alone, expected = net(), []
     alone.get_submodule("block").register_full_backward_hook(lambda _m, gx, _gy: expected.append(gx[0].sum().item()))
     out = train(alone, lambda x: x)
@@ -291,12 +291,12 @@ def hang_on_parameter(model: nn.Module, seen: list[Any]) -> None:
         *(("model", ONE_IDLE, False), ("data-by-speed", ONE_IDLE, False)),
     ],
 )
-def test_hooks_on_a_parameter_see_the_sum_of_its_gradient(plan: str, speeds: Speeds, after: bool) -> None:
+def test_parameter_hooks_see_the_summed_gradient(plan: str, speeds: Speeds, after: bool) -> None:
     """Set before `distribute` they were dropped; set afterwards they saw parts: 1.12 where torch gives 0.13."""
     assert_as_on_one_device(hang_on_parameter, plan, after=after, speeds=speeds)
 
 
-def test_a_plan_that_splits_a_parameter_is_refused_where_it_has_a_hook() -> None:
+def test_plan_that_shards_a_hooked_parameter_is_refused() -> None:
     plan, model = plan_of("model", net()), net()
     model.get_submodule("stem").weight.register_hook(lambda _: None)  # type: ignore[operator, union-attr]
     with pytest.raises(PlanError, match=r"layer 'stem', strategy 'filter': its parameters .* have hooks"):
@@ -305,7 +305,7 @@ def test_a_plan_that_splits_a_parameter_is_refused_where_it_has_a_hook() -> None
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("plan", ["model", "data-by-speed"], ids=["split", "copied to some devices"])
-def test_a_hook_on_a_piece_is_refused(plan: str, kind: str) -> None:
+def test_hook_on_a_shard_is_refused(plan: str, kind: str) -> None:
     def hang(model: nn.Module) -> None:
         getattr(dict(model.named_parameters())["stem.weight"], kind)(lambda _: None)
 
@@ -329,7 +329,7 @@ def test_an_optimizer_in_a_hook_steps_as_on_one_device() -> None:
     assert_as_on_one_device(hang, "data", after=True, speeds=EVEN)
 
 
-def test_a_copy_keeps_its_hooks_apart_from_those_of_the_original() -> None:
+def test_copied_model_has_its_own_hooks() -> None:
     model, seen = net(), []
     copied = copy.deepcopy(model)
 

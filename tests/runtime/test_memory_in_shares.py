@@ -126,7 +126,7 @@ SLOW = pytest.mark.slow
         pytest.param("free", "sgd", marks=SLOW),
     ],
 )
-def test_the_peak_of_a_step_with_weights_in_shares_is_as_predicted(form: Form, optimizer: str) -> None:
+def test_peak_memory_with_sharded_weights_matches_prediction(form: Form, optimizer: str) -> None:
     plan, graph = planned(form)
     predicted = [each.total_bytes for each in memory_of(plan, graph, optimizer=optimizer)]
     found = on_processes(2, f"{__name__}:peak_bytes", form, optimizer)

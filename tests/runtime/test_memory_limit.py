@@ -106,7 +106,7 @@ def together(device: int, groups: list[str], plan: str, weights: str, trained: s
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "in shares"])
 @pytest.mark.skipif(memory_root() is None, reason="this user cannot limit memory: it needs control groups")
-def test_a_net_that_fits_on_no_device_trains_as_on_a_large_one(name: str, tmp_path: Path) -> None:
+def test_net_too_large_for_any_device_trains_as_on_a_large_one(name: str, tmp_path: Path) -> None:
     root = memory_root()
     assert root is not None
     plan, graph = planned(name)

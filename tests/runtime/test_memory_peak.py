@@ -106,7 +106,7 @@ def peak_beside_plain(group: Group, name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_step_holds_no_more_than_plain_pytorch_and_what_travels(devices: int) -> None:
+def test_step_holds_only_pytorchs_memory_plus_messages(devices: int) -> None:
     """A ResNet: layer by layer, what batch norms give and activations keep was held twice."""
     name = "resnet:8:16"
     graph = trace(build_net(name, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
@@ -149,7 +149,7 @@ class Living(TorchDispatchMode):
         ("hybrid", 2, "inexact-bf16"),
     ],
 )  # fmt: skip
-def test_the_peak_of_a_training_step_is_as_predicted(name: str, devices: int, wire: CommDtype) -> None:
+def test_peak_memory_of_a_step_matches_prediction(name: str, devices: int, wire: CommDtype) -> None:
     plan, graph = planned(name, devices, wire)
     expected = [each.total_bytes for each in memory_of(plan, graph)]
     found = on_processes(devices, "tests.runtime.test_memory_peak:peak_bytes", name, wire)

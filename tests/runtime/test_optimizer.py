@@ -116,7 +116,7 @@ STATEFUL: dict[str, Make] = {
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "master", "model", "hybrid"])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_the_state_as_a_whole_is_that_of_one_device(name: str, plan: str) -> None:
+def test_full_optimizer_state_matches_one_device(name: str, plan: str) -> None:
     model, optimizer = train_on_one(STATEFUL[name])
     keys = {parameter: key for key, parameter in model.named_parameters()}
     expected = {keys[p]: state for p, state in optimizer.state.items() if state}
@@ -169,7 +169,7 @@ UNFIT: dict[str, Make] = {
 
 @pytest.mark.parametrize("plan", ["model", "master", "hybrid"])
 @pytest.mark.parametrize("name", UNFIT)
-def test_an_optimizer_that_looks_at_more_than_one_entry_is_refused_on_pieces(name: str, plan: str) -> None:
+def test_non_elementwise_optimizer_is_refused_on_shards(name: str, plan: str) -> None:
     """Before anything has changed; the message says what to do."""
     whole, fitting = build(), plan_of(plan)
 
@@ -194,7 +194,7 @@ def test_an_optimizer_that_looks_at_more_than_one_entry_is_refused_on_pieces(nam
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_it_is_welcome_where_every_device_has_whole_copies(name: str) -> None:
+def test_non_elementwise_optimizer_is_allowed_on_copies(name: str) -> None:
     """And trains as on one device."""
     expected = train_on_one(UNFIT[name])[0].state_dict()
     start = build().state_dict()
@@ -211,13 +211,13 @@ def _scaled_is_known() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_scaled_is_known")
-def test_a_class_of_ones_own_can_be_added() -> None:
+def test_user_optimizer_class_can_be_registered() -> None:
     expected = train_on_one(UNFIT["Scaled"])[0].state_dict()
     for found in train_on_many(UNFIT["Scaled"], plan_of("model"), lambda model, _: model.full_state_dict()):
         assert all(_apart(found[key], expected[key]) <= EXACT for key in expected)
 
 
-def test_a_subclass_is_not_trusted_for_its_parent() -> None:
+def test_subclass_of_a_known_optimizer_is_not_trusted() -> None:
     class Normalised(torch.optim.SGD):
         """Divides by the norm of the whole gradient first."""
 

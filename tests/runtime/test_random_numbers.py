@@ -53,18 +53,18 @@ def masks(group: Group) -> list[list[float]]:
     return [part(x, whole=True).tolist() for _ in range(2)]  # type: ignore[misc]
 
 
-def test_devices_that_drop_out_unequally_draw_alike_in_the_loop() -> None:
+def test_unequal_dropout_keeps_loop_randomness_equal() -> None:
     rows = on_processes(2, "tests.runtime.test_random_numbers:trained", "dropout")
     assert rows[0] == rows[1]
 
 
-def test_a_module_that_runs_whole_leaves_the_loop_the_draws_of_one_device() -> None:
+def test_unsplit_module_keeps_the_loops_randomness() -> None:
     rows: list[Any] = on_processes(2, "tests.runtime.test_random_numbers:trained", "whole")
     alone = trained(AloneGroup(torch.device("cpu")), "whole")
     assert rows == [pytest.approx(alone)] * 2
 
 
-def test_devices_and_steps_have_masks_of_their_own() -> None:
+def test_dropout_masks_differ_by_device_and_step() -> None:
     first, second = on_processes(2, "tests.runtime.test_random_numbers:masks")[0]
     drawn = [first[:4], first[4:], second[:4], second[4:]]
     assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])

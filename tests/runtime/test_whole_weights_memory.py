@@ -51,7 +51,7 @@ def trained(model: nn.Module, call: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("first_has_weights", [True, False])
-def test_a_model_on_the_meta_device_trains_as_one_that_was_whole(first_has_weights: bool, tmp_path: Path) -> None:
+def test_meta_device_model_trains_as_a_materialised_one(first_has_weights: bool, tmp_path: Path) -> None:
     """Weights come from device 0, or from a file that each device reads its pieces of: then the model is whole nowhere."""
     plan = sharded()
     with torch_seed(4):
@@ -77,7 +77,7 @@ def test_a_model_on_the_meta_device_trains_as_one_that_was_whole(first_has_weigh
             assert torch.allclose(each[key], tensor, rtol=0, atol=1e-10)
 
 
-def test_weights_of_device_0_reach_models_on_the_meta_device() -> None:
+def test_meta_device_models_get_weights_of_device_0() -> None:
     plan = sharded()
     with torch_seed(4):
         first = net()
@@ -89,7 +89,7 @@ def test_weights_of_device_0_reach_models_on_the_meta_device() -> None:
         assert all(torch.equal(each[key], t) for key, t in first.state_dict().items())
 
 
-def test_weights_that_a_deep_copy_was_given_are_not_there_in_the_original() -> None:
+def test_deep_copy_and_original_load_weights_separately() -> None:
     """The two shared the list of what had yet to come: the original trained on whatever its memory held, without a word."""
     plan = named_plan("data", trace(net(), X[:2]).graph, len(X), Speeds((1.0,)))
     part = distribute(on_meta(), plan, AloneGroup(torch.device("cpu")), X[:2])
@@ -101,7 +101,7 @@ def test_weights_that_a_deep_copy_was_given_are_not_there_in_the_original() -> N
 
 
 @pytest.mark.parametrize("name", ["auto", "data-by-speed"])
-def test_a_model_on_the_meta_device_is_not_timed(name: str) -> None:
+def test_meta_device_model_is_not_timed(name: str) -> None:
     """On the meta device every layer takes no time: a plan was made of that, without a word."""
 
     def work(group: Group) -> None:
@@ -131,7 +131,7 @@ def test_weights_are_freed_in_a_job_of_processes() -> None:
     assert max(on_processes(2, "tests.runtime.test_whole_weights_memory:freed")) < 1e-10
 
 
-def test_nothing_keeps_the_model_that_was_distributed() -> None:
+def test_original_model_is_freed() -> None:
     """Its weights are freed when the script lets go of it."""
     plan = sharded()
 

@@ -101,7 +101,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", ["data", "model", "hybrid", "master"])
-def test_memory_is_what_the_executor_keeps(name, fuse):
+def test_predicted_memory_matches_the_executor(name, fuse):
     """After forward: the storages that the executor and autograd keep, each counted once; parameters and buffers of this part.
 
     The prediction keeps the input and the output of a layer that autograd runs; most keep one of them.

@@ -34,14 +34,14 @@ def measured() -> Measurement:
     return reaching(found, other_load=0.0)
 
 
-def test_what_a_device_reached_is_kept_in_the_file(measured: Measurement) -> None:
+def test_achieved_rates_are_stored_in_the_file(measured: Measurement) -> None:
     (device,) = measured.device
     assert 1e6 < device.flop_per_s < 1e13
     assert 1e5 < device.memory_bytes_per_s < 1e13
     assert Measurement.from_toml(measured.to_toml()) == measured
 
 
-def test_another_net_is_predicted_by_what_the_devices_reached(measured: Measurement) -> None:
+def test_other_net_is_predicted_from_achieved_rates(measured: Measurement) -> None:
     other = graph_of("two-conv:8:16", IMAGE)
     slow, fast = (reaching(measured, flop_per_s=rate, memory_bytes_per_s=1e15) for rate in (1e8, 2e8))
     costs = slow.best_costs(other)

@@ -70,18 +70,18 @@ def test_the_fastest_plan_wins(fastest: int) -> None:
     assert rounds_of(ran) == [0, 1, 2, 1, 0], "there and back"
 
 
-def test_a_plan_far_behind_has_one_round_only() -> None:
+def test_slow_plan_gets_one_round_only() -> None:
     state, ran, _ = tried(lambda plan, _: [1.0, 1.0 + 2 * FAR_BEHIND, 0.9][plan], 3)
     assert rounds_of(ran) == [0, 1, 2, 0]
     assert state.running == 2
 
 
-def test_a_machine_that_slows_down_evenly_is_fair_to_all_plans() -> None:
+def test_even_slowdown_does_not_change_the_winner() -> None:
     state, _, _ = tried(lambda plan, step: [1.0, 0.95][plan] * (1 + 0.015 * step), 2)
     assert state.running == 1
 
 
-def test_the_first_steps_by_a_plan_do_not_count() -> None:
+def test_first_steps_of_a_plan_are_ignored() -> None:
     seen: list[int] = []
 
     def step_s(plan: int, step: int) -> float:  # noqa: ARG001
@@ -94,7 +94,7 @@ def test_the_first_steps_by_a_plan_do_not_count() -> None:
     assert max(step_s for entry in state.entries for step_s in entry.seen_s) <= 1.0
 
 
-def test_by_a_noise_of_a_tenth_the_better_plan_is_missed_seldom_and_a_bad_one_never_chosen() -> None:
+def test_ten_percent_noise_never_selects_a_bad_plan() -> None:
     chosen = []
     for seed in range(200):
         rng = random.Random(seed)

@@ -84,7 +84,7 @@ def trained(training: Training, spoiled: int | None = None, epochs: int = 2, **o
 
 
 @needs_sim
-def test_no_step_waits_for_an_accelerator() -> None:
+def test_losses_are_read_without_waiting_for_an_accelerator() -> None:
     on_processes(1, "tests.train.test_late_losses:train_on_an_accelerator", joined=False)
 
 
@@ -102,7 +102,7 @@ def train_on_an_accelerator(_device: int) -> None:
 
 
 @needs_sim
-def test_one_accelerator_makes_all_devices_late() -> None:
+def test_one_accelerator_delays_loss_reading_everywhere() -> None:
     sim.load()
     try:
         for kinds, late in ((("sim:0", "cpu"), LATE_STEPS), (("cpu", "cpu"), 0)):
@@ -111,7 +111,9 @@ def test_one_accelerator_makes_all_devices_late() -> None:
         sim.load(devices=0)
 
 
-@pytest.mark.parametrize(("late", "words"), [(0, "before that step changes weights"), (2, "2 steps later, of which")])
+@pytest.mark.parametrize(
+    ("late", "words"), [(0, "before that step changes weights"), (2, "2 steps later, without saving")]
+)
 def test_a_nan_loss_ends_the_training_and_is_not_saved(late: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: late)
     noted, training = Noted(), made("cpu", Recipe(stops_diverged=True))
@@ -124,11 +126,11 @@ def test_a_nan_loss_ends_the_training_and_is_not_saved(late: int, words: str, mo
 def test_losses_are_read_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: 2)
     training, noted = made("cpu", Recipe(stops_diverged=True)), Noted()
-    keeper = Checkpointer(tmp_path, training.model, training.optimizer, every=2)
-    keeper.begin(resume=False)
+    checkpointer = Checkpointer(tmp_path, training.model, training.optimizer, every=2)
+    checkpointer.begin(resume=False)
     with pytest.raises(DivergedError, match=r"the loss of step 4 is nan.*stops 1 step later"):
-        trained(training, spoiled=6 * 3, keeper=keeper, observer=noted)
-    keeper.close()
+        trained(training, spoiled=6 * 3, checkpointer=checkpointer, observer=noted)
+    checkpointer.close()
     assert [path.name for path in sorted(tmp_path.glob("*-step-*"))] == ["000001-step-2"]
     assert noted.told[:4] == [("end", 0), ("end", 1), ("loss", 0), ("loss", 1)]
 

@@ -56,7 +56,7 @@ def test_labels_belong_to_the_samples_of_local_outputs(name: str) -> None:
             assert len(x) == len(y)
 
 
-def test_no_label_of_another_device_is_loaded_for_outputs_that_stay() -> None:
+def test_local_outputs_load_only_local_labels() -> None:
     for device, expected in (
         (0, 6),
         (1, 2),
@@ -143,7 +143,7 @@ class Odd(Plain):
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_cannot_be_stacked_are_named(odd: Any, says: str, workers: int) -> None:
+def test_unstackable_samples_are_named(odd: Any, says: str, workers: int) -> None:
     loader = Loader(Odd(odd), 5, shuffle=False, workers=workers)
     with pytest.raises(DataError, match=says) as error:
         read(loader)

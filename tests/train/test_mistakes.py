@@ -54,7 +54,7 @@ def refused_on_three(work: Callable[[Group], Any], error: type[Exception], told:
 # --- the example -------------------------------------------------------------------------------------------------------
 
 
-def test_an_example_without_the_axis_of_the_batch() -> None:
+def test_example_without_a_batch_axis_is_refused() -> None:
     x = images()[0][0]
     with pytest.raises(InputError, match=r"it is one sample, \(1, 6, 6\), without the axis .* give example\[None\]"):
         convoy.make_plan("data", net(), x, 5, ALONE, speeds=(1.0,))
@@ -62,7 +62,7 @@ def test_an_example_without_the_axis_of_the_batch() -> None:
         convoy.make_plan("data", nn.Linear(4, 2), torch.zeros(4), 5, ALONE, speeds=(1.0,))
 
 
-def test_a_model_that_was_converted_for_distributed_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_batch_norm_trains_alone_and_is_refused_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _losses(net(), lambda *given: given)
     made = _losses(
         nn.SyncBatchNorm.convert_sync_batchnorm(net()),
@@ -86,7 +86,7 @@ def test_a_model_that_was_converted_for_distributed_data_parallel(monkeypatch: p
         (lambda d: {"dataset": images(23 - d // 2)}, "the number of samples is 23 on device 0, but 22 on device 2"),
     ],
 )
-def test_loaders_that_differ(options: Callable[[int], dict[str, Any]], told: str) -> None:
+def test_differing_loaders_are_refused(options: Callable[[int], dict[str, Any]], told: str) -> None:
     def work(group: Group) -> None:
         given: dict[str, Any] = {"dataset": images(), "batch_size": 5, **options(group.device)}
         next(iter(convoy.loader(model=by_plan(group), **given)))
@@ -156,7 +156,7 @@ def test_calls_that_would_see_shards_are_refused() -> None:
     on_three(work)
 
 
-def test_a_model_that_was_not_distributed() -> None:
+def test_undistributed_model_is_refused() -> None:
     model: Any = net()
     for use in (
         lambda: convoy.loader(images(), 5, model),
@@ -171,7 +171,7 @@ def test_a_model_that_was_not_distributed() -> None:
 # --- wrappers ----------------------------------------------------------------------------------------------------------
 
 
-def test_data_parallel_around_a_distributed_model() -> None:
+def test_data_parallel_wrapper_is_refused() -> None:
     part, x = by_plan(ALONE), images()[:5][0]
     with pytest.raises(InputError, match=r"leave DataParallel out"):
         part._replicate_for_data_parallel()
@@ -185,7 +185,7 @@ def test_data_parallel_around_a_distributed_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
-def test_compiling_a_distributed_model_leaves_it_as_it_is() -> None:
+def test_torch_compile_leaves_a_distributed_model_unchanged() -> None:
     part, (x, y) = by_plan(ALONE), images()[:5]
     compiled = torch.compile(part, backend="eager")
     torch.testing.assert_close(compiled(x, batch=5), net()(x), rtol=1e-10, atol=1e-10)
@@ -367,7 +367,7 @@ def alone_at(group: Group, mistake: str) -> str:
         pytest.param("break", "`for x, _ in loader:`", marks=pytest.mark.slow),
     ],
 )
-def test_a_line_that_only_one_device_reaches_is_named(mistake: str, told: str) -> None:
+def test_collective_call_on_one_device_is_named(mistake: str, told: str) -> None:
     first, second = on_processes(2, "tests.train.test_mistakes:alone_at", mistake, timeout_s=3.0)
     assert "test_mistakes.py line " in first
     assert told in first

@@ -80,7 +80,7 @@ def assert_as_alone(make: Callable[[], DataLoader[Any]], **options: Any) -> None
 
 
 @pytest.mark.parametrize("plan", ["data", "data-by-speed", "master", "model", "hybrid"])
-def test_an_optimizer_and_a_loader_made_before_train_as_on_one_device(plan: str) -> None:
+def test_existing_optimizer_and_loader_train_as_on_one_device(plan: str) -> None:
     assert_as_alone(shuffled, plan=plan)
 
 
@@ -144,7 +144,7 @@ def test_dataloader_options_are_kept(make: Callable[[], DataLoader[Any]]) -> Non
     assert_as_alone(make)
 
 
-def test_the_order_is_that_of_one_device_with_the_same_seed() -> None:
+def test_sample_order_matches_one_device() -> None:
     def order(make: Callable[[DataLoader[Any]], Any]) -> list[list[int]]:
         torch.manual_seed(7)
         loader = make(DataLoader(images(), batch_size=5, shuffle=True))
@@ -153,7 +153,7 @@ def test_the_order_is_that_of_one_device_with_the_same_seed() -> None:
     assert order(lambda loader: AdoptedLoader(loader, None)) == order(lambda loader: loader)
 
 
-def test_parts_load_only_what_a_device_computes() -> None:
+def test_devices_load_only_their_local_batch() -> None:
     class Counted(Flipped):
         met = 0
 
@@ -191,7 +191,7 @@ class Superclasses(Dataset[Any]):
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "master"])
-def test_labels_are_those_that_items_have_not_those_of_an_attribute(plan: str) -> None:
+def test_prepared_labels_come_from_items_not_attributes(plan: str) -> None:
     assert_as_alone(lambda: shuffled(Superclasses()), plan=plan)
 
 
@@ -206,7 +206,7 @@ def test_a_loader_with_other_samples_on_each_device_is_refused() -> None:
         run_on_threads(3, work)
 
 
-def test_an_optimizer_may_be_made_afterwards() -> None:
+def test_optimizer_can_be_created_after_prepare() -> None:
     def work(group: Group) -> list[float]:
         part, none, loader = convoy.prepare(net(), None, shuffled(), plan="master", speeds=SPEEDS, group=group)
         assert none is None
@@ -256,7 +256,7 @@ class Backwards(RandomSampler):
         yield from range(23)[:: -1 if self.drawn % 2 else 1]
 
 
-def test_a_sampler_with_a_state_of_its_own_cannot_join_a_running_job() -> None:
+def test_stateful_sampler_cannot_join_a_running_job() -> None:
     loader = AdoptedLoader(DataLoader(images(), 5, sampler=Backwards(images())), None)
     with pytest.raises(InputError, match=r"Backwards is not torch's.*set_epoch"):
         loader.begin(joined=True)
@@ -295,7 +295,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         convoy.prepare(net(), adam(net()), shuffled(), plan="data", speeds=(1.0,), group=ALONE)
 
 
-def test_other_settings_on_another_device_are_refused() -> None:
+def test_differing_settings_are_refused() -> None:
     def work(group: Group) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + group.device))

@@ -154,7 +154,7 @@ def settled(world: World, plan: Plan, steps: int = 60) -> Balancer:
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("slowed", range(4))
 @pytest.mark.parametrize("noise", most_slow(2, [0.01, 0.03, 0.0]))
-def test_after_a_halving_ten_steps_bring_back_the_best_split(kind: str, slowed: int, noise: float) -> None:
+def test_halved_speed_is_rebalanced_within_ten_steps(kind: str, slowed: int, noise: float) -> None:
     world = World([8.0, 5.0, 3.0, 2.0], noise, seed=slowed)
     state = settled(world, PLANS[kind](world.speeds))
     world.speeds[slowed] /= 2
@@ -170,7 +170,7 @@ def test_after_a_halving_ten_steps_bring_back_the_best_split(kind: str, slowed: 
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
 @pytest.mark.parametrize("seed", most_slow(1, range(3)))
-def test_a_fall_to_a_third_and_the_recovery_are_answered_in_five_steps(kind: str, noise: float, seed: int) -> None:
+def test_slowdown_to_a_third_is_rebalanced_within_five_steps(kind: str, noise: float, seed: int) -> None:
     world = World([8.0, 5.0, 3.0, 2.0], noise, seed=seed)
     state, _ = run(world, Balancer.start(PLANS[kind]([7.8, 5.1, 3.1, 2.0]), graph()), 40)
     for speed, until in ((8.0 / 3, 120), (8.0, 200)):
@@ -184,7 +184,7 @@ def test_a_fall_to_a_third_and_the_recovery_are_answered_in_five_steps(kind: str
         assert len(later) <= 1
 
 
-def test_a_jump_is_answered_by_the_speeds_after_it_and_one_long_step_is_none() -> None:
+def test_speed_jump_uses_new_speeds_and_ignores_one_long_step() -> None:
     world = World([4.0, 4.0, 4.0, 4.0])
     state, _ = run(world, Balancer.start(by_samples([1.0] * 4), graph()), 30)
     world.speeds[2] = 1.0
@@ -201,7 +201,7 @@ def _swing(a: Plan, b: Plan) -> float:
 
 
 @pytest.mark.parametrize("kind", PLANS)
-def test_a_plan_that_was_wrong_from_the_start_is_put_right(kind: str) -> None:
+def test_wrong_initial_plan_is_corrected(kind: str) -> None:
     world = World([8.0, 5.0, 3.0, 2.0], noise=0.02)
     state, changes = run(world, Balancer.start(PLANS[kind]([1.0] * 4), graph()), 15)
     assert changes[0][0] <= 8
@@ -234,7 +234,7 @@ def test_a_single_slow_step_moves_no_shares(times: float) -> None:
 
 
 @pytest.mark.parametrize("period", [4, 6, 8, 12, 16, 30])
-def test_two_splits_do_not_alternate_with_a_load_that_comes_and_goes(period: int) -> None:
+def test_intermittent_load_does_not_flip_shares(period: int) -> None:
     world = World([4.0, 4.0, 4.0, 4.0], noise=0.01)
     state, at = Balancer.start(by_samples(world.speeds), graph()), []
     for step in range(600):
@@ -250,7 +250,7 @@ def test_two_splits_do_not_alternate_with_a_load_that_comes_and_goes(period: int
 
 
 @pytest.mark.parametrize("kind", PLANS)
-def test_a_dead_slow_device_ends_with_its_least_and_an_idle_one_stays_idle(kind: str) -> None:
+def test_very_slow_device_keeps_its_minimum_and_idle_stays_idle(kind: str) -> None:
     world = World([4.0, 4.0, 4.0, 4.0])
     plan = PLANS[kind]([1.0, 1.0, 0.0, 1.0])
     state = settled(world, plan)
@@ -279,7 +279,7 @@ def test_the_reason_names_the_slow_device_the_change_and_the_gain() -> None:
     assert decision.plan.layers["fc"] == Channel((412, 408, 204))
 
 
-def test_the_best_units_are_the_best_of_all() -> None:
+def test_best_units_match_brute_force() -> None:
     draw = random.Random(1)
     for _ in range(60):
         rates = [draw.uniform(0.2, 3.0) for _ in range(3)]

@@ -134,7 +134,7 @@ SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
 
 @pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("kind", [*SHARED])
-def test_an_object_that_model_and_script_share_acts_or_its_change_is_refused(kind: str, opaque: bool) -> None:
+def test_change_of_a_shared_object_applies_or_is_refused(kind: str, opaque: bool) -> None:
     make, read, anneal = SHARED[kind]
 
     def losses(group: Group | None) -> list[float]:
@@ -159,7 +159,7 @@ def test_an_object_that_model_and_script_share_acts_or_its_change_is_refused(kin
 
 
 @pytest.mark.parametrize("opaque", [False, True])
-def test_an_attribute_set_on_the_prepared_model_acts_or_is_refused(opaque: bool) -> None:
+def test_attribute_set_on_the_prepared_model_applies_or_is_refused(opaque: bool) -> None:
     def losses(group: Group | None) -> list[float]:
         model: Any = Scaled(1.0, float, opaque)
         if group is not None:
@@ -177,7 +177,7 @@ def test_an_attribute_set_on_the_prepared_model_acts_or_is_refused(opaque: bool)
             losses(ALONE)
 
 
-def test_a_model_that_was_taken_over_cannot_be_distributed_again() -> None:
+def test_prepared_model_cannot_be_distributed_again() -> None:
     model = net()
     convoy.prepare(model, None, shuffled(), plan="data", speeds=(1.0,), group=ALONE)
     for shared in (model, nn.Sequential(model, nn.Linear(3, 3).double())):

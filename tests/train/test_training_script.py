@@ -63,16 +63,14 @@ def numbers(printed: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_one_line_trains_the_same_as_a_person_starts_it(folder: Path) -> None:
+def test_prepare_line_trains_the_same_as_a_script(folder: Path) -> None:
     options = ["--clip-grad-norm", "0.5", "--mix-in-loop"]
     found = by_command(changed(folder, "data-by-speed", TWO), *options)
     assert numbers(found) == pytest.approx(numbers(first(1, folder / "plain.py", *options)), abs=2e-9)
 
 
 @pytest.mark.parametrize(("plan", "options"), [("model", ["--mix-in-loop"]), ("hybrid", [])])
-def test_one_line_trains_the_same_and_another_saves_the_whole_model_once(
-    plan: str, options: list[str], folder: Path
-) -> None:
+def test_prepared_script_trains_the_same_and_saves_once(plan: str, options: list[str], folder: Path) -> None:
     found = first(3, changed(folder, plan, SAVES, FIRST), *options, "--output", "whole.pth")
     expected = first(1, folder / "plain.py", *options, "--output", "plain.pth")
     assert numbers(found) == pytest.approx(numbers(expected), abs=2e-9)
@@ -88,7 +86,7 @@ def test_one_line_trains_the_same_and_another_saves_the_whole_model_once(
         (["--clip-grad-norm", "0.5"], r"use convoy.train.clip_grad_norm_\(model, max_norm\)"),
     ],
 )
-def test_what_would_see_pieces_alone_says_what_to_write(options: list[str], told: str, folder: Path) -> None:
+def test_calls_that_see_only_shards_give_a_remedy(options: list[str], told: str, folder: Path) -> None:
     with pytest.raises(AssertionError, match=told):
         on_forks(3, changed(folder, "model"), *options)
     assert not (folder / "pieces.pth").exists()
