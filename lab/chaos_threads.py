@@ -112,7 +112,7 @@ class Fleet:
             if device >= self.case.devices and not fate.told and self.is_over():
                 fate.ended = "late"
                 return
-            gone = "cannot go on" in str(error) or isinstance(error, StateLostError)
+            gone = "cannot continue" in str(error) or isinstance(error, StateLostError)
             fate.ended = f"out: {error}" if gone else "".join(traceback.format_exception(error))
         except BaseException as error:
             fate.ended = "".join(traceback.format_exception(error))

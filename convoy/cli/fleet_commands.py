@@ -1,4 +1,4 @@
-"""The verbs emulate and doctor, and those of convoy fleet: init, show, setup, key."""
+"""Defines the verbs emulate and doctor, and those of convoy fleet: init, show, setup, key."""
 
 from pathlib import Path
 from typing import Annotated
@@ -154,7 +154,7 @@ def _rate(bytes_per_s: float) -> str:
 @fleet_app.command()
 @app.command(hidden=True)  # its place until 0.1
 def setup(
-    fleet: Annotated[Path, typer.Option(help="Fleet file whose hosts have addresses.", **PATH)],
+    fleet: Annotated[Path, typer.Option(help="Fleet file with an address for each host.", **PATH)],
     into: Annotated[
         str,
         typer.Option(

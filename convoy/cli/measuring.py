@@ -1,4 +1,4 @@
-"""The verb measure."""
+"""Defines the verb measure."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The verbs plan and predict."""
+"""Defines the verbs plan and predict."""
 
 import math
 import re
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # these import torch
 Batch = Annotated[int, typer.Option(help=help_of("batch"), min=1, max=10**9)]
 Image = Annotated[str, typer.Option(help="Channels, height, width of the images.")]
 Classes = Annotated[int, typer.Option(help="Classes.", min=1, max=10**9)]
-Optimizer = Annotated[str, typer.Option(help="Optimizer whose state counts as memory: sgd, sgd-momentum or adam.")]
+Optimizer = Annotated[str, typer.Option(help="Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")]
 Outputs = Annotated[
     str,
     typer.Option(
@@ -42,8 +42,8 @@ Outputs = Annotated[
     ),
 ]
 
-MAX_PIXELS = 8192  # of a side of an image
-MAX_NAMED = 64  # devices of `--on`
+MAX_PIXELS = 8192  # per side of an image
+MAX_NAMED = 64  # devices in `--on`
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,7 @@ def plan(
     optimizer: Optimizer = "sgd-momentum",
     least_energy: Annotated[
         float | None,
-        typer.Option(
-            help="Choose the least joules per image among plans whose step takes at most this time.", **SECONDS
-        ),
+        typer.Option(help="Choose the least joules per image among plans with at most this time per step.", **SECONDS),
     ] = None,
     wire: Annotated[str, typer.Option(help=help_of("wire"))] = "exact",
     outputs: Outputs = "everywhere",

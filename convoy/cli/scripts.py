@@ -1,4 +1,4 @@
-"""The verb run: starts the user's own script on every device."""
+"""Defines the verb run, which starts the user's own script on every device."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ from convoy.machine.launch_env import hidden
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 @with_settings("devices", "fleet", "job_key", "trust_network", "port", "listen")
 def run(
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None, typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="A Python script and its own arguments.")
     ] = None,
     module: Annotated[
@@ -60,7 +60,7 @@ def run(
 
     Example: convoy run --devices 4 examples/one_line.py
     """
-    argv = ["-m", module, *(words or [])] if module is not None else words or []
+    argv = ["-m", module, *(arguments or [])] if module is not None else arguments or []
     if not argv:
         raise InputError(
             "nothing to run: give a script and its arguments, e.g. convoy run --devices 4 train.py --lr 0.1"

@@ -1,4 +1,4 @@
-"""The verbs simulate and report."""
+"""Defines the verbs simulate and report."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The verbs train, join, leave, stop and demo."""
+"""Defines the verbs train, join, leave, stop and demo."""
 
 import os
 import signal

@@ -30,7 +30,7 @@ _NAMES = {key_of(name): name for name in FIELDS}
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """The settings in force.
+    """The resolved settings of a run.
 
     Attributes:
         sources: by name of a setting: "default", "command line", or file and line.
@@ -46,7 +46,7 @@ class RunSettings:
 
 
 def resolve_settings(file: Path | None, given: Mapping[str, Any]) -> RunSettings:
-    """Return the settings in force.
+    """Merge defaults, run file and command line.
 
     Args:
         file: a run file, or None.

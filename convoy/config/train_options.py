@@ -135,7 +135,7 @@ class Settings(BaseModel):
     rebalance: bool | None = _fleet(
         None,
         "Change the shares while training if a device is faster or slower than predicted. With --plan auto also try other "
-        "plans whose predicted step time is nearly as low. Default: with --plan auto on CPUs; on a GPU, timing a layer means "
+        "plans with nearly the same predicted step time. Default: with --plan auto on CPUs; on a GPU, timing a layer means "
         "waiting for its kernels.",
     )
     compile: bool = _fleet(
@@ -218,7 +218,7 @@ class Settings(BaseModel):
     precision: Annotated[str, one_of("convoy.runtime.precision:PRECISIONS")] = _step(
         "float32",
         "Layers compute in float32, bf16 or fp16. fp16 has loss scaling and needs GPUs. Weights and all-reduce stay "
-        "float32, and so does what is sent, unless --wire says otherwise.",
+        "float32, and so does the traffic, unless --wire says otherwise.",
         often=True,
     )
     seed: int = _step(0, "Seed of the initial weights and of the order of the images.", ge=0, le=2**32 - 1)

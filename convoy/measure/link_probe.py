@@ -51,7 +51,7 @@ class NicRates:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Seconds of a device per byte and per message, with the processor share that it has."""
+    """The seconds per byte and per message that a device spends, with its share of a processor."""
 
     send_s_per_byte: float
     receive_s_per_byte: float
@@ -80,7 +80,7 @@ class WireTimes:
         for entry, rates in zip(fleet.hosts, self.nics, strict=True):
             out = [pair for pair in self.pairs if host[pair.source] == entry.name != host[pair.target]]
             into = [pair for pair in self.pairs if host[pair.target] == entry.name != host[pair.source]]
-            # A NIC carries at least what one of its links carries alone.
+            # A NIC is at least as fast as each of its links.
             nic = Nic(
                 send_bytes_per_s=max(rates.send_bytes_per_s, *(pair.bytes_per_s for pair in out)),
                 receive_bytes_per_s=max(rates.receive_bytes_per_s, *(pair.bytes_per_s for pair in into)),
@@ -134,7 +134,7 @@ class Stage(NamedTuple):
 
 
 class _Messages:
-    """Sends, receives and times messages of this device."""
+    """A sender, receiver and timer of this device's messages."""
 
     def __init__(self, group: Group, now: Callable[[], float], processor: Callable[[], float]) -> None:
         self.group, self.now, self.processor = group, now, processor

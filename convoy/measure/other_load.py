@@ -57,7 +57,7 @@ def slowed_by_others(group: Group, topic: str, begin: Reading) -> tuple[float, .
 
 
 def slowdowns(usages: Sequence[Usage]) -> tuple[float, ...]:
-    """Return each device's slowdown: its machine's cores minus those of other programs may be too few."""
+    """Return each device's slowdown. Other programs take cores from a machine's devices, unless cores are idle."""
     result = []
     for machine, cores, *_ in usages:
         _, _, wanted, busy, own = zip(*(each for each in usages if each[0] == machine), strict=True)

@@ -142,7 +142,7 @@ def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
     return [(samples, *shape) for shape in each]
 
 
-# --- what is timed -------------------------------------------------------------------------------------------------------
+# --- timed work ----------------------------------------------------------------------------------------------------------
 
 
 def _optimizer(sizes: Sequence[int], device: torch.device) -> torch.optim.Optimizer:
@@ -216,7 +216,7 @@ def _training(layers: int, device: torch.device, cold: ColdCaches) -> Callable[[
 
 
 class _SilentGroup(Group):
-    """A group whose messages arrive immediately, so that only the executor's own time of a round remains."""
+    """A group with messages that arrive immediately, to time only the executor's work of a round."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         self._admit(sends, receives, lane)
@@ -268,7 +268,7 @@ TASK_SLICES = 2  # 40 ms with the usual slice, about as long as a layer of the b
 BLOCKS, TASKS, CALIBRATIONS, RESTED_TASKS, RINGS = 12, 5, 2, 2, 4
 SIDE = 96  # of the multiplied matrices: small, so that a task ends soon after its time
 MESSAGE_BYTES = 256
-RING_S, RING_BYTES = 0.01, 1 << 20  # a ring round sends what the slowest NIC sends in RING_S, at most RING_BYTES
+RING_S, RING_BYTES = 0.01, 1 << 20  # bytes of a ring round: those of the slowest NIC in RING_S, at most RING_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class Quota:
         return lambda: time.process_time() / self.share
 
     def contention(self, wall_s: float, processor_s: float, others: float) -> float:
-        """Return the factor by which layers take longer because all devices of a machine compute at once; at least 1.
+        """Return the slowdown of layers when all devices of a machine compute at once; at least 1.
 
         `others` is the factor by which other programs slowed the timed rounds.
         """
@@ -391,18 +391,18 @@ def sync_overhead(
         replace(own, round_s=own.round_s * each.call_factor, message_s=own.message_s * each.call_factor)
         for own, each in zip(overheads, devices, strict=True)
     ]
-    # Both exchanges cost what the simulator charges. A device that computes moves bytes with half of its processor.
+    # The simulator's costs of both exchanges. A device that computes moves bytes with half of its processor.
     calls_s = max(each.calls_s(2 * (len(costs) - 1)) for each in costs)
     exchange_s = calls_s + max((link.latency_s for link in wire.pairs), default=0.0)
     moving_s = max(ring_bytes * (each.send_s_per_byte + each.receive_s_per_byte) / SHARE for each in wire.traffic)
     ring_s = max(each.round_s + each.message_s for each in costs) + max(moving_s, ring_bytes / _slowest_nic(wire))
 
     alone_s = max(typical(each.alone_s) for each in devices)
-    jitter_s = _charged(_slowest([each.together_s for each in devices]) - alone_s - exchange_s, devices)
+    jitter_s = _delays(_slowest([each.together_s for each in devices]) - alone_s - exchange_s, devices)
     delays_s = (0.0,) * len(devices)
     if all(each.ring_s for each in devices):
         ring_s = max(ring_s, _slowest([each.ring_s for each in devices]))
-        delays_s = _charged(_slowest([each.overlapped_ring_s for each in devices]) - ring_s, devices)
+        delays_s = _delays(_slowest([each.overlapped_ring_s for each in devices]) - ring_s, devices)
     noise = (
         QuotaNoise(delay_s, max(0.0, typical(each.alone_s) - typical(each.rested_s)), 1 / each.share)
         if each.limited
@@ -421,7 +421,7 @@ def _slowest(blocks_s: Sequence[Sequence[float]]) -> float:
     return typical([max(block) for block in zip(*blocks_s, strict=True)])
 
 
-def _charged(late_s: float, devices: Sequence[Blocks]) -> tuple[float, ...]:
+def _delays(late_s: float, devices: Sequence[Blocks]) -> tuple[float, ...]:
     """Charge the delay to the device whose task times vary most, and less to others in proportion.
 
     Steady devices exchange in time; a device that is often interrupted delays the others.

@@ -1,4 +1,4 @@
-"""Chooses the sizes at which layers are timed: a grid that fits the time, and the sizes that plans give each device.
+"""Chooses the sizes to time: for each layer a grid that fits the time, and the sizes in plans.
 
 A grid reaches from one sample to the global batch, so it is coarse if time is short. A prediction needs exact times of a
 few sizes.

@@ -305,7 +305,7 @@ def _queued_round(work: Workload, device: torch.device, calls: tuple[int, int]) 
 
 @cache
 def _plug(device: torch.device) -> tuple[torch.Tensor, float]:
-    """Return a square matrix whose product with itself takes the device longer than the host, and the seconds it takes."""
+    """Return a square matrix and the seconds of its product with itself, which take longer on the device than on the host."""
     side, each_s = PLUG_SIDE, 0.0
     while each_s < PLUG_S and side <= MOST_PLUG_SIDE:
         matrix = torch.ones(side, side, device=device)
@@ -376,7 +376,7 @@ def typical(values: Sequence[float]) -> float:
 
 
 def median_error(values: Sequence[float]) -> float:
-    """Return the relative standard error of the median: n / 2 values lie below it, give or take sqrt(n) / 2."""
+    """Return the relative standard error of the median: n / 2 values are below it, plus or minus sqrt(n) / 2."""
     rows, middle, away = sorted(values), (len(values) - 1) / 2, len(values) ** 0.5 / 2
 
     def at(place: float) -> float:

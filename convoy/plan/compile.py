@@ -538,7 +538,7 @@ class _Compiler:
         schedule = step.stage(self.stage)
         partner = next((t.receiver for t in schedule.rounds[0] if t.sender == self.device), None)
         both = [self.device] if partner is None else [self.device, partner]
-        # Each device's gradient is a sum over its samples divided by the global batch: scale that of two devices up to it.
+        # A device's gradient is a sum over its samples divided by the global batch: scale the sum of two to the whole batch.
         samples = sum(step.samples[d] for d in both)
         scale = sum(step.samples) / samples if samples else 0.0
         self.main.append(replace(pack, alone=False, mixed_over=len(both)))
@@ -617,8 +617,8 @@ def check_programs(programs: Sequence[DeviceProgram]) -> None:
         sender, receiver, lane = pair
         for out, into in zip_longest(sent.get(pair, ()), received.get(pair, ())):
             texts = [
-                end and f"{ops.message_text(way, end[1])} (round {end[0].number} of step {end[0].step})"
-                for way, end in (("to", out), ("from", into))
+                end and f"{ops.message_text(direction, end[1])} (round {end[0].number} of step {end[0].step})"
+                for direction, end in (("to", out), ("from", into))
             ]
             if out is None or into is None:
                 at, verb = (receiver, "sends") if out is None else (sender, "receives")

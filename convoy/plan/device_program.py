@@ -197,7 +197,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy one part to another; convert if one of them is narrow."""
+    """A copy from one part to another, converted if one of them is narrow."""
 
     step: int
     source: Part
@@ -207,7 +207,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Add one part to another, widened first if it is narrow."""
+    """An addition of one part to another, widened first if it is narrow."""
 
     step: int
     source: Part
@@ -218,7 +218,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Add the parts of a gradient, one from each reader of its value, into new memory."""
+    """The sum of a gradient's parts, one from each reader of its value, in new memory."""
 
     step: int
     buffer: str
@@ -241,7 +241,7 @@ class PlannedMessage:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRound:
-    """Start this device's messages of one round, in one call.
+    """The start of this device's messages of one round, in one call.
 
     Until the round has been waited for, sent parts must not change and received parts must not be used.
     """
@@ -254,7 +254,7 @@ class ExchangeRound:
 
 @dataclass(frozen=True, slots=True)
 class WaitRound:
-    """Before step `step`, wait for the messages of round `number` of step `begun`."""
+    """A wait before step `step` for the messages of round `number` of step `begun`."""
 
     step: int
     begun: int
@@ -266,7 +266,7 @@ class WaitRound:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Join gradients of parameters into one flat buffer, with zeros for those that this device did not compute.
+    """A copy of gradients into one flat buffer, with zeros for those that this device did not compute.
 
     Attributes:
         keys, sizes: of the parameters, and their entries.
@@ -293,7 +293,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class BeginSum:
-    """Main lane: give the second lane the summands in `buffer`."""
+    """Main lane: the transfer of the summands in `buffer` to the second lane."""
 
     step: int
     buffer: str
@@ -301,7 +301,7 @@ class BeginSum:
 
 @dataclass(frozen=True, slots=True)
 class TakeSum:
-    """Second lane: wait for the summands in `buffer`. The following operations sum them in place."""
+    """Second lane: a wait for the summands in `buffer`. The following operations sum them in place."""
 
     step: int
     buffer: str
@@ -309,7 +309,7 @@ class TakeSum:
 
 @dataclass(frozen=True, slots=True)
 class EndSum:
-    """Second lane: the sum is complete, in `result`."""
+    """Second lane: a signal that the sum in `result` is complete."""
 
     step: int
     result: str
@@ -317,7 +317,7 @@ class EndSum:
 
 @dataclass(frozen=True, slots=True)
 class WaitSum:
-    """Main lane: wait for one gradient sum, before step `step`."""
+    """Main lane: a wait for one gradient sum, before step `step`."""
 
     step: int
     sum: int
@@ -325,7 +325,7 @@ class WaitSum:
 
 @dataclass(frozen=True, slots=True)
 class FinishSums:
-    """Main lane: wait for all these gradient sums, at the end of backward."""
+    """Main lane: a wait for all these gradient sums, at the end of backward."""
 
     step: int
     sums: tuple[int, ...]
@@ -333,7 +333,7 @@ class FinishSums:
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """Take the gradients of parameters from a flat buffer; fields as in `Pack`.
+    """A copy of gradients out of a flat buffer; fields as in `Pack`.
 
     Attributes:
         sizes: of the parameters, or of this device's shards.
@@ -356,7 +356,7 @@ class Unpack:
 
 @dataclass(frozen=True, slots=True)
 class PackWeights:
-    """Copy this device's shards of parameters into a flat buffer, which also receives the other devices' shards.
+    """A copy of this device's shards into a flat buffer, which also receives the other devices' shards.
 
     Attributes:
         shares: for each parameter, the entries of every device.
@@ -385,7 +385,7 @@ class PackWeights:
 
 @dataclass(frozen=True, slots=True)
 class UnpackWeights:
-    """Install gathered parameters. Each of several gets its own memory. Fields as in `PackWeights`."""
+    """The use of gathered parameters. Each of several gets its own memory. Fields as in `PackWeights`."""
 
     step: int
     buffer: str
@@ -400,7 +400,7 @@ class UnpackWeights:
 
 @dataclass(frozen=True, slots=True)
 class HaveWeights:
-    """Reuse parameters gathered in the first micro-batch. It is an error if this device's shards have changed since."""
+    """The reuse of parameters gathered in the first micro-batch. It fails if this device's shards have changed."""
 
     step: int
     keys: tuple[str, ...]
@@ -411,7 +411,7 @@ class HaveWeights:
 
 @dataclass(frozen=True, slots=True)
 class FreeWeights:
-    """Free the memory of whole parameters that were gathered from shards."""
+    """The release of whole parameters that were gathered from shards."""
 
     step: int
     keys: tuple[str, ...]

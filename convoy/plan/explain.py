@@ -115,7 +115,6 @@ def _strategy(layout: Layout) -> str:
 
 
 def _fraction(step: ComputeStep, device: int) -> float:
-    """Return a device's fraction of a layer's arithmetic."""
     # A sum over input channels is split like its input.
     value = step.reads[0] if isinstance(step.writes.layout, Partial) else step.writes
     here = box(value.layout, device, value.shape) if holds(step.writes.layout, device) else None

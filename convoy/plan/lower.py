@@ -313,7 +313,7 @@ class _Lowering:
             (self.later if waits else self.steps).append(replace(step, id=self._id))
 
     def _input_gradient(self, layer: Layer) -> Value | None:
-        """Return the value whose gradient the caller gets: the input, or the target of the gradient's move."""
+        """Return the value with the caller's gradient: the input, or the target of the gradient's move."""
         after, value, how = self.ready.get(layer.name), self.values[layer.name], self.wanted.get(layer.name)
         if after is None or how is None:
             return None
@@ -453,7 +453,7 @@ class _SumBuckets:
                 bucket.after.append(step.id)
 
     def would_fill(self, step: ComputeStep) -> bool:
-        """Whether this layer's weight gradients fill a bucket."""
+        """Return whether this layer's weight gradients fill a bucket."""
         filled: Counter[_Name] = Counter()
         for parameter in self.graph[step.layer].trainable:
             if self.uses[parameter.key] == 1 and self._is_summed(parameter.key):

@@ -66,7 +66,7 @@ def kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[s
 
 
 def is_gathered(kept: Layout, used: Layout) -> bool:
-    """Whether a parameter is gathered from shards before it is used."""
+    """Return whether a parameter is gathered from shards before its use."""
     return isinstance(kept, Split) and isinstance(used, Replicated)
 
 
@@ -78,7 +78,7 @@ def own_strategy(plan: Plan, layer: Layer) -> Strategy | None:
 def unnamed(
     graph: Graph, layer: Layer, leading: Layout | None, otherwise: Strategy, batch: int, devices: int
 ) -> tuple[Strategy | None, Placement]:
-    """Place a layer without a strategy of its own: it follows its input (None), or takes the plan's `otherwise`.
+    """Place a layer without its own strategy: it follows its input (None), or uses the plan's `otherwise`.
 
     Args:
         leading: layout of its first batched input; None: it has none.

@@ -17,7 +17,7 @@ from convoy.model.graph import Cut, Graph, Layer
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Split by samples. Weights are copies; their gradients are summed."""
+    """A split by samples. Weights are copies; their gradients are summed."""
 
     shares: Shares
     name: ClassVar[str] = "batch"
@@ -25,7 +25,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Split by output filters (or features), computed for every sample from copies of the input."""
+    """A split by output filters (or features), computed for every sample from copies of the input."""
 
     shares: Shares
     name: ClassVar[str] = "filter"
@@ -33,7 +33,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Split by input channels (or features). Each device computes partial sums; the output is a pending sum."""
+    """A split by input channels (or features). Each device computes partial sums; the output is a pending sum."""
 
     shares: Shares
     name: ClassVar[str] = "channel"
@@ -150,7 +150,7 @@ def _why_whole(layer: Layer) -> str:
     if layer.shared:
         return "its parameters belong to another layer too, or have hooks"
     if layer.kind == "opaque" or layer.unfusable or layer.changes_state or not layer.batched:
-        return f"it is {layer.kind} (Python of its own may use its parameters or not, or change them)"
+        return f"it is {layer.kind} (its Python code may use its parameters or not, or change them)"
     return ""
 
 

@@ -290,7 +290,7 @@ class CostModel:
         return self.lowered[key]
 
     def like(self, layer: Layer) -> Layer:
-        """Return the equal layer whose price is used."""
+        """Return the first layer with the same price."""
         return self.firsts.get(layer.name, layer)
 
     # --- arithmetic --------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class LowerBound:
 
 
 def lower_bound(request: PlanRequest) -> LowerBound:
-    """Return the bound for one micro-batch, on average over those of a step."""
+    """Return the bound per micro-batch, on average over a step."""
     work, network = _work_of(request), request.costs.network
     best = _computing(work)
     path = _path_of(request) if 1 < len(network.send_bytes_per_s) <= MOST_HOSTS else None

@@ -53,7 +53,7 @@ class FleetChange:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Whether a fleet pays for one net and batch.
+    """The answer whether a fleet pays off for one net and batch.
 
     Attributes:
         request: of one micro-batch, if the batch must be divided to fit on the fastest device alone.
@@ -62,8 +62,8 @@ class Forecast:
         fastest: index of the fastest device alone.
         gain: speedup of the shared plan over that device; 1 if there is none.
         alone_within: samples/s of each device alone.
-        from_batch: the smallest of `BATCHES` at which the fleet pays; None if there is none that fits.
-        from_link: bytes/s of the slowest of `LINKS` at which it pays; None if there is none, or if links are given.
+        from_batch: the smallest of `BATCHES` for which the fleet pays off; None if none fits.
+        from_link: the slowest of `LINKS` (bytes/s) for which it pays off; None if there is none, or if links are given.
     """
 
     request: PlanRequest
@@ -95,7 +95,7 @@ def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None
 
     Raises:
         PlanError: no plan fits the devices' memory.
-        InputError: a device of which nothing is known.
+        InputError: nothing is known about a device.
     """
     fleet = request.fleet.fleet
     assert fleet is not None
@@ -187,7 +187,6 @@ def _first(values: Sequence[_T], holds: Callable[[_T], bool]) -> _T | None:
 
 
 def _with_link(fleet: Fleet, bytes_per_s: float) -> Fleet:
-    """Return the fleet with all hosts on NICs of another rate."""
     card = fleet.network or next(host.card for host in fleet.hosts if host.card is not None)
     hosts = tuple(replace(host, card=None) for host in fleet.hosts)
     network = replace(card, send_bytes_per_s=bytes_per_s, receive_bytes_per_s=bytes_per_s)

@@ -135,7 +135,7 @@ def predict_all(request: PlanRequest, least_energy_s: float | None = None) -> li
     """Predict every named plan, and last `auto`: the shortest step, or the least energy within a limit.
 
     Args:
-        least_energy_s: choose by joules per image, among plans whose step takes at most this long.
+        least_energy_s: choose by joules per image, among plans with at most these seconds per step.
 
     Raises:
         PlanError: no plan fits the devices' memory, or none is fast enough.

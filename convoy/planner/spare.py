@@ -28,7 +28,7 @@ class SparePrice:
 
     Attributes:
         every: steps from one snapshot to the next.
-        part: the fraction by which steps are longer, on average.
+        part: extra time per step on average, as a fraction.
         sent_bytes: per step on average, over all devices.
         memory_bytes: by device.
         overfull: descriptions of devices whose memory does not hold plan and snapshots.

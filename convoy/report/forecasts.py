@@ -67,7 +67,7 @@ def _answer(found: Forecast) -> str:
 
 def _show_devices(console: Console, found: Forecast, fleet: Fleet) -> None:
     columns = ("images/s alone", "nine of ten", "share of the work", "memory used", "of")
-    table = new_table("Devices", ("device", "what it is"), columns)
+    table = new_table("Devices", ("device", "description"), columns)
     shares = work_shares(lower(found.best.plan, found.request.graph), found.request.graph)
     for index, device in enumerate(fleet.devices):
         table.add_row(
@@ -121,8 +121,8 @@ def _basis(found: Forecast, fleet: Fleet) -> str:
     )
     return (
         f"the devices' peaks ({source}), the part of them that convolutions and memory reach on such devices, and the link's "
-        "rate. Nine of ten measurements lie in an interval; intervals are twice as wide, in logarithms, for generations of "
-        "devices of which none was measured"
+        "rate. Nine of ten measurements lie in an interval; intervals are twice as wide, in logarithms, for device "
+        "generations without measurements"
     )
 
 
@@ -142,7 +142,7 @@ def _link(bytes_per_s: float) -> str:
 def show_classes(console: Console, classes: Sequence[DeviceClass]) -> None:
     """Print the catalogue, a row per class."""
     columns = ("float32", "memory/s", "memory", "watts")
-    table = new_table(f"{len(classes)} device classes", ("class", "what it is"), columns)
+    table = new_table(f"{len(classes)} device classes", ("class", "description"), columns)
     for each in classes:
         table.add_row(
             " = ".join((each.name, *each.aliases)), each.about, f"{each.peak_flop_per_s.value / 1e12:.3g} TFLOP/s",

@@ -408,7 +408,7 @@ def _spans(record: RunRecord) -> list[tuple[InForce, int | None]]:
 
 def comparison_of(records: Sequence[RunRecord]) -> str:
     if len(records) > len(LETTERS):
-        raise InputError(f"{len(records)} runs on one page: at most {len(LETTERS)} can be told apart; leave some out")
+        raise InputError(f"{len(records)} runs on one page: at most {len(LETTERS)} have colours; leave some out")
     paths = [record.path.absolute() for record in records]
     names = [path.parent.name if path.name == LOG_NAME else path.stem for path in paths]
     return render(

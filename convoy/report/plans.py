@@ -25,7 +25,7 @@ from convoy.simulate.simulator import LOSS, layers_s
 BASIS: Mapping[Basis | None, str] = {
     None: "given costs",
     "measured": "times of this net measured on this fleet",
-    "rates": "what these devices reached with another net; links and overheads as measured",
+    "rates": "rates of these devices with another net; links and overheads as measured",
     "described": "a roofline: the devices' peaks and the part of them that nets reach; nothing was measured here "
     "(convoy measure)",
 }

@@ -95,7 +95,7 @@ class Screen:
 
     def __init__(self, visible: bool, console: Console | None = None) -> None:
         self.visible = visible
-        # Names come from models and files: a bracket or a colon in them is not markup.
+        # Names from models and files may contain brackets and colons, which are not markup.
         self.console = console or Console(quiet=not visible, highlight=False, markup=False, emoji=False)
         if console is None and not self.console.is_terminal and "COLUMNS" not in os.environ:
             self.console.width = FILE_WIDTH
@@ -145,7 +145,7 @@ class Screen:
             self.console.print(f"INEXACT: {plan.inexact}.", soft_wrap=True)
 
     def programs(self, plan: Plan, graph: Graph, accumulate: int) -> None:
-        """Print the step list, of the last micro-batch if there are several, and every device program."""
+        """Print the step list, for several micro-batches that of the last, and every device program."""
         steps = lower(plan, graph, micro_batch=[*micro_batches(accumulate)][-1])
         self.lines(step_lines(steps))
         for program in compile_all(steps, graph):

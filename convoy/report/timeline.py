@@ -49,7 +49,7 @@ JOINED = 1 / 1500
 
 @dataclass(frozen=True, slots=True)
 class DrawnEvent:
-    """One event, or several of a kind in a row."""
+    """One event, or several consecutive ones of one kind."""
 
     kind: str
     start_s: float

@@ -1,4 +1,4 @@
-"""The folder of a run, with its log, settings, plan and fleet.
+"""Creates the folder of a run, with its log, settings, plan and fleet.
 
 Every training writes a log: with `--checkpoint` into that folder, so that a resumed run appends to its log; otherwise
 into a new folder in `runs`, or in the folder that CONVOY_RUNS names.

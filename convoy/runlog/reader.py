@@ -114,7 +114,7 @@ class RunRecord:
 
     @property
     def joules_per_image(self) -> float | None:
-        """Measured on all devices together, evaluation included; None if one of them is not measured."""
+        """Measured joules of all devices per image, evaluation included; None if a device was not measured."""
         lines = [line for line in self.system if line.joules_by and line.samples]
         if not lines or any(by.startswith(ABSENT) for line in lines for by in line.joules_by):
             return None
@@ -195,7 +195,7 @@ def newest_run(runs: Path) -> Path:
 
 
 def read_log(path: Path) -> RunRecord:
-    """Read a log, whose last line may be incomplete.
+    """Read a log. Its last line may be incomplete.
 
     Raises:
         InputError: the file cannot be read, is empty or is not the log of a run; the message names the line.

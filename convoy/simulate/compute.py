@@ -148,7 +148,6 @@ class LayerTimes:
 
 
 def _edge(grid: Grid, axis: _Axis, size: LocalSize) -> LocalSize:
-    """Return the nearest size within the grid."""
     samples, other = min(size.samples, grid.samples[-1]), min(getattr(size, axis), grid.others[-1])
     if axis == "outputs":
         return replace(size, samples=samples, outputs=other)

@@ -28,7 +28,7 @@ OTHER_NET = 1.59
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """Nine of ten measurements lie between these values."""
+    """An interval that contains nine of ten measurements."""
 
     low: float
     high: float
@@ -65,7 +65,7 @@ class Errors:
         basis: None: the costs count as exact.
         devices: for each device's seconds.
         wire: for the seconds of messages.
-        kinds: devices of one kind err alike. Empty: each device errs by itself.
+        kinds: devices of one kind have the same error. Empty: all errors are independent.
     """
 
     basis: Basis | None = None

@@ -166,7 +166,7 @@ def micro_batch_words(graph: Graph, count: int, step_s: float | None = None) -> 
 
 
 def sees_batch(graph: Graph) -> tuple[str, ...]:
-    """Return the layers whose result depends on the whole batch: batch norm, or values for all pairs of samples."""
+    """Return the layers that depend on the whole batch: batch norms, and values for all pairs of samples."""
     rows = graph.layers.values()
     return tuple(e.name for e in rows if e.batched and (e.statistics or e.batch_axes or not e.per_sample))
 

@@ -27,7 +27,7 @@ class Network:
         jitter_s: by device, its delay at an exchange after computing, relative to its mean speed; empty if not
             measured. See `convoy.measure.overhead_probe`.
         noise: the noise model of each device, None without a CPU quota. Empty if no device has one.
-        segment: index of each host's network segment; -1 for a host in none. Empty if there are none.
+        segment: index of each host's network segment, -1 without one; empty if the fleet has no segments.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: of each segment, shared by all messages that leave or enter it.
         largest_latency_s: over all pairs of different devices.
     """

@@ -46,7 +46,7 @@ def energy_of(timeline: Timeline, power: Sequence[Power], batch: int) -> Energy:
 
 
 def power_of(fleet: Fleet) -> tuple[Power, ...] | None:
-    """Return the watts of a fleet's devices; None if one of them gives none."""
+    """Return the watts of a fleet's devices; None if a device has none."""
     rows = [(device.idle_w, device.busy_w) for device in fleet.devices]
     known = [Power(idle_w, busy_w) for idle_w, busy_w in rows if idle_w is not None and busy_w is not None]
     return tuple(known) if len(known) == len(rows) else None

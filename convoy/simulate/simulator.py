@@ -121,7 +121,7 @@ def _arithmetic(steps: StepList, graph: Graph, times: ComputeTimes) -> Iterator[
 
 
 class _Pricer:
-    """Prices the program of one device."""
+    """The converter of one device's program to simulator items with seconds."""
 
     def __init__(
         self, program: DeviceProgram, steps: StepList, graph: Graph, costs: Costs, labels: dict[int, str]
@@ -164,7 +164,7 @@ class _Pricer:
         return self.overhead.calls_s(len(operation.sends) + len(operation.receives))
 
     def _lane(self, operations: Sequence[Operation]) -> Iterable[Item]:
-        around, around_step, landed = NOTHING, -1, False
+        around, around_step, waited = NOTHING, -1, False
         begun: set[int] = set()  # sums whose first calls have been counted
         for operation in operations:
             handled = None if isinstance(operation, _UNHANDLED) else handling_of(operation)
@@ -181,11 +181,11 @@ class _Pricer:
                     calls_s = 0.0 if operation.step in begun else self._calls_s(operation)
                     begun.discard(operation.step)
             step = around_step if around_step >= 0 else operation.step
-            if landed:  # additions of one round, then the calls of the next
+            if waited:  # additions of one round, then the calls of the next
                 yield from self._work(step, around)
                 step, around = operation.step, NOTHING
             yield from self._work(step, around, calls_s)
-            around, around_step, landed = NOTHING, -1, isinstance(operation, _WAITS)
+            around, around_step, waited = NOTHING, -1, isinstance(operation, _WAITS)
             yield from self._item(operation)
         if around_step >= 0:
             yield from self._work(around_step, around)
@@ -243,7 +243,7 @@ class _Pricer:
         yield from self._lane(rest)
 
     def _computation(self, operation: Compute, *, called: bool) -> Work:
-        """Return a layer's seconds, and with `called` also those of Python for it or for the segment it begins."""
+        """Return a layer's seconds; with `called`, also the Python time of the layer or of the segment it begins."""
         label = f"{operation.layer} {operation.phase}" + ("" if operation.part == "all" else f" {operation.part}")
         layer = self.graph[operation.layer]
         part = operation.part if operation.part in ("input", "weight") else "all"

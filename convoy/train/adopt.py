@@ -112,7 +112,7 @@ class AdoptedLoader(Loader):
 
     Args:
         source: made as for one device.
-        parts: return only the local part of the inputs, and load only samples whose inputs or labels are returned. With a
+        parts: return only the local part of the inputs, and load only samples needed for returned inputs or labels. With a
             `collate_fn` other than the default it loads and collates the global batch, because that may mix samples.
 
     Raises:

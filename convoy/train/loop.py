@@ -1,4 +1,4 @@
-"""The training loop of the command line, for a distributed model and an ordinary one: steps, tests, results per epoch."""
+"""Runs the training loop of the command line, for distributed and ordinary models: steps, tests, results per epoch."""
 
 import functools
 import math
@@ -280,7 +280,7 @@ class _Loop:
     """One training, epoch by epoch.
 
     Attributes:
-        unread: steps whose losses are not in the record yet.
+        unread: steps with losses that are not in the record yet.
         steps: of the optimizer so far.
         tested_s: seconds of tests in this epoch.
     """
@@ -386,14 +386,14 @@ class _Loop:
             return step, loss
         number = step.step + 1
         self.record.diverge(number)
-        what = f"the loss of step {number} is {loss}"
+        fault = f"the loss of step {number} is {loss}"
         remedy = "lower the learning rate (--lr), or add --warmup-epochs 1 or --clip-norm 1"
         if self.training.recipe.stops_diverged:
             late = self.steps - step.step
             behind = f"{late} step{'s' * (late > 1)} later, without saving them"
             where = behind if late else "before that step changes weights"
-            raise DivergedError(f"{what}: the training has diverged, and stops {where}; {remedy}")
-        self.training.tell(f"WARNING: {what}: the training has diverged, and later results are useless; {remedy}")
+            raise DivergedError(f"{fault}: the training has diverged, and stops {where}; {remedy}")
+        self.training.tell(f"WARNING: {fault}: the training has diverged, and later results are useless; {remedy}")
         return step, loss
 
     def _report_steps(self, read: Iterable[tuple[Unread, float]]) -> None:

@@ -44,7 +44,7 @@ RELAXED = 60
 """After this many steps without a change, or twice those that were needed, `LEAST` steps are enough again."""
 
 JUMP, JUMP_SURE = 0.15, 3.0
-"""A device's seconds have jumped when `LEAST` consecutive steps are longer than those before by more than this fraction and
+"""A device's seconds have jumped if `LEAST` consecutive steps are longer than those before by more than this fraction and
 this multiple of its noise, or shorter likewise."""
 
 DEADBAND = 0.03

@@ -111,7 +111,7 @@ class History:
         epochs: one result per epoch.
         evaluations: all tests, in order.
         best: the first test of the highest accuracy.
-        diverged: the first step whose loss was NaN or infinite, counted from 1.
+        diverged: the first step with a NaN or infinite loss, counted from 1.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -109,7 +109,7 @@ def test_ssh_never_waits_or_prompts() -> None:
         ),
         ("ssh: Could not resolve hostname a: Name or service not known", "add a Host to ~/.ssh/config"),
         ("ssh: connect to host a port 2222: No route to host", "ssh -p 2222 ann@10.0.0.1"),
-        ("Timeout, server 10.0.0.1 not responding.\nConnection closed", "whether the machine is on"),
+        ("Timeout, server 10.0.0.1 not responding.\nConnection closed", "check that the machine is on"),
         ("sh: 1: exec: /opt/python: not found", "/opt/python cannot be run there"),
         ("bash: line 1: /opt/python: Permission denied", "/opt/python cannot be run there"),
         ("/opt/python: Error while finding module specification (ModuleNotFoundError: No module named 'convoy')", "no Convoy"),
@@ -251,7 +251,7 @@ def test_measure_starts_with_the_same_options(
             {"files": [fleet_file]},
         )
     ]
-    assert capsys.readouterr().out == "Device 0 is on host attic: files that the job writes lie there.\n"
+    assert capsys.readouterr().out == "Device 0 is on host attic: the job writes its files there.\n"
 
 
 def test_fleet_file_inside_a_job_starts_nothing(fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,4 +317,4 @@ def test_sigterm_to_the_launcher_ends_its_devices(tmp_path: Path) -> None:
 def test_killed_launcher_ends_its_devices(tmp_path: Path) -> None:
     status, _, errors = end_launcher(tmp_path, "watched", lambda pid: os.kill(pid, signal.SIGKILL))
     assert status == -signal.SIGKILL
-    assert "the launcher of this device is gone" in errors
+    assert "the launcher of this device has ended" in errors

@@ -118,7 +118,7 @@ def test_sigterm_finishes_the_step_then_ends_or_leaves(tmp_path: Path, launcher:
         process.terminate()
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
-    assert errors.startswith("SIGTERM: ending 2 devices: where they train after the step")
+    assert errors.startswith("SIGTERM: ending 2 devices: training devices end after the step")
     assert heard(tmp_path) == [what, what]
 
 

@@ -144,7 +144,7 @@ def test_all_failing_hosts_are_reported_at_once(hosts: Lab, tmp_path: Path) -> N
     assert "host attic (attic.invalid): ssh ended with status 255" in first
     assert "correct its address in the fleet file" in first
     assert "host cellar (10.77.0.99): ssh ended with status 255" in second
-    assert "see whether the machine is on" in second
+    assert "check that the machine is on" in second
 
 
 def test_other_convoy_version_is_refused(hosts: Lab, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_new_runs_and_runs_without_a_plan_are_compared(tmp_path: Path) -> None:
 
 def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
     compared(tmp_path, *[whole_run()] * len(LETTERS))
-    with pytest.raises(InputError, match="9 runs on one page: at most 8 can be told apart"):
+    with pytest.raises(InputError, match="9 runs on one page: at most 8 have colours"):
         compared(tmp_path, *[whole_run()] * 9)
 
 

@@ -255,7 +255,7 @@ def test_hosts_that_fail_are_named_with_the_remedy_and_the_others_are_set_up(pro
     """One is not there; then another folder lies where setup wants its own, and a package is in no index."""
     (project / "lab.toml").write_text(FLEET.replace("cellar.lab", "gone"))
     with pytest.raises(
-        InputError, match=r"^host cellar \(gone\): .*status 255.*timed out; see whether the machine is on"
+        InputError, match=r"^host cellar \(gone\): .*status 255.*timed out; check that the machine is on"
     ):
         setup(project)
     assert [host.folder for host in read_fleet(project / "lab.toml").hosts] == ["convoy/birds-attic/project", None]
