@@ -57,7 +57,7 @@ def halving_doubling_allreduce(
 def butterfly_allreduce(
     p: Numbers, n_bytes: Numbers, alpha_s: Numbers, beta_s_per_byte: Numbers, gamma_s_per_byte: Numbers = 0.0
 ) -> Floats:
-    """What the rounds of `transfer.schedule(..., reduce="butterfly")` take.
+    """Return the seconds of the rounds of `transfer.schedule(..., reduce="butterfly")`.
 
     As `halving_doubling_allreduce`, but the inner exchange is among the largest power of two p' <= p only, so its terms are
     (p'-1)/p'. The published formula writes p there, which is at most a ninth too much (three devices).
@@ -117,6 +117,6 @@ def _count(p: Numbers) -> Floats:
 
 
 def _core(p: Floats) -> Floats:
-    """The largest power of two that is not above p."""
+    """Return the largest power of two that is at most p."""
     # frexp is exact where log2 of a large power of two may round below a whole number.
     return np.asarray(2.0 ** (np.frexp(p)[1] - 1))

@@ -1,4 +1,4 @@
-"""The interval of a prediction follows from what was measured, and is the same wherever the prediction is told."""
+"""Prediction intervals follow from the measurements and are the same wherever they are shown."""
 
 import math
 
@@ -15,7 +15,7 @@ def test_independent_causes_add_up_as_squares():
 
 
 def test_error_of_a_mean_of_five():
-    """The constant, against drawn samples: the mean without the extremes, as `typical` takes it."""
+    """Check the constant against random samples: the mean without the extremes, as `typical` computes it."""
     rounds = np.sort(np.random.default_rng(0).normal(1.0, 0.05, (20_000, 5)), axis=1)
     off = np.abs(rounds[:, 1:4].mean(axis=1) - 1.0)
     spread = (rounds[:, 4] - rounds[:, 0]).mean()

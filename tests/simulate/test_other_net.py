@@ -1,4 +1,4 @@
-"""What was measured with one net corrects the answer for another one: `convoy plan` refused it."""
+"""Measurements of one net correct the prediction for another."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def reaching(measured: Measurement, **changes: float) -> Measurement:
 
 @pytest.fixture(scope="module")
 def measured() -> Measurement:
-    """Whatever ran beside it."""
+    """Return a measurement, whatever else the machine ran."""
     model = build_net("two-conv:4:6", IMAGE, 10)
     traced = trace(model, torch.zeros(2, *IMAGE))
     with AloneGroup(torch.device("cpu")) as group:
@@ -64,7 +64,7 @@ def test_an_older_file_is_refused_for_another_net(measured: Measurement) -> None
 
 
 def test_unsteady_times_are_reported_and_widen_the_interval(measured: Measurement) -> None:
-    """`measure` saw 118 % and said nothing."""
+    """Regression: `measure` saw 118 % and did not report it."""
     calm = replace(measured, layer=tuple(replace(point, spread=0.1) for point in measured.layer))
     wild = replace(measured, layer=tuple(replace(point, spread=2.36) for point in measured.layer))
     assert remarks(calm) == []

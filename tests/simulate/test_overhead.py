@@ -1,4 +1,4 @@
-"""What a step costs beside its layers: copies by hand, a replay by hand, and where batch norms share their statistics."""
+"""Step costs beyond layers: copies and a replay by hand, and synchronised batch norms."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def move(src: Layout, dst: Layout, phase: str = "forward") -> Move:
 
 
 def test_channel_gather_copies_non_contiguous_blocks() -> None:
-    """Device 0 holds 2 of 3 channels, 40 of 60 entries; they go as they lie. 20 arrive beside the result."""
+    """Device 0 holds 2 of 3 channels, 40 of 60 entries, sent unchanged. The other 20 are received separately."""
     step = move(Split(1, (2, 1)), EVERYONE)
     assert handled(step, 0) == [(Handling(), Handling(copied=40 + 20, made=(60, 20)))]
     assert handled(step, 1) == [(Handling(), Handling(copied=20 + 40, made=(60, 40)))]
@@ -58,7 +58,7 @@ SUM = SumGradients(1, ("a", "b"), (60, 40), 0, (0, 1), (), "ring")
 
 
 def given_memory(step: SumGradients, device: int) -> list[tuple[int, ...]]:
-    """Gradients that get memory of their own at the end of the step."""
+    """Return the gradients that get new memory at the end of the step."""
     return [op.sizes for op in program_of(step, device).backward if isinstance(op, Unpack) and op.copied]
 
 
@@ -174,7 +174,7 @@ def test_split_batches_synchronise_statistics() -> None:
 
 
 def grid(seconds: float) -> Grid:
-    """So many seconds a sample."""
+    """Return a grid with this many seconds per sample."""
     return Grid((1, 2), (3,), ((seconds,), (2 * seconds,)))
 
 

@@ -1,4 +1,4 @@
-"""The replay, against timelines worked out by hand: the numbers stand in the comments."""
+"""The replay against timelines calculated by hand; comments show the numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class Table:
 
 
 def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, processor_s_per_byte: float = 0.0) -> Network:
-    """One device per host; equal cards."""
+    """Return one device per host, with equal NICs."""
     card = Nic(bytes_per_s, bytes_per_s, latency_s)
     fleet = Fleet(
         tuple(Host(f"h{i}") for i in range(count)),
@@ -57,7 +57,7 @@ def work(number: int, devices: tuple[int, ...], phase: Phase = "forward", after:
 
 
 def move(number: int, src: Layout, dst: Layout, entries: int) -> Move:
-    """A vector of `entries` numbers of one byte."""
+    """Return a move of a vector of `entries` one-byte numbers."""
     return Move(number, "forward", Value("a", (entries,), src), Value("b", (entries,), dst), "ring")
 
 
@@ -98,7 +98,7 @@ def test_sender_waits_when_the_send_buffer_is_full(monkeypatch):
 
 
 def test_a_message_arrives_while_its_receiver_computes():
-    """100 bytes from 0 to 1 start at 1 + 0.5, and are there at 2.5; device 1 computes until 4, and has them at once."""
+    """100 bytes from 0 to 1 start at 1 + 0.5 and arrive at 2.5; device 1 computes until 4, then has them at once."""
     steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
     timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 4.0})
     assert spans(timeline, 1, "receive") == [(1.5, 2.5)]
@@ -171,7 +171,7 @@ def test_cpu_cost_of_traffic_limits_it():
 
 
 def two_on_one_host() -> Network:
-    """Devices 0 and 1 in one host, 2 in another. Within the host 400 bytes/s and 0.1 s; cards of 100 bytes/s, 0.5 s."""
+    """Return devices 0 and 1 on one host (400 bytes/s, 0.1 s), 2 on another (NICs of 100 bytes/s, 0.5 s)."""
     inside, outside = (0.1, 0.1, 0.5), (0.5, 0.5, 0.1)
     return Network(
         host=(0, 0, 1),
@@ -191,7 +191,7 @@ def test_traffic_within_a_host_does_not_use_the_nic():
 
 
 def test_slow_link_leaves_nic_bandwidth_to_others():
-    """Device 0 sends to 1 over a path of 20 bytes/s and to 2: the card's other 80 bytes/s go to 2 (max-min fairness)."""
+    """Device 0 sends to 1 at 20 bytes/s and to 2: the NIC's other 80 bytes/s go to 2 (max-min fairness)."""
     slow = hosts(3)
     pair = [list(row) for row in slow.pair_bytes_per_s]
     pair[0][1] = 20.0
@@ -283,7 +283,7 @@ def test_filter_split_of_unequal_devices_by_hand():
 
 
 def test_reader_waits_for_its_input():
-    """The same with computations of 1 s: the reader begins when the message is there, at 1.5."""
+    """The same with computations of 1 s: the reader starts when the message arrives, at 1.5."""
     steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1)), work(2, (1,), after=(0,))]
     timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 1.0})
     assert spans(timeline, 1, "compute") == [(0, 1), (1.5, 2.5)]

@@ -1,4 +1,4 @@
-"""Autotune: a pure state machine on synthetic seconds, the plans that come to it, and training through it."""
+"""Autotuning: a pure state machine on synthetic seconds, its candidate plans, and training with it."""
 
 import copy
 import random
@@ -40,7 +40,7 @@ def some_plans(count: int) -> list[Plan]:
 
 
 def tried(step_s: Step, count: int, most: int = 500) -> tuple[Autotune, list[int], list[Reshard | Keep]]:
-    """The state when it is over, which plan made each step, and what was decided."""
+    """Return the final state, the plan of each step, and the decisions."""
     state, ran, decisions = Autotune.start(some_plans(count)), [], []
     while not state.is_over:
         ran.append(state.running)

@@ -1,4 +1,4 @@
-"""Losses are read some steps late where an accelerator computes them: nothing waits for it, and no step is told twice."""
+"""Losses of an accelerator are read some steps late: nothing waits for them, and each step is reported once."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ STEPS = 7
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Seven steps of 6 samples. One may be no number: its step's loss is none."""
+    """Seven steps of 6 samples. One may be NaN, which makes its step's loss NaN."""
 
     def __init__(self, spoiled: int | None = None) -> None:
         own = torch.Generator().manual_seed(5)
@@ -44,7 +44,8 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 class Noted(Observer):
-    """What is told, in its order; and how often the host has waited for a simulated device by the end of each step."""
+    """An observer that records its calls in order, and how often the host waited for a simulated device by each
+    step."""
 
     def __init__(self, *, counts: bool = False) -> None:
         self.told: list[tuple[str, int]] = []
@@ -67,7 +68,7 @@ class Noted(Observer):
 
 
 def made(device: str, recipe: Recipe | None = None) -> Training:
-    """In one fused stretch on one device: what is asked of it is asked once a step."""
+    """Build the model as one fused segment on one device."""
     model = Distributed(
         nets.build("two-conv"), by_name("data", "two-conv", speeds=Speeds((1.0,))), AloneGroup(torch.device(device)),
         torch.zeros(1, 3, 8, 8, dtype=torch.float64),
@@ -136,7 +137,7 @@ def test_losses_are_read_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest
 
 
 class LosesOne:
-    """Members of which one is lost after step 5, and which go on after step `back`; with the weights of then."""
+    """Members that lose a device after step 5 and continue from step `back` with its weights."""
 
     def __init__(self, training: Training, back: int) -> None:
         self.training, self.back, self.kept, self.lost = training, back, list[Any](), False

@@ -1,4 +1,4 @@
-"""Lightning trains a Convoy model as if it were on one device. Skipped where it is not installed: no extra brings it."""
+"""Lightning trains a Convoy model as on one device. Skipped if it is not installed: no extra includes it."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""The loader: the same batches on every fleet and under every plan, and this device's part of each."""
+"""The loader: the same batches on every fleet and plan, and each device's local batch."""
 
 import pytest
 import torch

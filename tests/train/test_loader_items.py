@@ -1,4 +1,4 @@
-"""What data sets give the loader: labels with and without loading, random numbers, shapes that do not fit."""
+"""The loader's use of data sets: labels with and without loading, random numbers, wrong shapes."""
 
 import random
 import threading
@@ -69,7 +69,7 @@ def test_local_outputs_load_only_local_labels() -> None:
 
 
 class Augmented(Plain):
-    """Draws from all three sources of random numbers, as image transforms do."""
+    """A data set that draws from all three random sources, as image transforms do."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return image(index) + torch.rand(()) + random.random() + float(np.random.rand()), index
@@ -81,7 +81,7 @@ class AugmentedInLists(Augmented):
 
 
 def augmented(plan: Plan, make: type[Augmented] = Augmented) -> list[list[Tensor]]:
-    """The images of every device, in two epochs; every device has drawn other numbers before."""
+    """Return the images of every device in two epochs, after each has drawn different random numbers."""
     model, dataset = net(), make(10)
 
     def work(group: Group) -> list[Tensor]:
@@ -117,7 +117,7 @@ def test_a_sample_that_repeats_within_an_epoch_is_augmented_anew(make: type[Augm
 
 
 class Odd(Plain):
-    """One sample is unlike the others."""
+    """A data set with one sample of another shape."""
 
     def __init__(self, odd: Any) -> None:
         super().__init__(10)

@@ -1,4 +1,4 @@
-"""Processes that prepare batches ahead: that they do, that they end, and that what they give is the same."""
+"""Loader worker processes: they prefetch, they end, and they change no batch."""
 
 import multiprocessing
 import time
@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 
 class Counted(Plain):
-    """Counts what is loaded, in whatever process."""
+    """A data set that counts loaded items in every process."""
 
     def __init__(self, samples: int) -> None:
         super().__init__(samples)

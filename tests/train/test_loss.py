@@ -1,4 +1,4 @@
-"""Losses of outputs that stay with their samples: value and gradient of one device, and nothing of an output on the wire."""
+"""Losses of local outputs: value and gradient match one device, and no output is sent."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ def _labels(*shape: int) -> Tensor:
 
 
 def _ignored(*shape: int) -> Tensor:
-    """Labels of which the first samples' are all ignored, and some of the others': devices count very different numbers."""
+    """Return labels with all of the first samples' ignored and some others', so that devices count differently."""
     y = torch.where(torch.rand(SAMPLES, *shape) < 0.4, 255, _labels(*shape))
     y[:3] = 255
     return y
@@ -103,7 +103,7 @@ CASES: dict[str, Case] = {
 def _on_parts(
     arguments: Sequence[Tensor], work: Callable[..., Tensor], *, whole: bool, outputs: int = 1
 ) -> list[tuple[float, list[Tensor]]]:
-    """Of each device: the loss, and the gradients of its rows of the outputs."""
+    """Return each device's loss and the gradients of its output rows."""
 
     def run(group: Group) -> tuple[float, list[Tensor]]:
         start = sum(SHARES[: group.device])
@@ -246,7 +246,7 @@ def test_a_local_output_is_never_used_as_a_global_one() -> None:
 
 
 def _unet(shares: Sequence[int], *, mixes_strategies: bool = False) -> tuple[nn.Module, Plan, Tensor]:
-    """A U-Net, and a plan by which its outputs, an image of logits for each sample, stay."""
+    """Return a U-Net and a plan that keeps its outputs, an image of logits per sample, local."""
     with torch_seed(1):
         model = UNet().double()
         x = torch.randn(SAMPLES, 3, 16, 16, dtype=torch.float64)
@@ -310,7 +310,7 @@ def test_a_u_net_trains_for_twenty_steps_as_on_one_device(mixes_strategies: bool
 
 
 def _sent(model: nn.Module, plan: Plan, x: Tensor, y: Tensor) -> int:
-    """Bytes on the wire in one step, from forward to backward, over all devices."""
+    """Return the bytes all devices send in one step."""
 
     def work(group: Group) -> int:
         here = Distributed(model, plan, group, x[:2])

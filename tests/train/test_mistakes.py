@@ -1,4 +1,4 @@
-"""What people do wrong with a distributed model: it is right all the same, or refused with what to write instead."""
+"""Common mistakes with a distributed model: they work anyway, or are refused with a remedy."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +26,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_plan(group: Group, plan: str = "master", model: nn.Module | None = None, batch: int = 5) -> Distributed:
-    """The four lines' first three."""
+    """Return the model after the first three of the four lines."""
     model, x = net() if model is None else model, images()[:2][0]
     made = convoy.make_plan(plan, model, x, batch, group, speeds=SPEEDS[: group.devices])
     return convoy.distribute(model, made, group, x)
@@ -46,7 +46,7 @@ def on_three(work: Callable[[Group], Any]) -> list[Any]:
 
 
 def refused_on_three(work: Callable[[Group], Any], error: type[Exception], told: str) -> None:
-    """The first device that raises, raises this."""
+    """Raise the first error of a device."""
     with pytest.raises(error, match=told):
         on_three(work)
 
@@ -203,7 +203,7 @@ def test_torch_compile_leaves_a_distributed_model_unchanged() -> None:
 
 
 def _losses(model: nn.Module, change: Callable[[Any, Any, Any], Any], **options: Any) -> list[float]:
-    """Of two epochs; `change` may put other objects in the place of model, optimizer and loader."""
+    """Return the losses of two epochs; `change` may replace model, optimizer and loader."""
     optimizer = options.get("optimizer", sgd)(model)
     schedule = options.get("schedule", lambda _: None)(optimizer)
     for x, y in list(shuffled())[: options.get("before", 0)]:
@@ -275,7 +275,7 @@ def test_optimizer_state_dict_of_shards_is_refused() -> None:
 
 
 class Prefetching(DataLoader[Any]):
-    """As many write them: what they do to a batch would be lost."""
+    """A common kind of loader wrapper, whose changes to a batch would be lost."""
 
     def __iter__(self) -> Any:
         for x, y in super().__iter__():
@@ -283,7 +283,7 @@ class Prefetching(DataLoader[Any]):
 
 
 class Wrapped:
-    """As timm's PrefetchLoader: a loader around a loader."""
+    """A loader around a loader, as timm's PrefetchLoader."""
 
     def __init__(self) -> None:
         self.loader = shuffled()
@@ -324,7 +324,7 @@ def test_wrong_arguments_of_prepare_are_refused(given: Callable[[Any, Any], Any]
 
 
 def alone_at(group: Group, mistake: str) -> str:
-    """What this device is told in the end."""
+    """Return the final message to this device."""
     part = by_plan(group)
     optimizer, loader = sgd(part), convoy.loader(images(), 5, part)
     x, y = images()[:5]

@@ -1,4 +1,4 @@
-"""One line: a script with an optimizer and a DataLoader made in the natural order trains the same on several devices."""
+"""`prepare`: a script with an existing optimizer and DataLoader trains the same on several devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ from tests.support.threads import run_on_threads
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, as for no weight decay on biases, and one that is not in the order of the model."""
+    """Return Adam with two groups, as for no weight decay on biases, one not in the model's order."""
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     return torch.optim.AdamW(
@@ -39,7 +39,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def trained(
     make: Callable[[], DataLoader[Any]], group: Group | None, plan: str = "master", epochs: int = 3, before: int = 0
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and the weights of a script; with a group, after the line that differs.
+    """Return a script's losses and weights; with a group, after the `prepare` line.
 
     Args:
         before: steps of one device before that line: the optimizer remembers something then.
@@ -89,7 +89,7 @@ def test_prepare_keeps_momentum() -> None:
 
 
 class Flipped(Dataset[Any]):
-    """Labels are at hand nowhere else than in the items."""
+    """A data set with labels only in its items."""
 
     def __len__(self) -> int:
         return 23
@@ -100,13 +100,13 @@ class Flipped(Dataset[Any]):
 
 
 def joined(rows: list[Any]) -> tuple[Tensor, Tensor]:
-    """Every image is mixed with the one before it in the batch: samples depend on each other."""
+    """Mix every image with the one before it in the batch, so that samples depend on each other."""
     x, y = default_collate(rows)
     return 0.7 * x + 0.3 * x.roll(1, 0), y
 
 
 class Odd(BatchSampler):
-    """Batches of one class each, of unequal sizes."""
+    """A sampler with batches of one class each, of unequal sizes."""
 
     batch_size = 9
 
@@ -178,7 +178,7 @@ def test_devices_load_only_their_local_batch() -> None:
 
 
 class Superclasses(Dataset[Any]):
-    """Labels as many data sets of torchvision's kind give them after a change: `targets` still has the old ones."""
+    """A relabelled data set whose `targets` still has the old labels, as with torchvision subclasses."""
 
     def __init__(self) -> None:
         self.targets = [int(y) for _, y in images()]
@@ -232,7 +232,7 @@ def test_optimizer_can_be_created_after_prepare() -> None:
 
 
 class Turning(RandomSampler):
-    """A sampler of one's own that is told the epoch, as that of torchvision's references for repeated augmentation."""
+    """A user-defined sampler with set_epoch, as in torchvision's references for repeated augmentation."""
 
     epoch = 0
 
@@ -247,7 +247,7 @@ class Turning(RandomSampler):
 
 
 class Backwards(RandomSampler):
-    """A sampler whose order depends on what it has drawn before."""
+    """A sampler whose order depends on its earlier draws."""
 
     drawn = 0
 

@@ -1,4 +1,4 @@
-"""The state machine of rebalancing, on synthetic seconds: how fast it finds the best split, and how still it is then.
+"""The rebalancing state machine on synthetic seconds: how fast it finds the best split, and how stable it stays.
 
 The seconds come from the step list of the plan at hand (who computes which part of each layer), not from the coupled axes
 that are tested. The best split is searched by its own definition.
@@ -40,7 +40,7 @@ def by_samples(speeds: Sequence[float]) -> Plan:
 
 
 def by_filters(speeds: Sequence[float]) -> Plan:
-    """conv1 for itself; conv2 tied to fc."""
+    """Return a plan with conv1 independent and conv2 coupled to fc."""
     tied = apportion(FILTERS[1], speeds)
     layers = {
         "conv1": Filter(apportion(FILTERS[0], speeds)),
@@ -60,7 +60,7 @@ PLANS: dict[str, Callable[[Sequence[float]], Plan]] = {"samples": by_samples, "f
 
 @dataclass
 class World:
-    """Devices that compute as fast as `speeds` says.
+    """Devices that compute at `speeds`.
 
     Attributes:
         noise: relative, of each layer and step.
@@ -76,7 +76,7 @@ class World:
         self.draw = random.Random(self.seed)
 
     def seconds(self, plan: Plan) -> dict[str, list[float]]:
-        """Of one step: what each device needs for its part of each layer."""
+        """Return each device's seconds for its part of each layer in one step."""
         result: dict[str, list[float]] = {}
         for step in _steps(plan).phase("forward"):
             if isinstance(step, ComputeStep):
@@ -104,7 +104,7 @@ def _steps(plan: Plan) -> StepList:
 
 
 def step_s(world: World, plan: Plan) -> float:
-    """The slowest device's seconds, noise left out, summed over coupled axes: an exchange stands between them."""
+    """Return the slowest device's seconds without noise, summed over coupled axes, since an exchange separates them."""
     still = replace(world, noise=0.0)
     seconds = still.seconds(plan)
     state = Balancer.start(plan, graph())
@@ -114,7 +114,7 @@ def step_s(world: World, plan: Plan) -> float:
 
 
 def best_s(world: World, plan: Plan) -> float:
-    """With the best whole shares, by definition: the least time in which the devices do all units of each."""
+    """Return the seconds of the best whole shares: the least time to process all units of each axis."""
     still = replace(world, noise=0.0)
     seconds = still.seconds(plan)
     total = 0.0
@@ -134,7 +134,7 @@ def _least_s(rates: Sequence[float], units: int) -> float:
 
 
 def run(world: World, state: Balancer, steps: int) -> tuple[Balancer, list[tuple[int, Reshard]]]:
-    """So many steps; what changed, and when."""
+    """Run this many steps; return the changes and their steps."""
     changes = []
     for step in range(steps):
         state, decision = observe(state, world.seconds(state.plan))
@@ -194,7 +194,7 @@ def test_speed_jump_uses_new_speeds_and_ignores_one_long_step() -> None:
 
 
 def _swing(a: Plan, b: Plan) -> float:
-    """The largest change of a share, as a part of the axis."""
+    """Return the largest change of a share, as a fraction of the axis."""
     found = Balancer.start(a, graph()).axes
     pairs = [(shares_of(a, axes), shares_of(b, axes)) for axes in found]
     return max(abs(x - y) / sum(old) for old, new in pairs for x, y in zip(old, new, strict=True))

@@ -1,4 +1,4 @@
-"""What a training showed, when devices go back, and forward again to a checkpoint."""
+"""The training record when devices return to an earlier step or continue from a checkpoint."""
 
 import json
 
@@ -9,7 +9,7 @@ from convoy.train.record import Place, TrainingRecord, Unread
 
 
 def trained(steps: int = 7, per_epoch: int = 2, record: TrainingRecord | None = None) -> TrainingRecord:
-    """Epochs of two steps, each tested; the loss of a step is its number."""
+    """Train epochs of two steps, each tested; the loss of a step is its number."""
     record = record or TrainingRecord()
     for step in range(record.begun + len(record.history.losses), steps):
         record.step(float(step), step // per_epoch, 8)

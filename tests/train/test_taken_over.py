@@ -1,4 +1,4 @@
-"""What a script keeps from before `prepare` (parameters, modules, shared objects) acts as on one device, or raises."""
+"""Objects a script keeps from before `prepare` (parameters, modules, shared objects) act as on one device, or raise."""
 
 import argparse
 import copy
@@ -55,7 +55,7 @@ NEVER: dict[str, Callable[[nn.Module, Parameters], Any]] = {
 
 
 def trained(group: Group | None, act: str, plan: str = "data") -> list[float]:
-    """The losses of a loop that does this with what it has from before `prepare`."""
+    """Return the losses of a loop that uses objects from before `prepare`."""
     model = net()
     before, parameters = model, list(model.parameters())
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), shuffled()
@@ -108,7 +108,7 @@ def test_a_retired_parameter_names_itself_and_the_remedy() -> None:
 
 
 class Scaled(nn.Module):
-    """Its forward reads an object that the script holds, too; one whose Python takes branches is not traced through."""
+    """A layer whose forward reads an object that the script also holds; Python branches prevent tracing."""
 
     def __init__(self, shared: Any, read: Callable[[Any], Any], opaque: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What people do when they train: schedules, parts of a batch, clipping, smoothing, averages, tests in between.
+"""Training features: schedules, micro-batches, clipping, label smoothing, averages, tests during training.
 
 The oracle is plain PyTorch, written out here: whole batches, torch's own schedulers, torch's own clipping and averaging. It
 shares nothing with `fit` but the order of the samples.
@@ -65,7 +65,7 @@ LR = 0.05
 
 
 def rates(made: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[float]:
-    """The learning rate of every step under a scheduler."""
+    """Return the learning rate of every step under a scheduler."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
     scheduler, found = made(optimizer), []
     for _ in range(steps):
@@ -122,7 +122,7 @@ def test_schedule_curves_match_torch(case: str) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A training by everything at once, or by one thing."""
+    """A training with all features, or with one."""
 
     net: str = "two-conv"
     batch: int = 20
@@ -143,7 +143,7 @@ EVERYTHING = Case(accumulate=2, clip=0.5, smoothing=0.1, schedule=RateCurve("cos
 
 @dataclass
 class Found:
-    """What a training left, as a whole."""
+    """The complete result of a training."""
 
     history: History
     weights: dict[str, Tensor]
@@ -157,7 +157,7 @@ def made_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def in_plain_pytorch(case: Case) -> Found:
-    """The reference. It sees whole batches: of parts it knows nothing."""
+    """Train the reference on global batches."""
     model = nets.build(case.net)
     optimizer = made_optimizer(model)
     scheduler = TORCH_SCHEDULES[case.schedule.name](optimizer, case.schedule)
@@ -211,7 +211,7 @@ def trained(
 
 
 def on_devices(case: Case, plan: Plan, change_to: Plan | None = None) -> list[Found]:
-    """The same on the devices of a plan, through `fit`; everything gathered on every device.
+    """Train the same on the devices of a plan, through `fit`; gather everything on every device.
 
     Args:
         change_to: the shares become those of this plan after each third step, and then again those of the first.
@@ -238,7 +238,7 @@ def on_devices(case: Case, plan: Plan, change_to: Plan | None = None) -> list[Fo
 
 
 class Changing:
-    """Stands where a rebalancer stands: it changes the plan every few steps."""
+    """A replacement for the rebalancer that changes the plan every few steps."""
 
     def __init__(self, here: Distributed, plans: list[Any], optimizer: torch.optim.Optimizer) -> None:
         self.here, self.plans, self.optimizer, self.steps = here, plans, optimizer, 0
@@ -302,7 +302,7 @@ def test_each_feature_matches_one_device(plan: str, case: Case) -> None:
 
 
 def resized(plan: Plan, batch: int) -> Plan:
-    """Its layers by samples have shares for batches of ten."""
+    """Return the plan with batch shares for batches of ten."""
     layers = {
         name: Batch(tuple(n * batch // sum(s.shares) for n in s.shares)) if isinstance(s, Batch) else s
         for name, s in plan.layers.items()
@@ -345,7 +345,7 @@ def test_torch_clipping_of_shards_is_refused_and_ours_is_exact() -> None:
 
 
 def step(optimizer: torch.optim.Optimizer, model: nn.Module, by: float) -> None:
-    """All weights become smaller by so much."""
+    """Decrease all weights by this amount."""
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, by)
     optimizer.step()
@@ -396,7 +396,7 @@ def test_average_is_stored_with_any_optimizer(optimizer: str) -> None:
 
 
 class Noted(Observer):
-    """Writes down what it is told."""
+    """An observer that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -414,7 +414,7 @@ class Noted(Observer):
 def told(
     monkeypatch: pytest.MonkeyPatch, accuracies: list[float], epochs: int, recipe: Recipe
 ) -> tuple[list[Any], History]:
-    """What an observer is told in epochs of three steps, where tests find these accuracies."""
+    """Return an observer's calls in epochs of three steps with these test accuracies."""
     found = iter(accuracies)
     monkeypatch.setattr("convoy.train.loop.accuracy", lambda *_: next(found))
     model, noted = nets.build("two-conv"), Noted()

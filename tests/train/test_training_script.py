@@ -1,4 +1,5 @@
-"""A script with what reference scripts of timm and torchvision do, changed by one line, trains the same on three devices."""
+"""A script with the features of timm's and torchvision's reference scripts, plus one line, trains the same on three
+devices."""
 
 import os
 import re
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def changed(folder: Path, plan: str, *more: tuple[str, str]) -> Path:
-    """Write the script with the one line, and further changes."""
+    """Write the script with the one line and further changes."""
     assert SOURCE.count(BEFORE) == 1
     source = "import convoy\n" + SOURCE.replace(BEFORE, LINE.format(plan=plan) + BEFORE)
     for old, new in more:
@@ -41,7 +42,7 @@ def changed(folder: Path, plan: str, *more: tuple[str, str]) -> Path:
 
 
 def by_command(script: Path, *options: str) -> str:
-    """What the script prints on two devices of `convoy run`."""
+    """Return the script's output on two devices of `convoy run`."""
     outside = {name: value for name, value in os.environ.items() if name not in (*PLACE, "CONVOY_DEVICE")}
     done = subprocess.run(
         [sys.executable, "-m", "convoy", "run", "--devices", "2", script.name, *options], cwd=script.parent,
@@ -57,7 +58,7 @@ def first(devices: int, script: Path, *options: str) -> str:
 
 
 def numbers(printed: str) -> list[float]:
-    """All numbers that a run prints."""
+    """Return all numbers that a run prints."""
     assert printed.count("epoch") == 3
     return [float(number) for number in re.findall(r"[\d.]+", printed)]
 
