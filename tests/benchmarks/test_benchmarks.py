@@ -1,4 +1,4 @@
-"""The benchmarks: their configurations, statistics worked out by hand, results and pages."""
+"""The benchmarks: configurations, hand-calculated statistics, results and pages."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,6 @@ def test_every_configuration_builds(name: str) -> None:
 
 
 def test_results_are_grouped_by_net() -> None:
-    """Results are kept by net."""
     for name, every in SETS.items():
         nets = [(series.fleet, series.net) for series in every]
         assert len(nets) == len(set(nets)), name
@@ -319,7 +318,7 @@ def test_drive_reports_its_command_and_refuses_bad_options(tmp_path: Path) -> No
 
 
 def test_existing_results_are_not_overwritten(tmp_path: Path) -> None:
-    """A pass over a fleet was lost when it was started again after a commit: other code, so the file began anew."""
+    """Regression: restarting after a commit began the file anew and lost hours of results."""
     devices = tuple((device.name, device.cores) for device in fleet_named("mixed4").devices)
     old = FleetResult("smoke", "mixed4", devices, replace(ground(), revision="older"), "c", "random images", {})
     write_result(tmp_path / "mixed4.two-conv-4-8.8.json", old)

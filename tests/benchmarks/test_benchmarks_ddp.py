@@ -1,4 +1,4 @@
-"""The peers: DDP's gradient is that of one device for any shares, and its search finds the best setting there is to find."""
+"""The DDP and FSDP peers: gradients match one device for any shares, and the search finds the best setting."""
 
 import copy
 import math
@@ -39,7 +39,7 @@ def images() -> Images:
 
 
 def trained_alone(batch: int, steps: int) -> dict[str, list[float]]:
-    """Gradients of the last step and weights after it, by plain PyTorch."""
+    """Return the last gradients and the weights of plain PyTorch."""
     model = build_net("two-conv:4:8", (3, 8, 8), 10).double()
     optimizer, batches = sgd(model), iter(Loader(images(), batch, drop_last=True))
     for _ in range(steps):
@@ -119,7 +119,7 @@ def test_fsdp_steps_match_one_device(shares: list[int]) -> None:
 
 
 class Recorded:
-    """A runner of known seconds on a clock that only it moves."""
+    """A runner with known seconds, on a clock that only it advances."""
 
     now_s = 0.0
 
@@ -145,7 +145,7 @@ class Recorded:
 
 
 def test_best_long_trial_is_reused_for_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another first step of DDP takes as long as the one that counts: 26 s each on a slow wire."""
+    """Another first step of DDP takes as long as a counted one: 26 s each on a slow link."""
     monkeypatch.setattr(ddp, "DdpRunner", Recorded)
     monkeypatch.setattr(ddp.time, "perf_counter", lambda: Recorded.now_s)
     trials = ddp._Trials(AloneGroup(torch.device("cpu")), torch.nn.Linear(1, 1), images())
@@ -171,7 +171,7 @@ def test_best_long_trial_is_reused_for_its_rounds(monkeypatch: pytest.MonkeyPatc
 
 
 class Fleet:
-    """A step takes the slowest rank's samples and 20 ms of network, less with one bucket size or a static graph."""
+    """A simulated fleet: a step takes the slowest rank's samples and 20 ms of network, less with some options."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ def test_zero_budget_still_tries_correction_and_options() -> None:
 
 
 def test_slow_rank_can_get_no_samples() -> None:
-    """It takes 300 ms for each sample; the others carry all 8 in 40 ms."""
+    """It takes 300 ms per sample; the others process all 8 in 40 ms."""
     fleet = Fleet([0.01, 0.01, 0.3])
     assert tune(fleet.attempt, 8, [1.0, 1.0, 1.0], budget_s=1e9).setting.shares == (4, 4, 0)
 

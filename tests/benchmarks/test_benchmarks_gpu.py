@@ -1,4 +1,4 @@
-"""What `make gpu` shows, on a simulated accelerator where there is no real one."""
+"""`make gpu` on a simulated accelerator, or a real one if there is one."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A net with a label for every pixel in the benchmarks: outputs stay with their samples, and it trains as on one device."""
+"""A net with a label per pixel in the benchmarks: outputs stay local, and it trains as on one device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def net() -> torch.nn.Module:
 
 
 def trained_alone(steps: int) -> tuple[float, list[list[float]]]:
-    """The loss of the first step, and the weights after some, by plain PyTorch."""
+    """Return the first loss and the later weights of plain PyTorch."""
     model = net()
     first = train_steps(model, sgd(model), iter(Loader(images(), BATCH, drop_last=True)), steps)
     return first, flat(model)
@@ -60,7 +60,7 @@ def flat(model: torch.nn.Module) -> list[list[float]]:
 
 
 def test_no_pixel_output_is_sent() -> None:
-    """By no plan of the cell, and no other that `auto` may try: no message holds logits or their gradient, 88 MB of each."""
+    """Check every plan that `auto` may try: no message holds logits or their gradient, 88 MB each."""
     (series,) = [each for each in SETS["lab"] if (each.fleet, each.net) == ("mixed4", "unet:8")]
     (case,) = series.cases()
     task, described = task_of(case.net), fleet_named(case.fleet)
@@ -150,7 +150,7 @@ def test_peers_train_a_pixel_net_as_one_device(name: str) -> None:
 
 @pytest.mark.slow
 def test_pixel_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured, predicted and trained with small images, on threads."""
+    """Measure, predict and train with small images, on threads."""
     monkeypatch.setattr(tasks, "PIXELS", SMALL)
     measure = worker.measure_job
     quick = lambda *given: measure(*given[:-1], replace(given[-1], slice_s=1e-4))  # noqa: E731

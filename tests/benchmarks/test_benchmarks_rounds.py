@@ -1,4 +1,4 @@
-"""The benchmarks: who trains, in which rounds, what is timed, and a whole small run."""
+"""Benchmark rounds: turns, timing, and a whole small run."""
 
 import itertools
 import time
@@ -96,7 +96,7 @@ def test_one_device_trains_alone_while_the_others_rest() -> None:
 
 
 class Clocked:
-    """A runner that takes a known time, and keeps what happened to it."""
+    """A runner that takes a known time and records its calls."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
@@ -125,7 +125,7 @@ def test_step_time_is_that_of_the_slowest_device() -> None:
 
 
 def test_concurrent_solo_devices_get_one_row_each() -> None:
-    """The slow one takes 2 steps, the fast one 8; each row has the time and the loss of its own device."""
+    """The slow one takes 2 steps, the fast one 8; each row has its own device's time and loss."""
 
     class Own(Clocked):
         def wake(self) -> float | None:
@@ -142,7 +142,7 @@ def test_concurrent_solo_devices_get_one_row_each() -> None:
 
 
 def test_clocks_split_step_time_by_cause() -> None:
-    """Three rounds, in which a step takes device 0 one, two and three seconds of computing, and device 1 half of that."""
+    """Three rounds: device 0 computes for one, two and three seconds per step, device 1 for half of that."""
 
     class Clockwork(Clocked):
         rounds = 0
@@ -263,7 +263,7 @@ def worker_job(folder: str, name: str = "smoke") -> WorkerJob:
 
 
 def run_smoke(group: Group, folder: str) -> list[str]:
-    """Twice, so that the second finds the work of the first; beside the file it leaves what stood there before the runs."""
+    """Run twice, so that the second run finds the results of the first, and keep the file from before."""
     said: list[str] = []
     real, measure = worker.run_rounds, worker.measure_job
 

@@ -1,4 +1,4 @@
-"""Three accelerators beside a CPU: the wire that they need; the command runs on simulated ones."""
+"""Three accelerators and a CPU: the link rate they need, and the command on simulated ones."""
 
 import re
 import subprocess

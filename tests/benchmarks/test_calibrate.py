@@ -1,4 +1,4 @@
-"""The spreads of predictions are those of what was measured, by the stated rule, and hold where they were not taken from."""
+"""Prediction spreads follow from measurements by the stated rule, and hold on data they were not derived from."""
 
 import math
 
@@ -30,14 +30,14 @@ def test_spread_matches_the_measurements(residuals: list[Residual], constant: fl
 
 
 def test_spread_is_a_high_quantile_of_the_residuals():
-    """Of nine residuals the largest, of nineteen the eighteenth."""
+    """Of nine residuals take the largest, of nineteen the eighteenth."""
     rows = [Residual("", str(n), math.exp(n / 10), 1.0) for n in range(1, 20)]
     assert spread_of(rows[:9]) == pytest.approx(math.exp(0.9))
     assert spread_of(rows) == pytest.approx(math.exp(1.8))
 
 
 def test_explained_error_is_subtracted_from_the_residual():
-    """Off by 0.5, of which 0.3 are expected: 0.4 are left, since independent causes add up as squares."""
+    """The error is 0.5 with 0.3 expected: 0.4 remain, since independent causes add as squares."""
     assert Residual("", "", math.exp(0.5), 1.0, known=math.exp(0.3)).size == pytest.approx(0.4)
     assert Residual("", "", math.exp(0.2), 1.0, known=math.exp(0.3)).size == 0
 

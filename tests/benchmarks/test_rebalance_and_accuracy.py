@@ -1,4 +1,4 @@
-"""Benchmarks of rebalancing, of Convoy's overhead, and of accuracy on a fleet: what they conclude from made-up runs."""
+"""Benchmarks of rebalancing, overhead and accuracy: their conclusions from invented runs."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,8 @@ def a_run(steps_s: list[float], split: list[list[int]], losses: float = 0.0, res
 
 
 def four_runs(after: list[int], answer_at: int = 4, steps: int = 60, slow_at: int = 10) -> dict[str, Run]:
-    """Slowed at step 10 from 1 s to 2 s; from `answer_at` steps later on 1.3 s, as the best split has."""
+    """Return four runs: slowed at step 10 from 1 s to 2 s, and 1.3 s from `answer_at` steps later, as the best
+    split."""
     before, late = [[4, 4]] * (slow_at + answer_at), [[2, 6]] * (steps - slow_at - answer_at - 10)
     moved = a_run(
         [1.0] * slow_at + [2.0] * answer_at + [1.3] * (steps - slow_at - answer_at), [*before, *late, *[after] * 10], 2e-6,
@@ -58,8 +59,7 @@ def test_rebalancing_score_covers_response_stability_and_loss() -> None:
 
 
 def test_machine_slowdown_affects_all_four_runs_alike() -> None:
-    """The four trainings once ran one after the other: while one of them ran, the machine could be slower by a sixth. Now they
-    take turns step by step, and steps of the same turn are compared."""
+    """The four trainings alternate step by step. One after the other, machine load changed their ratio by a sixth."""
     runs = four_runs([2, 6])
     for run in runs.values():
         run.step_s = [each * (1.5 if 15 <= step < 45 else 1.0) for step, each in enumerate(run.step_s)]
@@ -68,7 +68,7 @@ def test_machine_slowdown_affects_all_four_runs_alike() -> None:
 
 
 def test_command_names_the_emulated_fleet_without_local_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page showed a command without its fleet, which gave another experiment."""
+    """Regression: the page showed a command without its fleet, which ran a different experiment."""
     monkeypatch.setattr("sys.argv", ["it", "--batch", "16", "-o", "/some/where.json", "--slowdown", "1,1"])
     monkeypatch.delenv("CONVOY_FLEET", raising=False)
     assert rebalance._command() == "python -m benchmarks.rebalance --batch 16 --slowdown 1,1"

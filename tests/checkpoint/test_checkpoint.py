@@ -1,4 +1,4 @@
-"""Checkpoints: what a fleet saves, any other fleet, one device and plain PyTorch go on from."""
+"""Checkpoints: any fleet, one device and plain PyTorch continue from a checkpoint of any fleet."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def plan_for(devices: int, plan: str, net: str) -> Plan:
 
 
 def apart(a: Any, b: Any) -> float:
-    """The largest difference of two tables of tensors and numbers."""
+    """Return the largest difference of two tables of tensors and numbers."""
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         return max((apart(a[key], b[key]) for key in a), default=0.0)
@@ -48,7 +48,7 @@ def apart(a: Any, b: Any) -> float:
 
 
 def state_of(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """As `full_optimizer_state` tells it, of an ordinary model."""
+    """Return the state of an ordinary model in the form of `full_optimizer_state`."""
     return {key: dict(optimizer.state[p]) for key, p in model.named_parameters() if p in optimizer.state}
 
 
@@ -58,7 +58,7 @@ ORDER = [*PLANS, "mixed"]
 
 
 def save_and_load(net: str, plans: tuple[str, str], folder: Path, optimizer: str = "adam") -> None:
-    """Save by one plan, load by another into a net with other weights, and check that not one bit is different."""
+    """Save by one plan, load by another into a net with other weights, and check that every bit is equal."""
     training = Training(net, (10, 3), optimizer)
     whole, other = nets.build(net), nets.build(net, seed=1)
     batches = training.batches(whole)
@@ -141,7 +141,7 @@ def data_of(net: str) -> TensorDataset:
 def go_on(
     model: nn.Module, optimizer: Optimizer, folder: Path, until: int, *, net: str, data: TensorDataset, resume: bool
 ) -> list[float]:
-    """The losses of the steps from where the run is up to `until`, wherever in an epoch those are."""
+    """Train up to step `until` and return the losses."""
     schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS + 1)
     keeper = Checkpointer(folder, model, optimizer, schedule=schedule, settings={"seed": 7, "net": net})
     loader = Loader(data, BATCH, model if isinstance(model, Distributed) else None, seed=7)

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded or written: the error, on every device, and what is left unchanged."""
+"""Checkpoints that cannot be loaded or written: the error on every device, and unchanged state."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ def sgd(model: nn.Module, **options: Any) -> Optimizer:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Two checkpoints of an ordinary net with momentum, a schedule and settings."""
+    """Save two checkpoints of an ordinary net with momentum, a schedule and settings."""
     model = net()
     optimizer = sgd(model)
     schedule = lr_scheduler.StepLR(optimizer, 2)
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def refusal(run: Path, model: nn.Module | None = None, make: Any = sgd, **options: Any) -> str:
-    """What loading says; it must leave model and optimizer as they were."""
+    """Return the loading error after checking that model and optimizer are unchanged."""
     model = model or nets.build("two-conv", seed=1)
     optimizer = make(model) if make is not None else None
     if optimizer is not None and "schedule" not in options:

@@ -1,4 +1,4 @@
-"""A full disk ends no training, and earlier checkpoints stay."""
+"""A full disk ends no training, and earlier checkpoints remain."""
 
 import errno
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ from tests.support.threads import run_on_threads
 
 
 class Disk:
-    """The disk of device 0, which is full at some of the attempts to write a checkpoint.
+    """The disk of device 0, full during some attempts to write a checkpoint.
 
     Args:
         room: returns, for each attempt counted from 0, the bytes that fit; None: all.
@@ -52,7 +52,7 @@ def full_at(*attempts: int) -> Callable[[int], int | None]:
 
 
 def on_three(folder: Path, work: Callable[[Checkpointer], Any]) -> list[tuple[Any, list[str]]]:
-    """On three devices: what came of `work`, and the lines that were told."""
+    """Run `work` on three devices; return the results and the printed lines."""
     whole, plan = nets.build("two-conv"), by_name("master", "two-conv", speeds=Speeds((2.0, 1.0, 1.0)))
     (x, _), *_ = Training("two-conv", (10,)).batches(whole)
 

@@ -1,4 +1,4 @@
-"""One run at a time writes into a folder: the second is refused, and a killed run blocks nobody."""
+"""One run at a time writes into a folder: a second is refused, and a killed run leaves no lock."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ time.sleep(60)
 
 @contextlib.contextmanager
 def another_run(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds the lock of the folder, and has forked a worker, which lives longer."""
+    """Start a process that holds the folder's lock and has forked a longer-lived worker."""
     folder.mkdir(exist_ok=True)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}

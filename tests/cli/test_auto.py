@@ -1,4 +1,4 @@
-"""Plan `auto` in a running job: the devices are measured, one plans, all train by its plan like one device."""
+"""Plan `auto` in a job: devices are measured, one plans, and all train like one device."""
 
 import copy
 import re
@@ -55,7 +55,7 @@ def example() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def measured() -> Measurement:
-    """Two processes, measured for a moment."""
+    """Measure two processes briefly."""
     return Measurement.from_toml(on_processes(2, "tests.cli.test_auto:measure", limit_s=100)[0])
 
 
@@ -66,7 +66,7 @@ def measure(group: Group) -> str:
 
 
 def timed(measured: Measurement, *factors: float) -> Measurement:
-    """The same fleet with layer times in proportion to the layer's size, in seconds: what a wire takes is nothing beside."""
+    """Return the same fleet with layer times proportional to layer size; network time is negligible."""
     names = [device.name for device in measured.fleet.devices]
     rows = []
     for p in measured.layer:
@@ -76,7 +76,7 @@ def timed(measured: Measurement, *factors: float) -> Measurement:
 
 
 def trained(group: Group, plan: Plan) -> list[torch.Tensor]:
-    """Weights after four steps of one batch each."""
+    """Return the weights after four steps of one batch each."""
     part = distribute(net(), plan, group, example())
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
@@ -126,7 +126,7 @@ def assert_like_one_device(weights: list[torch.Tensor]) -> None:
 def test_measured_times_decide_which_devices_work(
     measured: Measurement, tmp_path: Path, factors: tuple[float, float], workers: set[int]
 ) -> None:
-    """Slow layers beside a fast wire: both work. One device far slower: it gets nothing, joins all the same."""
+    """Slow layers with a fast network: both work. A far slower device gets no work but still joins."""
     file = tmp_path / "fleet.toml"
     file.write_text(timed(measured, *factors).to_toml())
     graph = trace(net(), example()).graph
@@ -228,7 +228,7 @@ def test_step_times_skip_partial_and_first_batches(monkeypatch: pytest.MonkeyPat
 def test_changed_plan_is_reported_after_enough_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the first plan a step takes 3 s, by the second 1 s; one in which the weights travelled takes 20 s, and is none."""
+    """A step takes 3 s by the first plan, 1 s by the second; a step with a reshard (20 s) is ignored."""
     now = [0.0]
     monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: now[0])
     timer = StepTimer(8)
@@ -274,7 +274,7 @@ def test_all_devices_try_the_same_plans_planners_choice_first(
 
 
 def measure_tiny(group: Group) -> str:
-    """The net of `tests.support.commands.TINY` on digits."""
+    """Measure the net of `tests.support.commands.TINY` on digits."""
     model = build_net("two-conv:4:6", (1, 8, 8), 10)
     traced = trace(model, torch.zeros(1, 1, 8, 8))
     times = {"budget_s": 0.5, "links_budget_s": 0.2, "slice_s": 0.002}
@@ -329,7 +329,7 @@ def test_forecast_marks_plans_that_do_not_fit(
 
 
 def test_forecast_uses_the_wire_format(tiny: Measurement, tmp_path: Path) -> None:
-    """`convoy plan --wire bf16`: every plan is predicted so, and the file says so."""
+    """`convoy plan --wire bf16` predicts every plan with it, and writes it to the file."""
     file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
     file.write_text(tiny.to_toml())
     command = [sys.executable, "-m", "convoy", "plan", "two-conv:4:6", "--image", "1,8,8", "--batch", "32"]
@@ -346,5 +346,4 @@ def test_forecast_uses_the_wire_format(tiny: Measurement, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_command_trains_with_plan_auto(tmp_path: Path) -> None:
-    """As above, after measuring."""
     assert_trains(tmp_path, "--slowdown", "1,3", "--budget", "1")

@@ -1,4 +1,4 @@
-"""What the command says to bad input, and which devices it takes, before anything starts."""
+"""Bad input to the command is refused, and devices are chosen, before anything starts."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ from tests.support.commands import TINY, convoy_in_process
 
 @pytest.fixture
 def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A good plan of this model for one device, made by the command itself."""
+    """Return a valid plan of this model for one device, made by the command."""
     path = tmp_path / "plan.json"
     assert convoy_in_process(monkeypatch, ["train", *TINY, "--speeds", "1", "--save-plan", str(path)]) == 0
     capsys.readouterr()
@@ -73,7 +73,7 @@ def test_plan_file_that_does_not_fit_is_refused(
 
 @pytest.fixture
 def corrupt_cifar10(tmp_path: Path) -> Path:
-    """The last of CIFAR-10's binary files, which the others must stand beside."""
+    """Write only the last of CIFAR-10's binary files."""
     folder = tmp_path / "corrupt"
     folder.mkdir()
     (folder / "test_batch.bin").write_bytes(bytes(30_730_000))
@@ -145,7 +145,7 @@ def test_bad_input_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One line with the value, the rule and the remedy; status 2; nothing measured, trained, started or written."""
+    """Expect one line with value, rule and remedy, status 2, and no other effect."""
     for step in (
         "convoy.launch.local.launch_local",
         "convoy.measure.planning.measure_speeds",
@@ -212,7 +212,7 @@ def test_port_in_use_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, capsys
 def test_failed_demo_returns_the_status_of_its_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what it runs is a command that a person can repeat."""
+    """It also prints a command that a user can repeat."""
     started: list[Sequence[str]] = []
 
     def fail(argv: Sequence[str], devices: Sequence[str], **_: object) -> int:

@@ -1,4 +1,4 @@
-"""`convoy leave` and `convoy stop`: which processes they find, what they refuse, and what these then do."""
+"""`convoy leave` and `convoy stop`: the processes they find, refusals, and effects."""
 
 import os
 import re
@@ -85,7 +85,7 @@ with handle_signals(members):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Rows of this test alone."""
+    """A roster folder with rows of this test only."""
     folder = tmp_path / "rows"
     folder.mkdir(mode=0o700)
     monkeypatch.setattr(roster, "_folder", lambda: folder)

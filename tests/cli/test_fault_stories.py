@@ -1,4 +1,4 @@
-"""What goes wrong while people train, as stories: damaged checkpoints, losses that are no numbers, full disks, odd files."""
+"""Faults while users train: damaged checkpoints, NaN losses, full disks, odd files."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ Output = tuple[int, str, str]
 
 @pytest.fixture
 def convoy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Output]:
-    """The command, in this process: exit status, output, errors."""
+    """Run the command in this process; return exit status, output and errors."""
     for name in (*PLACE, "CONVOY_DEVICE", "COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -47,7 +47,7 @@ def convoy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def refused(output: Output) -> str:
-    """The one line of an error."""
+    """Return the one line of an error."""
     status, out, err = output
     assert status == 2
     assert out in ("", "Starting 1 device ...\n"), "nothing was trained"
@@ -70,7 +70,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_damaged_checkpoint_error_gives_a_working_command(tmp_path: Path, convoy: Callable[..., Output]) -> None:
-    """It was followed: "holds no checkpoint yet", and the run began at step 0 inside that folder, with exit status 0."""
+    """Regression: the advised command started again at step 0 inside that folder, with exit status 0."""
     run, whole = tmp_path / "my run", tmp_path / "whole.jsonl"
     saving = ["--checkpoint", str(run), "--checkpoint-steps", "3"]
     assert convoy("train", *TINY, "--epochs", "3", "--log", str(whole))[0] == 0
@@ -136,7 +136,7 @@ def test_static_errors_are_reported_before_measuring(
     spoil: Callable[[Path], Any], options: Sequence[str], words: str,
     tmp_path: Path, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """It came 4 to 14 s late, below the table of the plan."""
+    """Regression: the error came 4 to 14 s late, below the table of the plan."""
     run = tmp_path / "run"
     assert convoy("train", *TINY, "--checkpoint", str(run))[0] == 0
     spoil(run)
@@ -150,7 +150,7 @@ DIVERGES = [*TINY[:-2], "--lr", "1e10", "--epochs", "2"]
 
 
 def test_first_nan_loss_is_reported_with_its_step(tmp_path: Path, convoy: Callable[..., Output]) -> None:
-    """It ended with "Best test accuracy: 10.28%" and exit status 0, and said nothing."""
+    """Regression: training ended with "Best test accuracy: 10.28%" and exit status 0, without a message."""
     log = tmp_path / "log.jsonl"
     status, out, _ = convoy("train", *DIVERGES, "--log", str(log))
     assert status == 0
@@ -176,7 +176,7 @@ def test_nan_loss_can_stop_training_and_earlier_checkpoints_stay_good(
 
 
 def test_nan_weights_are_not_resumed(tmp_path: Path, convoy: Callable[..., Output]) -> None:
-    """They were accepted. And the last good checkpoint was removed after three bad ones."""
+    """Regression: they were accepted, and three bad checkpoints removed the last good one."""
     run = tmp_path / "run"
     saving = ["--checkpoint", str(run), "--checkpoint-steps", "1"]
     assert convoy("train", *TINY, *saving, "--epochs", "1")[0] == 0
@@ -210,7 +210,7 @@ def test_training_survives_a_full_disk_under_the_log(convoy: Callable[..., Outpu
 def test_training_survives_a_full_disk_at_a_checkpoint(
     tmp_path: Path, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long run ended with the first checkpoint that could not be written; the next one found room."""
+    """Regression: a long run ended at the first failed checkpoint, although the next one fitted."""
     write, left = checkpoint_module.write_file, [2]
 
     def full_for_a_while(path: Path, chunks: Any) -> Any:
@@ -231,7 +231,7 @@ def test_training_survives_a_full_disk_at_a_checkpoint(
 
 
 def test_written_checkpoint_is_not_reported_as_lost(tmp_path: Path, convoy: Callable[..., Output]) -> None:
-    """`best` was a folder of the user's: "cannot write the checkpoint of step 4", which was there."""
+    """Regression: with a user folder named `best`, the error named a checkpoint that existed."""
     run = tmp_path / "run"
     (run / "best" / "mine").mkdir(parents=True)
     status, out, err = convoy("train", *TINY, "--checkpoint", str(run))
@@ -308,7 +308,7 @@ QUIET = {k: v for k, v in os.environ.items() if k not in (*PLACE, "COLUMNS")} | 
 
 
 def test_closed_output_pipe_ends_the_command_quietly(tmp_path: Path) -> None:
-    """`convoy train | head -1`."""
+    """As with `convoy train | head -1`."""
     command = subprocess.Popen(
         real("train", *TINY[:8], "--epochs", "1000000"),
         cwd=tmp_path,
@@ -325,7 +325,7 @@ def test_closed_output_pipe_ends_the_command_quietly(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_the_command_soon(tmp_path: Path) -> None:
-    """It took 7 s, and nothing was said."""
+    """Regression: it took 7 s without a message."""
     log = tmp_path / "log.jsonl"
     with (tmp_path / "errors").open("wb") as errors:
         argv = real("train", *TINY[:8], "--epochs", "1000000", "--log", str(log))
@@ -347,7 +347,7 @@ def test_ctrl_c_ends_the_command_soon(tmp_path: Path) -> None:
 
 
 class Spoilt(Dataset[Any]):
-    """Its eleventh sample cannot be read."""
+    """A data set with an unreadable eleventh sample."""
 
     targets = torch.arange(20) % 2
 

@@ -1,4 +1,4 @@
-"""Thousands of damaged files: each is used, or refused in one bounded message. No traceback, no hang.
+"""Thousands of damaged files: each is used, or refused in one bounded message, without traceback or hang.
 
 The slow tests have the thousands, the fast ones a sample of the same.
 """
@@ -87,7 +87,7 @@ def use_fleet(path: Path) -> None:
 
 
 def use_classes(path: Path) -> None:
-    """As `convoy fleet show` and `convoy predict`; and what is written of it is read again."""
+    """Read the file as `convoy fleet show` and `convoy predict` do, and read it again after writing it."""
     fleet_commands.show(path)
     fleet = read_fleet(path)
     assert Fleet.from_toml(fleet.to_toml()) == fleet

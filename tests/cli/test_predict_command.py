@@ -1,4 +1,4 @@
-"""`convoy predict`, and `convoy plan` of a fleet that is only described."""
+"""`convoy predict`, and `convoy plan` for a described fleet."""
 
 import sys
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_predict_prints_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_predict_answers_for_local_outputs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a U-Net: 3.89 MB of gradients. With the logits of all images on all devices it would be 25.9 MB."""
+    """A U-Net sends 3.89 MB of gradients. With the logits of all images on all devices it would be 25.9 MB."""
     words = ("unet:8", "--image", "3,256,256", "--classes", "21", "--batch", "4", "--on", "zen5-core,zen5-core")
     assert "3.89 MB sent per step" in convoy(monkeypatch, capsys, "predict", *words, "--outputs", "where-computed")
 
@@ -72,7 +72,7 @@ def test_list_option_prints_the_device_classes(
 def test_plan_answers_for_a_described_fleet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It refused with "run convoy measure"."""
+    """Regression: it refused with "run convoy measure"."""
     path = tmp_path / "fleet.toml"
     path.write_text(FLEET)
     plan = tmp_path / "plan.json"

@@ -1,4 +1,4 @@
-"""Run files: what stands in them, what the command line says instead, and what is refused, with its line."""
+"""Run files: their settings, command-line overrides, and refusals with line numbers."""
 
 import json
 import re
@@ -98,7 +98,7 @@ def test_devices_can_be_a_number_a_string_or_a_list(tmp_path: Path, written: str
 
 @pytest.mark.parametrize(("written", "seconds"), [("30", 30.0), ('"450 ms"', 0.45), ('"2 min"', 120.0), ('"30"', 30.0)])
 def test_times_accept_units(tmp_path: Path, written: str, seconds: float) -> None:
-    """Fleet files took `450 ms`, options and run files numbers only."""
+    """Regression: fleet files took `450 ms`, options and run files numbers only."""
     file = tmp_path / "run.toml"
     file.write_text(f"budget = {written}\n")
     assert resolve_settings(file, {}).settings.budget_s == seconds
@@ -189,7 +189,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["slowdown", "speeds"])
 def test_empty_list_is_refused(name: str, tmp_path: Path) -> None:
-    """`slowdown = []` counted as nothing given, and trained with factors of 1."""
+    """Regression: `slowdown = []` counted as not given, and trained with factors of 1."""
     file = tmp_path / "run.toml"
     file.write_text(f"devices = 2\n{name} = []\n")
     with pytest.raises(InputError, match=f"--{name} : give one .* for each of the 2 devices"):
@@ -225,7 +225,7 @@ def test_help_all_shows_every_setting_with_its_default_and_meaning() -> None:
 
 
 def test_help_fits_one_screen_and_points_to_the_rest() -> None:
-    """It listed 62 options on 250 lines, each flag with a <bool> beside it."""
+    """Regression: it listed 62 options on 250 lines."""
     text = help_text("--help")
     assert len(text.splitlines()) <= 33
     for option in (
@@ -324,7 +324,7 @@ def test_a_run_file_is_trained_explained_and_saved(
 
 
 def told(log: Path) -> list[dict[str, Any]]:
-    """Losses, rates and accuracies, without seconds."""
+    """Return losses, rates and accuracies, without seconds."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     kept = ("what", "step", "epoch", "loss", "samples", "accuracy", "best", "lr")
     return [
@@ -356,7 +356,7 @@ ON_AND_ON = [
 def test_interrupted_run_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Cut off in mid-epoch: order, momentum, schedule and average go on, and the log. In parts of another size, too."""
+    """Interrupt mid-epoch: order, momentum, schedule, average and log continue, also with other micro-batches."""
     whole, cut, folder = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl", tmp_path / "run"
     keeping = ["--checkpoint", str(folder), "--checkpoint-steps", "3"]
     assert command(monkeypatch, ["train", *ON_AND_ON, "--epochs", "3", "--log", str(whole)]) == 0
@@ -400,7 +400,7 @@ def test_unresumable_runs_are_refused(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two epochs."""
+    """Return the folder of a run of two epochs."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
         for name in (*PLACE, "CONVOY_DEVICE"):

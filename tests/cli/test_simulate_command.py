@@ -1,4 +1,4 @@
-"""`convoy simulate --fleet`: one step as a Chrome trace that keeps the rules of the Trace Event Format, and a picture."""
+"""`convoy simulate --fleet`: one step as a valid Chrome trace, and a plot."""
 
 import json
 import sys
@@ -107,7 +107,7 @@ def test_simulate_refuses_bad_steps(tmp_path: Path, fleet_file: Path, plan: str,
 def test_without_a_fleet_it_names_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It used to run the study of the four works, which lies beside the package: an installed Convoy does not have it."""
+    """Regression: it ran the study, which an installed Convoy does not contain."""
     monkeypatch.setattr(sys, "argv", ["convoy", "simulate", "-o", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
         cli.main()

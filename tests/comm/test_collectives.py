@@ -1,4 +1,4 @@
-"""What all devices agree on: values shared, device 0's result or its error, and who differs."""
+"""Agreement between devices: gathered values, device 0's result or error, and differing devices."""
 
 import time
 
@@ -30,7 +30,7 @@ def test_all_devices_gather_the_same_values() -> None:
 
 
 def refuse(group: Group) -> str:
-    """Device 0's work is refused, a little later than the others ask."""
+    """Raise an error on device 0, slightly after the others ask."""
 
     def work() -> None:
         assert group.device == 0

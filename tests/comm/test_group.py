@@ -1,4 +1,4 @@
-"""The contract of a group, on threads and on processes: messages of every kind, counters, agreement, and losses."""
+"""The contract of a group on threads and processes: messages of every kind, counters, agreement, and losses."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ DTYPES = [
 
 
 def say(group: Group, work: Callable[[], object]) -> list[Any]:
-    """What a device reports about a failure: [lost device, message], or ["no error"]."""
+    """Return a device's report about a failure: [lost device, message], or ["no error"]."""
     try:
         work()
     except DeviceLostError as error:
@@ -68,7 +68,7 @@ def test_lanes_are_independent(network: dict[str, str]) -> None:
 
 
 def wait_for_the_last_only(group: Group) -> list[float]:
-    """Device 1 is late each time: what device 0 started and dropped still lies on its side."""
+    """Device 1 is late each time: unawaited messages of device 0 are still in its buffers."""
     peer, arrived = group.device ^ 1, torch.zeros(4000)
     for number in range(3):
         time.sleep(0.1 * group.device)
@@ -90,12 +90,12 @@ def test_messages_without_a_waiter_arrive(network: dict[str, str]) -> None:
 
 
 def pattern(sender: int, receiver: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor only this pair exchanges; small whole numbers are exact in every dtype."""
+    """Return a tensor unique to this pair; small whole numbers are exact in every dtype."""
     return ((torch.arange(size) * 7 + 3 * sender + 5 * receiver) % 64).to(dtype)
 
 
 def send_every_dtype(group: Group) -> int:
-    """All pairs, both ways, every dtype, sizes that differ by pair; one call."""
+    """Exchange between all pairs, both directions, every dtype, sizes that differ by pair, in one call."""
     peers = [peer for peer in range(group.devices) if peer != group.device]
     size = {(a, b): 1 + 1000 * a + 17 * b for a in range(group.devices) for b in range(group.devices)}
     sends = [
@@ -112,7 +112,7 @@ def send_every_dtype(group: Group) -> int:
 
 
 def keep_many_outstanding(group: Group) -> None:
-    """20 calls, three messages of different shapes each, waited for in an order of this device's own."""
+    """Start 20 calls of three messages with different shapes, awaited in this device's own order."""
     peers = [peer for peer in range(group.devices) if peer != group.device]
     started = []
     for call in range(20):
@@ -167,7 +167,7 @@ def agree_on_texts(group: Group) -> None:
 
 
 def messages_arrive(group: Group) -> int:
-    """Everything above on one group, so that it starts once."""
+    """Run all of the above on one group, so that it starts once."""
     received = send_every_dtype(group)
     keep_many_outstanding(group)
     count_bytes(group)

@@ -1,4 +1,4 @@
-"""The key of a job: files that only their owner reads, refusals without one, and that it is found nowhere it must not be."""
+"""Job keys: private key files, refusals without a key, and no exposure of the key."""
 
 import os
 import re
@@ -110,7 +110,7 @@ def test_a_launcher_makes_a_key_for_each_job(tmp_path: Path) -> None:
 
 
 def test_missing_key_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """`convoy train --job-key none.key` on one device, which needs no key, trained and said nothing."""
+    """Regression: `convoy train --job-key none.key` on one device ignored the missing file."""
     chosen: dict[str, str] = {}
     with pytest.raises(InputError, match=r"none\.key cannot be read: No such file"):
         job_key.choose(tmp_path / "none.key", False, chosen)
@@ -144,13 +144,13 @@ def test_peer_with_another_key_is_rejected(tmp_path: Path) -> None:
 
 
 def secrets_of(file: Path) -> list[str]:
-    """The lines of the private key."""
+    """Return the lines of the private key."""
     private = file.read_text().split("-----BEGIN CERTIFICATE")[0]
     return [line for line in private.splitlines() if re.fullmatch(r"[A-Za-z0-9+/=]{20,}", line)]
 
 
 def told_of_processes(parent: psutil.Process) -> Iterator[str]:
-    """Arguments and variables of a process and all below it, as everybody or their owner can read them."""
+    """Return arguments and environments of a process and its descendants, as others can read them."""
     for process in [parent, *parent.children(recursive=True)]:
         for name in ("cmdline", "environ"):
             with suppress(OSError):
@@ -166,7 +166,7 @@ def started(words: list[str], folder: Path) -> tuple[subprocess.Popen[str], dict
 
 
 def test_key_is_never_exposed(tmp_path: Path) -> None:
-    """A training with everything that it can write, watched from outside while it runs."""
+    """Watch a training that writes everything it can from outside while it runs."""
     key = tmp_path / "job.key"
     write_key_file(key)
     secrets = secrets_of(key)

@@ -1,4 +1,4 @@
-"""Devices that meet while one of them is slow to answer."""
+"""Rendezvous with a device that is slow to answer."""
 
 import threading
 
@@ -15,7 +15,7 @@ from convoy.errors import DeviceLostError
 
 
 def met(monkeypatch: pytest.MonkeyPatch, slow: int) -> list[int | str]:
-    """How many devices each of two has met, or its error, where device 1 does not answer the first questions in time."""
+    """Return each device's number of peers or its error, where device 1 answers the first requests late."""
     asked, ask = [0], HealthServer.ping
 
     def ping(self: HealthServer, device: int) -> Health | NoAnswer:
@@ -48,7 +48,7 @@ def met(monkeypatch: pytest.MonkeyPatch, slow: int) -> list[int | str]:
 
 
 def test_slow_first_reply_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with 25 processes for two cores, 2 of 290 trainings ended before they began."""
+    """Regression: with 25 processes on two cores, 2 of 290 trainings failed to start."""
     assert met(monkeypatch, slow=3) == [2, 2]
 
 

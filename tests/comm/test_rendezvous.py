@@ -1,4 +1,4 @@
-"""How processes meet: every way in which it can fail, and the address that each one chooses."""
+"""Rendezvous: every way it can fail, and the address that each process chooses."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ from tests.support.processes import on_processes
 
 
 def meet_badly(device: int) -> list[Any]:
-    """Joins that fail: a device that never comes, other versions, a place taken twice."""
+    """Run joins that fail: a missing device, other versions, a rank taken twice."""
     reports: list[Any] = []
     world = dict(os.environ)
 
@@ -68,7 +68,7 @@ def test_failed_rendezvous_says_why(network: dict[str, str]) -> None:
 
 
 def be_beside_torch(device: int, torch_first: bool) -> int:
-    """The script has a process group of its own, made before or after joining."""
+    """Use the script's own process group, created before or after joining."""
     if torch_first:
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     with join("cpu", timeout_s=10) as group:

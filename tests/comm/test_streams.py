@@ -1,4 +1,4 @@
-"""Connections of a pair: dropped ones are made again, and which thread moves which message."""
+"""Stream connections of a pair: retries, and the thread that sends each message."""
 
 import socket
 import threading
@@ -21,7 +21,7 @@ from convoy.comm.streams import StreamBackend
 
 
 def test_dropped_connection_is_retried() -> None:
-    """On a busy machine a handshake took longer than `HANDSHAKE_S`, and the job failed to start."""
+    """Regression: on a busy machine a handshake exceeded `HANDSHAKE_S`, and the job failed to start."""
     listeners = two_listeners()
     take, dropped = listeners[0].handlers["stream"], []
 
@@ -48,7 +48,7 @@ def two_listeners() -> list[Listener]:
 
 @contextmanager
 def connected(listeners: list[Listener]) -> Iterator[list[StreamBackend]]:
-    """Two backends, connected to each other."""
+    """Return two connected backends."""
     addresses, backends = [listener.address for listener in listeners], dict[int, StreamBackend]()
 
     def connect(device: int) -> None:
@@ -91,7 +91,7 @@ def end(*works: PendingWork) -> None:
 
 
 def test_small_messages_need_no_thread(pair: list[StreamBackend]) -> None:
-    """Handing a message of a few bytes over to a thread, and waiting for it, took twice what moving it takes."""
+    """Handing a message of a few bytes to a thread took twice as long as sending it."""
     rows = [torch.full((100,), float(d)) for d in range(2)]
     arrived = [torch.zeros(100) for _ in range(2)]
     works = [begin(pair[d], 1 - d, [rows[d]], [arrived[d]]) for d in range(2)]
@@ -101,7 +101,7 @@ def test_small_messages_need_no_thread(pair: list[StreamBackend]) -> None:
 
 
 def test_unsent_bytes_wait_and_stay_in_order(pair: list[StreamBackend]) -> None:
-    """More than fits into the buffers of a connection: who sends goes on, and may change what has left."""
+    """Send more than the socket buffers hold: the sender continues and may change the sent tensor."""
     count, row = 4000, torch.zeros(1000)
     for number in range(count):
         work = begin(pair[0], 1, [row.fill_(number)], [])
@@ -140,7 +140,7 @@ def test_timed_out_wait_does_not_lose_the_message(pair: list[StreamBackend]) -> 
 
 
 def test_concurrent_waiters_each_get_their_message(pair: list[StreamBackend]) -> None:
-    """The first reads the connection up to its own message, and nobody would have read the second's."""
+    """Regression: the first waiter read up to its own message, and nobody read the second's."""
     arrived = [torch.zeros(3) for _ in range(2)]
     works = [begin(pair[1], 0, [], [each]) for each in arrived]
     threads = [threading.Thread(target=end, args=(work,)) for work in works]
@@ -222,7 +222,7 @@ def test_large_message_fills_the_send_buffer_at_once() -> None:
 
 
 class Full:
-    """A connection whose kernel has room for so many bytes, when it is asked not to wait."""
+    """A connection whose kernel accepts a limited number of bytes without blocking."""
 
     def __init__(self, whole: socket.socket, takes: int) -> None:
         self.whole, self.takes = whole, takes
@@ -240,7 +240,7 @@ class Full:
 
 @pytest.mark.parametrize("takes", [0, 3, 8, 9, 20_000])
 def test_partial_writes_deliver_the_whole_message(takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also within the eight bytes of its header."""
+    """Also within the eight bytes of the header."""
     with connected(two_listeners()) as pair:
         channel = pair[0]._out[0, 1]._channel
         monkeypatch.setattr(channel, "socket", Full(channel.socket, takes))

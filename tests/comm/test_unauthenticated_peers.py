@@ -1,4 +1,4 @@
-"""Peers without the job's key: rejected before Convoy reads a byte of theirs, counted, and harmless to the job."""
+"""Peers without the job's key: rejected before Convoy reads their bytes, counted, and harmless."""
 
 import os
 import resource
@@ -35,7 +35,7 @@ def key() -> JobKey:
 
 @contextmanager
 def a_listener(key: JobKey) -> Iterator[tuple[Listener, list[Fields]]]:
-    """A listener with one handler, and all that this has heard."""
+    """Return a listener with one handler, and the messages it received."""
     heard: list[Fields] = []
 
     def answer(words: Fields, _: Connection) -> Fields:
@@ -62,19 +62,19 @@ def ask(key: JobKey, address: Address, limit_s: float = 10.0) -> Fields:
 
 
 def scan(address: Address) -> None:
-    """As a port scanner: connect, and go."""
+    """Connect and close, like a port scanner."""
     socket.create_connection(address, timeout=5).close()
 
 
 def babble(address: Address) -> None:
-    """Random bytes in the place of a handshake."""
+    """Send random bytes instead of a handshake."""
     with socket.create_connection(address, timeout=5) as connection, suppress(OSError):
         connection.sendall(LOUD)
         connection.recv(1)
 
 
 def babble_afterwards(address: Address) -> None:
-    """A handshake without a certificate, which the calling side believes to be done; then random bytes."""
+    """Complete a handshake without a certificate, which the client believes done, then send random bytes."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with suppress(OSError), context.wrap_socket(socket.create_connection(address, timeout=5)) as connection:
@@ -83,7 +83,7 @@ def babble_afterwards(address: Address) -> None:
 
 
 def bring_another_key(address: Address) -> None:
-    """Who has the key of another job, and does not care that the other side has not."""
+    """Connect with another job's key without verifying the peer."""
     context = make_key().contexts()[1]
     context.verify_mode = ssl.CERT_NONE
     with suppress(OSError), context.wrap_socket(socket.create_connection(address, timeout=5)) as connection:
@@ -92,7 +92,7 @@ def bring_another_key(address: Address) -> None:
 
 
 def old_tls(address: Address) -> None:
-    """TLS 1.2, with the right key."""
+    """Connect by TLS 1.2 with the right key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -114,7 +114,7 @@ def test_unauthenticated_peers_are_rejected_and_counted(key: JobKey, attack: Cal
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait for what a thread does. The test's time limit is the bound."""
+    """Wait for another thread; the test's time limit is the bound."""
     while not true():
         time.sleep(0.01)
 
@@ -127,7 +127,7 @@ def test_connecting_to_another_key_fails_clearly(key: JobKey) -> None:
 
 
 def recorded(key: JobKey, address: Address) -> bytes:
-    """What a device of the job says to a listener, from the first byte to the last; a listener between them writes it down."""
+    """Return the bytes of a device's conversation with a listener, recorded by a proxy."""
     said = b""
     with socket.create_server(("127.0.0.1", 0)) as between:
         caller = threading.Thread(target=lambda: ask(key, between.getsockname()[:2]))

@@ -1,4 +1,4 @@
-"""Augmentation: what each step does, that it is drawn by seed, epoch and sample alone, and how steps are written."""
+"""Augmentation: the effect of each step, its dependence on seed, epoch and sample only, and its notation."""
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ MANY = 300
 
 
 def noise(count: int = 9, height: int = 16, width: int = 12, channels: int = 3) -> Tensor:
-    """Images in [0, 1]."""
+    """Return images in [0, 1]."""
     return torch.rand(count, channels, height, width, generator=torch.Generator().manual_seed(2))
 
 
 def copies(x_CHW: Tensor, text: str, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> Tensor:
-    """Many augmented copies of one image."""
+    """Return many augmented copies of one image."""
     return read_augment(text, mean, std)(x_CHW.expand(MANY, *x_CHW.shape), range(MANY), 0, 0)
 
 

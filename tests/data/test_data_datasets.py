@@ -1,4 +1,4 @@
-"""Data sets of anybody's: tensors and PIL images, labels, held-out samples, seeds, and what cannot be used."""
+"""User data sets: tensors and PIL images, labels, held-out samples, seeds, and refusals."""
 
 import random
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SHAPE = (3, 2, 4)
 
 
 class Listed(Dataset[Any]):
-    """Items as they are given; counts what is loaded."""
+    """A data set of given items that counts what is loaded."""
 
     def __init__(self, items: Sequence[Any], **offered: Any) -> None:
         self.items, self.loaded = items, []

@@ -1,4 +1,4 @@
-"""Folders of images: how they may be laid out, what is held out, how files are read, and which are refused."""
+"""Image folders: layouts, held-out samples, decoding, and refusals."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ CLASSES = ("ant", "bee", "cat")
 
 
 def value_of(label: int, number: int) -> int:
-    """The grey of image `number` of a class: it tells both."""
+    """Return the grey value of image `number` of a class, which encodes both."""
     return 50 * label + number
 
 
@@ -28,7 +28,7 @@ def write_class(root: Path, label: int, count: int) -> None:
 
 @pytest.fixture
 def pets(tmp_path: Path) -> Path:
-    """Ten images of each of three classes, in one folder below a hidden one."""
+    """Write ten images of each of three classes, in one folder below a hidden one."""
     for label in range(3):
         write_class(tmp_path / ".here" / "pets", label, 10)
     return tmp_path / ".here" / "pets"
@@ -36,7 +36,7 @@ def pets(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Path:
-    """Training and validation images apart; the first class is not validated."""
+    """Write separate training and validation images; the first class has no validation images."""
     for label, count in enumerate((4, 5, 6)):
         write_class(tmp_path / "apart" / "train", label, count)
     for label, count in ((1, 2), (2, 1)):
@@ -45,12 +45,12 @@ def apart(tmp_path: Path) -> Path:
 
 
 def values(samples: Samples) -> list[tuple[int, int]]:
-    """Grey and label of each image, as stored."""
+    """Return the stored grey and label of each image."""
     return [(int(samples.read(i)[0, 0, 0]), int(samples.targets[i])) for i in range(len(samples))]
 
 
 def read_all(folder: Path) -> list[torch.Tensor]:
-    """Every image as it is stored."""
+    """Return every stored image."""
     both = load(str(folder))
     return [split.read(i) for split in (both.train, both.test) for i in range(len(split))]
 

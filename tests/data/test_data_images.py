@@ -1,4 +1,4 @@
-"""Images in memory: how they are normalised, read one by one and in batches, and what they refuse."""
+"""Images in memory: normalisation, single and batched reads, and refusals."""
 
 import numpy as np
 import pytest

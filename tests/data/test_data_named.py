@@ -1,4 +1,4 @@
-"""Data sets by name: the digits, CIFAR's binary files, and what torchvision reads and downloads."""
+"""Named data sets: digits, CIFAR's binary files, and torchvision's files and downloads."""
 
 import hashlib
 import shutil

@@ -1,4 +1,4 @@
-"""What may stand after --data, and the options that go with each kind."""
+"""Values of --data, and the options of each kind."""
 
 import subprocess
 import sys
@@ -104,7 +104,7 @@ def test_broken_torchvision_error_gives_a_remedy(
 
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module in the working folder."""
+    """Write a module in the working folder."""
     (tmp_path / "my_pets.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
