@@ -168,11 +168,9 @@ def test_leave_removes_a_device_and_stopped_training_resumes(tmp_path: Path) -> 
         job.kill()
         job.wait()
     text = printed.read_text()
-    assert "; 2 go on after step" in text
+    assert "; 2 continue after step" in text
     assert "repeated" not in text
-    found = re.search(
-        r"error: the training was stopped after step (\d+), as it was asked to; --resume continues from", text
-    )
+    found = re.search(r"error: the training was stopped after step (\d+), as requested; --resume continues from", text)
     assert found, text
     epochs = int(found[1]) // 23 + 1
     command = [*convoy, "train", *options.split(), "--epochs", str(epochs), "--resume"]

@@ -282,7 +282,7 @@ def test_higher_rank_of_a_disconnected_pair_is_removed() -> None:
     assert observe(three, Met()).parted == {(1, 2)}
     out = instruction(observe(after(2, Interrupted()), Excluded(gone_on.generation, gone_on.parted)))
     assert isinstance(out, Stop)
-    assert out.reason.startswith("devices 1 and 2 do not reach each other")
+    assert out.reason.startswith("devices 1 and 2 cannot reach each other")
 
 
 def test_device_that_missed_one_regroup_joins_the_next() -> None:

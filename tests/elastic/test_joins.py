@@ -268,7 +268,7 @@ def test_a_stopped_training_ends_on_all_devices_after_the_same_step() -> None:
         join_job(job, "first", threads)
     assert [type(error) for error in job.errors] == [StoppedError] * 3, job.errors
     assert len({str(error) for error in job.errors}) == 1
-    assert re.match(r"the training was stopped after step (9|10), as it was asked to$", str(job.errors[0]))
+    assert re.match(r"the training was stopped after step (9|10), as requested$", str(job.errors[0]))
 
 
 def test_a_training_that_all_leave_ends_after_the_same_step() -> None:
@@ -290,9 +290,10 @@ def test_messages_name_a_device_by_its_first_id() -> None:
         pass
     assert sorted(type(error).__name__ for error in job.errors) == ["LeftError", "ValueError"]
     left, lost = job.told["1"]
-    assert left.startswith("device 0 left the job; 2 go on after step")
+    assert left.startswith("device 0 left the job; 2 continue after step")
     assert re.match(
-        r"device 2 \(host \S+, cpu\) left because of its own error: ValueError: no such image; 1 go on after step", lost
+        r"device 2 \(host \S+, cpu\) left because of its own error: ValueError: no such image; 1 continue after step",
+        lost,
     )
 
 
@@ -526,7 +527,7 @@ def test_a_join_request_to_a_wrong_address_is_refused() -> None:
     with lone_membership() as membership:
         with pytest.raises(InputError, match=r"no job that can be joined answers at 127\.0\.0\.1:9"):
             Entrance([("127.0.0.1", 9)], credentials_of(ALONE)).hello(0.1)
-        with pytest.raises(InputError, match="this training admits nobody"):
+        with pytest.raises(InputError, match="this training admits no devices"):
             Entrance([membership.addresses[0]], credentials_of(ALONE)).hello(0.1)
         membership.offer = {}
         with pytest.raises(InputError, match="has another key"):

@@ -116,7 +116,7 @@ def test_convoy_train_continues_log_and_checkpoints_without_device_0(tmp_path: P
     text = printed.read_text()
     assert "device 0 (" in text
     assert " was lost: " in text
-    assert "2 go on after step" in text
+    assert "2 continue after step" in text
     assert "epoch 4/4" in text
     record = read_log(tmp_path / "run" / "log.jsonl")
     assert [line.step for line in record.steps] == list(range(4 * 23))
@@ -209,7 +209,7 @@ def test_a_loss_in_a_test_before_the_first_step_is_recovered(plan: str, call: in
 
 
 def test_shards_lost_before_they_were_copied_end_the_job(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"with device 1 went shards .* no step was done yet, start it again"):
+    with pytest.raises(AssertionError, match=r"model shards of lost device 1: no step was finished, start it again"):
         on_processes(3, "tests.elastic.test_members:own_loop", "model", {"1": [0, 1]}, str(tmp_path))
 
 

@@ -73,7 +73,7 @@ def test_a_device_leaves_another_is_killed_and_the_last_is_stopped(tmp_path: Pat
         assert status == 0, said
         assert not psutil.pid_exists(second.pid)
         psutil.Process(third.pid).kill()
-        assert eventually(lambda: "1 go on after step" in output.read_text(), 100), output.read_text()
+        assert eventually(lambda: "1 continue after step" in output.read_text(), 100), output.read_text()
         status, said = call(*convoy("stop", first.job, "--wait", "100"))
         assert status == 0, said
         assert launcher.wait(60) == 2, "as with `convoy train`, which was stopped"
@@ -82,7 +82,7 @@ def test_a_device_leaves_another_is_killed_and_the_last_is_stopped(tmp_path: Pat
         launcher.wait(30)
     lines = output.read_text().splitlines()
     assert "Traceback" not in "".join(lines)
-    assert re.fullmatch(r"error: the training was stopped after step \d+, as it was asked to", lines[-1])
+    assert re.fullmatch(r"error: the training was stopped after step \d+, as requested", lines[-1])
     assert_as_one_device(lines)
 
 
@@ -110,10 +110,10 @@ def test_a_host_that_was_switched_off_joins_again(hosts: Lab, tmp_path: Path) ->
         assert "Others may join: convoy run --join 10.77.0.2:7077 --job-key FILE" in output.read_text()
         with hosts.cable_pulled("cellar"):
             switch_off(hosts, "cellar")
-            assert eventually(lambda: steps_after(r"device 1 was lost.*; 2 go on after step \d+") > 5, 120)
+            assert eventually(lambda: steps_after(r"device 1 was lost.*; 2 continue after step \d+") > 5, 120)
         join = convoy("run", "--join", "10.77.0.2:7077", "--job-key", str(key), SCRIPT, FOR_EVER)
         with hosts.on("cellar", join) as joining:
-            assert eventually(lambda: steps_after(r"device 3 .*joined; 3 go on after step \d+") > 20, 200)
+            assert eventually(lambda: steps_after(r"device 3 .*joined; 3 continue after step \d+") > 20, 200)
             status, *told = hosts.run("attic", convoy("stop"))
             assert status == 0, told
             joining.communicate(timeout=60)
