@@ -48,7 +48,7 @@ def main(
 
 
 def trained(command: list[str]) -> dict[str, Any]:
-    """What a `convoy` command that trains wrote into its log: the last epoch, every 50th loss, bytes sent by all devices.
+    """Read the log of a training `convoy` command: its last epoch, every 50th loss, bytes sent by all devices.
 
     Also the seconds of all epochs, and where a step was predicted, that beside the measured one."""
     with tempfile.TemporaryDirectory() as folder:

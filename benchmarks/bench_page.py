@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md: one line for each measured case. Sentences with numbers are made from the results."""
+"""Write docs/benchmarks.md: one line per measured case, with sentences generated from the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What encryption, and being ready for a loss, cost a training in which nothing happens: predicted and measured.
+"""Measure the cost of encryption and snapshots in a training without failures, predicted and measured.
 
     python -m benchmarks.standby [--rounds 5] [--net two-conv:50:500] [--batch 128] [--plans data,hybrid]
 
@@ -65,14 +65,14 @@ MODES = ("trusted", "encrypted", "spares")
 
 
 def predicted(measured: Measurement, graph: Graph, batch: int, name: str) -> tuple[Plan, float, float, SparePrice]:
-    """A plan by name, seconds of its step, how many times as long encryption makes it, and what keeping the state adds."""
+    """Predict a named plan: step seconds, encryption factor and snapshot cost."""
     costs, fleet = measured.costs(graph), measured.fleet
     context = PlanRequest(graph, batch, FleetKnowledge(fleet, given=costs))
     plan = context.named(name)
     row = predict_plan(plan, context)
 
     def step_s(more_s: float) -> float:
-        """With so many seconds more for each byte that is sent or received than a trusted network takes."""
+        """Add seconds per byte sent or received compared with a trusted network."""
         bare = (max(0.0, each - ENCRYPTION_S_PER_BYTE) for each in costs.network.processor_s_per_byte)
         network = replace(costs.network, processor_s_per_byte=tuple(each + more_s for each in bare))
         return predict_plan(
@@ -83,7 +83,7 @@ def predicted(measured: Measurement, graph: Graph, batch: int, name: str) -> tup
 
 
 class Training:
-    """A model that trains by a plan, some steps whenever it is its turn.
+    """A model that trains by a plan, some steps per turn.
 
     Args:
         every: steps from one kept state to the next; None: none is kept.
@@ -100,7 +100,7 @@ class Training:
             self.members.begin()
 
     def run(self, count: int) -> float:
-        """Seconds of each of so many steps."""
+        """Return the seconds of each step."""
         self.model.group.agree("begin", "")
         start_s = time.perf_counter()
         for _ in range(count):
@@ -125,7 +125,7 @@ def _endless(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor,
 
 
 def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -> None:
-    """What one host does; the first tells."""
+    """Run one host; the first one prints."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
         encrypted = stack.enter_context(join("cpu", timeout_s=TIMEOUT_S))

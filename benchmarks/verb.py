@@ -1,4 +1,4 @@
-"""The command line that the benchmarks share: run what is asked for, then write the page from all results that are there."""
+"""The shared command line of the benchmarks: run the requested cases, then write the page from all results."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def verb(
     budget_s: float,
     round_default_s: float,
 ) -> Callable[..., None]:
-    """The command `python -m benchmarks.NAME`, for typer. It writes results/SET/CASE.json and a page with figures.
+    """Return the typer command of `python -m benchmarks.NAME`. It writes results/SET/CASE.json and a page with figures.
 
     Args:
         set_run: the set that is run if nothing is named; names the folder of the results.
@@ -80,7 +80,7 @@ def verb(
         ] = False,
         page_only: Annotated[bool, typer.Option(help="Run nothing, write the page.")] = False,
     ) -> None:
-        """Run the set, or the cases that are named, and write the page."""
+        """Run the set or the named cases, then write the page."""
         chosen = set_name or (None if net else set_run)
         choice = Choice(chosen, tuple(fleet or ()), tuple(net or ()), tuple(batch or ()), tuple(plan or ()))
         drive = Drive(
