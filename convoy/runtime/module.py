@@ -1,4 +1,4 @@
-"""Distributed: an nn.Module that holds this device's shards of a model and trains it with the other devices.
+"""Define `Distributed`, an nn.Module that holds this device's shards of a model and trains it with the other devices.
 
 `Distributed.forward` is one step from its inputs to its outputs. `docs/step.md` follows it through the files.
 """
