@@ -340,7 +340,7 @@ class JoinedGroup(Group):
             # Exit barrier: wait until the others are done.
             self._health.done = True
             try:
-                self._swap_texts(["the end of its work", "", None], min(EXIT_BARRIER_S, self.timeout_s))
+                self._swap_texts(["exit barrier", "", None], min(EXIT_BARRIER_S, self.timeout_s))
             except PeerFailure:
                 self._report(self.device, DONE_CAUSE)
         else:

@@ -77,7 +77,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _Outgoing:
     """A message for the sender thread.
 
     Attributes:
@@ -97,7 +97,7 @@ class Outflow:
 
     def __init__(self, channel: Connection, name: str) -> None:
         self._channel, self._name = channel, name
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._left = 0  # messages in progress on the thread
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
@@ -121,7 +121,7 @@ class Outflow:
             if begun == len(content):
                 return None
             ticket = Ticket()
-            self._hand_over(_Order(content[begun or 0 :], ticket, begun is not None, copied))
+            self._enqueue(_Outgoing(content[begun or 0 :], ticket, begun is not None, copied))
         return ticket
 
     def _begun(self, content: memoryview) -> int | None:
@@ -131,16 +131,16 @@ class Outflow:
             if len(content) > SMALL_BYTES:
                 return self._channel.send_some(header, content)
             if not self._channel.send_at_once(header + content):
-                self._hand_over(_Order(_NOTHING, Ticket(), begun=True))  # flushes the rest, which is a copy
+                self._enqueue(_Outgoing(_NOTHING, Ticket(), begun=True))  # flushes the rest, which is a copy
         except OSError as error:
             self._error = _closed(error)
             self._channel.cut()
             raise _fresh(self._error) from None
         return len(content)
 
-    def _hand_over(self, order: _Order) -> None:
+    def _enqueue(self, message: _Outgoing) -> None:
         self._left += 1
-        self._orders.put(order)
+        self._queue.put(message)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -150,7 +150,7 @@ class Outflow:
         with self._lock:
             self._error = self._error or RuntimeError("the connection was closed here")
         self._channel.cut()
-        self._orders.put(None)
+        self._queue.put(None)
 
     def close(self, limit_s: float) -> None:
         if self._thread is not None:
@@ -158,42 +158,42 @@ class Outflow:
         self._channel.close()
 
     def _run(self) -> None:
-        while orders := self._next():
+        while batch := self._next():
             try:
-                self._send(orders)
+                self._send(batch)
             except (OSError, NotOfThisJob) as error:
-                self._fail([order.ticket for order in orders], _closed(error))
+                self._fail([message.ticket for message in batch], _closed(error))
                 return
             with self._lock:
-                self._left -= len(orders)
-            tickets = [order.ticket for order in orders]
-            del orders  # release the tensors
+                self._left -= len(batch)
+            tickets = [message.ticket for message in batch]
+            del batch  # release the tensors
             for ticket in tickets:
                 ticket.finish()
 
-    def _next(self) -> list[_Order]:
+    def _next(self) -> list[_Outgoing]:
         """Return the next message and the small ones after it. Empty: the queue is closed."""
-        if (order := self._orders.get()) is None:
+        if (message := self._queue.get()) is None:
             return []
-        orders, size = [order], len(order.content)
-        while size <= SMALL_BYTES and not self._orders.empty():
-            if (order := self._orders.get()) is None:
-                self._orders.put(None)
+        batch, size = [message], len(message.content)
+        while size <= SMALL_BYTES and not self._queue.empty():
+            if (message := self._queue.get()) is None:
+                self._queue.put(None)
                 break
-            orders.append(order)
-            size += len(order.content)
-        return orders
+            batch.append(message)
+            size += len(message.content)
+        return batch
 
-    def _send(self, orders: Sequence[_Order]) -> None:
+    def _send(self, batch: Sequence[_Outgoing]) -> None:
         joined = b""
-        for order in orders:
-            content = order.content
-            if order.copied is not None and not order.copied.query():
+        for message in batch:
+            content = message.content
+            if message.copied is not None and not message.copied.query():
                 if joined:  # complete messages need not wait for the copy
                     self._channel.send(joined)
                     joined = b""
-                order.copied.synchronize()  # releases the GIL, which the launching thread needs
-            if order.begun:  # always the first one, because the queue was empty
+                message.copied.synchronize()  # releases the GIL, which the launching thread needs
+            if message.begun:  # always the first one, because the queue was empty
                 self._channel.send(content)
             elif len(content) <= SMALL_BYTES:
                 joined += _HEADER.pack(len(content)) + content
@@ -210,9 +210,9 @@ class Outflow:
         self._channel.cut()  # so that the peer notices as well
         for ticket in tickets:
             ticket.finish(error)
-        while not self._orders.empty():
-            if (order := self._orders.get()) is not None:
-                order.ticket.finish(error)
+        while not self._queue.empty():
+            if (message := self._queue.get()) is not None:
+                message.ticket.finish(error)
 
 
 @final
@@ -245,7 +245,7 @@ class Inflow:
 
     def __init__(self, channel: Connection, name: str) -> None:
         self._channel, self._name = channel, name
-        self._orders: deque[Arrival] = deque()
+        self._queue: deque[Arrival] = deque()
         self._unread_bytes = 0
         self._asked = False  # whether a caller waits for the thread
         self._header = bytearray(_HEADER.size)
@@ -266,7 +266,7 @@ class Inflow:
         with self._lock:
             if self._error is not None:
                 raise _fresh(self._error)
-            self._orders.append(arrival)
+            self._queue.append(arrival)
             self._unread_bytes += len(place)
             self._call_thread()
         return arrival
@@ -301,7 +301,7 @@ class Inflow:
 
     def _call_thread(self) -> None:
         """Start the receiver thread if no thread reads and the kernel cannot buffer all messages."""
-        due = self._unread_bytes > UNREAD_BYTES or len(self._orders) > UNREAD or self._asked
+        due = self._unread_bytes > UNREAD_BYTES or len(self._queue) > UNREAD or self._asked
         if due and self._reading.acquire(blocking=False):
             self._calls.put(True)
             if self._thread is None:
@@ -321,14 +321,14 @@ class Inflow:
     def _more(self) -> bool:
         """Return whether there is more to read. If not, let another thread read."""
         with self._lock:
-            if not self._orders:
+            if not self._queue:
                 self._asked = False
                 self._reading.release()
-            return bool(self._orders)
+            return bool(self._queue)
 
     def _read(self, until_s: float | None) -> None:
         """Receive the first message completely."""
-        arrival = self._orders[0]
+        arrival = self._queue[0]
         if self._in_header:
             self._fill(until_s)
             (size,) = _HEADER.unpack(self._header)
@@ -338,7 +338,7 @@ class Inflow:
         self._fill(until_s)
         self._part, self._in_header = memoryview(self._header), True
         with self._lock:
-            self._unread_bytes -= len(self._orders.popleft().place)
+            self._unread_bytes -= len(self._queue.popleft().place)
             _finish(arrival, None)
 
     def _fill(self, until_s: float | None) -> None:
@@ -349,8 +349,8 @@ class Inflow:
         self._channel.cut()  # so that the peer notices as well
         with self._lock:
             self._error = error
-            while self._orders:
-                _finish(self._orders.popleft(), error)
+            while self._queue:
+                _finish(self._queue.popleft(), error)
 
     def cut(self) -> None:
         """Shut the connection down, which fails its messages. `close` must follow."""

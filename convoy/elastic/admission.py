@@ -175,7 +175,7 @@ def gather_joined(
         others: the state other than the model, if this device has that snapshot.
     """
     group = membership.group
-    rows = gather(group, "who is new", None if has[group.device] else facts)
+    rows = gather(group, "joined devices", None if has[group.device] else facts)
     new = {d: row for d, row in zip(membership.generation.members, rows, strict=True) if row is not None}
     for device, row in new.items():
         if admission is not None and device != membership.me:
@@ -185,7 +185,7 @@ def gather_joined(
         known = None if admission is None else admission.knowledge()
         run = None if run_state is None else run_state[0]()
         text = json.dumps([encode(others, "the state of the training"), known, run])
-    state, known, run = json.loads(group.agree("what joining devices must know", text)[has.index(True)])
+    state, known, run = json.loads(group.agree("state for joined devices", text)[has.index(True)])
     if membership.me in new:
         if admission is not None:
             admission.learn(known)

@@ -480,7 +480,7 @@ class Members:
         membership = self.membership
         assert membership is not None
         self.states.arrived()
-        rows = from_first(self.model.group, "who comes in", lambda: membership.number(membership.applicants.wanted()))
+        rows = from_first(self.model.group, "admission", lambda: membership.number(membership.applicants.wanted()))
         if rows:
             membership.grant(rows)
             raise GrownError(self.model.group.device, "devices are joining")
@@ -551,7 +551,7 @@ class Members:
             assert planned is not None
             return self.replan(self.model, planned.members, now.members).to_json()
 
-        text = from_first(self.model.group, "plan for those that train now", make)
+        text = from_first(self.model.group, "plan after a regroup", make)
         self.model.enter(Plan.from_json(text, "device 0's plan"))
         self._planned, done = now, self.steps
         if step is not None:
@@ -599,7 +599,7 @@ class Members:
     def _gather_joined(self, step: int | None, held: Sequence[Fields]) -> tuple[list[str], Any]:
         """Return the names of joined devices, and the state other than the model for devices without a snapshot."""
         if step is None:  # a checkpoint restores the model's state, but joining devices also need the run's state
-            has = [bool(row) for row in gather(self.model.group, "who trained before", self._planned is not None)]
+            has = [bool(row) for row in gather(self.model.group, "has trained before", self._planned is not None)]
         else:
             has = [bool(row["has"]) for row in held]
         if all(has) or not any(has):

@@ -198,7 +198,7 @@ class Membership:
         self._beats.join(self.silence_s)
         try:
             if self.group.failure is None:
-                self.group.agree("no members any more", "")  # no device sends this server requests from here on
+                self.group.agree("end of the membership", "")  # no device sends this server requests from here on
         finally:
             self._server.close()
         if self._store is not None:

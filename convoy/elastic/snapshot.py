@@ -312,7 +312,7 @@ class SnapshotStore:
         """Return the last step whose state the devices have completely, and each device's parts of it; "has": the device has a
         snapshot of that step (a joining device has none). Every device calls it, in a new group."""
         self._pending = None
-        metadata = gather(self.model.group, "what is kept", [kept.metadata() for kept in self.kept])
+        metadata = gather(self.model.group, "snapshots", [kept.metadata() for kept in self.kept])
         kept = [{row["step"]: _boxes_of(rows, row["step"]) for row in rows} for rows in metadata]
         shapes = {key: whole(tuple(p.shape)) for key, p in self.model.parameters_by_key.items()}
         step = newest_whole(kept, {key: each for key, each in shapes.items() if entries(each)})

@@ -45,20 +45,20 @@ def line_to_paste(job: HostJob, command: Command, total: int, address: str) -> s
     assert command.port is not None
     shared = rank_variables(0, 0, total, len(job.ranks), address, command.port)
     shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", **command.further}
-    words = [f"{name}={shlex.quote(value)}" for name, value in shared.items() if name not in ("RANK", "LOCAL_RANK")]
-    words += [f"{name}=${{{name}:-{value}}}" for name, value in memory_environment({}).items()]
+    exports = [f"{name}={shlex.quote(value)}" for name, value in shared.items() if name not in ("RANK", "LOCAL_RANK")]
+    exports += [f"{name}=${{{name}:-{value}}}" for name, value in memory_environment({}).items()]
     on_cpu = job.names.count("cpu")
     if on_cpu > 1:  # divide that machine's cores
-        words.append(f"OMP_NUM_THREADS=$(( ($(getconf _NPROCESSORS_ONLN) + {on_cpu - 1}) / {on_cpu} ))")
+        exports.append(f"OMP_NUM_THREADS=$(( ($(getconf _NPROCESSORS_ONLN) + {on_cpu - 1}) / {on_cpu} ))")
     call = shlex.join([job.host.python or command.python, "-m", "convoy", *command.argv])
     starts = []
     for local, (rank, name, own) in enumerate(zip(job.ranks, job.names, job.own, strict=True)):
         variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "CONVOY_DEVICE": name, **own}
         starts.append(" ".join([*(f"{key}={value}" for key, value in variables.items()), call]))
     # The first device keeps the terminal; the others run in the background and end with it.
-    behind = "".join(f"{start} & " for start in starts[1:])
-    run = f"{{ {behind}{starts[0]}; s=$?; wait; exit $s; }}"
-    return f"( cd {shlex.quote(job.host.folder or command.folder)} && export {' '.join(words)} && {run} )"
+    background = "".join(f"{start} & " for start in starts[1:])
+    run = f"{{ {background}{starts[0]}; s=$?; wait; exit $s; }}"
+    return f"( cd {shlex.quote(job.host.folder or command.folder)} && export {' '.join(exports)} && {run} )"
 
 
 # ------------------------------------------------------------------------------------------------------------- Slurm
@@ -120,11 +120,11 @@ def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
 
 def _task_variables(job: HostJob, local: int) -> str:
     own = {"CONVOY_DEVICE": job.names[local], **job.own[local]}
-    words = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
+    exports = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
     on_cpu = job.names.count("cpu")
     if on_cpu > 1 and "OMP_NUM_THREADS" not in own:
-        words.append(f"OMP_NUM_THREADS=$(( ($(nproc) + {on_cpu - 1}) / {on_cpu} ))")
-    return " ".join(words)
+        exports.append(f"OMP_NUM_THREADS=$(( ($(nproc) + {on_cpu - 1}) / {on_cpu} ))")
+    return " ".join(exports)
 
 
 def _gpus(job: HostJob) -> int:

@@ -136,15 +136,15 @@ class _Session:
         return f"host {self.job.host.name} ({self.job.host.address})"
 
     @property
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Why the process ended, and the remedy."""
         lines = [line for line in self._process.tail.lines() if line][-_KEPT_LINES:]
         last = f": {' | '.join(lines[-3:])}" if lines else ""
         status = self._process.popen.returncode
         if self.local:
             return f"it ended with status {status}{last}; correct its python and folder"
-        cure = remedy(self.job.host, "\n".join(lines), sys.executable, os.getcwd())
-        return f"ssh ended with status {status}{last}; {cure}"
+        fix = remedy(self.job.host, "\n".join(lines), sys.executable, os.getcwd())
+        return f"ssh ended with status {status}{last}; {fix}"
 
     def send(self, kind: str, **fields: object) -> None:
         assert self._process.popen.stdin is not None
@@ -206,18 +206,18 @@ class _Hosts:
                 f"the hosts do not have the same Convoy: {__version__} here, but {found}. Install the same version "
                 "everywhere, as `convoy fleet setup` does"
             )
-        troubles = []
+        problems = []
         for path in files:
-            mine = digest(path)
+            own_digest = digest(path)
             for session, answer in answers.items():
-                if (theirs := answer["digests"][str(path)]) != mine:
-                    what = "is not there" if theirs is None else "is another file there"
-                    troubles.append(
+                if (other_digest := answer["digests"][str(path)]) != own_digest:
+                    what = "is not there" if other_digest is None else "is another file there"
+                    problems.append(
                         f"{session.title}: {path} {what}, in {answer['folder']}: all hosts need it at the same path; "
                         "`convoy fleet setup` brings it, or copy it"
                     )
-        if troubles:
-            raise InputError("\n".join(troubles))
+        if problems:
+            raise InputError("\n".join(problems))
         first, *others = self._sessions
         # A host's address is that of its ssh server; this machine's is the client address of the connection.
         known = [answers[first]["client"] if session.local else answers[session]["server"] for session in others]
@@ -232,24 +232,24 @@ class _Hosts:
         for session in sessions:
             session.send(question, **fields)
         answers: dict[_Session, Message] = {}
-        troubles: dict[_Session, str] = {}
+        problems: dict[_Session, str] = {}
         deadline_s = time.monotonic() + ANSWER_S
-        while len(answers) + len(troubles) < len(sessions):
+        while len(answers) + len(problems) < len(sessions):
             got = self._next(deadline_s)
             if got is None:
-                silent = [session for session in sessions if session not in answers and session not in troubles]
-                troubles |= dict.fromkeys(silent, f"did not answer within {ANSWER_S:g} s")
+                silent = [session for session in sessions if session not in answers and session not in problems]
+                problems |= dict.fromkeys(silent, f"did not answer within {ANSWER_S:g} s")
                 break
             session, message = got
             if message is None:
-                troubles[session] = session.trouble
+                problems[session] = session.problem
             elif message["convoy"] == "refused":
-                troubles[session] = str(message["text"])
+                problems[session] = str(message["text"])
             elif message["convoy"] == answer:
                 answers[session] = message
-        if troubles:
+        if problems:
             raise InputError(
-                "\n".join(f"{session.title}: {troubles[session]}" for session in self._sessions if session in troubles)
+                "\n".join(f"{session.title}: {problems[session]}" for session in self._sessions if session in problems)
             )
         return {session: answers[session] for session in sessions}
 
@@ -273,7 +273,7 @@ class _Hosts:
     def _take(self, session: _Session, message: Message | None) -> None:
         failed = False
         if message is None or message["convoy"] == "refused":
-            failed = self._lose_host(session, session.trouble if message is None else str(message["text"]))
+            failed = self._lose_host(session, session.problem if message is None else str(message["text"]))
         elif message["convoy"] == "text":
             stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
             stream.write(message["text"])

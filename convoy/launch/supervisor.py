@@ -335,9 +335,9 @@ class Supervisor:
         running = self.running
         members = _members(*running)
         if any(members):
-            for process, those in zip(running, members, strict=True):
-                signum = signal.SIGTERM if not those else END if len(those) <= started else LEAVE_TOO
-                process.stopped |= not those
+            for process, training in zip(running, members, strict=True):
+                signum = signal.SIGTERM if not training else END if len(training) <= started else LEAVE_TOO
+                process.stopped |= not training
                 with suppress(ProcessLookupError):
                     os.kill(process.popen.pid, signum)
             self.listen(lambda: not self.running or over(), LEAVE_S)

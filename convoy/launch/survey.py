@@ -106,11 +106,11 @@ def ask(hosts: Sequence[Host]) -> list[Answer]:
     """Query all hosts at once. Raise InputError with all failed hosts and remedies."""
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
         found = list(threads.map(ask_one, hosts))
-    troubles = [
+    problems = [
         f"host {host.name}: {answer}" for host, answer in zip(hosts, found, strict=True) if isinstance(answer, str)
     ]
-    if troubles:
-        raise InputError("\n".join(troubles))
+    if problems:
+        raise InputError("\n".join(problems))
     return [each for each in found if isinstance(each, Answer)]
 
 

@@ -257,9 +257,9 @@ def measure_links(
             elif group.device == target:
                 received += messages.follow(source)
         rows = gather(group, f"link {a} {b}", own)
-        there, back = ([Stage(*row) for row in rows[device]] for device in (a, b))
-        links += _both_directions(a, b, there, back)
-        trips[frozenset((a, b))] = min(*there[0].seconds, *back[0].seconds)
+        out_stages, back_stages = ([Stage(*row) for row in rows[device]] for device in (a, b))
+        links += _both_directions(a, b, out_stages, back_stages)
+        trips[frozenset((a, b))] = min(*out_stages[0].seconds, *back_stages[0].seconds)
     nics = []
     if len(firsts) > 1:
         rate = {
@@ -274,7 +274,7 @@ def measure_links(
             out = _in_proportion({other: rate[centre, other] for other in others}, size)
             into = _in_proportion({other: rate[other, centre] for other in others}, size)
             acks = dict.fromkeys(others, ACK_BYTES)
-            timed = [messages.fan(centre, *ways, NIC_REPEATS).seconds for ways in ((out, acks), (acks, into))]
+            timed = [messages.fan(centre, *sizes, NIC_REPEATS).seconds for sizes in ((out, acks), (acks, into))]
             out_s, into_s = gather(group, f"NIC {centre}", timed)[centre]
             trip_s = max(trips[frozenset((centre, other))] for other in others)
             send, receive = (
@@ -286,18 +286,18 @@ def measure_links(
     return WireTimes(tuple(links), tuple(nics), tuple(Traffic(**row) for row in rows))
 
 
-def _both_directions(a: int, b: int, there: Sequence[Stage], back: Sequence[Stage]) -> list[PairLink]:
+def _both_directions(a: int, b: int, out_stages: Sequence[Stage], back_stages: Sequence[Stage]) -> list[PairLink]:
     """Return both links of a pair. A round trip contains the latencies of the message and of its acknowledgement."""
-    forth, home = _bandwidth(there), _bandwidth(back)
+    out_rate, back_rate = _bandwidth(out_stages), _bandwidth(back_stages)
     trips = [
         statistics.median(stages[0].seconds) - stages[0].size / out - ACK_BYTES / into
-        for stages, out, into in ((there, forth, home), (back, home, forth))
+        for stages, out, into in ((out_stages, out_rate, back_rate), (back_stages, back_rate, out_rate))
     ]
     latency_s = max(0.0, statistics.fmean(trips) / 2)
-    spread = spread_of([*there[0].seconds, *back[0].seconds])
+    spread = spread_of([*out_stages[0].seconds, *back_stages[0].seconds])
     return [
         PairLink(source, target, rate, latency_s, spread_of(stages[-1].seconds), spread)
-        for source, target, rate, stages in ((a, b, forth, there), (b, a, home, back))
+        for source, target, rate, stages in ((a, b, out_rate, out_stages), (b, a, back_rate, back_stages))
     ]
 
 

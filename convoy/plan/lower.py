@@ -21,7 +21,7 @@ from convoy.plan.strategy import Batch, One, Placement, parameter_holders
 BUCKET_ENTRIES = 500_000
 """A bucket with this many entries is summed: large enough for full bandwidth, small enough to overlap."""
 
-BESIDE_ENTRIES = 125_000
+COMPANION_ENTRIES = 125_000
 """A bucket with this many entries is summed together with a full one. Later it would have no traffic to overlap with."""
 
 
@@ -484,7 +484,7 @@ class _SumBuckets:
         entries = {name: bucket.entries for name, bucket in self.open.items()}
         is_full = any(n >= BUCKET_ENTRIES for n in entries.values())
         for name, bucket in list(self.open.items()):
-            if everything or entries[name] >= (min(BESIDE_ENTRIES, BUCKET_ENTRIES) if is_full else BUCKET_ENTRIES):
+            if everything or entries[name] >= (min(COMPANION_ENTRIES, BUCKET_ENTRIES) if is_full else BUCKET_ENTRIES):
                 del self.open[name]
                 devices, samples, is_sharded, alone = name
                 keys, sizes = (tuple(row) for row in zip(*((p.key, p.entries) for p in bucket.parameters), strict=True))

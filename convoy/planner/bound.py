@@ -195,17 +195,17 @@ def _path_of(request: PlanRequest) -> list[list[Layer]] | None:
     if len(graph.inputs) != 1 or not ends:
         return None
     name, groups = max(ends, key=lambda end: longest[end][0]), list[list[Layer]]()
-    behind: list[Layer] = []
+    group: list[Layer] = []
     while name:
         layer = graph[name]
         odd = layer.shared or layer.everywhere or layer.called_everywhere or layer.several or bool(layer.no_gradient_to)
         odd = odd or layer.groups > 1 or not layer.batched or not layer.differentiable
         if odd or layer.kind in ("opaque", "pick", "parameter") or (not layer.weighted and layer.inputs[0] in fed):
             return None
-        behind.insert(0, layer)
+        group.insert(0, layer)
         if layer.weighted:
-            groups.insert(0, behind)
-            behind = []
+            groups.insert(0, group)
+            group = []
         name = longest[name][1]
     return groups
 

@@ -126,9 +126,9 @@ def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
             sends, receives = f"sending from the host of {first[a]}", f"receiving at the host of {first[b]}"
             busy_s[sends] = busy_s.get(sends, 0.0) + size / network.send_bytes_per_s[a]
             busy_s[receives] = busy_s.get(receives, 0.0) + size / network.receive_bytes_per_s[b]
-    words = max(busy_s, key=lambda each: busy_s[each])
+    busiest = max(busy_s, key=lambda each: busy_s[each])
     rounds = sum(len(step.schedule.rounds) for step in steps.steps if not isinstance(step, ComputeStep))
-    return words if busy_s[words] > timeline.step_s / 2 else f"waiting: {rounds} rounds of messages"
+    return busiest if busy_s[busiest] > timeline.step_s / 2 else f"waiting: {rounds} rounds of messages"
 
 
 def predict_all(request: PlanRequest, least_energy_s: float | None = None) -> list[PlanPrediction]:

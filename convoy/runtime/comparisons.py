@@ -99,7 +99,7 @@ class Comparisons:
 def check_batches(group: Group, batches: Sequence[Tensor]) -> None:
     """Raise MismatchError if the batches differ between devices by more than rounding. Every device must call it."""
     _check_same(
-        group, "whole batches", batches, TOLERANCE,
+        group, "global batches", batches, TOLERANCE,
         "was given another global batch than device 0: give every device the same global batch; use the loader of "
         "convoy.prepare or convoy.loader, and draw random numbers from a generator with one seed",
     )  # fmt: skip

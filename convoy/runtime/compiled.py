@@ -125,7 +125,7 @@ class Compiler:
             self.left -= 1
             untried = [region for region in regions.values() if region.seen]
             with _longer_timeout(self.group):
-                while any(gather(self.group, "layers to compile", len(untried))):
+                while any(gather(self.group, "regions to compile", len(untried))):
                     if untried:
                         self._try(untried.pop(), *key)
         return regions  # type: ignore[no-any-return]

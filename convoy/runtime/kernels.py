@@ -123,7 +123,7 @@ class FullyConnected:
 
 
 class ByAutograd:
-    """Any other layer, in an autograd graph of its own: its inputs are detached."""
+    """Any other layer, in a separate autograd graph: its inputs are detached."""
 
     def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
         self.call = bind_operation(model, operation)

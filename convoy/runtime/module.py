@@ -1,4 +1,4 @@
-"""Distributed: an nn.Module that holds this device's shards of a model and trains it with the other devices.
+"""Define `Distributed`, an nn.Module that holds this device's shards of a model and trains it with the other devices.
 
 `Distributed.forward` is one step from its inputs to its outputs. `docs/step.md` follows it through the files.
 """
@@ -76,7 +76,7 @@ class Distributed(nn.Module):
         guard: begins an epoch of a loader, which communicates with the other devices; None: the loader does so itself.
         stale: the devices have changed since the loader returned its last batch: using it raises StaleBatchError.
         precision: number type of the layers' arithmetic (see `compute_in`); None: the model's own, or the caller's autocast.
-        compiler: with `compile`, what was compiled on this device.
+        compiler: with `compile`, the compiled regions of this device; else None.
 
     Raises:
         PlanError: the plan is for another model or another number of devices.

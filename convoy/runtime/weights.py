@@ -151,7 +151,7 @@ class Weights:
         """
         here = self.group.torch_device
         rows = [(key, _tensor(original, key)) for key in self.known]
-        self.to_come = set(gather(self.group, "weights to come", [key for key, t in rows if t.is_meta])[0])
+        self.to_come = set(gather(self.group, "weights without values", [key for key, t in rows if t.is_meta])[0])
         for key, old in rows:
             if old.is_complex() and old.requires_grad and self.in_use.is_copied(key) and self.group.devices > 1:
                 raise InputError(

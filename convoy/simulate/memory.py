@@ -156,13 +156,13 @@ def micro_batch_words(graph: Graph, count: int, step_s: float | None = None) -> 
     Args:
         step_s: predicted seconds of the whole step; None: omitted.
     """
-    words = f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync())"
-    words += "" if step_s is None else f", which fits: {step_s:.3g} s a step"
+    text = f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync())"
+    text += "" if step_s is None else f", which fits: {step_s:.3g} s a step"
     if others := sees_batch(graph):
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         kind = "batch norm" if graph[others[0]].statistics else "layer"
-        words += f", with different numbers, since {kind} {others[0]!r}{more} would see only its own micro-batch"
-    return words
+        text += f", with different numbers, since {kind} {others[0]!r}{more} would see only its own micro-batch"
+    return text
 
 
 def sees_batch(graph: Graph) -> tuple[str, ...]:

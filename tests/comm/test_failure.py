@@ -142,7 +142,7 @@ def test_failure_causes_are_distinguished(network: dict[str, str]) -> None:
     assert re.match(
         r"device 0 is at 'this' \(test_failure.py line \d+, `group.agree.*`\) while device 1 is at", alone[0]
     )
-    assert "'the end of its work'" in alone[0]
+    assert "'exit barrier'" in alone[0]
     assert list(end) == [["0", "1", "2"]] * 3
 
 

@@ -97,7 +97,7 @@ def test_large_gradient_closes_its_bucket(monkeypatch: pytest.MonkeyPatch) -> No
     steps = lower(named_plan("data", graph, 8, Speeds((1.0, 1.0))), graph)
     sums = [s.keys for s in steps.steps if isinstance(s, SumGradients)]
     assert sums == [("7.weight", "7.bias", "3.bias"), ("3.weight",), ("0.weight", "0.bias")]
-    monkeypatch.setattr(convoy.plan.lower, "BESIDE_ENTRIES", 320_511)
+    monkeypatch.setattr(convoy.plan.lower, "COMPANION_ENTRIES", 320_511)
     steps = lower(named_plan("data", graph, 8, Speeds((1.0, 1.0))), graph)
     assert [len(s.keys) for s in steps.steps if isinstance(s, SumGradients)] == [1, 5]
 
