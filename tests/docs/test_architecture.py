@@ -1,4 +1,4 @@
-"""The page of the rooms names what is there: every room has a purpose, every file and name that the page points to exists."""
+"""The architecture page matches the code: every room has a purpose, every named file and name exists."""
 
 import re
 
@@ -17,7 +17,7 @@ def test_import_contract_lists_every_room() -> None:
 
 
 def test_few_files_are_outside_the_rooms() -> None:
-    """Whoever opens the package sees its rooms; six files at most have none."""
+    """Readers of the package should see its rooms; at most six files have none."""
     loose = sorted(path.name for path in (ROOT / "convoy").glob("*.py"))
     assert loose == ["__init__.py", "__main__.py", "_version.py", "api.py", "errors.py", "files.py"]
 

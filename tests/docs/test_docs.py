@@ -1,4 +1,4 @@
-"""The pages: every snippet is run, every command exists, every quoted message is one that the code says."""
+"""The pages: every snippet runs, every command exists, every quoted message is in the code."""
 
 import ast
 import contextlib
@@ -66,7 +66,7 @@ def title(page: Path) -> str:
 
 @pytest.fixture(scope="session")
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages call D: CIFAR-10's files in full size, with made-up images."""
+    """Write CIFAR-10's files in full size, with generated images, as the pages' folder D."""
     folder = tmp_path_factory.mktemp("cifar10")
     write_cifar10(folder)
     return folder
@@ -74,8 +74,8 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with what the pages take for granted: pictures of pets, a module of one's own, the examples; and `convoy`,
-    `torchrun` and `python` are commands."""
+    """Return a folder with the pages' prerequisites: pet pictures, a user module, the examples, and the commands on
+    PATH."""
     for name in (*PLACE, "CONVOY_DEVICE", "CONVOY_FLEET", "COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     programs, folder = tmp_path / "programs", tmp_path / "page"
@@ -103,7 +103,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def play(page: Path, *, slow: bool) -> None:
-    """Run the blocks of a page in order; slow ones only if asked for."""
+    """Run the blocks of a page in order; slow ones only on request."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks_of(page):
         if block.not_run or (block.slow and not slow):
@@ -149,13 +149,13 @@ def _run(block: Block, command: str, printed: str) -> None:
 
 
 def _needs_a_shell(block: Block, command: str) -> bool:
-    """Whether a command is more than one call of convoy, the demo, or the training that people meet first."""
+    """Return whether a command needs bash: more than one call of convoy, the demo, or the first training."""
     starts = command.startswith(("convoy demo", "convoy run")) or (block.page == "README.md" and "--devices" in command)
     return not command.startswith("convoy ") or starts or bool(re.search(r"[;|&<>$#\n]", command))
 
 
 def _here(words: list[str]) -> tuple[int, str, str]:
-    """As `_bash`, for a call of convoy: neither it nor the devices that it starts import torch once more."""
+    """Do as `_bash` for a call of convoy, without importing torch again."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", words)
@@ -166,7 +166,7 @@ def _here(words: list[str]) -> tuple[int, str, str]:
 
 
 def _bash(command: str) -> tuple[int, str, str]:
-    """Exit status, output and errors of a command; all of it is ended where it takes too long."""
+    """Return exit status, output and errors of a command; kill all of it after a time limit."""
     process = subprocess.Popen(
         ["bash", "-ec", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -180,7 +180,7 @@ def _bash(command: str) -> tuple[int, str, str]:
 
 
 def prepared(page: Path, request: pytest.FixtureRequest, *, slow: bool) -> None:
-    """CIFAR-10's files are large: they are made for pages that train on them."""
+    """Write CIFAR-10's large files for pages that train on them."""
     blocks = [block for block in blocks_of(page) if slow or not block.slow]
     if any("--data-dir D" in block.text for block in blocks):
         Path("D").symlink_to(request.getfixturevalue("cifar"))
@@ -257,7 +257,7 @@ def test_varying_output_matches_placeholders(tmp_path: Path) -> None:
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every call of convoy on any page, also of those that are not run: place and arguments."""
+    """Return every call of convoy on any page, run or not: location and arguments."""
     for page in PAGES:
         for block in (block for block in blocks_of(page) if block.is_shell):
             text = "\n".join(command for command, _ in block.commands()).replace("\\\n", " ")
@@ -269,7 +269,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_every_documented_command_parses() -> None:
-    """A renamed option is found without running anything."""
+    """This finds a renamed option without running anything."""
     top: Any = typer.main.get_command(app)
     seen = set()
     for place, words in commands():
@@ -288,7 +288,7 @@ def test_every_documented_command_parses() -> None:
 
 
 def spoken() -> list[str]:
-    """Every text in the sources, with … where something is put in."""
+    """Return every text in the sources, with … for inserted values."""
     texts = []
     for path in (ROOT / "convoy").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -332,7 +332,7 @@ def test_all_settings_and_commands_are_documented() -> None:
 
 
 def test_names_in_diffs_exist() -> None:
-    """Files of others are not ours to keep: their changed lines are shown, and what they say of Convoy must be right."""
+    """Only changed lines of foreign files are shown; the Convoy names in them must exist."""
     added = [
         line
         for page in PAGES

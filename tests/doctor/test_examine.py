@@ -1,4 +1,4 @@
-"""Examinations of this machine, of jobs of threads and processes, over ssh, and the command."""
+"""Examinations of this machine, of jobs of threads and processes, over ssh, and by the command."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_a_missing_home_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @contextmanager
 def deaf_server() -> Iterator[int]:
-    """A port whose queue is full: the kernel drops further attempts, as a firewall does."""
+    """Return a port with a full queue: the kernel drops further attempts, as a firewall does."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
         waiting = [socket.socket() for _ in range(4)]
         try:
@@ -106,7 +106,7 @@ def test_blocked_and_refused_ports_are_distinguished() -> None:
 
 
 def side_by_side(devices: Sequence[int], of: int, work: Callable[[Exchange], Any]) -> list[Any]:
-    """What each of some devices of a job gets, or the error it meets."""
+    """Return the result or error of each device of a job."""
     store = HostedStore(listen_at("127.0.0.1", 0), Credentials(None))
 
     def run(device: int) -> Any:
@@ -146,7 +146,7 @@ def test_exchange_errors_name_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_first_device_of_each_host_probes_every_route() -> None:
-    """One host has an address that is none of this machine, so it cannot listen: it holds up no other."""
+    """One host has a foreign address and cannot listen; it delays no other."""
     addresses = ("127.0.0.1", "127.0.0.1", "127.0.0.1", "192.0.2.7")
     machines = ("m", "m", "n", "o")
     here = [
@@ -163,7 +163,7 @@ def test_first_device_of_each_host_probes_every_route() -> None:
 
 
 def examine_as(device: int, devices: int, port: int, changed: dict[str, dict[str, str]]) -> Any:
-    """Examine as one device of a job on as many machines."""
+    """Examine as one device of a multi-host job."""
     env = ProcessEnv(device, devices, device, devices, "127.0.0.1", port, False, 0)
     own = collect_facts(env, "cpu")
     info = replace(own.info, **changed.get(str(device), {}))

@@ -1,4 +1,4 @@
-"""The findings for hand-made facts, and none for a healthy fleet."""
+"""Findings for given facts, and none for a healthy fleet."""
 
 import io
 from dataclasses import replace
@@ -34,7 +34,7 @@ GB = 10**9
 
 
 def facts(device: int, devices: int = 3, *, info: dict[str, Any] | None = None, **changed: Any) -> DeviceFacts:
-    """A healthy machine, a, b, c, ...; `info` changes what it would report when joining a job."""
+    """Return a healthy machine a, b, c, ...; `info` changes its report on joining a job."""
     name = "abcdefghij"[device]
     own = DeviceInfo(name, f"machine {name}", "cpu", 4, 12 * GB, 1.0)
     reported = ProcessInfo("cpu", "x86_64", name, f"10.0.0.{device + 1}", str(devices), "0.1.0", "2.13", accelerator="")
@@ -55,7 +55,7 @@ def job(
     closed: dict[tuple[int, int], Reach] | None = None, latency_s: float = 1e-4, file: Fleet | None = None,
     missing: tuple[int, ...] = (),
 ) -> Examination:  # fmt: skip
-    """A healthy job of one device for each host, but for what is given: rates of links in bytes/s, closed ways."""
+    """Return a healthy job of one device per host, except for given link rates (bytes/s) and blocked routes."""
     new = {each.device: each for each in changed}
     came = [new.get(device, facts(device, devices)) for device in range(devices) if device not in missing]
     found = replace(
@@ -103,7 +103,7 @@ def test_absent_devices_are_named() -> None:
 
 
 def test_loopback_master_address_explains_absent_devices() -> None:
-    """MASTER_ADDR=lab1, and Debian's /etc/hosts on lab1 says 127.0.1.1: device 0 listens where no other device can come."""
+    """With MASTER_ADDR=lab1 and Debian's 127.0.1.1 entry, device 0 listens where no other device can connect."""
     found = job(facts(0, 2, info={"address": "127.0.1.1"}), devices=2, missing=(1,))
     [finding] = absent(found, "lab1 port 29500", 30.0)
     assert "lab1 port 29500 leads to 127.0.1.1 on device 0's machine, to itself only" in finding.cure

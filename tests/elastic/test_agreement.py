@@ -1,4 +1,4 @@
-"""The state machine by which survivors agree: single events, and random orders of messages, deaths and silences."""
+"""The agreement state machine: single events, and random orders of messages, deaths and silences."""
 
 import random
 from dataclasses import dataclass, field
@@ -156,7 +156,7 @@ def test_a_leader_without_a_majority_stops() -> None:
 
 @dataclass
 class World:
-    """Devices with their machines, messages between them in any order, and a meeting that takes place only with all."""
+    """Devices with their machines, unordered messages, and a rendezvous that needs all of them."""
 
     dice: random.Random
     members: dict[int, Member]
@@ -214,7 +214,7 @@ class World:
                 self.members[device] = observe(state, Called(peer, called))
 
     def grow(self) -> None:
-        """All agree, between two steps, to let one in; some of them may have lost their connection just then."""
+        """Let all agree between two steps to admit one device; some may have just lost their connection."""
         generations = {
             s.generation for d, s in self.members.items() if d in self.alive - {*self.comes} and s.phase == "training"
         }
@@ -232,7 +232,7 @@ class World:
                 self.members[device] = observe(state, event)
 
     def knock(self, device: int) -> None:
-        """A newcomer asks one of the devices, and hears of a meeting, or of one that failed."""
+        """Send a join request to one device; receive a rendezvous, or a failed one."""
         for peer in sorted((self.alive & self.awake) - {*self.comes}):
             theirs = self.members[peer]
             called = theirs.called if peer in self.waits else None

@@ -1,4 +1,4 @@
-"""Chaos inside this process: devices on threads with machines of their own, which are switched off and fall silent."""
+"""Chaos in this process: devices on threads with their own machines, which are killed and frozen."""
 
 import gc
 import subprocess

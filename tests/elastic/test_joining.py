@@ -1,4 +1,4 @@
-"""The addresses at which a joining device asks, after single answers."""
+"""The addresses a joining device tries after single replies."""
 
 from convoy.comm.connection import Credentials
 from convoy.comm.job_key import make_key

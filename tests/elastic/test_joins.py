@@ -1,4 +1,4 @@
-"""Devices that join a training change no number: losses, weights, statistics of batch norm, optimizer state."""
+"""Devices that join a training change no number: losses, weights, batch norm statistics, optimizer state."""
 
 import copy
 import re
@@ -46,7 +46,7 @@ ALONE = ProcessEnv(0, 1, 0, 1, "127.0.0.1", 1, hosted=False, attempt=0)
 
 
 class Everybody:
-    """Admits every device, or keeps some as spares."""
+    """An admission policy that admits every device, or keeps some as spares."""
 
     def __init__(self, spare: Callable[[Fields, Sequence[int]], str] = lambda _facts, _members: "") -> None:
         self.spare, self.came_as, self.learned = spare, [], None
@@ -110,7 +110,7 @@ class Job:
         return distribute(net, plan, group, EXAMPLE)
 
     def made(self, model: nn.Module, part: Distributed | None) -> tuple[Training, Any, Any]:
-        """The training and its loaders, for a distributed model (`part`) or an ordinary one."""
+        """Return the training and its loaders, for a distributed model (`part`) or an ordinary one."""
         return build(self.case, model, part)
 
     def _train(self, name: str, group: Group, entrance: Any, home: Home | None) -> None:
@@ -169,7 +169,7 @@ def _zeroed(module: nn.Module) -> None:
 
 @contextmanager
 def started(job: Job, devices: int) -> Iterator[list[threading.Thread]]:
-    """The job's first devices; all threads have ended afterwards."""
+    """Start the job's first devices; end all threads afterwards."""
     port = host_store("127.0.0.1", credentials_of(ALONE))  # which all threads of this process find
     env = [ProcessEnv(d, devices, d, devices, "127.0.0.1", port, hosted=False, attempt=0) for d in range(devices)]
 
@@ -351,7 +351,7 @@ def test_each_regroup_uses_a_new_store() -> None:
 
 @dataclass
 class OwnLoop(Job):
-    """A script's loop: each device's losses by step, results of its tests, and its weights."""
+    """A script's loop, with each device's losses by step, test results and weights."""
 
     rows: dict[str, tuple[dict[int, float], list[float], dict[str, Tensor]]] = field(default_factory=dict)
 

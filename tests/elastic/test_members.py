@@ -1,4 +1,4 @@
-"""A training that loses devices ends with the numbers of one device: losses, weights, statistics of batch norm, momentum."""
+"""A training that loses devices matches one device: losses, weights, batch norm statistics, momentum."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from tests.support.slow import most_slow
 
 
 def train(group: Group, row: dict[str, Any], folder: str) -> None:
-    """On every device."""
+    """Train on every device."""
     work(Case(**{**row, "blows": tuple(Blow(**each) for each in row["blows"])}), Path(folder), group)
 
 
@@ -129,7 +129,7 @@ def test_convoy_train_continues_log_and_checkpoints_without_device_0(tmp_path: P
 def own_loop(
     group: Group, plan: str, victims: dict[str, list[int]], folder: str = "", tests_first: bool = False
 ) -> dict[str, Any]:
-    """On every device: a loop of one's own, with tests between the epochs; who is a victim kills itself in it."""
+    """Run a user-written loop with tests between epochs on every device; victims kill themselves in it."""
     torch.manual_seed(0)
     case = Case(5, devices=3, plan=plan)
     net, example = make_net(), torch.zeros(2, 2, 8, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A training of one device that is asked to leave, or to end, finishes the step and saves it."""
+"""A training of one device that is asked to leave or stop finishes the step and saves it."""
 
 import os
 import re
@@ -27,7 +27,7 @@ LAST = 5
 
 
 class Killing(Observer):
-    """Sends this process a signal while step `LAST` is under way."""
+    """An observer that signals this process during step `LAST`."""
 
     def __init__(self, signum: signal.Signals) -> None:
         self.signum = signum

@@ -1,4 +1,4 @@
-"""Who has what, and who sends what: against a fill of arrays, entry by entry."""
+"""Snapshot holders and transfers, compared with arrays entry by entry."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Emulated fleets: what the command finds on its host, and that nothing is left behind."""
+"""Emulated fleets: the command's environment on its host, and complete cleanup."""
 
 import fcntl
 import io
@@ -49,7 +49,7 @@ def python(program: str) -> list[str]:
 
 
 def machine() -> dict[str, object]:
-    """What an emulation could leave on this machine; what belongs to other living ones is not counted."""
+    """Return the traces of an emulation on this machine, except those of other live ones."""
     routes = [subprocess.check_output(["ip", "-json", *family, "route"], text=True) for family in ([], ["-6"])]
     nics = json.loads(subprocess.check_output(["ip", "-json", "address"], text=True))
     return {
@@ -184,7 +184,7 @@ peer.close()
 
 
 def transfer_s(folder: Path, network: Nic, size_bytes: int, first: Nic | None = None) -> list[float]:
-    """Seconds that a transfer to device 0, and one to device 1, takes."""
+    """Return the seconds of a transfer to device 0 and of one to device 1."""
     fleet = fleet_of([None, None], network)
     if first is not None:
         fleet = replace(fleet, hosts=(replace(fleet.hosts[0], card=first), fleet.hosts[1]))
@@ -217,7 +217,7 @@ def test_uplink_traffic_is_limited_to_its_rate(tmp_path: Path) -> None:
 
 @needs_root
 def test_emulated_hosts_use_the_usual_congestion_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine had BBR: where both directions of a slow NIC were busy it reached four fifths of what was predicted."""
+    """Regression: under BBR a slow NIC busy in both directions reached four fifths of the prediction."""
     monkeypatch.setattr("convoy.emulate.namespaces._CONGESTION_CONTROL", "reno")
     command = ["sh", "-c", f"cat /proc/sys/net/ipv4/tcp_congestion_control > {tmp_path}/$RANK"]
     assert emulate(fleet_of([None, None], FAST), command, timeout_s=HANG_S, output=io.StringIO()) == 0
@@ -363,7 +363,7 @@ sys.exit(emulate(fleet, ["sh", "-c", sys.argv[1]], timeout_s=60))
 
 
 def start_and_wait(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """An emulation in a process of its own whose command is running; the ids of the command's processes."""
+    """Start an emulation in its own process; return the ids of the running command's processes."""
     command = f"sleep 600 & echo $! $$ > {folder}/$RANK.new; echo ready; mv {folder}/$RANK.new {folder}/$RANK; wait"
     process = subprocess.Popen(
         [*python(EMULATE), command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""The catalogue of device classes: every figure has a source and is of a size that such devices have."""
+"""The catalogue of device classes: every figure has a source and a plausible size."""
 
 import tomllib
 
@@ -101,7 +101,7 @@ cores = 2
 
 
 def test_a_fleet_file_names_classes_and_writes_units():
-    """`memory_bytes = 12e9` was refused where `125e6` was taken elsewhere, and no class could be named in a fleet file."""
+    """Regression: `memory_bytes = 12e9` was refused, and fleet files could not name a class."""
     fleet = Fleet.from_toml(FLEET)
     gpu, cpu = fleet.devices
     assert (gpu.kind, gpu.class_name, gpu.memory_bytes) == ("cuda", "rtx3090", 20_000_000_000)

@@ -247,7 +247,7 @@ def test_benchmark_fleet_files_load(name: str, cores: tuple[float, ...], bytes_p
 
 
 def test_error_list_stops_at_twenty() -> None:
-    """A measured file with one word misspelt in every row was told of in 24,552 characters."""
+    """Regression: one misspelt word in every row of a file gave an error of 24,552 characters."""
     rows = "".join(f'[[host]]\nnme = "h{n}"\n' for n in range(1000))
     with pytest.raises(InputError) as error:
         Fleet.from_toml(rows)

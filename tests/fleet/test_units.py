@@ -1,4 +1,4 @@
-"""Numbers with units: what people write, and what is refused."""
+"""Numbers with units: accepted spellings and refusals."""
 
 import pytest
 

@@ -31,7 +31,7 @@ from tests.support.stacks import Stack
 
 
 class Normed(nn.Module):
-    """Convolutions one behind the other, each with its norm, and a Linear."""
+    """Consecutive convolutions, each with its norm, and a Linear."""
 
     def __init__(self, width: int, convolutions: int) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Normed(nn.Module):
 
 
 def sixteenths(rng: random.Random, total: int, devices: int) -> Shares:
-    """Multiples of a sixteenth, often with nothing for somebody."""
+    """Return multiples of a sixteenth, often zero for some device."""
     cuts = sorted(rng.choice([0, 4, 8, 12, 16, rng.randrange(17)]) for _ in range(devices - 1))
     return tuple((b - a) * total // 16 for a, b in itertools.pairwise([0, *cuts, 16]))
 
 
 def place_of(layout: Layout, device: int) -> int:
-    """The place of a layer that gives such a layout."""
+    """Return the place of a layer for this layout."""
     if isinstance(layout, Replicated):
         return PLACES.copies
     if isinstance(layout, OnOne | Partial):
@@ -149,7 +149,7 @@ def test_random_rounding_costs_nothing_on_average(seed: int) -> None:
 
 
 def by_the_wire(graph: Graph, batch: int, costs: Costs) -> float:
-    """The bound without what shares of one layer after the other say."""
+    """Return the bound without the relation between shares of consecutive layers."""
     kinds, path = Kinds.of(graph, batch, costs, 1), path_of(graph, batch, costs)
     assert path is not None
     found = (wire_s(graph, batch, costs, path, kinds, d, costs.itemsize, 1) for d in range(costs.network.devices))

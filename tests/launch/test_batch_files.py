@@ -1,4 +1,4 @@
-"""What `--print` writes, run here by a shell: a line to paste, a file for Slurm, a JobSet for Kubernetes."""
+"""The output of `--print`, run here by a shell: a command line, a Slurm file, a Kubernetes JobSet."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def told(folder: Path, who: object, *names: str) -> list[Any]:
 
 
 def test_printed_command_starts_the_devices(tmp_path: Path) -> None:
-    """A shell runs it, with a Python that writes down what it was told."""
+    """Run it in a shell, with a Python that records its arguments."""
     folder, python = tmp_path / "ann's folder", tmp_path / "ann's python"
     folder.mkdir()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CONVOY_DEVICE")
@@ -174,7 +174,7 @@ def pods(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_jobset_has_a_job_for_each_host_and_its_pod_starts_its_devices(folder: Path) -> None:
-    """It follows the schema; and here the commands of the pods are run."""
+    """Validate it against the schema and run the pods' commands here."""
     memory = {"c0": 4_000_000_000, "a1": 3_000_000_000}
     made = manifest(replace(FLEET, devices=tuple(replace(d, memory_bytes=memory.get(d.name)) for d in FLEET.devices)))
     assert not list(breaches(SCHEMA, made))
@@ -204,7 +204,7 @@ def test_a_jobset_has_a_job_for_each_host_and_its_pod_starts_its_devices(folder:
 
 
 def test_printed_jobs_name_the_key_file(folder: Path) -> None:
-    """The file's name, never its content. In Kubernetes the file is a secret's, which only the pods get."""
+    """Print the file's name, never its content. In Kubernetes it belongs to a secret that only the pods get."""
     further = {"CONVOY_JOB_KEY": "/home/ann/job.key"}
     assert "\nexport CONVOY_JOB_KEY=/home/ann/job.key\n" in sbatch(FLEET, folder, **further)
     made = manifest(**further)

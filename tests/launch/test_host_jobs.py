@@ -1,4 +1,4 @@
-"""Fleets to be started, as values: who starts what, the lines to paste, what ssh's complaints mean, which options travel."""
+"""Jobs on several hosts as values: start commands, printed lines, ssh errors, forwarded options."""
 
 import socket
 from dataclasses import replace
@@ -161,7 +161,7 @@ def test_master_address_is_on_the_route_with_a_free_port() -> None:
 
 
 def test_all_settings_are_forwarded_as_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the run file and the command line have said is said to every device, so that it settles on the same."""
+    """Pass the run file's and the command line's settings to every device, so that all resolve the same."""
     run = tmp_path / "run.toml"
     run.write_text(
         'net = "two-conv:4:6"\nslowdown = [1, 1, 2, 4, 1.5]\nrebalance = true\nclip-norm = 1e-3\nfleet = "f.toml"\n'

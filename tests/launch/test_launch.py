@@ -1,4 +1,4 @@
-"""Starting the devices of one machine: what they are told, how their ends are reported, and that nothing stays."""
+"""Starting the devices of one machine: their environment, exit reports, and complete cleanup."""
 
 import json
 import os
@@ -55,7 +55,7 @@ print("device", group.device, "is done")
 
 
 def test_devices_connect_and_exit_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nothing is closed by the script, warnings are errors, and yet the interpreters end silently."""
+    """The script closes nothing and warnings are errors, yet the interpreters exit silently."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     status = launch_local(
@@ -97,7 +97,7 @@ except DeviceLostError as error:
 
 
 def test_failing_script_informs_the_other_devices(tmp_path: Path) -> None:
-    """It closes nothing itself, so the error is told as the interpreter ends."""
+    """The script closes nothing itself, so the error is sent when the interpreter exits."""
     script, told = tmp_path / "train.py", tmp_path / "told"
     script.write_text(STUMBLE)
     with pytest.raises(DeviceLostError, match=r"(?s)device 1 \(cpu\) ended with exit status 1.*no such image$"):
@@ -126,8 +126,7 @@ def test_a_killed_device_is_named_and_the_others_end() -> None:
 
 
 def test_a_device_that_is_killed_in_start_up_is_named_at_once() -> None:
-    """Where others go on without lost devices, they waited at the meeting point for the whole time limit, and blamed the
-    network."""
+    """Regression: with recovery the others waited for the whole rendezvous limit and blamed the network."""
     with pytest.raises(DeviceLostError, match=r"device 1 \(cpu\) was killed by SIGKILL"):
         launch("if RANK == 0: time.sleep(100)\nos.kill(os.getpid(), 9)", goes_on=True)
 
@@ -141,7 +140,7 @@ def test_device_that_ignores_sigterm_is_killed() -> None:
 
 
 def test_stopped_device_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
-    """Device 2 froze; the others found out and left, and their message is shown although device 0 said nothing."""
+    """Device 2 freezes; the others notice and leave, and their message is shown although device 0 printed nothing."""
     status = launch(
         "if RANK == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "time.sleep(0.3)\n"
@@ -267,7 +266,7 @@ except KeyboardInterrupt:
 
 
 def end_launcher(folder: Path, how: str, end: Callable[[int], None]) -> tuple[int, str, str]:
-    """Start a launcher in a session of its own, end it somehow, and see its devices go; status, output, errors."""
+    """Start a launcher in its own session, end it, and wait for its devices; return status, output, errors."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, SLEEPER],
         cwd=ROOT,
@@ -301,14 +300,14 @@ def wait_for(done: Callable[[], bool], limit_s: float = 30.0) -> None:
 
 @pytest.mark.parametrize("how", ["polite", "stubborn"])
 def test_ctrl_c_ends_all_devices(tmp_path: Path, how: str) -> None:
-    """Ctrl-C reaches the launcher and its devices at once; one device may not listen to it."""
+    """Ctrl-C reaches the launcher and its devices at once; one device may ignore it."""
     status, output, errors = end_launcher(tmp_path, how, lambda pid: os.killpg(pid, signal.SIGINT))
     assert (status, output) == (0, "status 130\n")
     assert errors == "SIGINT: ending 2 devices\n"
 
 
 def test_sigterm_to_the_launcher_ends_its_devices(tmp_path: Path) -> None:
-    """Only Ctrl-C was heeded: a scheduler's SIGTERM ended the launcher alone, and devices that watch nobody trained on."""
+    """Regression: a scheduler's SIGTERM ended the launcher alone, and its devices trained on."""
     status, output, errors = end_launcher(tmp_path, "plain", lambda pid: os.kill(pid, signal.SIGTERM))
     assert (status, output) == (0, f"status {128 + signal.SIGTERM}\n")
     assert errors.startswith("SIGTERM: ending 2 devices")

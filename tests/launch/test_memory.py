@@ -1,4 +1,4 @@
-"""Memory settings: those that Convoy starts use again what their tensors leave; a process of somebody else's is untouched."""
+"""Memory settings: processes that Convoy starts reuse freed memory; other processes are unchanged."""
 
 import os
 import platform

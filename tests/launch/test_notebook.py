@@ -1,4 +1,4 @@
-"""A cell of a notebook runs as a script on several devices."""
+"""A notebook cell runs as a script on several devices."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Shell:
-    """What IPython offers an extension."""
+    """The part of IPython that an extension uses."""
 
     def __init__(self) -> None:
         self.magics: dict[tuple[str, str], Callable[[str, str], None]] = {}
@@ -66,7 +66,7 @@ def test_an_interrupt_ends_the_devices() -> None:
 
 
 class _Seen:
-    """Python's print, remembered."""
+    """A print replacement that records its calls."""
 
     def __init__(self) -> None:
         self.text = ""

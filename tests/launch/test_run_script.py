@@ -1,4 +1,4 @@
-"""`convoy run`: a script of one's own on every device, here and as a file for Slurm."""
+"""`convoy run`: a user script on every device, here and as a file for Slurm."""
 
 import contextlib
 import json
@@ -75,7 +75,7 @@ def test_every_device_runs_the_script_with_its_own_options(folder: Path) -> None
 
 
 def test_a_script_that_joins_no_job_is_named(folder: Path) -> None:
-    """It ran whole in each process, with status 0 and no word."""
+    """Regression: it ran whole in each process, with status 0 and no message."""
     note = "note: the script joined no job, so each of the 2 processes ran all of it by itself: call convoy.prepare"
     assert note in run(["--devices", "2", "tell.py"], folder).stderr
     (folder / "joins.py").write_text("import convoy\nconvoy.join().close()\n")
@@ -90,21 +90,21 @@ def test_module_runs_as_with_python_m_and_returns_its_status(folder: Path) -> No
 
 
 def test_single_device_runs_here_with_memory_settings(folder: Path) -> None:
-    """So far a single local device went without them."""
+    """Regression: a single local device ran without them."""
     done = run(["--devices", "1", "tell.py"], folder)
     assert (done.returncode, done.stdout) == (0, "device None\n")
     assert told(folder, "alone")[:6] == [None, None, None, None, None, str(2**31 - 1)]
 
 
 def test_inside_a_job_run_executes_the_script_here(folder: Path) -> None:
-    """What `convoy run` tells a host over ssh, and what torchrun may start."""
+    """`convoy run` sends this command to hosts over ssh, and torchrun may start it."""
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}
     assert run(["--fleet", "nowhere.toml", "tell.py", "a"], folder, **place).stdout == "device 1\n"
     assert told(folder, 1)[:2] == ["1", "2"]
 
 
 def test_script_with_its_own_ddp_sees_one_device(folder: Path) -> None:
-    """timm's and torchvision's training scripts find RANK, WORLD_SIZE or SLURM_PROCID and wrap the model in DDP."""
+    """timm's and torchvision's scripts would find RANK, WORLD_SIZE or SLURM_PROCID and wrap the model in DDP."""
     slurm = {
         "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0",
         "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "a",
@@ -125,7 +125,7 @@ def test_rank_is_read_from_convoys_own_variables() -> None:
 
 
 def test_output_of_other_devices_goes_to_files(folder: Path) -> None:
-    """So far it was dropped, but for the last words of one that failed; those are still told."""
+    """Regression: it was dropped, except for a failed device's last words, which are still printed."""
     (folder / "tell.py").write_text(
         "import os, sys\nprint('out', os.environ['CONVOY_RANK'], flush=True)\nsys.exit('why ' + os.environ['CONVOY_RANK'])\n"
     )

@@ -39,7 +39,7 @@ def losses(lines: Sequence[str]) -> list[tuple[int, float]]:
 
 
 def assert_as_one_device(lines: Sequence[str]) -> None:
-    """Every step was done once, with the loss of the script without a job."""
+    """Check that every step ran once, with the loss of the script without a job."""
     found = losses(lines)
     assert [step for step, _ in found] == [*range(1, len(found) + 1)]
     status, printed = call(sys.executable, SCRIPT, str(len(found) // 4 + 1))
@@ -49,7 +49,7 @@ def assert_as_one_device(lines: Sequence[str]) -> None:
 
 
 def training(folder: Path) -> list[roster.JobProcess]:
-    """The devices of the script that train in this folder."""
+    """Return the script's devices that train in this folder."""
     found = []
     for row in roster.rows():
         with suppress(psutil.Error):  # it has just ended
@@ -91,13 +91,13 @@ def test_a_device_leaves_another_is_killed_and_the_last_is_stopped(tmp_path: Pat
 @needs_ssh
 @pytest.mark.timeout(400)
 def test_a_host_that_was_switched_off_joins_again(hosts: Lab, tmp_path: Path) -> None:
-    """The others, which ssh started, go on meanwhile; a command on the host itself brings its device back."""
+    """The others, started by ssh, continue; a command on the host itself restarts its device."""
     (tmp_path / "fleet.toml").write_text(FLEET.format(attic="", cellar=""))
     key, output = tmp_path / "key", tmp_path / "output"
     write_key_file(key)
 
     def steps_after(pattern: str) -> int:
-        """Steps printed since the last line of that kind; 0 while there is no such line."""
+        """Count the steps printed since the last such line; 0 without one."""
         text = output.read_text() if output.exists() else ""
         found = [*re.finditer(pattern, text)]
         return text[found[-1].end() :].count('{"step"') if found else 0
@@ -123,7 +123,7 @@ def test_a_host_that_was_switched_off_joins_again(hosts: Lab, tmp_path: Path) ->
 
 
 def switch_off(hosts: Lab, host: str) -> None:
-    """End all that runs there but its ssh server, which nobody reaches while the cable is out."""
+    """End everything on the host except its ssh server, which is unreachable while the cable is out."""
     listed = subprocess.check_output(["ip", "netns", "pids", hosts.wiring.port(host).namespace], text=True)
     for pid in set(map(int, listed.split())) - {hosts.servers[host]}:
         os.kill(pid, signal.SIGKILL)

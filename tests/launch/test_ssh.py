@@ -1,4 +1,4 @@
-"""Fleets that are started over a real ssh: what their devices are told, what goes wrong, and that nothing stays anywhere.
+"""Fleets started over real ssh: device environments, failures, and complete cleanup on every host.
 
 Host attic starts the fleet in most tests, so that one host is this machine; cellar is reached by ssh. In some tests a third
 machine, desk, starts both.
@@ -62,7 +62,7 @@ def launching(fleet: Path, script: str, *files: str) -> list[str]:
 
 @pytest.mark.parametrize("start", ["attic", "desk"])
 def test_every_device_of_the_file_runs_on_its_host(hosts: Lab, tmp_path: Path, start: str) -> None:
-    """Device 0 speaks as it would here, wherever it is; the others keep still."""
+    """Device 0 prints as if it ran here, wherever it is; the others are silent."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CONVOY_DEVICE")
     script = f"""
 import json, subprocess
@@ -91,7 +91,7 @@ print("careful", RANK, file=sys.stderr)
 
 
 def test_host_folder_and_python_are_used(hosts: Lab, tmp_path: Path) -> None:
-    """Blanks and quotes in a path are no trouble."""
+    """Spaces and quotes in a path work."""
     folder = tmp_path / "ann's $HOME folder"
     folder.mkdir()
     python = python_of(folder)
@@ -114,7 +114,7 @@ TROUBLES: dict[str, tuple[str, str, list[str]]] = {
 
 @pytest.mark.parametrize("case", TROUBLES)
 def test_unusable_host_is_reported_with_a_remedy(case: str, hosts: Lab, tmp_path: Path) -> None:
-    """One line, and nothing has been started, on no host."""
+    """One line is printed, and nothing has started on any host."""
     ssh, section, words = TROUBLES[case]
     if section == "BARE":
         bare = tmp_path / "bare"
@@ -134,7 +134,7 @@ def test_unusable_host_is_reported_with_a_remedy(case: str, hosts: Lab, tmp_path
 
 
 def test_all_failing_hosts_are_reported_at_once(hosts: Lab, tmp_path: Path) -> None:
-    """A name that nobody knows, and a machine that is not there."""
+    """One name is unknown, and one machine is absent."""
     fleet = fleet_file(tmp_path, python_of(tmp_path), python_of(tmp_path))
     text = fleet.read_text().replace("10.77.0.2", "attic.invalid").replace("10.77.0.3", "10.77.0.99")
     fleet.write_text(text)
@@ -155,7 +155,7 @@ def test_other_convoy_version_is_refused(hosts: Lab, tmp_path: Path) -> None:
 
 
 def test_file_missing_on_a_host_is_reported(hosts: Lab, tmp_path: Path) -> None:
-    """One is missing there, one is another."""
+    """One file is missing there, one differs."""
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     for name in ("plan.json", "same.json", "times.toml"):
@@ -183,7 +183,7 @@ def test_remote_device_error_is_printed(hosts: Lab, tmp_path: Path) -> None:
 
 
 def pids(folder: Path) -> list[int]:
-    """Of the three devices, once they have all started."""
+    """Return the process ids of the three devices once they have all started."""
     files = [folder / str(rank) for rank in range(3)]
     assert eventually(lambda: all(file.exists() for file in files)), "the devices did not start"
     return [int(file.read_text()) for file in files]
@@ -194,7 +194,7 @@ STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.S
 
 
 def test_killed_device_ends_the_job(hosts: Lab, tmp_path: Path) -> None:
-    """And is named; also where the others ignore SIGTERM."""
+    """It is named, also if the others ignore SIGTERM."""
     rank = 1
     with hosts.on("attic", launching(quick_fleet(tmp_path), STUBBORN)) as launcher:
         os.kill(pids(tmp_path)[rank], signal.SIGKILL)
@@ -227,7 +227,7 @@ def test_killed_launcher_leaves_nothing_on_any_host(hosts: Lab, tmp_path: Path) 
 
 
 def test_pulled_cable_ends_the_job(hosts: Lab, tmp_path: Path) -> None:
-    """Here ssh notices; there the silence does, since no word can tell it."""
+    """Here ssh notices; the remote host notices by silence, since no message can reach it."""
     # What a person gives ssh counts before what Convoy gives it.
     impatient = f"CONVOY_SSH=ssh -o ServerAliveInterval=1 -F {hosts.folder / 'client'}"
     with hosts.on("attic", ["env", impatient, *launching(quick_fleet(tmp_path), WAIT)]) as launcher:
@@ -243,7 +243,7 @@ def test_pulled_cable_ends_the_job(hosts: Lab, tmp_path: Path) -> None:
 
 
 def assert_as_one_device(output: str, training: str) -> None:
-    """What was printed is of this training, and of one device beside it (--compare): the same numbers."""
+    """Check that the output is of this training and of one device (--compare), with the same numbers."""
     assert training in output
     together, alone = results(output)
     assert together[1] == alone[1]
@@ -253,7 +253,7 @@ def assert_as_one_device(output: str, training: str) -> None:
 
 
 def test_ssh_fleet_trains_as_one_device(hosts: Lab, tmp_path: Path) -> None:
-    """Two devices on one host, one on the other; settings from a run file and the command line."""
+    """Use two devices on one host, one on the other; settings from a run file and the command line."""
     fleet = fleet_file(tmp_path, "", "")
     run = tmp_path / "run.toml"
     run.write_text(f'fleet = "{fleet}"\nplan = "master"\nspeeds = [2, 1, 1]\nrebalance = true\n')
@@ -281,7 +281,7 @@ def test_user_script_runs_on_every_host(hosts: Lab, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_doctor_checks_every_host_over_ssh_and_names_the_missing_one(hosts: Lab, tmp_path: Path) -> None:
-    """First all are there: versions, links and speeds of both. Then nothing comes from cellar, and no host is told."""
+    """First all are present: versions, links and speeds. Then cellar's packets are dropped without notice."""
     fleet, found = fleet_file(tmp_path, "", f'folder = "{tmp_path}"'), tmp_path / "found.json"
     examine = convoy("doctor", "--fleet", str(fleet), "--json", str(found), "--wait", "20")
     status, output, errors = hosts.run("attic", examine, limit_s=110)

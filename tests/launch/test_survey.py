@@ -1,4 +1,4 @@
-"""`convoy fleet init` and `show`: what hosts say of themselves becomes a fleet file."""
+"""`convoy fleet init` and `show`: reports of hosts become a fleet file."""
 
 import socket
 import sys
@@ -29,7 +29,7 @@ MAC = "survey 1\nsystem Darwin\ncores 8\nmemory_bytes 17179869184\nprocessor App
 
 
 def test_linux_machine_report_is_parsed() -> None:
-    """What its login shell prints beside it does not matter."""
+    """Additional output of the login shell does not matter."""
     assert read_answer(WORKSTATION) == Answer(
         "Linux", 16, 65536000 * 1024, "AMD Ryzen 9 5950X 16-Core Processor",
         ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 3060 Ti"), ("10.0.0.7", 2222), 312.5e6,
@@ -126,7 +126,7 @@ def test_local_machine_is_surveyed_and_drawn(
 @pytest.mark.root
 @needs_ssh
 def test_hosts_are_surveyed_over_ssh_and_silent_ones_reported(tmp_path: Path) -> None:
-    """With nothing of ours there: a login shell is enough."""
+    """A login shell is enough; nothing of Convoy is installed."""
     with lab(tmp_path, ["desk", "attic", "cellar"]) as hosts:
         init = [sys.executable, "-m", "convoy", "fleet", "init"]
         argv = [*init, "10.77.0.2", "10.77.0.3", "-o", str(tmp_path / "lab.toml")]
@@ -143,7 +143,7 @@ def test_hosts_are_surveyed_over_ssh_and_silent_ones_reported(tmp_path: Path) ->
 
 
 def test_survey_script_runs_in_any_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No word of bash, and an answer where neither nvidia-smi nor ip is to be had."""
+    """It uses no bash syntax, and replies even without nvidia-smi and ip."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert "[[" not in QUESTIONS
     assert ask([host_of(".")])[0].cores >= 1

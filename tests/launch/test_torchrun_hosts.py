@@ -1,4 +1,4 @@
-"""The same command under torchrun on two machines with different numbers of devices: namespaces in place of machines."""
+"""The same command under torchrun on two machines (namespaces) with different numbers of devices."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Where the pieces of a tensor lie: tables written by hand, and the properties of boxes."""
+"""Layouts: hand-written tables, and the properties of boxes."""
 
 import math
 
@@ -113,7 +113,7 @@ def test_layout_text_names_kind_and_shares(layout: Layout, text: str) -> None:
 
 
 def test_layout_texts_are_unique() -> None:
-    """A moved value is named by its layout's text; with one name for two layouts one value would replace the other."""
+    """A moved value is named by its layout's text; a shared name would overwrite one of two values."""
     sets = [(0,), (1,), (0, 1), (1, 0), (1, 1), (11,)]
     layouts = [Split(axis, shares) for axis in range(5) for shares in sets]
     layouts += [kind(devices) for kind in (Replicated, Partial) for devices in sets] + [OnOne(0), OnOne(1), OnOne(11)]
@@ -161,7 +161,7 @@ def split(draw: st.DrawFn) -> tuple[Split, Shape]:
 
 @st.composite
 def any_layout(draw: st.DrawFn) -> tuple[Layout, Shape, int]:
-    """A layout, a shape it fits, and the number of devices."""
+    """Draw a layout, a shape it fits, and the number of devices."""
     if draw(st.booleans()):
         layout, shape = draw(split())
         return layout, shape, len(layout.shares)

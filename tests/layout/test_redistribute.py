@@ -1,4 +1,4 @@
-"""Schedules: transfers written by hand, an interpreter that knows nothing of the executor, formulas of the collectives.
+"""Schedules: hand-written transfers, an interpreter independent of the executor, formulas of the collectives.
 
 Schedules are written here as text, one round a line: `+` adds at the receiver, `=` writes; `0>2 4:8` brings entries 4
 to 7 from device 0 to device 2, `1>1` keeps them; several axes are `0:1,0:3`.
@@ -32,7 +32,7 @@ ALWAYS_IN_ROUNDS: tuple[Reduce, ...] = ("ring", "butterfly", "star")
 
 
 def rounds(text: str) -> list[set[Transfer]]:
-    """The rounds that a text like those below describes; within a round the order does not matter."""
+    """Parse a text like those below into rounds; order within a round does not matter."""
     return [
         {
             Transfer(int(sender), int(receiver), _box(spans), line.strip().startswith("+"))
@@ -260,7 +260,7 @@ def test_traffic_by_hand(
 
 
 def interpret(plan: Schedule, src: Layout, dst: Layout, held: Pieces, whole: Array) -> Pieces:
-    """The pieces that a schedule brings about, by device."""
+    """Return the shards by device that a schedule produces."""
     if not plan.rounds:
         return held
     canvases = {device: np.full(plan.shape, np.nan) for device in range(DEVICES)}
@@ -307,7 +307,7 @@ def _after_round(
 
 
 def _positions(layout: Layout, shape: Shape) -> dict[int, NDArray[np.int64]]:
-    """Where the entries of each holder's piece stand in the tensor, counted from its first entry."""
+    """Return the tensor positions of each holder's shard entries, counted from its first entry."""
     if isinstance(layout, Partial):
         layout = Replicated(layout.devices)
     numbered = np.arange(math.prod(shape), dtype=np.float64).reshape(shape)
@@ -315,7 +315,7 @@ def _positions(layout: Layout, shape: Shape) -> dict[int, NDArray[np.int64]]:
 
 
 def _taken_off(canvases: dict[int, Array], positions: dict[int, NDArray[np.int64]]) -> Pieces:
-    """The pieces on the canvases: everything that was written lies in them, and they are complete."""
+    """Return the shards from the canvases, checking that they are complete and contain all that was written."""
     for device, canvas in canvases.items():
         written = np.flatnonzero(~np.isnan(canvas))
         wanted = positions[device] if device in positions else np.empty(0)
@@ -404,7 +404,7 @@ def sum_of(reduce: Reduce, p: int, n: int) -> Schedule:
 
 
 def per_device(plan: Schedule, p: int) -> tuple[list[int], list[int]]:
-    """Entries that each device sends, and receives."""
+    """Return the entries that each device sends, and receives."""
     sent = traffic(plan, 1)
     return (
         [sum(n for (sender, _), n in sent.items() if sender == d) for d in range(p)],
@@ -413,7 +413,7 @@ def per_device(plan: Schedule, p: int) -> tuple[list[int], list[int]]:
 
 
 def longest_path(plan: Schedule) -> int:
-    """Entries one after the other when every round lasts as long as its busiest device sends or receives."""
+    """Sum over rounds the entries that the busiest device sends or receives."""
     total = 0
     for transfers in plan.rounds:
         sent, received = per_device(Schedule((transfers,), plan.shape, in_place=True), 9)
@@ -484,7 +484,7 @@ def test_a_small_direct_sum_takes_one_round(p: int, n: int, rounds: int) -> None
 @pytest.mark.parametrize("reduce", REDUCES)
 @pytest.mark.parametrize("n", [0, 1, 5, 100])
 def test_small_gradients_are_summed_in_rounds_too(reduce: Reduce, n: int) -> None:
-    """Their buffers are summed where they lie."""
+    """Their buffers are summed in place."""
     for p in range(2, 6):
         plan = sum_in_segments(tuple(range(p)), n, reduce, 1)
         assert plan.in_place
@@ -536,7 +536,7 @@ def test_mixing_by_hand(devices: tuple[int, ...], stage: int, text: str) -> None
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("first", [0, 1, 5])
 def test_all_mixing_stages_reach_every_device(p: int, first: int) -> None:
-    """For p a power of two, with k = lg p stages from any stage on; and nobody has before."""
+    """For p a power of two, k = lg p stages suffice from any stage on, and fewer do not."""
     devices, k = tuple(range(p)), p.bit_length() - 1
     heard = {device: {device} for device in devices}
     for stage in range(first, first + k):

@@ -1,4 +1,4 @@
-"""Whole shares: tables worked out by hand, and what holds for any speeds and limits."""
+"""Whole shares: hand-calculated tables, and properties for any speeds and limits."""
 
 import re
 from fractions import Fraction
@@ -119,7 +119,7 @@ some_weights = st.lists(any_weight, min_size=1, max_size=6).filter(any)
 
 @st.composite
 def limited(draw: st.DrawFn) -> tuple[int, list[float], int, list[int], list[int]]:
-    """Total, weights, quantum and limits that can be met: shares are drawn first, the limits around them."""
+    """Draw total, weights, quantum and feasible limits: shares first, then limits around them."""
     weights = draw(some_weights)
     quantum = draw(st.sampled_from([1, 1, 2, 5]))
     shares = [quantum * draw(st.integers(0, 30)) for _ in weights]

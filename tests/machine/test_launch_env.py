@@ -1,4 +1,4 @@
-"""Every launcher's word for the place of a process, in torchrun's: as each of them says it, half said, and wrongly said."""
+"""Each launcher's rank variables are read as torchrun's: complete, incomplete and wrong."""
 
 import os
 import re
@@ -158,7 +158,7 @@ def test_slurm_tasks_per_node_are_parsed() -> None:
 
 
 def test_command_detects_that_it_runs_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then says so in torchrun's words to all that follows."""
+    """It then sets torchrun's variables for child processes."""
     for name in (*TORCHRUN, *SLURM, *OPEN_MPI, *MPICH):
         monkeypatch.setenv(name, "to be restored afterwards")
         monkeypatch.delenv(name)

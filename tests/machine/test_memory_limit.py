@@ -1,4 +1,4 @@
-"""What control groups leave of the memory: files as the kernel writes them, of both versions."""
+"""Memory left by control groups: kernel files of both versions."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""How torch computes (TF32, cuDNN, deterministic algorithms, the default dtype): set, told, and the same on every device."""
+"""torch's computing modes (TF32, cuDNN, deterministic algorithms, default dtype): set, reported, and equal
+everywhere."""
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def test_every_mode_is_known_to_this_torch() -> None:
 
 
 def choose(group: Group) -> dict[str, str]:
-    """Device 0 without TF32, device 1 with it; nothing else changes."""
+    """Run device 0 without TF32 and device 1 with it."""
     before = modes()
     set_modes(None, deterministic=False)
     assert modes() == before
@@ -28,7 +29,7 @@ def choose(group: Group) -> dict[str, str]:
 
 
 def test_chosen_modes_are_set_in_torch() -> None:
-    """Defaults of torch: TF32 in cuDNN, none in matrix products."""
+    """torch's defaults: TF32 in cuDNN, none in matrix products."""
     without, with_tf32 = on_processes(2, "tests.machine.test_modes:choose")
     assert without == {
         "torch.backends.cudnn.conv.fp32_precision": "ieee", "torch.backends.cudnn.rnn.fp32_precision": "ieee",
@@ -41,7 +42,7 @@ def test_chosen_modes_are_set_in_torch() -> None:
 
 
 def refused(group: Group) -> list[str]:
-    """Device 1 differs in one setting after the other."""
+    """Return the error as device 1 differs in one setting after another."""
     model, x, told = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.zeros(2, 3, 8, 8), []
 
     def make() -> None:

@@ -1,4 +1,4 @@
-"""The folder in which a user's devices are noted: nobody else may have made it, or look into it."""
+"""The folder that lists a user's devices: no other user may create or read it."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""A budget is seconds on the wall. Clocks are injected: nothing here waits for a real one."""
+"""A measuring budget is wall-clock seconds. Clocks are injected: no test waits for a real one."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -37,7 +37,7 @@ def net() -> nn.Module:
 
 
 class Wall:
-    """Seconds on a wall that only move when a test moves them."""
+    """A wall clock that only tests advance."""
 
     def __init__(self) -> None:
         self.time_s = 100.0
@@ -47,7 +47,7 @@ class Wall:
 
 
 class Waiting(AloneGroup):
-    """A group whose other devices take this long to answer."""
+    """A group whose other devices reply after this time."""
 
     def __init__(self, wall: Wall, waits_s: float) -> None:
         super().__init__(CPU)
@@ -60,7 +60,7 @@ class Waiting(AloneGroup):
 
 
 class ScriptedTimer(LayerTimer):
-    """A timer that takes this multiple of what it is allowed; one size takes a second."""
+    """A timer that takes a multiple of its allowance; one size takes a second."""
 
     def __init__(self, wall: Wall, over: float = 1.0) -> None:
         model = net()
@@ -113,7 +113,7 @@ def test_waiting_for_a_slower_device_counts() -> None:
 def test_plan_sizes_are_timed_within_the_budget(
     left_s: float, planning_s: float, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planning them counts, too."""
+    """The time to plan them counts, too."""
     wall = Wall()
     layers: Any = ScriptedTimer(wall)
     name = next(iter(layers.alike))

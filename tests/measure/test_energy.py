@@ -1,4 +1,4 @@
-"""Joules by the machine's own counters, on a made-up powercap tree and an NVML of the test's own."""
+"""Joules by hardware counters, on an invented powercap tree and a fake NVML."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ def zone(tree: Path, path: str, name: str, energy_uj: int) -> Path:
 
 
 def test_packages_are_summed_without_double_counting(tmp_path: Path) -> None:
-    """core lies within a package, psys is the machine with its packages, mmio is a second window on the first package."""
+    """core is part of a package, psys the machine with its packages, mmio a second view of package 0."""
     first = zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
     second = zone(tmp_path, "intel-rapl:1", "package-1", 7_000_000)
     others = [
@@ -101,7 +101,7 @@ class NotSupportedError(NVMLError):
 
 
 class Nvml(SimpleNamespace):
-    """A GPU of known energy; None: it has no counter."""
+    """A GPU with known energy; None: without a counter."""
 
     NVMLError, NVMLError_NotSupported = NVMLError, NotSupportedError
     energy_mj: int | None = 1_000_000
@@ -156,7 +156,7 @@ def test_shared_counters_are_counted_once() -> None:
 
 
 def test_devices_of_one_machine_report_its_energy_once(tmp_path: Path) -> None:
-    """Worked out by hand: 6 J in two steps of 8 samples."""
+    """Calculated by hand: 6 J in two steps of 8 samples."""
     zone(tmp_path, "intel-rapl:0", "package-0", 0)
 
     def work(group: Group) -> SystemLine:

@@ -1,4 +1,4 @@
-"""The times of a device's layers: a layer at one size computes its shard, and a synthetic device's times are found again."""
+"""Layer times of a device: a layer at one size computes its shard, and a synthetic device's times are recovered."""
 
 import copy
 from dataclasses import replace
@@ -88,7 +88,7 @@ def test_every_kind_of_layer_runs_at_every_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["two-conv", "resnet", "mobile", "convolutions", "signal", "concatenation"])
 def test_a_layer_at_one_size_computes_its_shard_of_the_layer(name: str) -> None:
-    """With the inputs of the whole layer cut to the shard, its output is the cut of the whole output."""
+    """With the inputs cut to the shard, its output equals the cut of the whole output."""
     model, traced = traced_net(name)
     disable_in_place(model)
     for layer in traced.graph.layers.values():
@@ -112,7 +112,7 @@ def test_a_layer_at_one_size_computes_its_shard_of_the_layer(name: str) -> None:
 
 
 def test_synchronised_batch_norm_matches_torch_on_one_device() -> None:
-    """Where the whole batch is here, the steps around the exchange give what torch's own kernel gives."""
+    """With the global batch on one device, the steps around the exchange match torch's kernel."""
     model, traced = traced_net("resnet")
     layer = next(layer for layer in traced.graph.layers.values() if layer.statistics)
     size = whole_size(layer, 4)
@@ -171,7 +171,7 @@ def test_identical_layers_are_timed_once() -> None:
 
 
 class Ideal(LayerTimer):
-    """On this device a layer takes 1 us, and 1 ns for each sample, filter and input; half of it forward."""
+    """A device on which a layer takes 1 us, and 1 ns per sample, filter and input; half of it forward."""
 
     slower = 1.0
 
@@ -184,7 +184,7 @@ class Ideal(LayerTimer):
 
 @pytest.mark.parametrize("slower", [1.0, 1e2, 1e4])
 def test_table_reproduces_a_synthetic_device(slower: float) -> None:
-    """If the whole layer would take too long, it lies on the line through smaller sizes."""
+    """If the whole layer would take too long, it is extrapolated linearly from smaller sizes."""
     model = nn.Sequential(nn.Conv2d(64, 128, 3, padding=1), nn.Conv2d(128, 256, 3, padding=1))
     traced = trace(model, torch.randn(2, 64, 8, 8))
     timer, layer = Ideal(traced, model, 64, RoundTimer(Clock(CPU))), traced.graph["1"]
@@ -199,7 +199,7 @@ def test_table_reproduces_a_synthetic_device(slower: float) -> None:
 
 
 class Expected:
-    """The expected seconds of a size, by those of a known one."""
+    """Expected seconds of a size, from those of a known one."""
 
     def __init__(self, layer: Layer, known: LocalSize, known_s: float) -> None:
         self.layer, self.known, self.known_s = layer, known, known_s

@@ -1,4 +1,4 @@
-"""The wire: that of a synthetic fleet is found again, and takes the place of the described one."""
+"""Links: a synthetic fleet's network is recovered and replaces the described one."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ from tests.support.threads import run_on_threads
 
 
 class Net:
-    """The wire of a synthetic fleet: NICs of hosts, a rate within hosts, a latency, processor time per byte."""
+    """The network of a synthetic fleet: NICs, a rate within hosts, a latency, processor time per byte."""
 
     def __init__(self, host: Sequence[int], send: Sequence[float], receive: Sequence[float]) -> None:
         self.host, self.send, self.receive = host, send, receive
@@ -25,7 +25,7 @@ class Net:
 
 
 class TimedGroup:
-    """A group whose exchanges take computed time: both ends ready, the latency, then the fullest of pair and NICs."""
+    """A group with computed exchange times: both ends ready, the latency, then the busiest of pair and NICs."""
 
     def __init__(self, inner: Group, net: Net) -> None:
         self.inner, self.net = inner, net
@@ -76,7 +76,7 @@ def measured_wire(net: Net, share: float = 1.0, budget_s: float = 20.0) -> WireT
 
 
 class SlowToAnswer(Net):
-    """A fast wire with a long latency, such as devices under a quota have."""
+    """A fast network with high latency, as with devices under a quota."""
 
     def latency_s(self, a: int, b: int) -> float:
         return 0.02 * (a != b)
@@ -93,7 +93,7 @@ def test_high_latency_link_is_not_measured_as_slow() -> None:
 
 
 class Pausing(Net):
-    """A fast wire between devices that pause: every message but the third waits 0.03 s in which its device may not compute."""
+    """A fast network of pausing devices: all messages but the third wait 0.03 s for their device's quota."""
 
     def __init__(self, host: Sequence[int], send: Sequence[float], receive: Sequence[float]) -> None:
         super().__init__(host, send, receive)
@@ -117,7 +117,7 @@ def test_quota_pauses_are_not_measured_as_transfer_time() -> None:
 
 
 def test_synthetic_network_is_recovered() -> None:
-    """Three hosts, the last one with a slow NIC; the first one has two devices."""
+    """Three hosts, the last with a slow NIC, the first with two devices."""
     net = Net(host=[0, 0, 1, 2], send=[100e6, 80e6, 10e6], receive=[100e6, 90e6, 20e6])
     wire = measured_wire(net, share=0.5)
     found = {(pair.source, pair.target): pair for pair in wire.pairs}
@@ -142,7 +142,7 @@ def test_synthetic_network_is_recovered() -> None:
 
 
 def test_links_without_a_shared_nic_show_as_a_faster_nic() -> None:
-    """Two slow hosts behind a fast NIC: what it sends to both at once is more than either link alone."""
+    """Two slow hosts behind a fast NIC: sending to both at once is faster than either link alone."""
     wire = measured_wire(Net(host=[0, 1, 2], send=[50e6, 10e6, 10e6], receive=[50e6, 10e6, 10e6]))
     assert max(pair.bytes_per_s for pair in wire.pairs) == pytest.approx(10e6, rel=1e-6)
     assert wire.nics[0].send_bytes_per_s == pytest.approx(20e6, rel=0.02)

@@ -1,4 +1,4 @@
-"""Other programs are noticed, and CPU quotas are found."""
+"""Load by other programs is noticed, and CPU quotas are found."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_load_of_other_programs_is_a_time_factor(uses: list[Usage], expected: li
 
 
 def quota_in(folder: Path, groups: str, files: Mapping[str, str]) -> float | None:
-    """Return the quota found in made-up files of control groups."""
+    """Return the quota found in invented control-group files."""
     for name, text in ({"own": groups} | dict(files)).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

@@ -1,4 +1,4 @@
-"""Measuring jobs: the fleet that they form, on one device, on threads and across processes."""
+"""Measuring jobs on one device, on threads and across processes: the fleet they describe."""
 
 import math
 import re
@@ -86,7 +86,7 @@ def test_fleet_file_must_match_the_job() -> None:
 
 @pytest.fixture(autouse=True)
 def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever limits this test: seconds are those of the wall clock."""
+    """Ignore this process's own quota: seconds are wall-clock."""
     monkeypatch.setattr("convoy.measure.overhead_probe.quota_cores", lambda: None)
 
 
@@ -138,7 +138,7 @@ def test_layer_times_include_contention(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_watts_are_measured_while_timing_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of 10 W: a little less, since the wait for the meter counts as well."""
+    """On a machine of 10 W: slightly less, since waiting for the meter counts as well."""
     meter = EnergyMeter("RAPL", "m", [Counter(lambda: int(time.monotonic() * 1e7), 1e-6)])
     monkeypatch.setattr("convoy.measure.measure_job.meter_of", lambda _: meter)
     measured = measure_alone()
@@ -150,7 +150,7 @@ def test_watts_are_measured_while_timing_layers(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_measured_joules_per_image_are_shown_with_predicted_ones() -> None:
-    """Two devices share a counter, at 10 W and some samples/s together. 10 W each would be twice that."""
+    """Two devices share a counter at 10 W. 10 W each would be twice the joules."""
     one = measure_alone()
     (device,), (costs,) = one.fleet.devices, one.device
     pair = replace(device, name="b"), device
@@ -185,7 +185,7 @@ def _cells_of(measured: Measurement, row: str) -> list[str]:
 
 
 class Types(TorchDispatchMode):
-    """Remembers in which types a kernel was called."""
+    """A recorder of the dtypes a kernel was called with."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Types(TorchDispatchMode):
 
 @pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
 def test_layers_are_timed_in_the_training_precision(precision: str, dtype: torch.dtype) -> None:
-    """A bf16 training was planned by times of float32, though devices differ in what they gain."""
+    """Regression: bf16 trainings were planned with float32 times, although devices differ in the gain."""
     model, traced = traced_net("two-conv")
     kernels = ("convolution", "convolution_backward", "addmm", "mm")
     with AloneGroup(CPU) as group, Types(*kernels) as types:

@@ -1,4 +1,4 @@
-"""A job whose devices plan again after a loss, with what rebalancing has measured."""
+"""A job plans again after a loss, with the speeds that rebalancing measured."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ EXAMPLE = torch.zeros(2, 2, 8, 8, dtype=torch.float64)
 
 
 def test_a_device_slower_than_measured_is_found() -> None:
-    """Device 1 takes three times as long as it was measured to, in every layer; device 0 as long; device 2 has no part."""
+    """Device 1 takes three times its measured time in every layer; device 0 is unchanged; device 2 is idle."""
     graph = trace(make_net(), EXAMPLE).graph
     plan = named_plan("data-by-speed", graph, 8, Speeds((1.0, 1.0, 0.0)))
     times = measured_fleet(graph, [1e9, 2e9, 1e9], 8).costs(graph).times

@@ -1,4 +1,4 @@
-"""Sizes that plans use are timed in addition to the grids, and correct them there and near it."""
+"""Sizes used by plans are timed in addition to the grids, and correct the grids nearby."""
 
 import math
 from dataclasses import replace
@@ -29,12 +29,12 @@ LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 
 
 
 def grid(per_entry_s: float) -> Grid:
-    """In proportion to samples and filters."""
+    """Return a grid in proportion to samples and filters."""
     return Grid((1, 8), (1, 4), tuple(tuple(per_entry_s * s * o for o in (1, 4)) for s in (1, 8)))
 
 
 def test_a_correction_by_hand() -> None:
-    """Timed at 4 samples and 2 filters: 3 times what the grid says forward, half of it backward."""
+    """Timed at 4 samples and 2 filters: 3 times the grid's forward, half of its backward."""
     corrected = Correction(LocalSize(4, 2, 3), forward_s=3.0 * 4 * 2, backward_s=0.5 * 2 * 4 * 2)
     times = LayerTimes(grid(1.0), grid(2.0), corrections=(corrected,))
     assert times.seconds(LAYER, "forward", LocalSize(4, 2, 3)) == pytest.approx(4 * 2 * 3)
@@ -86,7 +86,7 @@ def test_wide_linear_is_not_extrapolated_from_two_small_sizes() -> None:
 
 
 def points(*beside: LayerPoint) -> list[LayerPoint]:
-    """A grid over filters and one over input channels, each call 1 s for every filter, sample and input channel."""
+    """Return a grid over filters and one over input channels; each call takes 1 s per filter, sample and channel."""
     sizes = [(s, o, 3) for s in (1, 8) for o in (1, 4)] + [(s, 4, 1) for s in (1, 8)]
     rows = [LayerPoint("d", "0", s, o, i, s * o * i, 2.0 * s * o * i, 0.0) for s, o, i in sizes]
     return [*rows, *beside]
@@ -103,7 +103,7 @@ def test_extra_point_does_not_join_the_grid() -> None:
 
 
 def takes_s(layer: Layer, size: LocalSize) -> float:
-    """No bilinear grid can follow it: seconds go with a power of what is computed."""
+    """Return seconds that no bilinear grid can follow: a power of the computed entries."""
     entries = size.samples * size.outputs * (size.inputs if layer.weighted else 1)
     return float(1e-6 * entries**0.9)
 
@@ -146,7 +146,7 @@ def test_size_measurements_are_gathered_and_saved(measured: list[Measurement]) -
 
 
 def test_timed_plan_sizes_are_exact(measured: list[Measurement]) -> None:
-    """Of every named plan and of auto, each large layer's time is what the synthetic device takes, not what a grid says."""
+    """In every named plan and auto, each large layer takes the synthetic device's time, not the grid's."""
     graph = trace(build_net(NET, IMAGE, 10), torch.zeros(2, *IMAGE)).graph
     alone = by_grids(measured[0])
     costs, by_grids_costs = measured[0].costs(graph), alone.costs(graph)

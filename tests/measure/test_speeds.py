@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _one_call_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests do not look at the precision."""
+    """Call once per round: these tests do not check precision."""
     monkeypatch.setattr(convoy.measure.speeds, "SLICE_S", 0.0)
 
 
@@ -63,7 +63,7 @@ def test_every_layer_has_a_measured_time(name: str) -> None:
 
 
 class Resting(Clock):
-    """A clock that makes every computation last at least 5 ms, as a slow-down of real length would."""
+    """A clock that makes every computation last at least 5 ms, like a real slowdown."""
 
     @contextmanager
     def compute(self, layer: str, phase: str) -> Iterator[None]:
@@ -79,7 +79,7 @@ def test_slowdown_factor_scales_speeds() -> None:
 
 
 def test_speeds_are_samples_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device 1 takes three times as long at the convolution: 0.21 and 0.41 s a sample in all."""
+    """Device 1 takes three times as long at the convolution: 0.21 and 0.41 s per sample in total."""
     traced = trace(nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten(), nn.Linear(16, 2)), torch.zeros(1, 1, 2, 2))
     monkeypatch.setattr(convoy.measure.speeds, "LayerTimer", lambda *_: None)
 
@@ -137,7 +137,7 @@ def test_slowed_clock_waits_for_queued_kernels(
 def test_slowdown_on_shared_cores_is_not_doubled(
     kind: str, elapsed_s: float, processor_s: float, slept_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sleep that is a multiple of the wall-clock time would count the wait for a shared core several times."""
+    """Sleeping in proportion to wall time would count the wait for a shared core several times."""
     now = {"elapsed": 5.0, "processor": 3.0}
     slept: list[float] = []
     monkeypatch.setattr("time.perf_counter", lambda: now["elapsed"])

@@ -1,4 +1,4 @@
-"""What synchronisation costs devices that compute, and the noise model of devices under a CPU quota."""
+"""Synchronisation overhead of computing devices, and the noise model of devices under a CPU quota."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Timing: quotas, long calls, cold caches, the optimizer, and what a step takes in addition to its layers."""
+"""Timing: quotas, long calls, cold caches, the optimizer, and step time beyond layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ QUICK_S = 1e-4
 
 
 class Processor:
-    """A clock that only computing moves on; under a quota it computes in bursts: so long in each period, then a pause."""
+    """A clock that only computing advances; under a quota it computes in bursts and pauses."""
 
     def __init__(self, quota: float = 1.0, period_s: float = 0.01) -> None:
         self.used_s, self.quota, self.period_s = 0.0037, quota, period_s
@@ -59,7 +59,7 @@ def timer_of(processor: Processor) -> RoundTimer:
 @pytest.mark.parametrize("forward_s", [1e-5, 2e-3, 0.07])
 @pytest.mark.parametrize(("times_backward", "quota"), [(0.3, 0.5), (3.0, 1.0), (30.0, 0.2)])
 def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, forward_s: float) -> None:
-    """Each phase has its part of the pauses, also where it is much shorter than the other one."""
+    """Each phase gets its part of the pauses, even if much shorter than the other one."""
     processor = Processor(quota)
     run = FakeRun(processor, forward_s, times_backward * forward_s)
     times = timer_of(processor).time(fake_layer(run)).times()
@@ -174,7 +174,7 @@ def test_overhead_is_step_time_minus_layer_times(monkeypatch: pytest.MonkeyPatch
 
 
 def test_cache_flush_time_is_excluded() -> None:
-    """A look at the clock takes a second, and nothing else any: of filling, then working, only the work's own look is told."""
+    """Reading the clock takes a second and nothing else any: only the work's own reading counts."""
     looks = iter(range(1_000_000))
     cold = timing.ColdCaches(CPU, lambda: float(next(looks)), 1 << 10)
     filled: list[float] = []
@@ -202,7 +202,7 @@ def test_accelerator_calls_are_timed_in_batches() -> None:
 
 
 class Filled:
-    """Stands for the bytes that are written: each time takes 5 ms."""
+    """A stand-in for the cache-flushing write: each call takes 5 ms."""
 
     def __init__(self, processor: Processor) -> None:
         self.processor, self.times = processor, 0
