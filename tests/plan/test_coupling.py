@@ -1,4 +1,4 @@
-"""Bonds: which shares change together. By hand for small nets; and a property: other shares bring no other moves."""
+"""Coupled axes: which shares change together, by hand for small nets; and coupled changes add no moves."""
 
 import random
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.support.one_device import by_name, graph_of, mixed
 
 
 def table(plan: Plan, net: str) -> list[tuple[str, Shares, str, Shares]]:
-    """Of all coupled axes: name, units, what is counted, shares as its first strategy counts them."""
+    """Return all coupled axes: name, units, unit kind, and shares as the first strategy counts them."""
     return [(b.name, b.units, b.counted, shares_of(plan, b)) for b in coupled_axes(plan, graph_of(net))]
 
 
@@ -45,7 +45,7 @@ def test_filter_splits_are_independent() -> None:
 
 
 def test_channel_split_is_coupled_to_its_producer() -> None:
-    """Flattening 2x2 pixels multiplies the shares by four; what is shared out are whole filters."""
+    """Flattening 2x2 pixels multiplies the shares by four; the units are whole filters."""
     plan = two_conv(conv1=One(0), conv2=Filter((4, 2, 1)), fc=Channel((16, 8, 4)))
     (axes,) = coupled_axes(plan, graph_of("two-conv"))
     assert axes.layers == ("conv2", "relu_1", "pool#2", "flatten", "fc")
@@ -73,7 +73,7 @@ def test_equal_batch_splits_are_coupled_anywhere() -> None:
 
 
 def test_convolution_groups_stay_whole() -> None:
-    """Twelve filters, two to each of six groups: six units."""
+    """Twelve filters in six groups of two make six units."""
     rows = table(by_name("master", "mobile"), "mobile")
     assert ("depthwise.0", (4, 0, 1, 1), "filters", (8, 0, 2, 2)) in rows
 
@@ -88,7 +88,7 @@ def test_fixed_shares_couple_nothing() -> None:
 @pytest.mark.parametrize("plan", [*PLANS, "mixed"])
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile", "concatenation", "convolutions", "tokens", "tied"])
 def test_coupled_share_changes_add_no_moves(net: str, plan: str) -> None:
-    """The same steps in the same order, whatever the shares: a move that was not there would stand in the list."""
+    """Shares never change the steps or their order: an extra move would be in the list."""
     graph, draw = graph_of(net), random.Random(f"{net} {plan}")
     made = mixed(net) if plan == "mixed" else by_name(plan, net)
     steps = _kinds(made, net)

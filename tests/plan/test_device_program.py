@@ -1,4 +1,4 @@
-"""Device programs: by hand, as text, their bytes, and broken ones that are refused before anything runs."""
+"""Device programs: by hand, as text, their bytes, and refusal of invalid ones."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -130,7 +130,7 @@ def test_partial_loss_skips_unneeded_backward() -> None:
 
 @pytest.mark.parametrize("net", nets.NETS)
 def test_programs_are_valid_and_send_the_listed_bytes(net: str) -> None:
-    """By every plan by name, exact or narrow, inputs whole or in chunks: another of the four for each net and plan."""
+    """Cover named plans, exact or narrow, inputs whole or in chunks: one combination per net and plan."""
     for number, plan in enumerate(PLANS, start=list(nets.NETS).index(net)):
         check_all(net, plan, [WAYS[number % 4]])
 
@@ -165,7 +165,7 @@ def broken(
     device: int = 0,
     net: str = "two-conv",
 ) -> list[DeviceProgram]:
-    """The programs of filters in unequal shares, one of them changed."""
+    """Return the programs of an uneven filter split with one of them changed."""
     graph: Graph = graph_of(net)
     plan = Plan("broken", graph.fingerprint, 2, 10, {graph.weighted[1].name: Filter((4, 3))}, Batch((6, 4)))
     found = compile_all(lower(plan, graph), graph)
@@ -244,7 +244,7 @@ def test_a_broken_program_is_refused_by_name(
 
 
 def test_deadlock_is_refused() -> None:
-    """Each device waits for a round that the other begins after a wait of its own."""
+    """Each device waits for a round that the other starts only after its own wait."""
 
     def program(device: int, first: int, second: int) -> DeviceProgram:
         def swap(step: int) -> list[Operation]:
@@ -269,7 +269,7 @@ def test_deadlock_is_refused() -> None:
 
 def test_summand_may_not_change_while_it_is_sent() -> None:
     def early(operations: list[Operation]) -> Sequence[Operation]:
-        """The addition of the first round, before it has been waited for."""
+        """Move the first round's addition before its wait."""
         add = next(op for op in operations if type(op).__name__ == "Add")
         place = next(place for place, op in enumerate(operations) if isinstance(op, WaitRound))
         return [*operations[:place], add, *operations[place:]]
@@ -279,7 +279,7 @@ def test_summand_may_not_change_while_it_is_sent() -> None:
 
 
 def test_cached_moves_of_old_shares_are_dropped() -> None:
-    """Churn: a job whose devices changed 700 times had grown by 60 MB."""
+    """Regression: a job whose devices changed 700 times had grown by 60 MB."""
     clear_move_cache()
     for first in range(1, 8):
         src, dst = Split(0, (first, 9 - first)), Replicated((0, 1))

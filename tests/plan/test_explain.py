@@ -1,4 +1,4 @@
-"""A plan in words, on a net small enough to count every byte and FLOP by hand.
+"""A plan explained in text, on a net small enough to count every byte and FLOP by hand.
 
 Images of 1x2x2; a convolution of four 1x1 filters (2 FLOP x 4 filters x 4 pixels = 32 FLOP per sample), ReLU, flatten, and
 a Linear from 16 features to 2 (64 FLOP per sample). Eight parameters in the convolution, 34 in the Linear. Numbers of 4 bytes.
@@ -113,7 +113,7 @@ def test_the_table_adds_up_to_the_traffic(graph: Graph) -> None:
 
 
 class Centred(nn.Module):
-    """Every sample is compared with all others, so no rule can share it out."""
+    """A layer that compares every sample with all others, so that no rule can split it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Centred(nn.Module):
 
 
 def test_unsplit_layer_says_why() -> None:
-    """It runs on the device with the most samples; the table gives the reason, and shows who works."""
+    """It runs on the device with the most samples; the table gives the reason and the device."""
     graph = trace(Centred(), torch.zeros(2, 4)).graph
     plan = named_plan("data-by-speed", graph, 6, Speeds((1.0, 2.0)))
     row = next(row for row in layer_rows(plan, graph) if row.strategy == "one")

@@ -1,4 +1,4 @@
-"""Norms that exchange together: which do, in which order layers are then computed, and that training is that of one device."""
+"""Norms that share an exchange: which ones, the resulting layer order, and the numbers of one device."""
 
 import copy
 import random
@@ -25,7 +25,7 @@ from tests.support.torch_seed import torch_seed
 
 
 def net(**inputs: str) -> Graph:
-    """Layers by name, each with the names that it reads; those that begin with "n" are norms."""
+    """Return a graph of layers by name, each with its inputs' names; names that begin with "n" are norms."""
     rows = {name: tuple(text.split()) for name, text in inputs.items()}
     layers = {n: Layer(n, "batch_norm" if n[0] == "n" else "elementwise", some, (4,)) for n, some in rows.items()}
     return Graph("net", layers, (list(layers)[-1],))
@@ -52,7 +52,7 @@ def test_norms_on_different_devices_exchange_separately() -> None:
 
 
 def test_stateful_calls_keep_their_order() -> None:
-    """A norm of a module that is called twice: its running statistics see one call after the other."""
+    """A norm module is called twice: its running statistics depend on the order."""
     layers = {n: Layer(**{**vars(each), "shared": n in ("na", "nc")}) for n, each in BRANCHES.layers.items()}
     assert names(rows_of(Graph("net", layers, ("e",)), norms(BRANCHES))) == "x a na b c nb+nc d e"
     layers = {n: Layer(**{**vars(each), "random": n in ("b", "c")}) for n, each in BRANCHES.layers.items()}
@@ -85,7 +85,7 @@ def test_order_minimises_exchanges_and_respects_inputs(seed: int) -> None:
 
 
 class TwoHeads(nn.Module):
-    """Two ways side by side, each with a norm and an output, of other widths; and a norm behind both."""
+    """Two parallel branches of different widths, each with a norm and an output, and a norm after both."""
 
     def __init__(self) -> None:
         super().__init__()

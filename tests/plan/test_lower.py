@@ -1,4 +1,4 @@
-"""lower: step lists of the two-conv net, written out by hand for every named plan; channel splits; inputs.
+"""Lowering: hand-written step lists of the two-conv net for every named plan; channel splits; inputs.
 
 Speeds 7 : 0 : 2 : 1 share a batch of 10 as (7,0,2,1), 5 filters as (4,0,1,0) and 7 as (5,0,1,1).
 """
@@ -120,7 +120,7 @@ def test_smaller_batch_keeps_the_proportions() -> None:
 
 
 def test_filter_then_channel_needs_no_move() -> None:
-    """conv1 gives channels, pooled in place; conv2 takes the same channels; only conv2's sum travels."""
+    """conv1 produces channels, pooled in place; conv2 reads the same channels; only conv2's sum is sent."""
     graph = graph_of("two-conv")
     layers = {"conv1": Filter((3, 0, 1, 1)), "conv2": Channel((3, 0, 1, 1)), "fc": Filter((2, 1, 1, 1))}
     steps = lower(plan_of(graph, layers, One(0)), graph)
@@ -135,7 +135,7 @@ def test_filter_then_channel_needs_no_move() -> None:
 
 
 def test_flatten_turns_channels_into_the_features_of_a_linear_by_channel() -> None:
-    """Then 5 numbers a sample travel, not 28."""
+    """Then 5 numbers per sample are sent, not 28."""
     graph = graph_of("two-conv")
     layers = {"conv1": Batch((3, 3, 2, 2)), "conv2": Filter((2, 2, 2, 1)), "fc": Channel((8, 8, 8, 4))}
     steps = lower(plan_of(graph, layers), graph)

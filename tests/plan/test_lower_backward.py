@@ -1,4 +1,4 @@
-"""lower: the backward half of a step list, and the sums of gradients."""
+"""Lowering: the backward half of a step list, and gradient all-reduces."""
 
 import pytest
 import torch

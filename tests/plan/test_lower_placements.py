@@ -1,4 +1,4 @@
-"""lower: which layouts layers keep, which strategies they cannot have, and where evaluation computes."""
+"""Lowering: the layouts layers keep, strategies they refuse, and the placement of evaluation."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_a_join_takes_its_second_input_in_the_layout_of_the_first() -> None:
 
 
 def test_dropout_never_runs_replicated() -> None:
-    """Each device would draw other numbers, and the copies would no longer be copies."""
+    """Each device would draw different numbers, so the copies would differ."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -85,7 +85,7 @@ def test_shared_layers_keep_copies_everywhere() -> None:
 
 
 def test_reused_batch_norm_replicates_running_statistics() -> None:
-    """On one device alone, the copies of the others would grow old."""
+    """If only one device updated them, the other copies would become stale."""
     graph = graph_of("tied")
     placed = placements(plan_of(graph, {"norm": One(1)}), graph)
     assert placed["norm"].gives == placed["norm#2"].gives == Replicated(ALL)
@@ -101,7 +101,7 @@ def test_reused_batch_norm_replicates_running_statistics() -> None:
     ],
 )
 def test_strategies_that_do_not_fit_are_refused(layers: dict[str, Strategy], message: str) -> None:
-    """Shares of a ReLU were never compared with its channels: those beyond them were lost without a word."""
+    """Regression: a ReLU's shares were not compared with its channels, and extra channels were silently lost."""
     graph = graph_of("two-conv")
     with pytest.raises(PlanError, match=message):
         lower(plan_of(graph, layers), graph)
@@ -154,7 +154,7 @@ def _devices(layout: Replicated | OnOne) -> tuple[int, ...]:
 
 
 def test_a_layer_that_is_whole_in_training_only_stays_with_its_parameters() -> None:
-    """In evaluation it ran by samples, on devices that held none of its weights: a crash."""
+    """Regression: evaluation split it by samples onto devices without its weights and crashed."""
     training, evaluation = both_modes("dependent-in-training")
     plan = by_name("data-by-speed", "dependent-in-training")
     assert not evaluation["centre"].per_sample, "nothing says that it treats samples alone"

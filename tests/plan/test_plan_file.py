@@ -1,4 +1,4 @@
-"""Plan files: what is written is what is read, and what does not fit is refused by name."""
+"""Plan files: they round-trip, and invalid ones are refused by name."""
 
 import json
 import re
@@ -77,7 +77,7 @@ TEXT = f"""{{
 
 
 def changed(**rows: Any) -> str:
-    """The text of the plan with other rows; a row of ... is left out."""
+    """Return the plan's text with other rows; a row of ... is removed."""
     raw = {**json.loads(TEXT), **rows}
     return json.dumps({key: value for key, value in raw.items() if value is not ...})
 
@@ -93,7 +93,7 @@ def test_plan_file_by_hand() -> None:
 
 
 def test_a_file_without_a_wire_format_is_exact() -> None:
-    """Files of the time before there was a choice."""
+    """Older files have no such field."""
     assert Plan.from_json(changed(wire=...)) == PLAN
 
 
@@ -135,7 +135,7 @@ def test_any_plan_comes_back_equal_and_in_its_order(plan: Plan) -> None:
 
 
 def test_load_reads_utf_8_whatever_the_locale(tmp_path: Path) -> None:
-    """Written by Convoy the file is ASCII; by hand it may hold the letters themselves."""
+    """Convoy writes ASCII; hand-written files may contain UTF-8."""
     path = tmp_path / "plan.json"
     path.write_bytes(TEXT.replace("by hand", "für uns").encode())
     assert Plan.load(path) == replace(PLAN, name="für uns")
@@ -188,7 +188,7 @@ def test_invalid_plans_are_refused(text: str, parts: tuple[str, ...]) -> None:
 
 
 def test_a_layer_named_twice_is_refused() -> None:
-    """Someone copied a line and changed its shares but not its name: JSON keeps the last and tells nobody."""
+    """A copied line with an unchanged name: JSON would silently keep the last one."""
     line = '    "grouped": {"strategy": "filter", "shares": [4, 2, 2]},\n'
     assert line in TEXT
     with pytest.raises(PlanError, match=r"the key 'grouped' occurs twice.*correct it"):
@@ -250,7 +250,7 @@ def test_plan_for_another_device_count_is_refused() -> None:
 
 
 def test_a_plan_for_another_model_says_which() -> None:
-    """A wider first layer is another model, though all the names are the same."""
+    """A wider first layer makes another model, although all names are the same."""
     wider = replace(GRAPH, layers={**GRAPH.layers, "features.0": replace(GRAPH["features.0"], shape=(16, 8, 8))})
     with pytest.raises(PlanError, match=f"fingerprint {GRAPH.fingerprint}; SmallNet has {wider.fingerprint}"):
         PLAN.check(wider)

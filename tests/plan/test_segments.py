@@ -1,4 +1,4 @@
-"""Layers that a device computes between two exchanges go to autograd as one graph: same numbers, fewer calls."""
+"""Layers that a device computes between two exchanges form one autograd graph: same numbers, fewer calls."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def alone(net: str, device: int = 0, devices: int = 1, **layers: Any) -> Plan:
 
 
 def rows(net: str, plan: Plan, device: int = 0, steps: StepList | None = None) -> list[list[str]]:
-    """The layers of each segment of a device."""
+    """Return the layers of each segment of a device."""
     graph = graph_of(net)
     program = compile_device(steps or lower(plan, graph), graph, device)
     return [
@@ -59,7 +59,7 @@ def test_a_device_alone_has_one_segment(net: str) -> None:
 
 
 def test_batch_split_has_one_segment_per_device() -> None:
-    """Nothing is exchanged but sums of gradients, which go on a lane of their own."""
+    """Only gradients are exchanged, on their own lane."""
     plan = by_name("data-by-speed", "two-conv")
     assert [rows("two-conv", plan, device) for device in range(4)] == [
         [layers_of("two-conv")],
@@ -69,7 +69,7 @@ def test_batch_split_has_one_segment_per_device() -> None:
 
 
 def test_synchronised_batch_norms_end_a_segment() -> None:
-    """Each tells the others its sums, in forward and backward: what lies between two of them is a segment."""
+    """Each exchanges its sums in forward and backward, so the layers between two of them form a segment."""
     graph = graph_of("resnet")
     plan = by_name("data-by-speed", "resnet")
     found = rows("resnet", plan)
@@ -79,7 +79,7 @@ def test_synchronised_batch_norms_end_a_segment() -> None:
 
 
 def test_matching_channel_splits_form_a_segment() -> None:
-    """Filters, ReLU and pooling of the own channels: nothing travels between them."""
+    """Filters, ReLU and pooling of local channels exchange nothing."""
     graph = graph_of("two-conv")
     conv = graph.weighted[1].name
     place = layers_of("two-conv").index(conv)
@@ -89,7 +89,7 @@ def test_matching_channel_splits_form_a_segment() -> None:
 
 
 def test_a_segment_ends_where_the_device_changes() -> None:
-    """The gradient of the second convolution's input has to leave before that of its weights: it is two steps."""
+    """The second convolution's input gradient must be sent before its weight gradient is computed: two steps."""
     layers = layers_of("two-conv")
     place = layers.index("conv2")
     plan = alone("two-conv", devices=2, conv2=One(1), fc=One(1))
@@ -98,7 +98,7 @@ def test_a_segment_ends_where_the_device_changes() -> None:
 
 
 def test_unconnected_layers_form_no_segment() -> None:
-    """Two inputs, each with layers of its own: nothing travels between them."""
+    """Two inputs with separate layers exchange nothing."""
     shape = (4, 3)
     x, y = Value("x", shape, OnOne(0)), Value("y", shape, OnOne(1))
     values = [Value(name, shape, OnOne(d)) for name, d in (("a", 0), ("b", 0), ("c", 1), ("d", 1))]
@@ -121,12 +121,12 @@ def test_unconnected_layers_form_no_segment() -> None:
 
 @pytest.mark.parametrize("net", ["resnet", "tied", "opaque-per-sample", "auxiliary"])
 def test_single_working_device_of_three_matches_pytorch(net: str) -> None:
-    """Residuals, branches, tied, frozen and unused parameters, layers with Python of their own."""
+    """Include residuals, branches, tied, frozen and unused parameters, and user-written layers."""
     check(Training(net, SHORT, "adam", clip=(0.05, 2.0)), alone(net, device=1, devices=3))
 
 
 def halves(net: str) -> Plan:
-    """The first half of the layers on one device, the others on another: two segments."""
+    """Return a plan with the first half of the layers on one device, the rest on another: two segments."""
     every = [layer for layer in graph_of(net).weighted if not layer.shared]
     return alone(net, devices=2, **{layer.name: One(1) for layer in every[len(every) // 2 :]})
 
@@ -156,7 +156,7 @@ def test_layer_by_layer_gives_the_same_bits() -> None:
 
 
 class TwoLosses(nn.Module):
-    """The second output hangs on the first layers alone."""
+    """A net whose second output depends on the first layers only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class TwoLosses(nn.Module):
 
 @pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
 def test_layers_without_a_gradient_keep_none_as_in_pytorch(used: tuple[bool, bool]) -> None:
-    """Not zeros: an optimizer with momentum or weight decay would move the weights by them."""
+    """Zeros instead would let momentum or weight decay change the weights."""
     torch.manual_seed(5)
     model, x, y = TwoLosses().double(), torch.randn(10, 6).double(), torch.randint(0, nets.CLASSES, (10,))
 

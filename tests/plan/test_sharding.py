@@ -1,4 +1,4 @@
-"""Weights in shares: what is kept where, what travels when, and which plans are refused."""
+"""Sharded weights: what each device keeps, what is sent when, and refused plans."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def plan_of(net: str, form: Form = "keep") -> Plan:
 
 
 def test_traffic_of_sharded_weights_by_hand() -> None:
-    """7, 3 and 0 entries are kept; of what device 0 sums, device 1 sends its 7, and so on."""
+    """Devices keep 7, 3 and 0 entries; of device 0's gradients, device 1 receives its own part, and so on."""
     assert traffic(sum_into_shares((0, 1), (7, 3)), 1) == {(0, 1): 3, (1, 0): 7}
     assert traffic(sum_into_shares((0, 2), (7, 3, 0)), 1) == {(0, 1): 3, (2, 0): 7, (2, 1): 3}
     assert traffic(gather_shares((7, 3, 0), (0, 2)), 1) == {(0, 2): 7, (1, 0): 3, (1, 2): 3}
@@ -90,7 +90,7 @@ def test_freed_weights_are_gathered_one_bucket_ahead(monkeypatch: pytest.MonkeyP
 
 
 def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """conv1 380, conv2 322 and fc 145 entries; device 0 keeps a sixth of the rows, and computes with all."""
+    """conv1 has 380, conv2 322 and fc 145 entries; device 0 keeps a sixth of the rows and computes with all."""
     monkeypatch.setattr("convoy.plan.lower.BUCKET_ENTRIES", 1)
     graph = graph_of("two-conv")
     needs = {form: memory_of(plan_of("two-conv", form), graph, optimizer="adam", itemsize=1)[0] for form in FORMS}

@@ -1,4 +1,4 @@
-"""The lower bound: by hand, against every plan of small cases, and how near to it plans come."""
+"""The lower bound: by hand, against every plan of small cases, and its distance to good plans."""
 
 import io
 import itertools
@@ -53,7 +53,7 @@ def of_rates(rates: list[float], bytes_per_s: float, processor_s_per_byte: float
 
 
 def measured(rng: random.Random, graph: Graph, batch: int, rates: list[float], bytes_per_s: float) -> Costs:
-    """Tables with noise, some of which end before the whole, and sizes that were timed beside them."""
+    """Return noisy tables, some of which end early, with extra timed sizes."""
 
     def table(rate: float) -> dict[str, LayerTimes]:
         roofline, rows = Roofline((Rate(rate, rate / 4),)), {}
@@ -105,7 +105,7 @@ def measured(rng: random.Random, graph: Graph, batch: int, rates: list[float], b
 
 
 def shares_of(rng: random.Random, total: int, speeds: list[float]) -> Shares:
-    """By speed; or anything, often with nothing for somebody."""
+    """Draw shares: by speed, or any, often with zeros."""
     if rng.random() < 0.4:
         return apportion(total, speeds)
     weights = [rng.choice([0.0, 0.1, 1.0, 3.0]) for _ in speeds]
@@ -113,7 +113,7 @@ def shares_of(rng: random.Random, total: int, speeds: list[float]) -> Shares:
 
 
 def some_plans(rng: random.Random, graph: Graph, batch: int, speeds: list[float]) -> Iterator[Plan]:
-    """Every combination of strategies, each with shares, sums, chunks and ways to keep weights as they come."""
+    """Yield every combination of strategies, with random shares, collectives, chunks and sharding."""
     devices = len(speeds)
     for kinds in itertools.product(("batch", "one", "filter", "channel"), repeat=len(graph.weighted)):
         for _ in range(3):
@@ -135,7 +135,7 @@ def some_plans(rng: random.Random, graph: Graph, batch: int, speeds: list[float]
 
 
 def small(rng: random.Random) -> Graph:
-    """A chain of two or three weighted layers, few samples or many, small weights or large."""
+    """Draw a chain of two or three weighted layers, few or many samples, small or large weights."""
     stack = Stack((rng.choice([3, 16]), 12, 12)).conv(rng.choice([4, 32]), 3).pool()
     if rng.random() < 0.6:
         stack = stack.conv(rng.choice([8, 64]), 3)
@@ -158,7 +158,7 @@ def test_no_plan_beats_the_lower_bound(case: int) -> None:
 
 @pytest.mark.parametrize("case", most_slow(4, range(8)))
 def test_no_plan_beats_the_bound_on_a_slow_network(case: int) -> None:
-    """Chains of Linears on two nearly equal devices, where an exchange takes about as long as it spares."""
+    """Chains of Linears on two similar devices, where an exchange costs about as long as it saves."""
     rng = random.Random(case)
     width, batch, rate = rng.choice([50, 100, 200]), 8, rng.choice([1e8, 1e9])
     graph = Stack((width,)).linear(width).linear(width).linear(width).graph()
@@ -174,7 +174,7 @@ def test_no_plan_beats_the_bound_on_a_slow_network(case: int) -> None:
 
 
 class Block(nn.Module):
-    """A residual block behind a convolution, with or without batch norm, and a Linear."""
+    """A residual block after a convolution, with or without batch norm, and a Linear."""
 
     def __init__(self, width: int, normed: bool) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Block(nn.Module):
 def plans_of_each_layer(
     rng: random.Random, graph: Graph, batch: int, speeds: list[float], count: int
 ) -> Iterator[Plan]:
-    """Each layer with a strategy and shares of its own: samples, too, may lie otherwise from layer to layer."""
+    """Yield plans in which every layer has its own strategy and shares, also of samples."""
     devices = len(speeds)
     for _ in range(count):
         layers: dict[str, Strategy] = {}
@@ -220,7 +220,7 @@ def plans_of_each_layer(
 
 
 def with_others(rng: random.Random, plan: Plan, graph: Graph, speeds: list[float]) -> Plan:
-    """The plan with strategies for some layers that have no weights, too."""
+    """Return the plan with strategies for some layers without weights, too."""
     layers = dict(plan.layers)
     for layer in graph.layers.values():
         if layer.kind != "input" and not layer.weighted and rng.random() < 0.35:
@@ -254,7 +254,7 @@ def test_no_plan_of_a_branching_net_beats_the_bound(case: int) -> None:
 
 
 def test_a_single_layer_by_hand() -> None:
-    """Devices of 3 and 1 GFLOP/s: together they take a fourth of what the slow one takes alone."""
+    """Devices of 3 and 1 GFLOP/s together take a fourth of the slow one's time."""
     graph = Stack((8, 8, 8)).conv(16, 3).graph()
     flop = 3 * 64 * graph.weighted[0].flop  # forward, and two products backward
     times = Roofline((Rate(3e9, 1e15), Rate(1e9, 1e15)))
@@ -343,7 +343,7 @@ def test_no_size_beats_its_fraction_of_the_minimum(case: int) -> None:
 
 
 def drawn_times(rng: random.Random, layer: Layer, batch: int) -> LayerTimes:
-    """Tables of anything, with up to two corrections."""
+    """Draw random tables with up to two corrections."""
     whole, noise = whole_size(layer, batch), rng.choice([1.0, 2.0])
 
     def axis(total: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Plans made better by simulation: shares by hand, and a case in which one device is busy with traffic."""
+"""Local search by simulation: hand-calculated shares, and a device that is busy with traffic."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -35,7 +35,7 @@ def search(graph: Graph, costs: Costs) -> LocalSearch:
 
 
 def balanced(plan: Plan, graph: Graph, busy_s: tuple[float, ...]) -> Plan:
-    """With costs that do not count here."""
+    """Balance with irrelevant costs."""
     devices = plan.devices
     times = Roofline((Rate(1e9, 1e9),) * devices)
     near, wide = ((0.0,) * devices,) * devices, (1e9,) * devices
@@ -52,7 +52,7 @@ def test_shares_are_divided_by_busy_time() -> None:
 
 
 def test_features_stay_with_their_channels() -> None:
-    """16 features of each of 48 filters: rounding them apart would bring a move that was not there."""
+    """16 features for each of 48 filters: rounding them separately would add a move."""
     plan = plan_of({"2": Filter((30, 18)), "5": Channel((480, 288))}, One(0), 2)
     better = balanced(plan, small_graph(), (3.0, 2.0))
     assert better.layers["2"] == Filter((25, 23))  # 10 : 9 of 48
@@ -61,7 +61,7 @@ def test_features_stay_with_their_channels() -> None:
 
 
 def test_local_search_keeps_groups_whole() -> None:
-    """32 filters in four groups of eight: three of the groups for the device that is done in half the time."""
+    """32 filters in four groups of eight: three groups for the device that needs half the time."""
     net = nn.Sequential(nn.Conv2d(4, 32, 3, padding=1, groups=4), nn.Flatten(), nn.Linear(32 * 64, 4))
     graph = trace(net, torch.zeros(2, 4, 8, 8)).graph
     plan = Plan("hand", graph.fingerprint, 2, 8, {"0": Filter((16, 16))}, One(0))
@@ -69,7 +69,7 @@ def test_local_search_keeps_groups_whole() -> None:
 
 
 def test_rejected_variants_are_not_extended() -> None:
-    """Direct sums are refused: every variant is made of the ring, none of what was refused."""
+    """Direct sums are refused: every variant uses the ring, none extends a refused one."""
     graph, costs = small_graph(), slow_receiver()
     even = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
     found = list(
@@ -82,7 +82,7 @@ def test_rejected_variants_are_not_extended() -> None:
 
 
 def slow_receiver() -> Costs:
-    """Two equal devices; each byte takes processor time of the second."""
+    """Return two equal devices; each byte costs processor time on the second."""
     network = Network(
         (0, 1), (1e8,) * 2, (1e8,) * 2, (1e12,) * 2, ((0.0, 1e-6), (1e-6, 0.0)), ((1e8,) * 2,) * 2, (0.0, 4e-9)
     )  # fmt: skip

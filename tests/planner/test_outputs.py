@@ -1,4 +1,4 @@
-"""Outputs that stay with their samples: no gather in the program, so none in traffic, seconds and memory; and another plan."""
+"""Local outputs: no gather in program, traffic, time and memory, and a different plan."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_prediction_gathers_no_local_outputs(name: str) -> None:
 
 
 def test_pixel_loss_time_is_split_with_the_samples() -> None:
-    """100 ns a byte: where outputs are everywhere, each device takes it of the whole batch; where they stay, of its samples."""
+    """100 ns per byte: over the global batch for gathered outputs, over local samples for local ones."""
     without = context()
     overheads = tuple(Overheads(loss_s_per_byte=1e-7) for _ in FLEET.devices)
     priced = asked(GRAPH, BATCH, replace(without.costs, overheads=overheads), FLEET)
@@ -71,7 +71,7 @@ def last_of(plan: Plan) -> Placement:
 
 
 def test_auto_takes_output_placement_into_account() -> None:
-    """Where an image of logits has to come to all devices, sharing out samples costs more than where it stays."""
+    """Gathering logits of images makes a batch split more expensive than keeping them local."""
     everywhere, stays = (candidates(context(outputs=o)) for o in ("everywhere", "where-computed"))
     assert {c.plan.outputs for c in everywhere} == {"everywhere"}
     assert {c.plan.outputs for c in stays} == {"where-computed"}

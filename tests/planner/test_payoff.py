@@ -1,4 +1,4 @@
-"""Would a fleet pay: the answer, its interval, and what is asked around it."""
+"""Whether a fleet pays off: the answer, its interval, and what-if questions."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_equal_processors_on_a_fast_link_pay():
 
 
 def test_local_outputs_pay_where_gathered_ones_do_not():
-    """A U-Net's logits of four images, 21 MB, at 1 Gbit/s: sending them takes longer than a second device saves."""
+    """A U-Net's logits of four images, 21 MB, at 1 Gbit/s: sending them costs more than a second device saves."""
     net = graph_of("unet:8", (3, 256, 256), 21)
     fleet = fleet_on("zen5-core,zen5-core", 125e6, 1e-4)
     sent, stays = (answer(net, 4, fleet, outputs=place) for place in ("everywhere", "where-computed"))
@@ -53,7 +53,7 @@ def test_local_outputs_pay_where_gathered_ones_do_not():
 
 
 def test_a_slow_device_far_away_does_not_pay():
-    """A Raspberry Pi beside an H100, at 10 Mbit/s: the planner leaves it alone, and the answer says no."""
+    """With a Raspberry Pi next to an H100 at 10 Mbit/s the planner uses the H100 alone and answers no."""
     found = of("h100,raspberry-pi-4", 16, 1.25e6)
     assert (found.verdict, found.best.workers) == ("no", 1)
     assert found.gain < 1
@@ -64,7 +64,7 @@ def test_a_slow_device_far_away_does_not_pay():
 
 
 def test_best_plan_may_use_a_subset_of_devices():
-    """A third equal device brought the answer from 0.78 to 0.01 where one device is the fastest."""
+    """Regression: a third equal device changed the answer from 0.78 to 0.01 although one device is fastest."""
     graph = graph_of("resnet18:64")
     gains = []
     for on in "rtx3090,rtx3090", "rtx3090,rtx3090,rtx3090":

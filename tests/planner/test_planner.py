@@ -1,4 +1,4 @@
-"""The planner against brute force on small cases, and what it must never do.
+"""The planner compared with brute force on small cases, and its invariants.
 
 The brute force here knows nothing of the planner's search: it writes every combination of strategies by hand, lowers it and
 replays it.
@@ -70,7 +70,7 @@ def graph_of(net: nn.Module, side: int = 16) -> Graph:
 
 
 def every_plan(graph: Graph, batch: int, costs: Costs) -> Iterator[Plan]:
-    """Every combination of strategies, for the fastest device, the two fastest, and so on; shares by speed."""
+    """Yield every combination of strategies on the fastest device, the two fastest, and so on; shares by speed."""
     speeds = asked(graph, batch, costs).speeds.devices
     order = sorted(range(len(speeds)), key=lambda d: -speeds[d])
     weighted = graph.weighted
@@ -102,7 +102,7 @@ def test_no_strategy_combination_is_faster_than_auto(case: int) -> None:
 
 
 def every_way_to_keep(plan: Plan, graph: Graph) -> Iterator[Plan]:
-    """Copies, or shares of these layers: by speed as the samples are, even, or of the first device alone."""
+    """Yield every weight storage: copies, or shards by speed, even, or on the first device alone."""
     samples = plan.otherwise.shares if isinstance(plan.otherwise, Batch) else ()
     copied = [layer.name for layer in graph.weighted if isinstance(plan.layers[layer.name], Batch)]
     for shares in (samples, (1,) * plan.devices, (1,) + (0,) * (plan.devices - 1)):
@@ -113,7 +113,7 @@ def every_way_to_keep(plan: Plan, graph: Graph) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("case", most_slow(1, [1, 0, 2, 3]))
 def test_no_weight_sharding_is_faster_than_auto(case: int) -> None:
-    """Where the optimizer takes long on a slow device, and the wire little."""
+    """The optimizer is slow on one device and the network is fast."""
     rng = random.Random(case)
     graph, batch = graph_of(small_net(rng)), rng.choice([8, 32])
     rates = [rng.choice([2e9, 5e9, 1e10]) for _ in range(3)]
@@ -140,7 +140,7 @@ def test_auto_is_predicted_no_slower_than_any_named_plan(batch: int) -> None:
 
 @pytest.mark.parametrize("reduce", most_slow(1, ["star", "ring"]))
 def test_requested_collective_is_used(reduce: Reduce) -> None:
-    """By all plans, also where another would be faster."""
+    """In all plans, also where another would be faster."""
     graph = graph_of(build_net("two-conv:16:32", (3, 16, 16), 10))
     costs = costs_of([4e9, 2e9, 1e9], 1e8)
     assert {each.plan.reduce for each in candidates(asked(graph, 16, costs, reduce=reduce))} == {reduce}
@@ -157,7 +157,7 @@ def test_slow_network_leaves_the_work_to_the_fastest_device() -> None:
 
 
 class PositionCodes(nn.Module):
-    """One of its layers reads no tensor: `zeros` has only the batch's size from the input."""
+    """A net with a layer that reads no tensor: `zeros` takes only the batch size from the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_layer_without_tensor_input_is_planned(bytes_per_s: float) -> None:
 
 
 def balanced(total: int, curves: Sequence[Callable[[int], float]], at_most: Sequence[int] | None = None) -> Shares:
-    """Of devices by what each takes for a share above 0."""
+    """Balance devices, given each one's seconds for a nonzero share."""
     points = range(total + 1)
     rows = np.array([[curve(n) if n else 0.0 for n in points] for curve in curves])
     return balance(total, len(curves), range(len(curves)), points, rows, at_most)

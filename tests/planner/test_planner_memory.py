@@ -1,4 +1,4 @@
-"""Plans that fit the devices' memory, and least energy: by hand-made cases whose answer is arithmetic."""
+"""Plans that fit the devices' memory, and least energy: cases with arithmetic answers."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
 @pytest.mark.parametrize(("reduce", "wire"), [*((each, "exact") for each in SUMS), ("ring", "inexact-bf16")])
 @pytest.mark.parametrize("name", PLANS)
 def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Sum, wire: CommDtype) -> None:
-    """Plans are taken for fitting by it: were it too small, one that does not fit would be chosen."""
+    """An estimate that is too small would let the planner choose a plan that does not fit."""
     for graph in (WIDE, graph_of("resnet:8:16"), graph_of("alexnet:64")):
         plan = replace(named_plan(name, graph, 9, Speeds((4.0, 2.0, 0.5)), reduce), wire=wire)
         steps = lower(plan, graph)
@@ -53,7 +53,7 @@ def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Sum,
 
 
 def test_only_a_split_of_the_big_layer_fits() -> None:
-    """Neither device holds 50 MB; together they hold 60. Every plan that copies the Linear, or leaves it to one, is out."""
+    """Neither device holds 50 MB; together they hold 60. Plans that copy the Linear or leave it whole are out."""
     tight = context_of(fleet((1e11, 30_000_000), (5e10, 30_000_000)))
     free = plan_auto(asked(WIDE, BATCH, tight.costs))
     assert max(needs(free)) > 30_000_000  # by speed two thirds of the Linear
@@ -77,7 +77,7 @@ def heavy() -> Graph:
 
 @pytest.mark.parametrize("limit_mb", most_slow(1, [260, 200]))
 def test_weights_are_freed_after_use_if_nothing_else_fits(limit_mb: int) -> None:
-    """200 MB are little more than what an even fourth of the samples takes: the fast devices give samples away."""
+    """200 MB are little more than an even fourth of the samples needs: fast devices give samples away."""
     graph = heavy()
     tight = context_of(fleet(*[(rate, limit_mb * 10**6) for rate in (1e11, 8e10, 6e10, 6e10)]), graph, 64)
     plan = plan_auto(tight)
@@ -129,14 +129,14 @@ def test_named_plans_that_do_not_fit_are_marked() -> None:
 
 
 def hungry(idle_w: float, busy_w: float) -> Fleet:
-    """A fast hungry device and a slower thrifty one."""
+    """Return a fast device with high power and a slower one with low power."""
     plain = fleet((1e11, None), (5e10, None))
     first, second = plain.devices
     return replace(plain, devices=(replace(first, idle_w=idle_w, busy_w=busy_w), second))
 
 
 def test_least_energy_by_hand() -> None:
-    """Of all plans found, the one of least joules within the limit: each plan's joules added up here."""
+    """Compare with the least joules of all found plans within the limit, summed here."""
     context = context_of(hungry(5.0, 500.0))
     power = [(5.0, 500.0), (1.0, 2.0)]
     joules = {}
@@ -177,7 +177,7 @@ def test_least_energy_needs_watts() -> None:
 
 
 def many(count: int) -> tuple[Graph, Costs]:
-    """A net and a fleet that are planned by the analytic model."""
+    """Return a net and a fleet that the analytic model plans."""
     graph = Stack((3, 16, 16)).conv(32, 3).pool().conv(64, 3).pool().flatten().linear(64).linear(10).graph()
     return graph, roofline_costs(fleet(*((1e10 * (1 + i % 5), None) for i in range(count))))
 
@@ -192,7 +192,7 @@ def test_a_large_fleet_is_planned_by_the_analytic_model_and_the_plan_fits() -> N
 
 
 def test_the_analytic_model_prices_the_plans_that_it_found() -> None:
-    """The search's own sum and the walk over a finished plan are the same number."""
+    """The search's sum equals the walk over the finished plan."""
     graph, costs = many(6)
     search = Search(CostModel(asked(graph, 48, costs)), (4, 3, 2))
     for cost, plan in search.run():

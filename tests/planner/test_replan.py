@@ -1,4 +1,4 @@
-"""Plans for other devices than those that a run began with."""
+"""Plans for devices other than those a run started with."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def predicted_s(of: FleetKnowledge, graph: Graph, plan: Plan, ids: list[int]) ->
 
 
 def test_losing_the_fastest_device_can_change_the_plan(graph: Graph) -> None:
-    """Two slow devices far apart did a little beside a fast one; alone, over such a link, one of them does all."""
+    """Two slow distant devices helped a fast one; alone, over their slow link, one of them does everything."""
     of = known(graph, 1e9, 1e8, 1e8, link=1e4)
     old = by_speed(graph, 8, 2, 2)
     found = plan_anew(request(of, graph), old, (0, 1, 2), (1, 2))
@@ -74,7 +74,7 @@ def test_losing_the_fastest_device_can_change_the_plan(graph: Graph) -> None:
 
 
 def test_the_running_plan_stays_unless_another_is_clearly_faster(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sample to the other device would save 4 %."""
+    """Moving one sample to the other device would save 4 %."""
     of = known(graph, 1e9, 1e9, 1e9)
     runs = replace(by_speed(graph, 1, 1, 1), otherwise=Batch((15, 16, 17)))
     same = plan_for(runs, graph, [0, 2])
@@ -94,7 +94,7 @@ def test_knowledge_sent_to_another_device_gives_the_same_plan(graph: Graph) -> N
 
 
 def test_measured_slowdowns_count(graph: Graph) -> None:
-    """Both were measured alike, one turned out four times as slow: it gets a fifth, not a half."""
+    """Both were measured equal, one turned out four times as slow: it gets a fifth, not a half."""
     of = known(graph, 1e9, 1e9, 1e9).corrected({2: 4.0})
     found = plan_anew(request(of, graph), by_speed(graph, 1, 1, 1), (0, 1, 2), (1, 2))
     assert isinstance(found.plan.otherwise, Batch)
@@ -164,7 +164,7 @@ def test_another_model_is_refused(graph: Graph) -> None:
 
 
 def test_fitting_plan_replaces_proportional_plan_that_does_not_fit(graph: Graph) -> None:
-    """What is left in proportion needs more than the small device has; by fewer samples there, it fits."""
+    """In proportion the small device needs too much memory; with fewer samples it fits."""
     roomy = known(graph, 1e9, 1e9, 1e9)
     old = by_speed(graph, 1, 1, 1)
     need = predict_plan(plan_for(old, graph, [1, 2]), some_of(roomy, graph, [1, 2])).memory[1].total_bytes

@@ -1,4 +1,4 @@
-"""What a move sends and receives by formula, held against the transfers that are run."""
+"""Traffic of a move by formula, compared with the transfers that run."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
 
 
 def counted(plan: Schedule) -> Loads:
-    """The same, transfer by transfer."""
+    """Count the same transfer by transfer."""
     sent, received = np.zeros(DEVICES), np.zeros(DEVICES)
     rounds = 0
     for transfers in plan.rounds:

@@ -1,4 +1,4 @@
-"""Several runs on one page: results computed by hand, and what differs."""
+"""Several runs on one page: hand-calculated results and differences."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def slower() -> list[Row]:
-    """The same run by another plan and on one host: twice as long a step, one epoch, not ended, without rebalancing."""
+    """Return the run on one host by another plan: twice the step time, one unfinished epoch, no rebalancing."""
     run = copy.deepcopy(RUN)
     run["options"] |= {"plan": "data", "rebalance": False, "batch": 64}
     run["torch"] = "2.12.1"
@@ -40,7 +40,7 @@ def compared(tmp_path: Path, *logs: list[Row]) -> str:
 
 
 def rows_of(text: str, section: str) -> dict[str, list[str]]:
-    """The table of a section, by its first column."""
+    """Return the table of a section, by its first column."""
     part = text.partition(f'<section id="{section}"')[2].partition("</section>")[0]
     rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>.*?</tr>", part, re.DOTALL)]
     return {row[0]: row[1:] for row in rows if row}

@@ -1,4 +1,4 @@
-"""What `convoy plan` prints: parts of a step, its lower bound, devices without work, layers that are not split."""
+"""The output of `convoy plan`: parts of a step, lower bound, idle devices, unsplit layers."""
 
 import io
 import re
@@ -33,7 +33,7 @@ SAMPLE_S = (0.25, 2.0)
 
 @dataclass(frozen=True)
 class Table:
-    """Every other layer takes next to nothing."""
+    """A table in which every other layer takes almost no time."""
 
     def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
         times = (1.0 if phase == "forward" else 3.0) * (1.0 if part == "all" else 0.5)
@@ -124,7 +124,7 @@ def test_the_table_of_parts_has_the_lower_bound_and_the_difference() -> None:
 
 
 def test_idle_device_is_busy_with_messages_only() -> None:
-    """It was said to compute 10.7 % of a step."""
+    """Regression: it was said to compute 10.7 % of a step."""
     graph, context = two_devices()
     row = predict_plan(Plan("hand", graph.fingerprint, 2, 16, {}, Batch((16, 0))), context)
     console = Console(file=io.StringIO(), width=200)
@@ -134,7 +134,7 @@ def test_idle_device_is_busy_with_messages_only() -> None:
 
 
 def test_further_device_gain_names_its_baseline() -> None:
-    """ "without d1: 0.96x" did not say of what."""
+    """Regression: "without d1: 0.96x" did not name the baseline."""
     _, context = two_devices()
     speeds = context.speeds.devices
     console = Console(file=io.StringIO(), width=200)
@@ -149,7 +149,7 @@ def test_further_device_gain_names_its_baseline() -> None:
 def test_prediction_groups_changes_without_effect(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It listed eight changes with "1.00x", and the parts of a step on one device where the answer was No."""
+    """Regression: it listed eight changes with "1.00x", and the parts of a one-device step for a No."""
     monkeypatch.setenv("COLUMNS", "200")
     plan_verbs.predict("resnet:8:16", "laptop-cpu,rtx3060,rtx3090", image="3,32,32", classes=10, batch=256)
     out = capsys.readouterr().out

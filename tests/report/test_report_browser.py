@@ -1,4 +1,4 @@
-"""The page of a run in a real browser: what it fetches, how wide it is, what can be read, what stands there."""
+"""The run page in a real browser: requests, widths, readability, content."""
 
 import json
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ CONTRASTS = """(() => {
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Page]:
-    """A browser that shows the page of the run that never was, in light colours, as wide as a desk."""
+    """Open the page of the invented run in light colours, at desktop width."""
     report = write_report(write(tmp_path / "run.jsonl", whole_run()))
     with browsing(tmp_path / "profile") as shown:
         shown.resize(1200)
@@ -58,7 +58,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 
 def text_of(page: Page, section: str) -> str:
-    """The letters of a section as a person sees them, in one line."""
+    """Return the visible text of a section, in one line."""
     text = page.tell(f"document.getElementById({json.dumps(section)}).innerText")
     return " ".join(text.split())
 
@@ -94,7 +94,7 @@ def test_page_fits_every_width_and_is_readable_in_light_and_dark(page: Page) -> 
 
 
 def test_log_values_appear_in_their_places(page: Page) -> None:
-    """Each worked out by hand from the lines of `run_logs.py`."""
+    """Each is calculated by hand from the lines of `run_logs.py`."""
     page.tell(UNFOLD)
     header = page.tell("document.querySelector('header').innerText")
     assert "two-conv:32:128 on digits" in header
@@ -141,7 +141,7 @@ def test_log_values_appear_in_their_places(page: Page) -> None:
 
 
 def widths(page: Page, selector: str) -> list[float]:
-    """Of these elements, in order, as parts of their sum."""
+    """Return the widths of these elements, in order, as fractions of their sum."""
     found = page.tell(
         f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.getBoundingClientRect().width)"
     )
@@ -168,13 +168,13 @@ RECTS = """(selector => [...document.querySelectorAll(selector)].map(each => {
 
 
 def places(page: Page, selector: str) -> list[list[float]]:
-    """Left, right, top, bottom of drawn things, as parts of their drawing."""
+    """Return left, right, top, bottom of drawn elements, as fractions of their drawing."""
     found: list[list[float]] = page.tell(f"{RECTS}({json.dumps(selector)})")
     return found
 
 
 def test_charts_match_their_data(page: Page) -> None:
-    """The spans of a step lie where the simulator put them; shares change at their step; levels lie in order."""
+    """Step spans match the simulator; shares change at their step; levels are in order."""
     page.tell(UNFOLD)
     (left, right, *_), _, (last, end, *_) = places(page, "#step .track:nth-of-type(1) .span:not(.send)")
     assert (left, right) == pytest.approx((0.0, 4 / 16), abs=0.01)
@@ -191,7 +191,7 @@ def test_charts_match_their_data(page: Page) -> None:
 
 
 def test_long_and_markup_names_are_safe(tmp_path: Path) -> None:
-    """Nets and devices are named by people: nothing of it may run, widen the page or be lost."""
+    """Users name nets and devices: no name may run as code, widen the page or be lost."""
     evil = "<script>document.title='taken'</script>&amp;\"'"
     rows: list[dict[str, Any]] = whole_run()
     rows[0]["options"]["net"] = evil
@@ -261,7 +261,7 @@ def test_smoothing_is_the_exponential_mean(page: Page) -> None:
 
 
 def test_live_page_reloads_and_keeps_open_sections(tmp_path: Path) -> None:
-    """Nothing but the file is requested. The page that is written at the end stays."""
+    """Only the file is requested. The final page does not reload."""
     log = write(tmp_path / "log.jsonl", [*whole_run()[:4], *epoch(0)])
     with browsing(tmp_path / "profile") as page:
         page.resize(1200)

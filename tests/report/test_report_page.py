@@ -1,4 +1,4 @@
-"""From a log to a page, without a browser: what is read, refused, computed and escaped."""
+"""From log to page without a browser: reading, refusals, calculation and escaping."""
 
 import base64
 import hashlib
@@ -36,7 +36,7 @@ SECTIONS = ["numbers", "curves", "rate", "plan", "step", "devices", "system", "s
 
 
 class Elements(html.parser.HTMLParser):
-    """The elements of a page, each of which must be closed."""
+    """An HTML parser that checks that every element is closed."""
 
     EMPTY = ("meta", "link", "br", "input")
 
@@ -60,7 +60,7 @@ class Elements(html.parser.HTMLParser):
 
 
 def page(tmp_path: Path, rows: list[dict[str, Any]], cut_off: str = "") -> str:
-    """The page of a log, checked as HTML: one script, every section, nothing from elsewhere."""
+    """Return the page of a log, checked as HTML: one script, every section, nothing external."""
     text = page_of(read_log(write(tmp_path / "run.jsonl", rows, cut_off)))
     body, start, script = text.partition("<script>")
     script = script.partition("</script>")[0]
@@ -117,7 +117,7 @@ def test_rates_are_averaged_over_neighbouring_steps(tmp_path: Path) -> None:
 
 
 def test_killed_run_makes_a_partial_page(tmp_path: Path) -> None:
-    """After every kind of line, and within the next one."""
+    """Cut the log after every kind of line, and within the next one."""
     rows = whole_run()
     for count in (1, 2, 3, 4, 5, 6, 14, 15, 24, 26, 27, 30, len(rows)):
         half = json.dumps(rows[min(count, len(rows) - 1)])[:-7]
@@ -156,7 +156,7 @@ def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_counts_the_last_line_of_a_repeated_step(tmp_path: Path) -> None:
-    """Killed in its second epoch; resumed at step 20 with another plan, and a clock of its own."""
+    """Killed in its second epoch; resumed at step 20 with another plan and clock."""
     again = [row | {"s": row["s"] - 1.4} if row["what"] == "step" else row for row in epoch(1)]
     first = [RUN, FLEET, PLAN, PREDICTION, *epoch(0), *epoch(1)[:7]]
     text = page(tmp_path, [*first, RUN | {"from_step": 20}, FLEET, PLAN | {"work": [1.0, 0.0, 0.0]}, *again, END])
@@ -170,7 +170,7 @@ def test_a_resumed_run_counts_the_last_line_of_a_repeated_step(tmp_path: Path) -
 
 
 def test_every_plan_is_shown_with_its_steps_and_the_current_one_first(tmp_path: Path) -> None:
-    """The prediction that the summary compares with stays the planner's."""
+    """The summary still compares with the planner's prediction."""
     now = PREDICTION | {
         "shares_only": True,
         "step_s": 0.024,
@@ -352,7 +352,7 @@ def test_layers_without_own_work_share_a_row() -> None:
 
 
 def test_deep_net_is_grouped_by_equal_shares(tmp_path: Path) -> None:
-    """A hundred convolutions by batch, a move, a Linear by filter: two rows; one by one where they are unfolded."""
+    """A hundred convolutions by batch, a move, a Linear by filter: two rows, or one per layer when expanded."""
     deep = [layer(f"conv{n}", "conv", "batch", ["32", "16", "16"], flop=9, sum_bytes=10) for n in range(100)]
     move = {"value": "conv99", "from": "split by samples", "to": "copies on 3 devices", "bytes": 512}
     deep.append(layer("fc", "linear", "filter", ["5", "3", "2"], flop=9, moves=[move]))
@@ -392,7 +392,7 @@ def test_work_is_classified_by_label() -> None:
 
 
 def test_no_kind_of_work_has_the_colour_of_a_device() -> None:
-    """A blue bar beside a blue device was read as that device's."""
+    """A blue bar next to a blue device would be read as that device's."""
     css = files("convoy.report").joinpath("templates", "page.css").read_text()
     found: dict[str, str] = {}
     for scheme in css.split("@media (prefers-color-scheme: dark)", 1):
@@ -441,7 +441,7 @@ def members(step: int, *devices: int) -> dict[str, Any]:
 
 
 def system(step: int, *devices: int) -> dict[str, Any]:
-    """Each device uses as many cores as its id says."""
+    """Return system lines in which each device uses as many cores as its id."""
     zeros = [0 for _ in devices]
     return {
         "what": "system", "step": step, "s": 0.1 * step, "cores": [float(d) for d in devices], "host_processor": zeros,
@@ -451,7 +451,7 @@ def system(step: int, *devices: int) -> dict[str, Any]:
 
 
 def with_changes() -> list[dict[str, Any]]:
-    """The second of three devices leaves, and a fourth joins."""
+    """Return a log in which the second of three devices leaves and a fourth joins."""
     rows = whole_run()
     kept = [row for row in rows if row["what"] in ("run", "fleet", "plan", "prediction")]
     steps = [row for row in rows if row["what"] == "step"]
@@ -487,7 +487,7 @@ def test_lines_of_different_numbers_of_devices_are_refused(tmp_path: Path) -> No
 
 
 def test_system_lines_without_ids_end_when_a_device_leaves(tmp_path: Path) -> None:
-    """Lines of old logs do not say whose values they have."""
+    """Lines of old logs do not name their device."""
     rows = with_changes()
     for row in rows:
         if row["what"] == "system":

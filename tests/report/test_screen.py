@@ -1,4 +1,4 @@
-"""What a terminal shows of a training, and while the user waits."""
+"""Terminal output during training and while the user waits."""
 
 import io
 
@@ -31,7 +31,7 @@ def uses(compute_s: float, exchange_s: float) -> list[DeviceLine]:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_names_are_printed_unchanged_and_uncut(terminal: bool) -> None:
-    """A bracket in a plan's name is no markup; the widest numbers fit into 80 columns."""
+    """A bracket in a plan's name is not markup; the widest numbers fit into 80 columns."""
     file = io.StringIO()
     screen = Screen(visible=True)
     screen.console.file = file

@@ -1,4 +1,4 @@
-"""Loggers hand numbers to other projects: one that is slow, broken or missing costs the training nothing."""
+"""Loggers pass numbers to other tools: a slow, broken or missing one does not affect training."""
 
 import json
 import sqlite3
@@ -37,7 +37,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
-    """The exit status of a training in this process."""
+    """Train in this process and return the exit status."""
     monkeypatch.setattr(sys, "argv", ["convoy", "train", *TINY, *argv])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -53,7 +53,7 @@ def step(number: int) -> StepResult:
 
 
 class Recording:
-    """A sink that keeps what it gets."""
+    """A sink that stores its input."""
 
     def __init__(self) -> None:
         self.rows: list[MetricRow] = []
@@ -72,7 +72,7 @@ class Recording:
 
 
 def test_a_sink_gets_every_number_in_order() -> None:
-    """On a thread that is not the training's. The first step after an evaluation has no rate."""
+    """It runs on a separate thread. The first step after an evaluation has no rate."""
     sink, told = Recording(), list[str]()
     with Logger("it", lambda: sink, told.append) as logger:
         for number in range(3):

@@ -1,4 +1,4 @@
-"""What devices measure while they train: where their time goes, what they use."""
+"""Measurements of training devices: time by cause and system usage."""
 
 import json
 from pathlib import Path

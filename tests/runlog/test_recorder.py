@@ -1,4 +1,4 @@
-"""A training loop of one's own writes the log that `convoy train` writes, and tells observers what it does."""
+"""A user-written loop produces the log of `convoy train` and informs observers."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The log of a run: where it is, which lines it has, how it is written and continued."""
+"""A run's log: its location, lines, writing and continuation."""
 
 import errno
 import json
@@ -37,7 +37,7 @@ TINY = ["--net", "two-conv:4:6", "--limit", "80", "--batch", "32", "--speeds", "
 
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where trainings of this test make their folders."""
+    """Return the folder for the runs of this test."""
     for name in (*PLACE, "CONVOY_DEVICE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CONVOY_RUNS", str(tmp_path / "runs"))
@@ -45,7 +45,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
-    """The exit status of a training in this process."""
+    """Train in this process and return the exit status."""
     monkeypatch.setattr(sys, "argv", ["convoy", "train", *argv])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -250,7 +250,7 @@ def test_log_lines_round_trip(tmp_path: Path) -> None:
 
 
 def test_the_log_of_a_suspended_device_is_continued_by_another(tmp_path: Path) -> None:
-    """It holds the file's lock while it is suspended: steps of the others were in no log."""
+    """Regression: it held the file's lock while suspended, so no log had the others' steps."""
     path = tmp_path / "log"
     with RunLog(path) as stopped:
         stopped.write(EvaluationLine(step=0, epoch=0, accuracy=0.1, best=True))
@@ -270,7 +270,7 @@ def test_unwritable_log_names_a_remedy(place: str, why: str, tmp_path: Path) -> 
 
 
 class SmallDisk:
-    """Takes so many bytes of what the log writes, then has no room."""
+    """A file that accepts a limited number of log bytes."""
 
     def __init__(self, room_bytes: int) -> None:
         self.room_bytes, self.write = room_bytes, os.write
@@ -287,7 +287,7 @@ class SmallDisk:
 def test_log_lines_are_buffered_while_the_disk_is_full(
     most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first line that found no room ended the log, and in the middle of the line."""
+    """Regression: the first line without room ended the log, in the middle of that line."""
     path, disk, told = tmp_path / "log", SmallDisk(130), list[str]()
     monkeypatch.setattr("convoy.runlog.writer.MAX_PENDING_BYTES", most_bytes)
     monkeypatch.setattr("convoy.runlog.writer.os.write", disk)

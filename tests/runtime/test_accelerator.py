@@ -1,4 +1,4 @@
-"""Fleets with accelerators, on a simulated one: torch's own device "sim", with its own memory, streams and events."""
+"""Fleets with accelerators, on torch's simulated device "sim" with its own memory, streams and events."""
 
 import json
 import os
@@ -71,7 +71,7 @@ on_sims = pytest.mark.usefixtures("sims")
 
 
 def ran_on_a_mixed_fleet(names: Sequence[str], timeout_s: float) -> set[str]:
-    """The tests of `FILES` with such names, in a process whose groups are sims and CPUs in turns; those that passed."""
+    """Run the named tests of `FILES` in a process with mixed sims and CPUs; return those that passed."""
     argv = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "tests.support.sim.plugin", "-p", "no:cacheprovider"]
     argv += [*FILES, "-k", " or ".join(names)]
     done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=timeout_s, check=False)
@@ -144,7 +144,7 @@ def test_a_tensor_on_the_wrong_device_fails_as_on_a_gpu() -> None:
 
 @on_sims
 def test_tied_weights_stay_tied_on_any_accelerator() -> None:
-    """Where an accelerator's tensors cannot take a CPU tensor's place, torch makes a new parameter for each of its names."""
+    """torch may create a new parameter per name when it moves a CPU tensor to an accelerator."""
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     moved = to_device(model, torch.device("sim:0"))
@@ -235,7 +235,7 @@ def test_accelerator_seconds_come_from_events() -> None:
 
 @on_sims
 def test_batch_norm_sums_name_a_weight() -> None:
-    """CUDA creates these sums like the weight: with an undefined one, every split batch norm ended in an error."""
+    """Regression: CUDA allocates these sums like the weight, so an undefined one failed every split batch norm."""
     x = torch.randn(4, 3, 2, 2, device="sim:0")
     mean, deviation = torch.zeros(3, device="sim:0"), torch.ones(3, device="sim:0")
     call = torch.ops.aten.native_batch_norm_backward
@@ -265,7 +265,7 @@ def test_planning_and_distribute_leave_random_states_alone() -> None:
 
 @on_sims
 def test_norms_work_without_float64_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apple's has none: clipping gradients, and comparing what must be the same on every device, ended in a TypeError."""
+    """Regression: on Apple's devices gradient clipping and device comparisons ended in a TypeError."""
     double = torch.Tensor.double
 
     def refusing(x: torch.Tensor) -> torch.Tensor:
@@ -300,7 +300,7 @@ def test_messages_cross_device_types() -> None:
 
 
 def test_only_one_file_names_accelerator_vendors() -> None:
-    """What is named elsewhere works on that one kind only."""
+    """Vendor names elsewhere would work on that vendor only."""
     named = re.compile(r"torch\.(cuda|xpu|mps|backends\.mps)\b|\.cuda\(|\.is_cuda\b|type == \"cuda\"")
     files = (ROOT / "convoy").rglob("*.py")
     assert [str(path) for path in files if path.name != "accelerator.py" and named.search(path.read_text())] == []

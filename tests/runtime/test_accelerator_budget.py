@@ -1,4 +1,4 @@
-"""What a training step may cost on an accelerator: kernels and copies, and waits of the thread that launches them."""
+"""The budget of a step on an accelerator: kernels, copies, and waits of the launching thread."""
 
 import copy
 from dataclasses import astuple, dataclass
@@ -47,7 +47,7 @@ def _so_far() -> list[int]:
 
 
 def _step_count(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Count:
-    """Count one step of SGD behind some to warm up."""
+    """Count one step of SGD after warm-up steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for _ in range(WARM_UP + 1):
         before = _so_far()

@@ -1,4 +1,4 @@
-"""Accelerators of which a part may be filled, and full ones, on the simulated accelerator."""
+"""Accelerators with a memory limit, and full ones, on the simulated accelerator."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A distributed model is used as torch's modules are: outputs, copies, clipping, scaling, loading. It is right, or refused."""
+"""A distributed model supports torch's module API (outputs, copies, clipping, scaling, loading), or refuses it."""
 
 import copy
 import io
@@ -40,7 +40,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("plan", ["data-by-speed", "model", "mixed"])
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "auxiliary", "in-place"])
 def test_outputs_may_be_changed_in_place(net: str, plan: str) -> None:
-    """ "A view was created inside a custom Function", torch said of `logits += bias`."""
+    """Regression: `logits += bias` failed with "A view was created inside a custom Function"."""
     model, chosen = nets.build(net), mixed(net) if plan == "mixed" else by_name(plan, net)
     (x, y), *_ = Training(net, (10,)).batches(model)
     reference = copy.deepcopy(model)
@@ -70,7 +70,7 @@ def test_outputs_may_be_changed_in_place(net: str, plan: str) -> None:
 
 
 class Features(nn.Module):
-    """Returns what a later layer reads, and a dictionary, which the caller may add to."""
+    """A net that returns a later layer's input, and a dictionary that the caller may extend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ def test_gradients_are_stored_without_a_copy() -> None:
 
 
 def after_a_step(plan: str, work: Callable[[Distributed, torch.optim.Optimizer], object]) -> None:
-    """Do something with a model and its optimizer on each device, after a training step."""
+    """Run an action on a model and its optimizer on each device, after a training step."""
     model = nets.build("two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
 

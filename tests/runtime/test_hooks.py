@@ -1,4 +1,4 @@
-"""Hooks act as on one device, or are refused at the next step: never silently dropped, never given a part."""
+"""Hooks act as on one device, or are refused at the next step: never silently dropped, never given a shard."""
 
 import copy
 import functools
@@ -60,7 +60,7 @@ def net() -> nn.Module:
 
 
 def train(model: Any, given: Callable[[Tensor], Tensor], **size: int) -> Tensor:
-    """Three steps; the last output."""
+    """Train three steps and return the last output."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x, y in zip(X, Y, strict=True):
         optimizer.zero_grad()

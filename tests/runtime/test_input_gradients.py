@@ -1,4 +1,4 @@
-"""Gradients of inputs are those of one device: saliency, adversarial examples, and a GAN as two distributed models."""
+"""Input gradients match one device: saliency, adversarial examples, and a GAN as two distributed models."""
 
 import copy
 from typing import Any
@@ -33,7 +33,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 def all_of(outputs: Any, y: Tensor) -> Tensor:
-    """A loss that depends on every output."""
+    """Return a loss that depends on every output."""
     rows = outputs if isinstance(outputs, tuple) else (outputs,)
     return torch.stack([loss_of(out, y) for out in rows]).sum()
 

@@ -1,4 +1,4 @@
-"""Predicted memory beside what training steps really take: the most that the tensors of a process hold at once.
+"""Predicted memory compared with real training steps: the peak of live tensor bytes of a process.
 
 The resident memory of a process would count the interpreter, torch's own pages and what the allocator keeps for later. So
 what is counted is every storage that an operation gives, while it lives; workspaces within an operation are not seen.

@@ -1,4 +1,4 @@
-"""Optimizers on pieces: those that are exact there, those that are refused, and their state as a whole."""
+"""Optimizers on shards: exact ones, refused ones, and their full state."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -142,7 +142,7 @@ def _apart(found: Any, expected: Any) -> float:
 
 
 class Scaled(Optimizer):
-    """A user's own: every entry by itself, but Convoy cannot know that."""
+    """A user-defined elementwise optimizer, which Convoy cannot recognise as such."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -219,7 +219,7 @@ def test_user_optimizer_class_can_be_registered() -> None:
 
 def test_subclass_of_a_known_optimizer_is_not_trusted() -> None:
     class Normalised(torch.optim.SGD):
-        """Divides by the norm of the whole gradient first."""
+        """An optimizer that first divides by the norm of the whole gradient."""
 
     whole, fitting = build(), plan_of("model")
 

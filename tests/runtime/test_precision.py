@@ -1,4 +1,4 @@
-"""Computing in fewer bits: what is rounded, what is not, and that devices agree on it.
+"""Reduced precision: what is rounded, what is not, and agreement of devices on it.
 
 The oracle is torch.autocast on one device.
 """
@@ -40,7 +40,7 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 def train(model: nn.Module, epochs: int = 4) -> list[float]:
-    """Losses of steps of 10 samples."""
+    """Train on batches of 10 samples and return the losses."""
     part = model if isinstance(model, Distributed) else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loaders = Loader(Samples(), 10, part), Loader(Samples(), 10, part, shuffle=False)
@@ -48,7 +48,7 @@ def train(model: nn.Module, epochs: int = 4) -> list[float]:
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the types in which convolutions and matrix products compute."""
+    """A recorder of the dtypes of convolutions and matrix products."""
 
     def __init__(self) -> None:
         super().__init__()

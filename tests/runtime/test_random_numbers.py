@@ -1,4 +1,4 @@
-"""A script's own random numbers stay those of one device, or at least alike, beside a model that draws some in forward."""
+"""A script's random numbers match one device, or at least each other, around a model that draws some."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a training step does to memory, beyond what it needs."""
+"""Memory side effects of a training step."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def tensors_in_garbage() -> list[torch.Size]:
-    """Shapes of the tensors that only the collector can free."""
+    """Return the shapes of tensors that only the collector can free."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()

@@ -1,4 +1,4 @@
-"""`convoy fleet setup`: what is sent, and hosts that are other home folders of this machine behind a stand-in for ssh."""
+"""`convoy fleet setup`: the files it sends, on hosts that are other home folders behind a fake ssh."""
 
 import os
 import re
@@ -119,7 +119,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("programs")
 def test_packages_are_sent_as_uv_lists_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From git, from an address, from a wheel or a folder here, by conda; torch without its build and libraries."""
+    """From git, a URL, a local wheel or folder, or conda; torch without its build and libraries."""
     here = wheel(tmp_path, "local", "3.0")
     more = [
         "tool @ git+https://lab/tool@abc", "fetched @ https://lab/fetched.whl", f"local @ {here.as_uri()}",
@@ -201,7 +201,7 @@ def setup(project: Path, **changed: object) -> int:
 
 
 def on(project: Path, host: str) -> Path:
-    """Setup's folder on a host."""
+    """Return setup's folder on a host."""
     return project.parent / "hosts" / f"{host}.lab" / "convoy" / f"birds-{host}"
 
 
@@ -328,13 +328,13 @@ def test_an_installation_ends_when_ssh_is_cut_off(tmp_path: Path, monkeypatch: p
 
 
 def installing() -> int:
-    """How many processes of the stand-in for uv install."""
+    """Count the processes of the fake uv that install."""
     found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     return sum(any(word.endswith("quick_uv.py") for word in words) and "install" in words for words in found)
 
 
 def test_setup_ends_only_its_own_processes() -> None:
-    """It killed all descendants of the calling process."""
+    """Regression: it killed all descendants of the calling process."""
     with subprocess.Popen(["sleep", "30"]) as bystander, Interrupts() as interrupts:
         try:
             done = _run({Host("attic"): "exit 3"}, interrupts, print)
