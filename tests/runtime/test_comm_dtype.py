@@ -1,4 +1,4 @@
-"""The wire format inexact-bf16: what is rounded and what never is, copies that stay copies, bytes, prices, and training.
+"""The wire format inexact-bf16: rounding, equal copies, bytes, costs and training.
 
 bfloat16 holds 8 bits of precision: whole numbers up to 256, and every number to 2^-8 of itself.
 """
@@ -86,7 +86,7 @@ def test_only_wide_floats_are_rounded() -> None:
 
 @pytest.mark.parametrize(("dtype", "bytes_"), [("float64", 2), ("float32", 2), ("float16", 2), ("int64", 8)])
 def test_moves_keep_bf16_values_and_count_their_bytes(dtype: str, bytes_: int) -> None:
-    """Small whole numbers, and sums of them, come through every move and collective as they are."""
+    """Small whole numbers and their sums pass every move and collective unchanged."""
     cases = every_case(every_layout(SHAPE), SHAPE)
     outcomes = run_on_threads(DEVICES, lambda group: move_all(group, cases, dtype, wire=BF16), LIMIT_S)
     check_outcomes(cases, outcomes, dtype, bytes_)
@@ -129,7 +129,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def test_copies_are_bitwise_equal() -> None:
-    """Whoever sends copies keeps the rounded numbers too: the producer, the device that summed, holders that send nothing."""
+    """Every sender of copies keeps the rounded numbers too: producer, summing device, idle holders."""
     every = every_case(every_layout(SHAPE), SHAPE)
     cases = [case for case in every if isinstance(case.dst, Replicated) and any(case.schedule.rounds)]
     sums = [case for case in cases if isinstance(case.src, Partial) and len(case.src.devices) > 1]
@@ -151,7 +151,7 @@ def test_copies_are_bitwise_equal() -> None:
 
 @pytest.mark.parametrize("readers", [(0, 1, 2, 3), (3, 1)], ids=str)
 def test_a_large_direct_sum_is_rounded_once_and_copied(readers: tuple[int, ...]) -> None:
-    """20,000 entries take two rounds: the sum travels, so its owner keeps what it sends."""
+    """20,000 entries take two rounds: the sum is sent, so its owner keeps the rounded numbers."""
     case = Case(Partial((0, 1, 2, 3)), Replicated(readers), (20_000,), "direct")
     (*results,) = (row[0] for row in moved([case]))
     copies = [results[device] for device in readers]
@@ -176,7 +176,7 @@ def test_data_for_several_devices_is_narrowed_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_unsent_rows_are_not_rounded() -> None:
-    """The first four rows stay where they are; the others arrive rounded. Of a sum, the own summand stays wide."""
+    """The first four rows stay local; the others arrive rounded. In a sum, the own summand stays wide."""
     shares = (4, 0, 6, 0)
     kept, summed = Case(OnOne(0), Split(0, shares), SHAPE), Case(Partial((0, 2)), Split(0, shares), SHAPE)
     by_device = moved([kept, summed])
@@ -230,7 +230,7 @@ def test_integers_are_priced_at_full_width() -> None:
 
 
 def test_bare_parameter_is_moved_unrounded() -> None:
-    """What layers compute is rounded on its way; what has no batch axis is made of parameters and buffers alone."""
+    """Layer outputs are rounded when sent; values without a batch axis come from parameters and buffers."""
     graph = graph_of("bare")
     moves = [s for s in lower(narrow(by_name("model", "bare")), graph).steps if isinstance(s, Move)]
     batched = {move: graph[move.reads.layer].batched for move in moves}
@@ -245,7 +245,7 @@ SUM = SumGradients(0, ("a", "b"), (60, 40), 0, (0, 1), (), "ring", wire=BF16)
 
 
 def move(src: Layout, dst: Layout, phase: Any = "forward") -> Move:
-    """60 numbers: 5 samples, 3 channels, 2x2."""
+    """Return a move of 60 numbers: 5 samples, 3 channels, 2x2."""
     shape = (5, 3, 2, 2)
     return Move(0, phase, Value("a", shape, src), Value("b", shape, dst), "ring", wire=BF16)
 
@@ -259,7 +259,7 @@ def test_narrow_message_takes_half_as_long() -> None:
 
 
 def test_copies_are_narrowed_once_and_widened_in_place() -> None:
-    """Device 0 holds 40 numbers and narrows them; it writes those and the 20 that arrive into the 60 wide ones."""
+    """Device 0 narrows its 40 numbers, then writes those and the 20 received into the 60 wide ones."""
     step = move(Split(1, (2, 1)), EVERYONE)
     assert handled(step, 0) == [(Handling(copied=40, made=(40,)), Handling(copied=60, made=(60, 20)))]
     step = move(Split(0, (3, 2)), EVERYONE)
@@ -301,7 +301,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_explain_names_the_wire_format() -> None:
-    """What test_explain.py works out for the exact plan, in half the bytes."""
+    """The byte counts are half those of test_explain.py's exact plan."""
     model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     graph = trace(model, torch.zeros(1, 1, 2, 2)).graph
     plan = narrow(named_plan("master", graph, 4, Speeds((3.0, 1.0))))
@@ -312,7 +312,7 @@ def test_explain_names_the_wire_format() -> None:
 
 
 def test_planner_uses_the_wire_format() -> None:
-    """On a slow wire: all plans that it looks at travel narrow, and a step is predicted as its replay."""
+    """On a slow network all candidate plans use it, and the predicted step equals its replay."""
     graph = trace(build_net("two-conv:50:100", (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
     costs = costs_of([88e9, 55e9, 33e9], 12.5e6)
     found, exact = candidates(asked(graph, 64, costs, wire=BF16)), candidates(asked(graph, 64, costs))
@@ -331,7 +331,7 @@ SIZES = (10, 3, 10, 10, 10)
 
 @dataclass
 class Trained:
-    """What one device holds after training: the losses, its copies of parameters and buffers, the whole model."""
+    """One device's result: losses, its copies of parameters and buffers, the whole model."""
 
     losses: list[float] = field(default_factory=list)
     copies: dict[str, Tensor] = field(default_factory=dict)
@@ -339,7 +339,7 @@ class Trained:
 
 
 def model_and_batches(net: str) -> tuple[nn.Module, list[Labelled]]:
-    """For all devices: threads share one source of random numbers, and would not draw the same."""
+    """Build once for all devices: threads share one random source and would draw different numbers."""
     model = nets.build(net, dtype=torch.float32)
     return model, Training(net, SIZES, dtype=torch.float32).batches(model)
 
@@ -369,7 +369,7 @@ def on_threads(plan: Plan, net: str) -> list[Trained]:
 
 
 def check_close(plan: Plan, net: str) -> None:
-    """Same losses on all devices, copies equal to the last bit, and losses near those of the exact plan but not the same."""
+    """Check equal losses on all devices, bitwise equal copies, and losses near but not equal to the exact plan's."""
     trained, exact = on_threads(narrow(plan), net), on_threads(plan, net)
     for each in trained:
         assert each.losses == trained[0].losses
@@ -397,7 +397,7 @@ def test_every_plan_trains_close_to_exact(plan: str, net: str) -> None:
 
 @pytest.mark.parametrize("reduce", ["butterfly", "star"])
 def test_other_collectives_train_close_to_exact(reduce: str) -> None:
-    """Three holders of copies, so that one of them folds into another in the butterfly."""
+    """Three holders of copies, so that the butterfly folds one into another."""
     check_close(by_name("data-by-speed", "two-conv", reduce), "two-conv")
 
 
@@ -410,7 +410,7 @@ def test_chunked_inputs_train_close_to_exact() -> None:
 
 
 def test_usage_flags_train_close_to_exact() -> None:
-    """The counts of devices that did so travel beside the gradients."""
+    """The usage counts are sent with the gradients."""
     plan = by_name("data-by-speed", "opaque-per-sample")
     sums = [s for s in lower(plan, graph_of("opaque-per-sample")).steps if isinstance(s, SumGradients)]
     assert any(s.flags for s in sums)
@@ -418,7 +418,7 @@ def test_usage_flags_train_close_to_exact() -> None:
 
 
 def seen(group: Group, model: nn.Module, batches: Sequence[Labelled]) -> list[Any]:
-    """Losses, a digest of each copy, and how much was sent, of training on three devices."""
+    """Return losses, a digest of each copy, and bytes sent of a training on three devices."""
     plan = narrow(by_name("hybrid", "two-conv", "butterfly", Speeds((3.0, 1.0, 2.0))))
     group.clear_counters()
     result = train(group, plan, model, batches)
@@ -431,7 +431,7 @@ def seen_on_process(group: Group) -> list[Any]:
 
 
 def test_processes_match_threads() -> None:
-    """On a group of processes, where sums travel on a lane of their own while backward goes on."""
+    """On processes, gradients use their own lane during backward."""
     model, batches = model_and_batches("two-conv")
     with one_trace("two-conv", torch.float32):
         expected = run_on_threads(3, lambda group: seen(group, model, batches), LIMIT_S)

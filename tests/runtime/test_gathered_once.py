@@ -1,4 +1,4 @@
-"""Weights that are kept in shares are gathered once for all passes of a step, and never older than one device has them."""
+"""Sharded weights are gathered once for all micro-batches of a step, and are never stale."""
 
 import copy
 import itertools
@@ -48,7 +48,7 @@ CASES = itertools.product(["two-conv", "resnet", "mobile"], ["sgd", "adam"], ["k
 
 @pytest.mark.parametrize(("net", "optimizer", "form"), most_slow(7, CASES))
 def test_three_micro_batches_train_as_one_device(net: str, form: Form, optimizer: str) -> None:
-    """Six passes of unequal batches, of one sample too, with clipping, over devices that only compute or only keep."""
+    """Six unequal micro-batches, one of a single sample, with clipping; some devices only compute or only store."""
     training = Training(net, SIZES, optimizer, accumulate=3, one_sum=True, clip=(0.5, 2.0))
     check(training, plan_of(net, form))
 
@@ -71,7 +71,7 @@ def test_kept_weights_are_gathered_once_freed_weights_every_micro_batch() -> Non
 
 
 class Passes:
-    """Two passes of one step, on one device or several, with something in between."""
+    """Two micro-batches of one step, on one device or several, with an action in between."""
 
     def __init__(self, change: Callable[[Any, Any], None], optimizer: Any = None) -> None:
         self.change = change
@@ -80,7 +80,7 @@ class Passes:
         self.batches = Training("two-conv", (10, 3, 10)).batches(self.model)
 
     def run(self, model: nn.Module) -> dict[str, Tensor]:
-        """The weights after a step, and two passes of another one with the change between them."""
+        """Return the weights after a step, and two micro-batches of another one with the change in between."""
         optimizer = self.optimizer(model)
         for number in range(4):
             x, y = self.batches[number % 3]
@@ -143,7 +143,7 @@ def test_checkpoint_loaded_between_micro_batches_is_used(tmp_path: Path) -> None
 
 
 def test_reshard_test_or_failure_between_micro_batches_gathers_again() -> None:
-    """All of them gather anew, and the last pass is right."""
+    """All of them gather again, and the last micro-batch is right."""
 
     def change(model: nn.Module, optimizer: Any) -> None:
         x = torch.ones(4, *nets.shape_of(model), dtype=torch.float64)
@@ -187,7 +187,7 @@ def test_unreported_shard_change_is_an_error(changed: int, entries: int, monkeyp
 
 
 def test_nan_weights_count_as_unchanged() -> None:
-    """A training that has diverged goes on, as on one device."""
+    """A diverged training continues as on one device."""
     model = nets.build("two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
 

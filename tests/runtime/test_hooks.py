@@ -82,7 +82,7 @@ def assert_as_on_one_device(
     top: bool = False,
     speeds: Speeds = ONE_IDLE,
 ) -> None:
-    """Whatever is hung on a model, and whatever it notes: on every device the numbers and notes are those of one device."""
+    """Check that every device's numbers and hook records match one device."""
     alone, expected = net(), []
     hang(alone, expected)
     out = train(alone, lambda x: x)
@@ -105,7 +105,7 @@ def assert_as_on_one_device(
 
 
 def hung(hang: Callable[[nn.Module], Any], after: bool) -> nn.Module:
-    """The model as `Distributed` is given it: with what is hung on it, unless that comes after."""
+    """Return a model with its hooks attached, unless they come after `Distributed`."""
     model = net()
     if not after:
         hang(model)
@@ -136,7 +136,7 @@ def assert_refused(hang: Callable[[nn.Module], Any], plan: str, match: str, *, a
     ],
 )
 def test_observing_forward_hook_sees_the_global_batch(path: str, plan: str) -> None:
-    """On a layer it saw this device's samples; on a container it was never called."""
+    """Regression: on a layer it saw local samples; on a container it never ran."""
 
     def hang(model: nn.Module, seen: list[Any]) -> None:
         def note(module: nn.Module, given: Any, out: Tensor) -> None:
@@ -159,7 +159,7 @@ def test_hooks_that_change_what_they_see_across_samples(path: str) -> None:
 
 
 class Observer:
-    """Not a function, which a copy of the model would share, but an object, which it would copy."""
+    """A callable object, which a model copy would copy, unlike a function."""
 
     def __init__(self, seen: list[Any]) -> None:
         self.seen = seen
@@ -176,7 +176,7 @@ class Observer:
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_observer_object_is_not_copied_and_sees_training_only(bound: bool) -> None:
-    """A deep copy of the model copied it along, and the user's own saw nothing; tracing showed it random numbers."""
+    """Regression: the model's copy had its own observer, and tracing showed it random numbers."""
 
     def hang(model: nn.Module, seen: list[Any]) -> None:
         observer = Observer(seen)
@@ -268,7 +268,7 @@ def test_backward_hooks_run_on_one_device() -> None:
 
 
 def hang_on_parameter(model: nn.Module, seen: list[Any]) -> None:
-    """Not entry by entry: a part of the gradient would be scaled by another norm."""
+    """Attach a hook that is not elementwise: a shard of the gradient would be scaled by another norm."""
 
     def shorten(g: Tensor) -> Tensor:
         seen.append(g.norm().item())
@@ -292,7 +292,7 @@ def hang_on_parameter(model: nn.Module, seen: list[Any]) -> None:
     ],
 )
 def test_parameter_hooks_see_the_summed_gradient(plan: str, speeds: Speeds, after: bool) -> None:
-    """Set before `distribute` they were dropped; set afterwards they saw parts: 1.12 where torch gives 0.13."""
+    """Regression: hooks from before `distribute` were dropped; later ones saw partial sums."""
     assert_as_on_one_device(hang_on_parameter, plan, after=after, speeds=speeds)
 
 
@@ -313,7 +313,7 @@ def test_hook_on_a_shard_is_refused(plan: str, kind: str) -> None:
 
 
 def test_an_optimizer_in_a_hook_steps_as_on_one_device() -> None:
-    """A step of its own for each parameter, as soon as its gradient is there: the tutorial that saves memory."""
+    """Step each parameter once its gradient is ready, as in the memory-saving tutorial."""
 
     def hang(model: nn.Module, seen: list[Any]) -> None:
         optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}

@@ -36,7 +36,7 @@ SMALL_BYTES = 64 << 10
 
 
 def net() -> nn.Module:
-    """12.7 MB of weights, most of them in a Linear; at a batch of 32 activations of 14.7 MB."""
+    """Return a net of 12.7 MB of weights, most in a Linear, with 14.7 MB of activations at batch 32."""
     return nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -107,7 +107,7 @@ def peak_beside_plain(group: Group, name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_step_holds_only_pytorchs_memory_plus_messages(devices: int) -> None:
-    """A ResNet: layer by layer, what batch norms give and activations keep was held twice."""
+    """Regression: layer by layer, a ResNet held batch norm outputs and kept activations twice."""
     name = "resnet:8:16"
     graph = trace(build_net(name, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
     plan = named_plan("data-by-speed", graph, devices * BATCH, Speeds((1.0,) * devices))

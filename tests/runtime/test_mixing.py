@@ -1,4 +1,4 @@
-"""Butterfly mixing (Zhao and Canny): a mode that is no sum, is called inexact wherever it is shown, and still learns."""
+"""Butterfly mixing (Zhao and Canny): an inexact mode, labelled as such everywhere, that still learns."""
 
 import io
 import math
@@ -29,7 +29,7 @@ STEPS = 25
 
 
 def scalar_net() -> nn.Module:
-    """y = w x, with w = 0.5."""
+    """Return the net y = w x with w = 0.5."""
     linear = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(linear.weight, 0.5)
     return nn.Sequential(linear)
@@ -102,7 +102,7 @@ def test_mixed_weights_after_one_step_by_hand(shares: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shares", [(2, 1, 3), (1, 2, 3), (0, 2, 4), (0, 0, 6), (2, 1, 1, 2), (1, 1, 1, 1, 2)])
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_mixing_follows_the_published_method(shares: tuple[int, ...], steps: int) -> None:
-    """Any number of devices, idle ones among them; the whole model is the average of the copies that train."""
+    """Cover any number of devices, some idle; the whole model is the average of the training copies."""
     found = on_threads(shares, steps)
     expected = by_hand([share for share in shares if share], steps)
     assert [own for own, _ in found if not math.isnan(own)] == pytest.approx(expected, abs=1e-12)
@@ -172,7 +172,7 @@ class _Pairs(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 def test_exact_plan_copies_the_model_without_averaging() -> None:
-    """Not an average: a number is not always the sum of seven sevenths of it."""
+    """Averaging would round: seven times a seventh of a number is not always the number."""
     model = nets.build("two-conv")
     graph = trace(model, torch.zeros(1, 3, 8, 8).double()).graph
     plan = named_plan("data", graph, 7, Speeds((1.0,) * 7))

@@ -1,4 +1,4 @@
-"""Passes inside `no_sync`: one sum of the gradients per step, the numbers of one device, nothing silently a part."""
+"""Micro-batches in `no_sync`: one gradient all-reduce per step, the numbers of one device, no silent partial sums."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def plan_of(name: str, net: str) -> Plan:
 
 @contextmanager
 def one_step(net: str = "two-conv") -> Iterator[tuple[nn.Module, list[tuple[Tensor, Tensor]]]]:
-    """A net, and the batches of three passes."""
+    """Return a net and three micro-batches."""
     model = nets.build(net)
     with one_trace(net, torch.float64):
         yield model, Training(net, (10, 3, 10)).batches(model)
@@ -62,7 +62,7 @@ def backward(here: nn.Module, x: Tensor, y: Tensor, *, waits: bool = False) -> N
 
 
 def assert_gradients(here: Distributed, expected: dict[str, Tensor]) -> None:
-    """Those of one device; a device that holds no piece may have none."""
+    """Check gradients against one device; a device without a shard may have none."""
     held = dict(here.named_parameters())
     for key, p in held.items():
         assert key in expected or p.grad is None or not p.grad.numel(), key
@@ -72,7 +72,7 @@ def assert_gradients(here: Distributed, expected: dict[str, Tensor]) -> None:
 
 
 def gradients_of(model: nn.Module, batches: Any) -> dict[str, Tensor]:
-    """The sum of all passes' on one device."""
+    """Return the gradients summed over all micro-batches on one device."""
     alone = copy.deepcopy(model)
     for x, y in batches:
         backward(alone, x, y)
@@ -90,7 +90,7 @@ def gradients_of(model: nn.Module, batches: Any) -> dict[str, Tensor]:
     ],
 )
 def test_three_micro_batches_with_one_all_reduce_train_as_one_device(plan: str, net: str) -> None:
-    """Six passes of unequal batches, one of a single sample, over a device without work."""
+    """Use six unequal micro-batches, one of a single sample, and an idle device."""
     check(Training(net, SIZES, "adam", accumulate=3, one_sum=True, clip=(0.5, 2.0)), plan_of(plan, net))
 
 
@@ -101,7 +101,7 @@ def test_many_micro_batches_in_float32() -> None:
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "sharded", "model", "mixed"])
 def test_traffic_matches_the_step_lists(plan: str) -> None:
-    """Gradients of copies travel in the last pass alone; activations, and what batch norm shares, in each."""
+    """Gradients of copies are sent in the last micro-batch only; activations and norm statistics in each."""
     chosen, graph = plan_of(plan, "resnet"), graph_of("resnet")
     passes: tuple[MicroBatch, ...] = ("first", "middle", "last")
     lists = [lower(chosen, graph, n, micro_batch=which) for n, which in zip((10, 3, 10), passes, strict=True)]
@@ -129,7 +129,7 @@ def test_traffic_matches_the_step_lists(plan: str) -> None:
 
 
 def test_summed_gradient_counts_once() -> None:
-    """A pass that is summed, one that is not, and one that is: the first one's sum lies on four devices, and counts once."""
+    """Micro-batches with, without and with an all-reduce: the first sum is on four devices and counts once."""
     with one_step() as (model, batches):
         expected = gradients_of(model, batches)
 
@@ -147,7 +147,7 @@ def test_summed_gradient_counts_once() -> None:
     ("plan", "last"), each_value(["data", "sharded", "mixed"], ["both", "first output", "second output"])
 )
 def test_last_micro_batch_sums_all_gradients(plan: str, last: str) -> None:
-    """Of a net with two outputs, the loss of the last pass depends on one: what the others left is summed all the same."""
+    """The last micro-batch's loss uses one of two outputs; pending gradients of the other are summed too."""
 
     def loss(outputs: Any, kind: str) -> Tensor:
         chosen = outputs if kind == "both" else outputs[:1] if kind == "first output" else outputs[1:]
@@ -170,7 +170,7 @@ def test_last_micro_batch_sums_all_gradients(plan: str, last: str) -> None:
 
 
 def test_cleared_gradients_stay_cleared() -> None:
-    """Passes that are thrown away leave nothing, neither numbers nor gradients of parameters that are not reached."""
+    """Discarded micro-batches leave neither numbers nor gradients of unreached parameters."""
     with one_step("auxiliary") as (model, ((x, _), *_)):
 
         def work(group: Group) -> None:
@@ -242,7 +242,7 @@ def test_optimizer_in_hooks_steps_in_the_last_micro_batch() -> None:
 
 @pytest.mark.parametrize("plan", ["data", "data-by-speed", "master", "model"])
 def test_use_of_partial_gradients_is_refused(plan: str) -> None:
-    """Whatever the plan sums, and on a device without work: a script that is right by one plan is right by all."""
+    """Refuse under any plan and on idle devices: a script valid for one plan is valid for all."""
     with one_step() as (model, ((x, y), *_)):
 
         def work(group: Group) -> None:
@@ -324,7 +324,7 @@ def test_shares_can_change_between_unsynced_micro_batches() -> None:
 
 
 def test_unsynced_gradient_is_the_local_sum() -> None:
-    """As with DistributedDataParallel: over the devices they add up to the whole."""
+    """As with DistributedDataParallel, the devices' gradients sum to the whole."""
     with one_step() as (model, batches):
         expected = gradients_of(model, batches[:2])["conv1.weight"]
 
@@ -342,7 +342,7 @@ def test_unsynced_gradient_is_the_local_sum() -> None:
 
 
 def test_one_all_reduce_under_autocast_matches_all_micro_batches() -> None:
-    """What is rounded is the same in each pass; sums are float32."""
+    """Rounding is the same in each micro-batch; sums are float32."""
     model = nets.build("two-conv", dtype=torch.float32)
     batches = Training("two-conv", (8, 8), dtype=torch.float32).batches(model)
 

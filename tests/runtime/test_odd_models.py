@@ -1,4 +1,4 @@
-"""Models and calls that people come up with, beside those that random modules find: they are right, or refused by name."""
+"""Unusual models and calls that users write: they work, or are refused by name."""
 
 import types
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def doubled(conv: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "model"])
 def test_replaced_forward_of_a_torch_layer_is_used(plan: str) -> None:
-    """It was taken for the convolution that its class says: other numbers, without a word."""
+    """Regression: the layer was silently treated as its class's convolution."""
     model = Net()
     model.between.forward = types.MethodType(doubled, model.between)
     assert trace(model, images(2).float()).graph["between"].kind == "opaque"
@@ -69,7 +69,7 @@ def test_forward_replaced_after_distribute_is_refused() -> None:
 
 
 class Renaming(Net):
-    """Its weights have other names in files than in the module, and it keeps a number beside them."""
+    """A module with other weight names in files, and an additional number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Renaming(Net):
 
 
 def test_full_state_has_whole_weights_under_hook_names() -> None:
-    """A renamed weight was this device's piece."""
+    """Regression: a renamed weight was this device's shard."""
     model = Renaming().double()
     expected = model.state_dict()
 
@@ -110,7 +110,7 @@ def test_renamed_weights_are_loaded() -> None:
 
 
 def test_extra_state_is_loaded() -> None:
-    """It was left out, without a word."""
+    """Regression: it was silently skipped."""
 
     class Counting(Net):
         steps = 3
@@ -183,7 +183,7 @@ def test_saved_tensors_may_move_to_the_cpu_but_use_no_other_hooks() -> None:
 
 
 class Doubling(Net):
-    """Its forward doubles the images that it is given, or a copy of them."""
+    """A net whose forward doubles its input images, or a copy of them."""
 
     copies = False
 
@@ -193,7 +193,7 @@ class Doubling(Net):
 
 
 def test_forward_that_overwrites_its_input_is_reported() -> None:
-    """The caller's images stayed as they were, without a word: a loop that reads them afterwards had other numbers."""
+    """Regression: the caller's images silently stayed unchanged, so later reads had other numbers."""
     with pytest.warns(UserWarning, match="Doubling overwrites its input in forward"):
         trace(Doubling(), images(2).float())
     with pytest.warns(UserWarning, match="overwrites its input"):  # also when it is known already

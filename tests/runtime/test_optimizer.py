@@ -82,7 +82,7 @@ def train_on_one(make: Make) -> tuple[nn.Module, Optimizer]:
 
 
 def train_on_many(make: Make, plan: Plan, look: Callable[[Distributed, Optimizer], Any]) -> list[Any]:
-    """What `look` finds on each device after training."""
+    """Return the result of `look` on each device after training."""
     whole = build()  # not in the threads: they share the random numbers of the process
 
     def work(group: Group) -> Any:
@@ -170,7 +170,7 @@ UNFIT: dict[str, Make] = {
 @pytest.mark.parametrize("plan", ["model", "master", "hybrid"])
 @pytest.mark.parametrize("name", UNFIT)
 def test_non_elementwise_optimizer_is_refused_on_shards(name: str, plan: str) -> None:
-    """Before anything has changed; the message says what to do."""
+    """The refusal comes before any change and gives a remedy."""
     whole, fitting = build(), plan_of(plan)
 
     def work(group: Group) -> str:
@@ -195,7 +195,7 @@ def test_non_elementwise_optimizer_is_refused_on_shards(name: str, plan: str) ->
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_non_elementwise_optimizer_is_allowed_on_copies(name: str) -> None:
-    """And trains as on one device."""
+    """It then trains as on one device."""
     expected = train_on_one(UNFIT[name])[0].state_dict()
     start = build().state_dict()
     assert not torch.equal(expected["5.weight"], start["5.weight"])

@@ -1,4 +1,4 @@
-"""That the executor overlaps what the step list says may overlap, in the order of what a device really does.
+"""The executor overlaps what the step list allows, judged by the recorded order of operations.
 
 No clock: each device writes down what it begins, computes and awaits, and a sum is held back until backward has gone on.
 """
@@ -74,7 +74,7 @@ class _Arriving:
 
 
 class Told:
-    """A layer's arithmetic that says when it computes."""
+    """A layer's arithmetic that records when it computes."""
 
     def __init__(self, run: Any, name: str, tell: Callable[[tuple[str, ...]], None]) -> None:
         self._run, self._name, self._tell = run, name, tell
@@ -153,7 +153,7 @@ def test_input_gradient_is_sent_while_the_weight_gradient_is_computed() -> None:
 
 
 def test_convolution_starts_with_the_first_input_chunk() -> None:
-    """Two pieces: the second is awaited when the first has been computed."""
+    """Two chunks: the second is awaited after the first is computed."""
     happened, _ = what_happens(plan_of(FILTERED | {"0": Filter((4, 2))}, chunks=2))
     first, second = (n for n, what in enumerate(happened) if what == ("forward", "2"))
     assert [what[0] for what in happened[first - 1 : second + 1]] == ["await", "forward", "await", "forward"]
@@ -230,7 +230,7 @@ def test_failed_backward_leaves_no_messages(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_all_reduce_thread_is_reused_and_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's own thread took 0.1 to 0.3 ms of a processor to start."""
+    """Starting a thread per step took 0.1 to 0.3 ms of processor time."""
     monkeypatch.setattr(gradient_sums, "IDLE_S", 0.3)
     worker, threads = Worker("sums"), queue.SimpleQueue[int]()
     seen = []

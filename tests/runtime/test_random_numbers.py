@@ -14,7 +14,7 @@ from tests.support.processes import on_processes
 
 
 class Noisy(nn.Module):
-    """One device runs it whole: it draws from all three generators, and its samples depend on each other."""
+    """An unsplit module that draws from all three generators and mixes its samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ NETS = {"dropout": lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linea
 
 
 def trained(group: Group, net: str) -> list[float]:
-    """Losses of a few steps with mixed samples, and what each generator draws next."""
+    """Return the losses of a few steps with mixed samples, and the next draw of each generator."""
     torch.manual_seed(1)
     random.seed(2)
     np.random.seed(3)

@@ -1,4 +1,4 @@
-"""Other shares in the middle of training: the trajectory stays that of one device, to 1e-10 in float64.
+"""Resharding in mid-training: the trajectory stays that of one device, to 1e-10 in float64.
 
 Between steps a plan gives way to another: shares at random, idle devices, other strategies. Compared after the last step, on
 every device: weights and buffers, gradients, the optimizer's state, every loss, and the outputs in evaluation mode.
@@ -49,7 +49,7 @@ SIZES = (10, 10, 3, 10, 10, 3, 10, 10)
 
 
 def shaken(plan: Plan, net: str, seed: int) -> Plan:
-    """The same strategies with shares drawn at random, as a rebalancing could choose them."""
+    """Return the same strategies with random shares, as rebalancing could choose them."""
     draw = random.Random(seed)
     for axes in coupled_axes(plan, graph_of(net)):
         cuts = sorted(draw.sample(range(1, sum(axes.units)), len(axes.active) - 1))
@@ -61,7 +61,7 @@ def shaken(plan: Plan, net: str, seed: int) -> Plan:
 def train(
     here: Distributed, training: Training, batches: Sequence[Labelled], plans: Mapping[int, Plan]
 ) -> tuple[Record, torch.optim.Optimizer]:
-    """Train, and before batch k continue by plans[k]."""
+    """Train, switching to plans[k] before batch k."""
     record = Record()
     optimizer = OPTIMIZERS[training.optimizer](here.parameters())
     for k, (x, y) in enumerate(batches):
@@ -84,7 +84,7 @@ def train(
 
 
 def check(training: Training, plans: Mapping[int, Plan]) -> None:
-    """plans[0] is the first; every other one takes over before its batch."""
+    """Train with plans[0] first; every other plan replaces it before its batch."""
     expected, whole = on_one(training), nets.build(training.net)
     batches = training.batches(whole)  # not in the threads: they share the random numbers of the process
     later = {k: plan for k, plan in plans.items() if k}
@@ -128,7 +128,7 @@ def made(plan: str, net: str) -> Plan:
     ],
 )
 def test_resharding_every_few_steps_follows_one_device(plan: str, optimizer: str) -> None:
-    """Every plan with one optimizer, and every optimizer with all strategies at once; the slow tests have the others."""
+    """Run every plan with one optimizer, and every optimizer with all strategies; slow tests run the rest."""
     first = made(plan, "mobile")
     plans = {
         0: first,
@@ -158,7 +158,7 @@ def test_sharded_weights_reshard_to_other_layouts(optimizer: str) -> None:
 
 @pytest.mark.parametrize(("net", "optimizer"), each_value(["two-conv", "resnet"], [*OPTIMIZERS]))
 def test_reshard_from_every_plan_to_every_other(net: str, optimizer: str) -> None:
-    """Devices that held nothing of a layer get its weights and what the optimizer remembers; others lose theirs."""
+    """New holders of a layer get its weights and optimizer state; former holders drop theirs."""
     order = ["data-by-speed", "master", "data", "hybrid", "mixed", "model", "data-by-speed"]
     check(Training(net, SIZES, optimizer), {k: made(name, net) for k, name in enumerate(order)})
 
@@ -175,7 +175,7 @@ def test_special_nets_reshard(net: str) -> None:
 @pytest.mark.parametrize("one_sum", [False, True], ids=["summed", "to be summed"])
 @pytest.mark.parametrize("net", ["resnet", "bare"])
 def test_accumulated_gradients_reshard_too(net: str, one_sum: bool, set_to_none: bool) -> None:
-    """Before batches 1, 3 and 6 of pairs (0, 1), (2, 3), ...: at 1 and 3 there are gradients of half a step."""
+    """Reshard before batches 1, 3 and 6 of pairs (0, 1), (2, 3), ...: at 1 and 3 gradients are half accumulated."""
     training = Training(net, SIZES, accumulate=2, one_sum=one_sum, set_to_none=set_to_none, clip=(0.5, 2.0))
     order = {0: "data-by-speed", 1: "mixed", 3: "master", 6: "hybrid", 7: "model"}
     check(training, {k: made(name, net) for k, name in order.items()})
@@ -371,7 +371,7 @@ def test_local_batch_of_the_old_plan_is_refused() -> None:
 
 
 def reshape_on_processes(group: Group, net: str, names: list[str]) -> dict[str, list[float]]:
-    """Runs on every process: another plan before every batch."""
+    """Change the plan before every batch; runs on every process."""
     training = Training(net, SIZES, "adam")
     whole = nets.build(net)
     batches = training.batches(whole)
