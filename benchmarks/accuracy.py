@@ -28,7 +28,7 @@ def main(
     net: str = "two-conv:50:500",
     batch: int = 64,
     lr: float = 0.01,
-    limit: Annotated[int | None, typer.Option(help="Only so many training images.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N training images.")] = None,
     results: Path = RESULTS,
 ) -> None:
     """Run all rows that the results file does not hold yet."""

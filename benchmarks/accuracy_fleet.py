@@ -41,19 +41,19 @@ Document = dict[str, Any]
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder with the binary CIFAR-10 files.")],
-    fleet: Annotated[str, typer.Option(help="A fleet of benchmarks/fleets.")] = "mixed4",
+    fleet: Annotated[str, typer.Option(help="A fleet in benchmarks/fleets.")] = "mixed4",
     net: str = "resnet:8:16",
     batch: int = 128,
     lr: float = 0.1,
-    limit: Annotated[int | None, typer.Option(help="Only so many training images.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N training images.")] = None,
     seeds: str = "0,1,2",
-    minutes: Annotated[float, typer.Option(help="For all trainings together; chooses the epochs.")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="Minutes for all trainings; determines the epochs.")] = 20.0,
     epochs: Annotated[
-        int | None, typer.Option(help="Of each training; default: as many as fit into the minutes.")
+        int | None, typer.Option(help="Epochs per training; default: as many as fit the minutes.")
     ] = None,
     results: Path = RESULTS,
     page: Path = PAGE,
-    page_only: Annotated[bool, typer.Option(help="Run nothing, write the page.")] = False,
+    page_only: Annotated[bool, typer.Option(help="Only write the page.")] = False,
 ) -> None:
     """Run all rows that the results file does not hold yet, then write the page."""
     try:

@@ -524,9 +524,11 @@ def page_of_none() -> str:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help=f"This part, once for each: {', '.join(PARTS)}.")] = None,
-    device: Annotated[str | None, typer.Option(help="By default this machine's first accelerator.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write the page there, too; only for a real accelerator.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Run only this check; repeatable: {', '.join(PARTS)}.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device; default: the first accelerator.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Also write this page; only for a real accelerator.")] = None,
 ) -> None:
     """Run the checks and print findings as they arrive."""
     if unknown := sorted(set(only or ()) - PARTS.keys()):

@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=480)
     parser.add_argument("--plan", default="data-by-speed")
     parser.add_argument("--spare", default="auto")
-    parser.add_argument("--also", default="", help="more options of the training, such as '--ema 0.99 --accumulate 2'")
+    parser.add_argument("--also", default="", help="more training options, such as '--ema 0.99 --accumulate 2'")
     parser.add_argument("--comes", type=int, default=2, help="devices that join, one after another")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was made is removed all the same

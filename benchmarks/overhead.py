@@ -129,9 +129,9 @@ def in_turns(steps: dict[str, Callable[[], float]], rounds: int, round_s: float)
 
 def main(
     results: Annotated[Path | None, typer.Option(help="File to write.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns per variant.")] = 9,
     round_s: Annotated[float, typer.Option(help="Seconds of a turn.")] = 0.7,
-    compile: Annotated[bool, typer.Option(help="Also with compile=True.")] = False,
+    compile: Annotated[bool, typer.Option(help="Also run with compile=True.")] = False,
 ) -> None:
     """Time all cases, write the results, print a table."""
     torch.set_num_threads(1)

@@ -71,15 +71,15 @@ class Setting:
 
 def main(
     net: Annotated[str, typer.Option(help="two-conv:K1:K2, alexnet:F, resnet:DEPTH:WIDTH.")] = "two-conv:50:500",
-    plan: Annotated[str, typer.Option(help="A plan by name that goes by speed.")] = "data-by-speed",
+    plan: Annotated[str, typer.Option(help="A named plan with shares by speed.")] = "data-by-speed",
     image: Annotated[int, typer.Option(help="Height and width of the images.")] = 32,
     batch: int = 64,
-    steps: Annotated[int, typer.Option(help="Of each training.")] = 260,
-    slow_at: Annotated[int, typer.Option(help="The step before which one device becomes slower.")] = 40,
-    slowed: Annotated[int, typer.Option(help="Which.")] = 0,
-    times: Annotated[float, typer.Option(help="How many times slower it becomes.")] = 2.0,
-    slowdown: Annotated[str, typer.Option(help="A factor per device that makes this machine a fleet.")] = "2,4,4,8",
-    every: Annotated[int, typer.Option(help="Steps between two looks.")] = 2,
+    steps: Annotated[int, typer.Option(help="Steps per training.")] = 260,
+    slow_at: Annotated[int, typer.Option(help="Slow the device down before this step.")] = 40,
+    slowed: Annotated[int, typer.Option(help="The device to slow down.")] = 0,
+    times: Annotated[float, typer.Option(help="Slowdown factor.")] = 2.0,
+    slowdown: Annotated[str, typer.Option(help="Slowdown per device that emulates a fleet.")] = "2,4,4,8",
+    every: Annotated[int, typer.Option(help="Steps between rebalancing checks.")] = 2,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write (JSON).")] = RESULTS,
 ) -> None:
     if steps < slow_at + ANSWER + LATE:

@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", default=None, help=f"of {','.join(WAYS)}")
-    parser.add_argument("--torchft", default="", help="a Python that has torchft and what Convoy needs")
+    parser.add_argument("--torchft", default="", help="a Python with torchft and Convoy's dependencies")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the jobs end with it
     ways = given.ways.split(",") if given.ways else [way for way in WAYS if way != "torchft" or given.torchft]

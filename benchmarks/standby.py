@@ -177,8 +177,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--plans", default="data,hybrid")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds of measuring")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for all, at most")
+    parser.add_argument("--budget", type=float, default=10.0, help="measuring time in seconds")
+    parser.add_argument("--limit", type=float, default=300.0, help="time limit in seconds")
     given = parser.parse_args()
     if "RANK" in os.environ:
         work(given.net, given.batch, given.plans.split(","), given.rounds, given.budget)

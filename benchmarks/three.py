@@ -263,10 +263,10 @@ def _forward_s(timeline: Timeline) -> float:
 
 
 def main(
-    page: Annotated[Path | None, typer.Option(help="Write the page there, too.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Also write this page.")] = None,
     measure: Annotated[bool, typer.Option(help="Train on simulated accelerators.")] = True,
     forecast: Annotated[bool, typer.Option("--predict/--no-predict", help="Predict for real GPUs.")] = True,
-    net: Annotated[str, typer.Option(help="A smaller one tries the command.")] = NET,
+    net: Annotated[str, typer.Option(help="The net; a smaller one tests the command.")] = NET,
 ) -> None:
     """Measure and predict, printing both as they arrive."""
     console = Console(soft_wrap=True, highlight=False)

@@ -76,7 +76,7 @@ class Sums:
         self.others[self.own] -= 1
         network, host = costs.network, costs.network.host[device]
         sent, received = network.send_bytes_per_s[host], network.receive_bytes_per_s[host]
-        # Of an entry: by both ways of the card at once; by the faster of the two.
+        # Per entry: both NIC directions at once, or the faster one.
         self.card_s, self.one_way_s = itemsize / (sent + received), itemsize / max(sent, received)
         trained = {p.key: p.entries for name in self.waits.back for p in graph[name].trainable}
         self.together = sum(trained.values()) < BUCKET_ENTRIES

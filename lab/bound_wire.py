@@ -219,7 +219,7 @@ def wire_s(
     found = []
     for way in (way for some in ways.values() for way in some):
         busy_s = whole_s + apart_s + max(way.entries * handled, way.last_s)
-        # What changes hands, in seconds of the device: the others together take it over in so many of theirs.
+        # Work taken over, in this device's seconds, and in seconds of all others together.
         given_s = busy_s * at_all / (1 + at_all) if at_all < math.inf else busy_s
         given_s = min(max(given_s, way.least_s), way.most_s + free_s)
         shared_s = max(

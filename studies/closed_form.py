@@ -213,7 +213,7 @@ class _Evaluation:
         holders = self._reach(source)
         sent = self.share(source, 0) * (copies - 1)
         received = 1 - self.share(source, copies - 1)
-        # Who holds a piece but no copy sends less than each reader receives: all other pieces are as large or larger.
+        # A device with a shard but no copy sends less than a reader receives: all other shards are at least as large.
         load = np.maximum(sent, received)
         return load, (copies - 1) + np.where(copies > 0, holders - 1, 0.0)
 

@@ -230,7 +230,9 @@ def test_kubernetes_host_names_are_valid() -> None:
         (("spec", "coordinator"), {}, "spec.coordinator: take its part of the schema over"),
     ],
 )
-def test_schema_rejects_what_kubernetes_would_refuse(path: tuple[str | int, ...], value: object, words: str) -> None:
+def test_schema_rejects_manifests_kubernetes_would_refuse(
+    path: tuple[str | int, ...], value: object, words: str
+) -> None:
     made: Any = manifest()
     place = made
     for step in path[:-1]:

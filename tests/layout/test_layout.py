@@ -211,7 +211,7 @@ plane_boxes = st.tuples(spans, spans)
 
 @given(plane_boxes, plane_boxes)
 @settings(deadline=None)
-def test_intersection_is_what_two_boxes_share(a: Box, b: Box) -> None:
+def test_intersection_contains_the_common_entries(a: Box, b: Box) -> None:
     def points(one: Box) -> set[tuple[int, int]]:
         return {(y, x) for y in range(*one[0]) for x in range(*one[1])}
 

@@ -228,7 +228,7 @@ def test_sums_split_the_flat_tensor() -> None:
     assert as_sets(plan) == rounds("+ 1>0 0:24 \n = 0>1 0:24")
 
 
-def test_nothing_moves_where_nothing_changes() -> None:
+def test_equal_layouts_move_nothing() -> None:
     for layout in every_layout((10, 6)):
         assert schedule(layout, layout, (10, 6)).rounds == ()
 
@@ -422,7 +422,7 @@ def longest_path(plan: Schedule) -> int:
 
 
 @pytest.mark.parametrize("p", range(2, 10))
-def test_ring_costs_what_the_formula_says(p: int) -> None:
+def test_ring_cost_matches_the_formula(p: int) -> None:
     plan = sum_of("ring", p, N)
     assert len(plan.rounds) == 2 * (p - 1)
     assert per_device(plan, p) == ([2 * N * (p - 1) // p] * p,) * 2
@@ -430,7 +430,7 @@ def test_ring_costs_what_the_formula_says(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_butterfly_costs_what_the_formula_says_for_powers_of_two(p: int) -> None:
+def test_butterfly_cost_matches_the_formula_for_powers_of_two(p: int) -> None:
     plan = sum_of("butterfly", p, N)
     assert len(plan.rounds) == 2 * int(math.log2(p))
     assert per_device(plan, p) == ([2 * N * (p - 1) // p] * p,) * 2
@@ -502,7 +502,7 @@ def test_other_readers_cost_one_tensor_each(reduce: Reduce) -> None:
 
 
 @pytest.mark.parametrize("p", range(2, 10))
-def test_ring_stays_even_where_the_chunks_are_not(p: int) -> None:
+def test_ring_is_balanced_with_uneven_chunks(p: int) -> None:
     sent, received = per_device(sum_of("ring", p, 1000), p)
     assert max(*sent, *received) - min(*sent, *received) <= 2  # a device leaves out one chunk of each half
     assert len(sum_of("ring", p, 1000).rounds) == 2 * (p - 1)

@@ -47,7 +47,7 @@ def test_a_device_slower_than_measured_is_found() -> None:
     assert slower(state, predicted) == pytest.approx({0: 1.0, 1: 3.0})
 
 
-def test_a_prepared_plan_is_used_once_and_only_for_what_it_was_made_for() -> None:
+def test_prepared_plan_is_used_once_for_its_devices_only() -> None:
     graph = trace(make_net(), EXAMPLE).graph
     measured = measured_fleet(graph, [1e9, 2e9, 3e9], CASE.batch)
     speeds = Speeds((1.0, 2.0, 3.0))

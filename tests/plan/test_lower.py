@@ -26,7 +26,7 @@ from tests.support.step_text import ALL, TWO_CONV, moves, plan_of, spelled, two_
     ("plan", "shares", "holders"),
     [("data", "batch(3,3,2,2)", "0,1,2,3"), ("data-by-speed", "batch(7,0,2,1)", "0,2,3")],
 )
-def test_data_plans_compute_everything_where_the_samples_are(plan: str, shares: str, holders: str) -> None:
+def test_data_plans_compute_on_the_samples_device(plan: str, shares: str, holders: str) -> None:
     steps = two_conv(plan)
     assert [str(v.layout) for v in steps.inputs] == [shares]
     assert spelled(steps, "forward") == [
@@ -97,7 +97,7 @@ def test_model_applies_relu_and_pool_before_it_sends() -> None:
     assert traffic(moved.schedule, 8)[0, 1] == 10 * 2 * 4 * 4 * 8
 
 
-def test_parameters_lie_where_their_layers_compute() -> None:
+def test_parameters_are_stored_on_their_layers_devices() -> None:
     graph = graph_of("two-conv")
     master = parameter_layouts(by_name("master", "two-conv"), graph)
     assert master["conv2.weight"] == master["conv2.bias"] == Split(0, (5, 0, 1, 1))
@@ -159,7 +159,7 @@ def test_flatten_turns_channels_into_the_features_of_a_linear_by_channel() -> No
         (None, Split(0, (3, 3, 2, 2))),
     ],
 )
-def test_images_are_loaded_where_the_first_layer_wants_them(first: Strategy | None, layout: Layout) -> None:
+def test_images_are_loaded_in_the_first_layers_layout(first: Strategy | None, layout: Layout) -> None:
     graph = graph_of("two-conv")
     steps = lower(plan_of(graph, {"conv1": first} if first else {}), graph)
     assert steps.inputs[0].layout == layout
@@ -203,7 +203,7 @@ def test_no_input_image_is_sent(net: str, plan: str) -> None:
         assert not [s for s in steps.steps if isinstance(s, Move) and s.phase == "backward" and s.writes.key == "x"]
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
+# --- chunks ----------------------------------------------------------------------------------------------------------
 
 
 def test_convolution_starts_with_the_first_gathered_chunk() -> None:
@@ -212,7 +212,7 @@ def test_convolution_starts_with_the_first_gathered_chunk() -> None:
     pieces = {s.layer: s.chunks for s in steps.phase("forward") if isinstance(s, ComputeStep)}
     assert {name for name, count in pieces.items() if count > 1} == {"conv2"}
     moved = {s.reads.key: s.chunks for s in steps.phase("forward") if isinstance(s, Move)}
-    # A Linear would read its weights for every piece; the last move is for nobody's arithmetic.
+    # A Linear would read its weights for every chunk; no layer reads the last move.
     assert moved == {"pool": 4, "flatten": 1, "fc": 1}
     (gather,) = [s for s in steps.phase("forward") if isinstance(s, Move) and s.chunks > 1]
     assert [transfers[0].box[0] for transfers in gather.schedule.rounds] == [(0, 2), (2, 5), (5, 7), (7, 10)]

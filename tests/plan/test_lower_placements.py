@@ -135,7 +135,7 @@ def both_modes(name: str) -> tuple[Graph, Graph]:
 
 @pytest.mark.parametrize("net", nets.NETS)
 @pytest.mark.parametrize("name", ["data-by-speed", "master", "model", "hybrid"])
-def test_evaluation_computes_where_training_keeps_the_parameters(net: str, name: str) -> None:
+def test_evaluation_runs_on_the_devices_with_the_parameters(net: str, name: str) -> None:
     training, evaluation = both_modes(net)
     plan = by_name(name, net)
     pinned = pin(plan, training, evaluation)

@@ -88,7 +88,7 @@ def test_matching_channel_splits_form_a_segment() -> None:
     assert rows("two-conv", plan, device=1) == [layers_of("two-conv")[place + 1 : -1]]
 
 
-def test_a_segment_ends_where_the_device_changes() -> None:
+def test_device_change_ends_a_segment() -> None:
     """The second convolution's input gradient must be sent before its weight gradient is computed: two steps."""
     layers = layers_of("two-conv")
     place = layers.index("conv2")

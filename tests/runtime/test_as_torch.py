@@ -322,7 +322,7 @@ def test_gradients_are_stored_without_a_copy() -> None:
     run_on_threads(1, work)
 
 
-# --- what would be saved of pieces -----------------------------------------------------------------------------------
+# --- saving shards ---------------------------------------------------------------------------------------------------
 
 
 def after_a_step(plan: str, work: Callable[[Distributed, torch.optim.Optimizer], object]) -> None:

@@ -231,7 +231,7 @@ def test_refused_region_runs_uncompiled_and_is_reported(
     assert part.compiler.summary().endswith(f"not faster; {reason}")
 
 
-def test_region_starts_where_backward_starts_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_region_starts_at_a_gradient_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled function gives all its gradients at its end: a sum in its middle would begin late."""
     monkeypatch.setattr("convoy.plan.lower.BUCKET_ENTRIES", 4)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.Tanh(), nn.ReLU(), nn.PReLU(4), nn.Tanh())

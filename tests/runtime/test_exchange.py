@@ -151,7 +151,7 @@ def check_value(case: Case, results: Sequence[Tensor], dtype: str) -> None:
         assert device in members or piece.shape == nothing(case.dst, case.shape)
 
 
-# --- values, bytes, pieces left alone --------------------------------------------------------------------------------
+# --- values, bytes, unchanged shards ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_kept_weights_are_gathered_once_freed_weights_every_micro_batch() -> Non
     assert [gathered_bytes(freed, "resnet", each) for each in PASSES] == [2 * once] * 3
 
 
-# --- what changes weights between passes ------------------------------------------------------------------------------
+# --- weight changes between micro-batches -----------------------------------------------------------------------------
 
 
 class Passes:

@@ -148,7 +148,7 @@ def test_observing_forward_hook_sees_the_global_batch(path: str, plan: str) -> N
 
 
 @pytest.mark.parametrize("path", ["block", "fc"])
-def test_hooks_that_change_what_they_see_across_samples(path: str) -> None:
+def test_hooks_that_mix_samples_match_one_device(path: str) -> None:
     def hang(model: nn.Module, seen: list[Any]) -> None:
         module = model.get_submodule(path)
         module.register_forward_pre_hook(lambda _m, given: (given[0] - given[0].mean(0),))

@@ -74,7 +74,7 @@ def sum_schedule(devices: int, size: int, reduce: Reduce) -> Schedule:
 
 
 @pytest.mark.parametrize("p", range(2, 10))
-def test_ring_schedule_takes_what_the_formula_says(p):
+def test_ring_schedule_matches_the_formula(p):
     size = 360 * p
     assert priced_s(sum_schedule(p, size, "ring"), p) == pytest.approx(c.ring_allreduce(p, size, ALPHA_S, BETA, GAMMA))
 
@@ -96,7 +96,7 @@ def test_butterfly_schedule_of_other_device_counts(p):
 
 
 @pytest.mark.parametrize("p", range(2, 10))
-def test_direct_schedule_takes_what_the_formula_says(p):
+def test_direct_schedule_matches_the_formula(p):
     size = 36_000 * p
     assert priced_s(sum_schedule(p, size, "direct"), p) == pytest.approx(
         c.direct_allreduce(p, size, ALPHA_S, BETA, GAMMA)
@@ -104,7 +104,7 @@ def test_direct_schedule_takes_what_the_formula_says(p):
 
 
 @pytest.mark.parametrize("p", [2, 3, 5])
-def test_star_schedule_takes_what_the_formula_says(p):
+def test_star_schedule_matches_the_formula(p):
     assert priced_s(sum_schedule(p, 1000, "star"), p) == pytest.approx(c.star_allreduce(p, 1000, ALPHA_S, BETA, GAMMA))
 
 

@@ -301,7 +301,7 @@ def test_each_axis_changes_the_right_term():
         assert (np.diff(each.times.step_s) >= 0).all()
 
 
-def test_data_overtakes_model_where_the_formulas_cross():
+def test_data_overtakes_model_at_the_crossover():
     graph, points = graph_of("alexnet:512"), along("batch")
     (batch,) = crossover(graph, points, "model", "data", "batch")
     below, above = (sweep(graph, points_at(BASE, batch=round(batch * f)), ("model", "data")) for f in (0.7, 1.4))
@@ -340,7 +340,7 @@ def test_uniform_fleet_matches_the_closed_form():
         assert sequential_s == pytest.approx(closed(graph, name, 3, 24).step_s[0], rel=1e-3)
         overlapped_s = play(programs(each.steps, graph, costs), costs.network, held_bytes=0).step_s
         assert overlapped_s <= sequential_s * (1 + 1e-9)
-        # Messages that leave before they are asked for share cards with those that are waited for: that may cost a little.
+        # Messages sent early share NICs with awaited ones, which may cost a little.
         assert each.timeline.step_s <= overlapped_s * 1.05
 
 
@@ -376,7 +376,7 @@ def test_slowed_device_takes_proportionally_longer():
     assert [layer.shares for layer in [plan.otherwise]] == [(32, 8)]
 
 
-def test_a_fleet_without_a_roofline_says_what_to_add():
+def test_fleet_without_a_roofline_is_refused_with_a_remedy():
     bare = Fleet((Host("h"),), (Device("d", "h", "cpu"),))
     with pytest.raises(InputError, match="peak_flop_per_s"):
         roofline_costs(bare)
