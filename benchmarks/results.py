@@ -50,7 +50,7 @@ class Row:
         loss: of the first step of every round, on device 0 (`one-device`: on that device); None for DDP, which
             knows only its own part.
         foreseen, seen: where the time goes, predicted, and by the devices' clocks (medians of the rounds).
-        card_s: predicted seconds that the busiest card sends or receives in a step.
+        card_s: predicted seconds that the busiest NIC sends or receives in a step.
         bound: what the step waits for most, by the simulator, as `convoy plan` tells it.
         tried: of `auto`: of each plan in the trial, the planner's choice first, seconds of a step, predicted and in the trial.
         least_s: of `auto`: what no exact plan can be predicted to take less than.

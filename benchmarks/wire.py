@@ -43,7 +43,7 @@ class Wire:
 
     Attributes:
         ring_bytes_per_s: the narrowest way from a rank to the next, what many of them share counted as what one of them gets.
-        receive_bytes_per_s: of each rank's card.
+        receive_bytes_per_s: of each rank's NIC.
     """
 
     ring_bytes_per_s: float

@@ -242,7 +242,7 @@ class _FleetRun:
         """Return all turns after the searches.
 
         Args:
-            fleet: with its cards and links as measured.
+            fleet: with its NICs and links as measured.
         """
         group, job = self.group, self.job
         speeds = [case.batch / step_s for step_s in predictions.solo_s]

@@ -4,8 +4,8 @@
 take over what of its work does not fit into T, and they can take over at most k T, where k is how many times as fast as it
 the others are together at what suits them best. Take a path through the net: weighted layers of which each depends on the
 one before. Each is either all the device's own, all the others', or shared out by samples, filters or channels, and between
-two such layers each pair of these brings bytes over the card: see `_TURNS`. Dynamic programming over the path gives the
-fewest bytes with which so much work changes hands; other layers may change hands for nothing. The card takes (sent +
+two such layers each pair of these brings bytes over the NIC: see `_TURNS`. Dynamic programming over the path gives the
+fewest bytes with which so much work changes hands; other layers may change hands for nothing. The NIC takes (sent +
 received) / (its two rates together) at least, and the device's processor its seconds for each byte beside computing. Where
 all gradients of a net are few enough to be summed in one go, a device that shares samples sends or receives half of their
 gradients, at least, when it has computed everything.
@@ -123,10 +123,10 @@ class _Way:
     """One partial assignment of layers.
 
     Attributes:
-        entries: over the card.
+        entries: over the NIC.
         least_s, most_s: of the device's seconds, what changes hands at least and at most.
         chain_s: of the chain of entries.
-        last_s: of the device's card behind its backward.
+        last_s: of the device's NIC behind its backward.
     """
 
     entries: float

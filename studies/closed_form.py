@@ -2,7 +2,7 @@
 
 What is assumed, besides the plan itself:
 
-- p equal devices, one per host; every host has one card, as fast in both directions, behind a switch that never fills.
+- p equal devices, one per host; every host has one NIC, as fast in both directions, behind a switch that never fills.
 - A layer takes max(FLOP / peak, bytes / memory bandwidth) for its local size; the largest share, ceil(K/p) filters or
   ceil(B/p) samples, sets the pace. Nothing else of a layer's time depends on its size: no cache, no kernel launch.
 - Each step waits for the one before, on every device: nothing overlaps. With `overlap` gradient sums

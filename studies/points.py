@@ -20,7 +20,7 @@ class Points:
         batch: global batch, in samples.
         flop_per_s: peak of a device; dense kernels reach `efficiency` of it.
         memory_bytes_per_s: memory bandwidth of a device.
-        link_bytes_per_s: of each card, each direction.
+        link_bytes_per_s: of each NIC, each direction.
         latency_s: of a message.
         message_s: processor seconds per message sent or received.
     """

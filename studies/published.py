@@ -56,7 +56,7 @@ class Assumption:
 
     Attributes:
         flop_per_s: what the fastest device reaches on convolutions, all overheads included.
-        link_bytes_per_s: of every device's card, each direction.
+        link_bytes_per_s: of every device's NIC, each direction.
         convolution: part of the time of one device alone that convolutions take.
         kernel: side of the kernels.
         spread: a key of `SPREADS`.

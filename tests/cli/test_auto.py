@@ -304,7 +304,7 @@ def tiny() -> Measurement:
 def test_forecast_marks_plans_that_do_not_fit(
     tiny: Measurement, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Device 0 has room for nothing but what it receives, beside its process, which takes nothing here; watts for both."""
+    """Device 0's memory is limited to its receive buffers; both devices have watts."""
     monkeypatch.setenv("COLUMNS", "200")  # in 80 a long number elsewhere breaks the heading that is looked for
     first, second = tiny.fleet.devices
     devices = (

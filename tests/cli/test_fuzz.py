@@ -166,7 +166,7 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 def damaged_bytes(content: bytes, every: int) -> Iterator[bytes]:
-    """With one byte changed, one left out, cut off there: at every so many of its places."""
+    """Yield the bytes with one changed, one removed, or cut off there, at regular positions."""
     for place in range(0, len(content), every):
         yield content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
         yield content[:place] + content[place + 1 :]

@@ -36,7 +36,7 @@ def admission(run: RunSettings, count: int) -> TrainAdmission:
 
 
 def test_new_log_writer_logs_the_run_settings() -> None:
-    """A newcomer that became the first logged how it had come itself: other devices, no slow-downs, all from a file."""
+    """Regression: a joined device that became rank 0 logged its own join options as the run's settings."""
     run = resolve_settings(None, GIVEN)
     offer = {"run": to_toml(run.settings)}
     own = run_of(offer, {"devices": "cpu"})
@@ -66,7 +66,7 @@ def test_job_cannot_call_arbitrary_functions_of_a_joining_device(
 
 
 def test_unwritten_checkpoint_folder_is_refused(tmp_path: Path) -> None:
-    """The newcomer alone would have come to the first checkpoint, and waited there for the others."""
+    """Only the joining device would reach the first checkpoint, and it would wait there for the others."""
     run = resolve_settings(None, GIVEN).settings
     with pytest.raises(InputError, match=re.escape(f"--checkpoint {tmp_path}: the job saves no checkpoints")):
         run_of({"run": to_toml(run)}, {"checkpoint": tmp_path})
@@ -90,7 +90,7 @@ def group(device: int, address: str) -> JoinedGroup:
 
 @pytest.mark.parametrize(("device", "port"), [(0, 7000), (1, 0)])
 def test_local_job_listens_at_the_given_address(device: int, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a fleet file whose only host is this machine met at 127.0.0.1, answered there, and newcomers were told that."""
+    """Regression: a fleet file with only this host listened at 127.0.0.1 and sent that to joining devices."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv(LISTENER, raising=False)
     home = home_at("192.168.1.5", 7000, group(device, "127.0.0.1"))
@@ -106,6 +106,6 @@ def test_multi_host_devices_listen_at_their_own_address() -> None:
 
 @pytest.mark.parametrize("text", ["0.0.0.0:7000", "0.0.0.0", "[::]:7000", "*:7000"])
 def test_wildcard_listen_address_is_refused(text: str) -> None:
-    """It was taken, and others were told to ask at 0.0.0.0."""
+    """Regression: it was accepted, and joining devices were sent to 0.0.0.0."""
     with pytest.raises(InputError, match=r"means all addresses of this machine, .* give that"):
         resolve_settings(None, {"listen": text})

@@ -134,7 +134,7 @@ def keep_many_outstanding(group: Group) -> None:
 
 
 def leave_out_empty_messages(group: Group) -> None:
-    """Messages of no elements take no number on the way, so those after them still arrive where they belong."""
+    """Empty messages take no sequence number, so later ones still arrive in place."""
     right, left = (group.device + 1) % group.devices, (group.device - 1) % group.devices
     before = group.sent_bytes[right]
     got = torch.zeros(2)

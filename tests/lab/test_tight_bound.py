@@ -63,7 +63,7 @@ def place_of(layout: Layout, device: int) -> int:
 
 @pytest.mark.parametrize("case", most_slow(8, range(60)))
 def test_no_plan_beats_the_relaxed_bound(case: int) -> None:
-    """Chain, device and card apart, of plans whose shares are places, with wires by which messages take the most."""
+    """Check chain, device and NIC separately, for plans whose shares are places, on message-bound networks."""
     rng = random.Random(case)
     width, batch, devices = rng.choice([16, 32]), 16, rng.choice([2, 2, 3, 4])
     make = rng.choice([lambda: Normed(width, 3), lambda: Block(width, normed=True), lambda: Block(width, normed=False)])
@@ -109,7 +109,7 @@ def test_no_plan_beats_the_relaxed_bound(case: int) -> None:
 
 
 def test_last_device_at_a_norm_pays_for_the_messages() -> None:
-    """A chain pays a second of latency, forward and backward, where it goes on at another device: 2 x (1 - x) times."""
+    """A chain pays a second of latency, forward and backward, where it changes device: 2 x (1 - x) times."""
     graph = graph_without_weights(lambda: Normed(4, 1), (3, 8, 8))
     (norm,) = (layer for layer in graph.layers.values() if layer.statistics)
 

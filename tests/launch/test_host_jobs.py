@@ -132,7 +132,7 @@ def test_login_shell_output_is_ignored() -> None:
 
 @given(st.lists(st.text(st.characters(exclude_characters="\n"), max_size=9), max_size=9), st.integers(1, 7))
 def test_lines_arrive_as_they_were_sent(texts: list[str], cut: int) -> None:
-    """Whatever is in them, and however they are cut on the way."""
+    """Use any content, split anywhere in transit."""
     lines = [text.encode(errors="replace") for text in texts] + [b"the last has no end"]
     sent, arrived = b"\n".join(lines), []
     sink = by_line(arrived.append)

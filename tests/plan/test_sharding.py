@@ -151,7 +151,7 @@ def test_single_computing_device_gathers_nothing() -> None:
 
 
 def test_weights_kept_between_micro_batches_are_counted() -> None:
-    """Device 1 computes nothing: in a step of several passes it keeps its share a second time, as the others were given it."""
+    """Device 1 computes nothing: with several micro-batches it holds a second copy of its shard."""
     graph, plan = graph_of("two-conv"), plan_of("two-conv")
     own = parameter_entries(lower(plan, graph), graph, 1)[0]
     needs = {

@@ -215,8 +215,7 @@ def test_analytic_model_adds_jitter_once_per_exchange() -> None:
 
 
 def test_deep_net_of_short_layers_uses_one_device_if_faster() -> None:
-    """ResNet-8 at 16 filters: so many exchanges of so little that two devices are slower than the faster of them. By the model,
-    where half of what travels is free, a dozen plans of several devices came before that of one, and it was not replayed."""
+    """ResNet-8 with 16 filters has many small exchanges. The analytic model ranked a dozen multi-device plans first."""
     graph = graph_of(build_net("resnet:8:16", (3, 32, 32), 10), 32)
     costs = costs_of([20e9, 12e9, 8e9, 5e9], 125e6)
     late = replace(costs, network=flat_network(4, 125e6, latency_s=8e-3))

@@ -74,7 +74,7 @@ def test_highest_pair_latency_counts_in_large_fleets(devices: int) -> None:
 
 def test_uplink_carries_traffic_that_leaves_its_segment() -> None:
     """Four hosts, two of them behind an uplink: of what each sends, two of the three others are outside. 300 bytes from either
-    of the two make 400 that cross at 40 bytes/s; out of each card 300 go at 1000."""
+    of the two make 400 that cross at 40 bytes/s; out of each NIC 300 go at 1000."""
     fast = (1000.0,) * 4
     network = Network(
         (0, 1, 2, 3), fast, fast, fast, ((0.0,) * 4,) * 4, (fast,) * 4, (0.0,) * 4,

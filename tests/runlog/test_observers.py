@@ -17,7 +17,7 @@ from tests.support.threads import run_on_threads
 
 
 def test_evaluation_and_the_first_step_after_it_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worked out by hand: a clock that is set, two steps of 2 s, a test of 100 s, two of which one counts."""
+    """Calculated by hand with a fake clock: two steps of 2 s and a test of 100 s."""
     now_s = 0.0
     monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: now_s)
     clock = Clock(torch.device("cpu"))

@@ -342,7 +342,7 @@ def after_a_step(plan: str, work: Callable[[Distributed, torch.optim.Optimizer],
 
 
 def test_saving_inner_module_or_optimizer_never_saves_shards() -> None:
-    """`model.module.state_dict()`, as for DDP and by timm's saver: it gave pieces under the ordinary keys, exit 0."""
+    """Regression: `model.module.state_dict()` (DDP, timm's saver) silently gave shards under the usual keys."""
     keys = nets.build("two-conv").state_dict().keys()
 
     def save(here: Distributed, optimizer: torch.optim.Optimizer) -> None:

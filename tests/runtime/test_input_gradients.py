@@ -170,7 +170,7 @@ def train_gan(g: Any, d: Any, real_of: Any, noise_of: Any, *, rounds: int = 3) -
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "master", "model", "hybrid"])
 def test_a_gan_as_two_distributed_models_trains_as_on_one_device(plan: str) -> None:
-    """It was told to use x.detach(), which stops the generator from learning."""
+    """Regression: the message advised x.detach(), which stops the generator from learning."""
     torch.manual_seed(3)
     g, d = Generator().double(), Discriminator().double()
     x_KN, z_KN = torch.randn(3, 10, 3, 8, 8).double(), torch.randn(3, 10, 5).double()

@@ -1,4 +1,4 @@
-"""Predicted memory of weights in shares beside what training steps take, at worst: behind a network that never hurries.
+"""Predicted peak memory with sharded weights, compared with training steps on a slow network.
 
 Sums of gradients run in a thread. Here each runs when the step cannot go on without it, and in the step's own thread, whose
 tensors are counted: so every whole gradient that may be there is there.

@@ -107,7 +107,7 @@ def test_a_message_arrives_while_its_receiver_computes():
 
 
 def test_two_senders_share_the_receivers_nic():
-    """100 and 200 bytes into one card of 100 bytes/s, on the way from 0.5.
+    """100 and 200 bytes into one NIC of 100 bytes/s, on the way from 0.5.
 
     Both at 50 bytes/s until the first has its 100 at 2.5; the other has 100 left, alone: 3.5. All 300 bytes in 3 s.
     """
@@ -159,7 +159,7 @@ def test_the_fast_device_waits_for_the_slow_one():
 
 
 def test_cpu_cost_of_traffic_limits_it():
-    """0.02 s of processor per byte: 50 bytes/s for one message, though the card has 100: 100 bytes take 2 s.
+    """0.02 s of processor per byte: 50 bytes/s for one message, though the NIC has 100: 100 bytes take 2 s.
 
     Two messages into one device share its processor too: 25 bytes/s each, 100 bytes take 4 s.
     """
@@ -221,7 +221,7 @@ def two_segments() -> Network:
 
 def test_messages_that_cross_an_uplink_share_it():
     """Within a segment the cards count. Two messages that leave segment a have 20 bytes/s each; one from b to the host outside
-    shares no uplink with them, but the card there."""
+    shares no uplink with them, but the NIC there."""
     network = two_segments()
     assert rates(network, [(0, 1)]) == pytest.approx([100.0])
     assert rates(network, [(0, 2), (1, 3)]) == pytest.approx([20.0, 20.0])

@@ -54,7 +54,7 @@ def test_arrays_match_scalars(formula):
 
 
 def priced_s(plan: Schedule, devices: int) -> float:
-    """Round by round: a latency, the bytes of the fullest card in either direction, the bytes that one device adds."""
+    """Round by round: a latency, the bytes of the fullest NIC in either direction, the bytes that one device adds."""
     total_s = 0.0
     for transfers in plan.rounds:
         sent, received, added = (np.zeros(devices) for _ in range(3))

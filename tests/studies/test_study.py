@@ -142,7 +142,7 @@ def test_closed_form_holds_for_more_devices_than_filters_or_samples(plan):
     """Then some are idle, and readers that differ in number cause moves of their own.
 
     Here the replay may take a little longer: cards are shared fairly, and after the short messages of a ragged split have
-    ended, the long ones cannot use all of their card.
+    ended, the long ones cannot use all of their NIC.
     """
     for net, devices, batch in (("few filters", 8, 16), ("residual", 8, 5), ("branches", 4, 16), ("branches", 7, 6)):
         expected_s = replayed(NETS[net], plan, devices, batch).step_s
@@ -408,7 +408,7 @@ def test_a_prediction_by_hand():
 
     FLOP of the convolutions 2*1024*500*75 + 2*256*1500*12500 = 9.6768e9, three times that with backward: 29.0304e9,
     0.580608 s alone, 0.611166 s with the rest, 0.030558 s. On four: 0.145152 s of convolutions.
-    Through the master's card: outputs of conv 1, 3/4 of 500*32*32, and of conv 2, 3/4 of 1500*16*16, in;
+    Through the master's NIC: outputs of conv 1, 3/4 of 500*32*32, and of conv 2, 3/4 of 1500*16*16, in;
     inputs of conv 2, 500*16*16 three times, out; 1,056,000 numbers; backward the same: 8,448,000 bytes, 0.067584 s.
     The scores of 10 classes to three others: 120 bytes. Speedup 0.611166 / 0.243295 = 2.512.
     """
