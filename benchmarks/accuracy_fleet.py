@@ -165,7 +165,6 @@ class _Bench:
 
 
 def accuracy_page(document: Document) -> str:
-    """Return docs/accuracy.md."""
     rows, setting, here = list(document["rows"].values()), document["setting"], document["ground"]
     kinds = {where: [row for row in rows if row["where"] == where] for where in (FLEET, ALONE)}
     if not all(kinds.values()):

@@ -45,7 +45,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the case as a file name."""
         return f"{self.fleet}.{self.net.replace(':', '-')}.{self.batch}"
 
 

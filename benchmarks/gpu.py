@@ -127,7 +127,6 @@ def _train(
     forward: Callable[[Tensor], Tensor],
     scaler: GradScaler | None = None,
 ) -> list[float]:
-    """Train and return the losses."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
     for x, y in batches:
         out = forward(x)
@@ -491,7 +490,6 @@ def _python_path(*first: str | Path) -> str:
 
 
 def page_of(place: Place, rows: Sequence[Row], took_s: float) -> str:
-    """Return the page as Markdown."""
     made = stamp(COMMAND)
     ground = made["ground"]
     body = [[row.part, row.what, row.found, {None: "", True: "yes", False: "**no**"}[row.good]] for row in rows]

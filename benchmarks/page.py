@@ -44,7 +44,6 @@ class Paper:
 
 
 def validation_page(paper: Paper) -> str:
-    """Return docs/validation.md."""
     rows = [row for row in paper.rows if row.plan in PLAN_NAMES]
     short = [*_verdicts(rows), *_intervals(rows), *_choice_verdicts(choices(rows)), *_noise(rows)]
     short += [quietness(paper.results), *_losses(rows)]
@@ -261,6 +260,5 @@ def seconds(value: float | None) -> str:
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

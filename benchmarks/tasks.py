@@ -72,7 +72,6 @@ class PixelImages(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def image_shape(self) -> ImageShape:
-        """Return channels, height and width."""
         _, channels, height, width = self.x_NCHW.shape
         return channels, height, width
 

@@ -254,7 +254,6 @@ def measurements(place: Place, net: str, graph: Graph, say: Callable[[str], None
 
 
 def _forward_s(timeline: Timeline) -> float:
-    """Return the first device's forward seconds of the large convolution."""
     rows = [e for e in timeline.events if e.device == 0 and e.activity == "compute" and e.label == "3 forward"]
     return sum(e.end_s - e.start_s for e in rows)
 

@@ -169,7 +169,6 @@ class Search:
 
     @property
     def best(self) -> Setting:
-        """Return the setting with the shortest step."""
         return min((s for s, t in self.trials.items() if not t.given_up), key=lambda s: self.trials[s].step_s)
 
     @property
@@ -184,7 +183,6 @@ class Search:
 
     @property
     def _cost_s(self) -> float:
-        """Return the seconds of another trial."""
         return self.trials[self.best].cost_s
 
 

@@ -110,7 +110,6 @@ class WorkerJob:
         )  # fmt: skip
 
     def path(self, case: Case) -> Path:
-        """Return the file of a case."""
         return self.output / f"{case.name}.json"
 
     def still_to_run(self, case: Case, empty: FleetResult) -> Case | None:
@@ -299,7 +298,6 @@ class _FleetRun:
 
 
 def _pair(turns: Sequence[Turn], most: int) -> Pair | None:
-    """Return `auto` and tuned DDP if both have a turn."""
     plans = [turn.rows[0].plan for turn in turns]
     return Pair(plans.index(TUNED), plans.index(AUTO), KNOWN_TO, most) if {TUNED, AUTO} <= set(plans) else None
 

@@ -159,7 +159,6 @@ class Fleet:
         group.close()
 
     def there(self) -> list[Members]:
-        """Return the devices that train."""
         rows = list(self.members.items())
         return [m for d, m in rows if self.fates[d].ended == "done" and m.membership and not self.machines[d].is_off]
 

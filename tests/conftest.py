@@ -80,7 +80,6 @@ _parents: dict[int, int] = {}
 
 
 def children() -> Iterator[psutil.Process]:
-    """Return all descendant processes."""
     global _parents
     found: dict[int, int] = {}
     for pid in psutil.pids():

@@ -42,7 +42,6 @@ def write(kept: Kept) -> None:
 
 
 def text(kept: Kept) -> str:
-    """Return the page."""
     rows = sorted(kept.rows, key=lambda row: row.family)
     exact, untried = [row for row in rows if row.exact], [row for row in rows if row.untried]
     shared = [row for row in exact if row.shared_out >= 95.0]

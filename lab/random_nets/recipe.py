@@ -64,7 +64,6 @@ class Recipe:
 
 
 def draw(seed: int) -> Recipe:
-    """Draw the net of a seed."""
     rng = Random(seed)
     names = [*STEPS, *_SKIPS]
     groups = [STEPS[name][0] if name in STEPS else "layer" for name in names]

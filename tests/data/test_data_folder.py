@@ -50,7 +50,6 @@ def values(samples: Samples) -> list[tuple[int, int]]:
 
 
 def read_all(folder: Path) -> list[torch.Tensor]:
-    """Return every stored image."""
     both = load(str(folder))
     return [split.read(i) for split in (both.train, both.test) for i in range(len(split))]
 

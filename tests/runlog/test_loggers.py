@@ -37,7 +37,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
-    """Train in this process and return the exit status."""
     monkeypatch.setattr(sys, "argv", ["convoy", "train", *TINY, *argv])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -37,7 +37,6 @@ TINY = ["--net", "two-conv:4:6", "--limit", "80", "--batch", "32", "--speeds", "
 
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder for the runs of this test."""
     for name in (*PLACE, "CONVOY_DEVICE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CONVOY_RUNS", str(tmp_path / "runs"))

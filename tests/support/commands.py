@@ -39,7 +39,6 @@ def convoy_in_process(monkeypatch: pytest.MonkeyPatch, argv: Sequence[str]) -> i
 
 
 def train_all(device: int, runs: list[list[str]]) -> list[str]:  # noqa: ARG001
-    """Run each of these trainings on processes; return what each prints here."""
     texts = []
     for argv in runs:
         with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def package_files() -> set[str]:
-    """Return every file of the package as a wheel names it."""
     found = (path for path in (ROOT / "convoy").rglob("*") if path.is_file() and path.suffix != ".pyc")
     return {str(path.relative_to(ROOT)) for path in found}
 

@@ -65,7 +65,6 @@ LR = 0.05
 
 
 def rates(made: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[float]:
-    """Return the learning rate of every step under a scheduler."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
     scheduler, found = made(optimizer), []
     for _ in range(steps):

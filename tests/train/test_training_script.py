@@ -58,7 +58,6 @@ def first(devices: int, script: Path, *options: str) -> str:
 
 
 def numbers(printed: str) -> list[float]:
-    """Return all numbers that a run prints."""
     assert printed.count("epoch") == 3
     return [float(number) for number in re.findall(r"[\d.]+", printed)]
 
