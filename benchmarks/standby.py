@@ -48,7 +48,7 @@ from convoy.plan.plan import Plan
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
-from convoy.planner.spare import SparePrice, spare_price
+from convoy.planner.snapshot_cost import SparePrice, spare_price
 from convoy.simulate.costs import ENCRYPTION_S_PER_BYTE
 from convoy.simulate.table import Measurement
 

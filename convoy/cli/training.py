@@ -182,8 +182,8 @@ def of_job(rows: Sequence[JobProcess], job: str | None) -> list[JobProcess]:
     """Return the rows of one job. Raises InputError if there is none, or if several match."""
     if not rows:
         raise InputError(
-            f"no job of user {os.geteuid()} runs on this machine ({os.uname().nodename}): give the command on a machine where "
-            "its devices are, as the user who started it"
+            f"no job of user {os.geteuid()} runs on this machine ({os.uname().nodename}): run this on one of the "
+            "job's machines, as the user who started the job"
         )
     named = [row for row in rows if job is None or row.is_named(job)]
     count = len({row.job for row in named})

@@ -83,8 +83,8 @@ def check(settings: Settings) -> None:
     if settings.batch % settings.accumulate:
         some = [str(n) for n in range(1, min(settings.batch, 1024)) if not settings.batch % n]
         raise InputError(
-            f"--accumulate {settings.accumulate} with --batch {settings.batch}: the micro-batches of a step must be equal; "
-            f"give one of {', '.join([*some, str(settings.batch)])}"
+            f"--accumulate {settings.accumulate} with --batch {settings.batch}: micro-batches must be equally "
+            f"large; set --accumulate to one of {', '.join([*some, str(settings.batch)])}"
         )
     if settings.precision != "float32":
         from convoy.runtime.precision import check_kinds

@@ -51,7 +51,7 @@ class NicRates:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The seconds per byte and per message that a device spends, with its share of a processor."""
+    """A device's seconds per byte sent, per byte received and per message, at its share of a processor."""
 
     send_s_per_byte: float
     receive_s_per_byte: float

@@ -24,7 +24,7 @@ from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import check_alone, choice_lines, choose
 from convoy.planner.request import PlanOptions, PlanRequest
-from convoy.planner.spare import SparePrice, spare_price
+from convoy.planner.snapshot_cost import SparePrice, spare_price
 from convoy.runtime.clock import Clock
 from convoy.simulate.interval import Within, around
 from convoy.simulate.memory import MemoryLimits

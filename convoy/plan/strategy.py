@@ -130,7 +130,7 @@ def check_sharding(layer: Layer, strategy: Strategy | None, shares: Shares, devi
     what = f"layer {layer.name!r}, in shares"
     share_rules.check(shares, sum(shares), devices, what)
     if not any(shares):
-        raise PlanError(f"{what}: shares {shares} are all zero: give one device a share at least")
+        raise PlanError(f"{what}: shares {shares} are all zero: give at least one device a share above 0")
     if isinstance(strategy, Filter | Channel | One):
         raise PlanError(
             f"{what}: its strategy is {strategy.name!r}, so no device uses a copy: give it the strategy 'batch', or take it out"

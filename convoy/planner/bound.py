@@ -233,7 +233,7 @@ def _wire_s(request: PlanRequest, path: list[list[Layer]], work: _Work, device: 
 
 
 def _fewest_entries(request: PlanRequest, path: list[list[Layer]], units: list[float]) -> Floats:
-    """Return the fewest entries through the NIC for each number of units of work that the device gives away.
+    """For each amount of work given away (in units), return the fewest tensor entries through the device's NIC.
 
     Args:
         units: of each weighted layer of the path.

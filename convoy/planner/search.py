@@ -377,7 +377,7 @@ def batch_shares(model: CostModel, active: Sequence[int], penalty: MemoryPenalty
 def layer_shares(
     model: CostModel, layer: Layer, side: Side, active: Sequence[int], penalty: MemoryPenalty | None = None
 ) -> Shares:
-    """Return the filters (output features) or input channels of each device, by the seconds of one layer."""
+    """Return each device's number of filters or input channels that minimises the slowest device's time."""
     total = layer.channels_out if side == "outputs" else layer.channels_in
     return _shares(model, total, active, penalty, lambda device, points: model.curve_s(layer, side, device, points))
 

@@ -11,7 +11,7 @@ from convoy.plan.lower import lower
 from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.prediction import PlanPrediction
 from convoy.planner.request import PlanRequest
-from convoy.planner.spare import spare_price
+from convoy.planner.snapshot_cost import spare_price
 from convoy.report.measured import remarks
 from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.report.screen import Screen, new_table

@@ -195,8 +195,8 @@ def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if originals and all(p.grad is None for p in originals):
         some = f"{len(originals)} of {len(parameters)} parameters of " if len(originals) < len(parameters) else ""
         raise InputError(
-            f"{some}{name} are those of the model before it was distributed; they have no gradients, so it would train "
-            "nothing: create the optimizer from the distributed model's parameters(), also for add_param_group(), or give it "
+            f"{some}{name} are from the model before it was distributed, and get no gradients any more: "
+            "create the optimizer from the distributed model's parameters(), also for add_param_group(), or give it "
             "to convoy.prepare(model, optimizer, loader)"
         )
     shards = [p for p in parameters if is_shard(p)]

@@ -94,7 +94,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--data", "mnist"], ["'mnist'", "cifar10", "digits", "fashion-mnist"]),
     (
         ["--data", "cifar10", "--data-dir", "EMPTY"],
-        ["EMPTY holds no cifar-10-batches-bin", "unpack https://", "leave it out to download"],
+        ["EMPTY holds no cifar-10-batches-bin", "unpack https://", "leave --data-dir out to download"],
     ),
     (["--data", "cifar10", "--data-dir", "NOWHERE"], ["NOWHERE is no folder", "--data-dir"]),
     (

@@ -251,7 +251,7 @@ ODD: list[tuple[list[str], str]] = [
     (["--speeds", "1e308"], "from 1e-12 to 1e12"),
     (
         ["--batch", "9999999990", "--accumulate", "7"],
-        "the micro-batches of a step must be equal; give one of 1, 2, 3, 5",
+        "micro-batches must be equally large; set --accumulate to one of 1, 2, 3, 5",
     ),
     (["--batch", "1000000000"], "--batch 1000000000 with 80 training images"),
     (["--augment", "crop:99999"], "crop:99999"),

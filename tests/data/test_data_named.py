@@ -126,7 +126,7 @@ def test_a_folder_without_the_files_is_refused_at_once(tmp_path: Path) -> None:
         assert_says(
             error,
             f"--data-dir {tmp_path} holds no {there}: unpack https://",
-            "or leave it out to download",
+            "or leave --data-dir out to download",
         )
     with pytest.raises(DataError, match="nowhere is no folder"):
         load("cifar100", tmp_path / "nowhere")

@@ -15,7 +15,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import One
 from convoy.planner.prediction import PlanPrediction, predict_plan
 from convoy.planner.request import PlanRequest
-from convoy.planner.spare import MOST_PART, kept_bytes, spare_price
+from convoy.planner.snapshot_cost import MOST_PART, kept_bytes, spare_price
 from convoy.report.plans import show_all
 from convoy.simulate.costs import Overheads
 from tests.support.described_fleets import measured_fleet
