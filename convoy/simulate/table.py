@@ -314,9 +314,7 @@ class Measurement:
         """
         _, measured = cls._from_sections(parse_toml(text, source), source)
         if measured is None:
-            raise InputError(
-                f"{source}: no [measured] table: this file only describes a fleet; run convoy measure on it"
-            )
+            raise InputError(f"{source}: no [measured] table, only a description: run convoy measure on it")
         return measured
 
     @classmethod
