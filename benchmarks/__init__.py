@@ -1,1 +1,1 @@
-"""Benchmarks: each states hardware, versions, date and command, and keeps what it measured in results/."""
+"""Benchmarks. Each records hardware, versions, date and command, and writes its measurements to results/."""

@@ -28,7 +28,7 @@ def main(
     net: str = "two-conv:50:500",
     batch: int = 64,
     lr: float = 0.01,
-    limit: Annotated[int | None, typer.Option(help="Only so many training images.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N training images.")] = None,
     results: Path = RESULTS,
 ) -> None:
     """Run all rows that the results file does not hold yet."""
@@ -48,7 +48,7 @@ def main(
 
 
 def trained(command: list[str]) -> dict[str, Any]:
-    """What a `convoy` command that trains wrote into its log: the last epoch, every 50th loss, bytes sent by all devices.
+    """Read the log of a training `convoy` command: its last epoch, every 50th loss, bytes sent by all devices.
 
     Also the seconds of all epochs, and where a step was predicted, that beside the measured one."""
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Test accuracy of a small ResNet on CIFAR-10: a fleet of unequal hosts beside one device, over some seeds, in given minutes.
+"""Test accuracy of a small ResNet on CIFAR-10: unequal hosts compared with one device, over several seeds.
 
     python -m benchmarks.accuracy_fleet FOLDER [--fleet mixed4] [--minutes 20] [--epochs N]     # Linux, root
     python -m benchmarks.accuracy_fleet FOLDER --page-only
@@ -41,19 +41,19 @@ Document = dict[str, Any]
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder with the binary CIFAR-10 files.")],
-    fleet: Annotated[str, typer.Option(help="A fleet of benchmarks/fleets.")] = "mixed4",
+    fleet: Annotated[str, typer.Option(help="A fleet in benchmarks/fleets.")] = "mixed4",
     net: str = "resnet:8:16",
     batch: int = 128,
     lr: float = 0.1,
-    limit: Annotated[int | None, typer.Option(help="Only so many training images.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N training images.")] = None,
     seeds: str = "0,1,2",
-    minutes: Annotated[float, typer.Option(help="For all trainings together; chooses the epochs.")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="Minutes for all trainings; determines the epochs.")] = 20.0,
     epochs: Annotated[
-        int | None, typer.Option(help="Of each training; default: as many as fit into the minutes.")
+        int | None, typer.Option(help="Epochs per training; default: as many as fit the minutes.")
     ] = None,
     results: Path = RESULTS,
     page: Path = PAGE,
-    page_only: Annotated[bool, typer.Option(help="Run nothing, write the page.")] = False,
+    page_only: Annotated[bool, typer.Option(help="Only write the page.")] = False,
 ) -> None:
     """Run all rows that the results file does not hold yet, then write the page."""
     try:
@@ -78,7 +78,7 @@ def _read(path: Path) -> Document:
 
 
 class _Bench:
-    """The trainings of one fleet and one net, and the file they are kept in."""
+    """The trainings of one fleet and one net, and their result file."""
 
     def __init__(
         self, folder: Path, fleet: str, net: str, batch: int, lr: float, limit: int | None, results: Path
@@ -109,7 +109,7 @@ class _Bench:
             self.document = old
 
     def run(self, seeds: Sequence[int], minutes: float, epochs: int | None) -> None:
-        """Every seed on the fleet and on one device.
+        """Train with every seed on the fleet and on one device.
 
         Raises:
             InputError: not even one epoch fits into the minutes.
@@ -128,7 +128,7 @@ class _Bench:
                     write_whole(self.results, json.dumps(self.document, indent=1) + "\n")
 
     def _fitting(self, seeds: int, left_s: float) -> int:
-        """How many epochs fit, by a short run of each kind: its start and its tests take as long as in a long one."""
+        """Estimate how many epochs fit from a short run of each kind."""
         images = self.limit or 50_000
         fixed_s = epoch_s = 0.0
         for where in (FLEET, ALONE):
@@ -165,7 +165,6 @@ class _Bench:
 
 
 def accuracy_page(document: Document) -> str:
-    """docs/accuracy.md."""
     rows, setting, here = list(document["rows"].values()), document["setting"], document["ground"]
     kinds = {where: [row for row in rows if row["where"] == where] for where in (FLEET, ALONE)}
     if not all(kinds.values()):
@@ -205,7 +204,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def verdict(fleet: Sequence[float], alone: Sequence[float]) -> str:
-    """Whether the two differ by more than the seeds do: by more than two standard errors of the difference of the means."""
+    """Say whether the means differ by more than two standard errors of their difference."""
     apart = statistics.fmean(fleet) - statistics.fmean(alone)
     noise = math.hypot(_deviation(fleet) / math.sqrt(len(fleet)), _deviation(alone) / math.sqrt(len(alone)))
     words = "within" if abs(apart) <= 2 * noise else "more than"

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md: one line for each measured case. Sentences with numbers are made from the results."""
+"""Write docs/benchmarks.md: one line per measured case, with sentences generated from the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ class Sources:
 
 
 def bench_page(sources: Sources) -> str:
-    """Return the page as Markdown."""
     rows = [row for result in sources.results for row in result.measured_rows()]
     compared = [row for row in rows if not row.fleet.startswith(EQUAL)]
     equal = [row for row in rows if row.fleet.startswith(EQUAL)]

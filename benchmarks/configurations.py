@@ -1,4 +1,4 @@
-"""What the benchmarks run: fleets x nets x batches x plans, as values.
+"""Benchmark cases as values: fleets x nets x batches x plans.
 
 A case is one net on one fleet at one batch: its plans are measured in turn, round after round, so that whatever happens to
 the machine happens to all of them. A series is one net on one fleet: its layers are measured once for all its cases.
@@ -36,7 +36,7 @@ MOST_EQUAL = 8
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One net on one fleet at one batch, with the plans that take turns there."""
+    """One net on one fleet at one batch, with the plans that alternate there."""
 
     fleet: str
     net: str
@@ -45,7 +45,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As a file's name."""
         return f"{self.fleet}.{self.net.replace(':', '-')}.{self.batch}"
 
 
@@ -73,12 +72,12 @@ class Series:
                 raise unknown_name("plan", plan, (*PEERS, *PLAN_NAMES))
 
     def cases(self) -> tuple[Case, ...]:
-        """A case for each batch."""
+        """Return one case per batch."""
         return tuple(Case(self.fleet, self.net, batch, self.plans) for batch in self.batches)
 
 
 def fleet_named(name: str) -> Fleet:
-    """The description of a fleet.
+    """Return the description of a fleet.
 
     Raises:
         InputError: no fleet of that name; the choices are listed.
@@ -229,7 +228,7 @@ about speed."""
 
 
 def series_of(name: str) -> tuple[Series, ...]:
-    """The series of a set.
+    """Return the series of a set.
 
     Raises:
         InputError: no set of that name; the choices are listed.
@@ -241,7 +240,7 @@ def series_of(name: str) -> tuple[Series, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What of the benchmarks is asked for; empty means all.
+    """The requested subset of the benchmarks; empty fields mean all.
 
     Attributes:
         set: a set of `SETS`; None: exactly the cases of the fields below, in any set or not.
@@ -254,7 +253,7 @@ class Choice:
     plans: tuple[str, ...] = ()
 
     def series(self) -> tuple[Series, ...]:
-        """The series with what is left of their batches and plans.
+        """Return the selected series with the selected batches and plans.
 
         Raises:
             InputError: an unknown name, a case without fleet, net or batch, or nothing is left.

@@ -43,7 +43,7 @@ TRIAL_S = 0.6
 
 
 def meet(group: Group) -> None:
-    """Make torch's default process group of the same devices, beside Convoy's own, which torch does not see.
+    """Create torch's default process group on Convoy's devices; torch does not see Convoy's own group.
 
     It finds its store by torchrun's environment, like any script.
     """
@@ -53,7 +53,7 @@ def meet(group: Group) -> None:
 
 
 def leave() -> None:
-    """Undo `meet`, where it was called; runners rest before.
+    """Destroy torch's process group if `meet` created it; runners must rest first.
 
     What holds the group last destroys it. A model that does keeps Python's lock while it waits for gloo's threads, which may
     want it (PyTorch issue 56297): one process of two hung.
@@ -64,7 +64,7 @@ def leave() -> None:
 
 
 def sharing_sgd(model: nn.Module) -> Optimizer:
-    """As `sgd`, each rank updating its even part of the parameters, whole ones, and broadcasting them."""
+    """Return `sgd` with updates distributed over the ranks: each updates whole parameters and broadcasts them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it is imported
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -73,7 +73,7 @@ def sharing_sgd(model: nn.Module) -> Optimizer:
 
 @final
 class DdpRunner:
-    """DistributedDataParallel with one setting. Every device makes one, after `meet`.
+    """DistributedDataParallel with one setting. Every device creates one after `meet`.
 
     Attributes:
         stays: whether it keeps its memory between turns: where a step is long, the uncounted ones would take most of the time.
@@ -96,7 +96,7 @@ class DdpRunner:
         return None
 
     def build(self) -> None:
-        """Take up memory; no step is trained yet."""
+        """Allocate memory without training a step."""
         model = copy.deepcopy(self._first_weights)
         self._model = DistributedDataParallel(
             model,
@@ -112,7 +112,7 @@ class DdpRunner:
         self._train(steps, update=True)
 
     def compute(self, steps: int) -> Gradients:
-        """Forward and backward without communication, so many times; when gradients were ready, in the mean."""
+        """Run forward and backward without communication `steps` times; return when gradients were ready on average."""
         assert self._model is not None
         parameters = [p for p in self._model.module.parameters() if p.requires_grad]
         ready_s, start_s = [0.0] * len(parameters), 0.0
@@ -202,13 +202,13 @@ class FsdpRunner:
 
 
 def loss_scale(images: Data, shares: Sequence[int]) -> float:
-    """What each rank's sum of losses is multiplied by: gradients are averaged over ranks, and are to be those of the mean."""
+    """Return the factor for each rank's loss sum. DDP averages gradients over ranks; they must be those of the mean."""
     labels = sum(shares) * images.targets[0].numel()
     return len(shares) / labels
 
 
 def fsdp_turn(group: Group, row: Row, model: nn.Module, images: Data, speeds: Sequence[float]) -> Turn:
-    """The turn of `fsdp`. Every device calls it.
+    """Return the turn of `fsdp`. Every device calls it.
 
     Args:
         speeds: samples/s of each device alone, as measured before.
@@ -226,7 +226,7 @@ def fsdp_turn(group: Group, row: Row, model: nn.Module, images: Data, speeds: Se
 
 
 def own_batches(images: Data, batch: int, own: slice) -> Batches:
-    """One rank's samples of the batches that one device would train on."""
+    """Yield one rank's samples of the batches that one device would train on."""
     order = Loader(images, batch, drop_last=True)
     for epoch in count():
         for indices in order.batches(epoch):
@@ -243,7 +243,7 @@ def ddp_turn(
     known: Setting | None = None,
     wire: Wire | None = None,
 ) -> tuple[Turn, Setting]:
-    """The turn of `ddp-even` or `ddp-tuned`, after its search, and what was found, which its row tells too.
+    """Search, then return the turn of `ddp-even` or `ddp-tuned` and the search result for its row.
 
     Every device calls it.
 
@@ -272,14 +272,14 @@ def ddp_turn(
 
 
 class _Trials:
-    """The trials of a search. Where steps are long, the best runner so far stays ready: another first step costs as much."""
+    """The trials of a search. For long steps the best runner stays ready, since another first step is expensive."""
 
     def __init__(self, group: Group, model: nn.Module, images: Data) -> None:
         self._group, self._model, self._images = group, model, images
         self._ready: tuple[float, Setting, DdpRunner] | None = None
 
     def runner(self, setting: Setting, *, stays: bool) -> DdpRunner:
-        """The runner of a setting, ready where it is the best of those that were tried."""
+        """Return the runner of a setting, reusing the best trial's runner."""
         ready = self._ready
         found = ready[2] if ready is not None and ready[1] == setting else self._made(setting)
         if ready is not None and found is not ready[2]:
@@ -291,7 +291,7 @@ class _Trials:
         return DdpRunner(self._model, setting, self._group.device, self._images)
 
     def attempt(self, setting: Setting, first_limit_s: float) -> Trial:
-        """A first step, which is not counted; some more if it is short enough; then this rank's computing alone."""
+        """Run an uncounted first step, then more if it is short enough, then this rank's computation alone."""
         start_s, runner = time.perf_counter(), self._made(setting)
         gc.collect()
         runner.build()
@@ -314,7 +314,7 @@ class _Trials:
         return Trial(step_s, tuple(map(max, ready_s)), cost_s, first_s, gradients=Gradients(own.size_bytes, ready_s))
 
     def _keep(self, step_s: float, setting: Setting, runner: DdpRunner, *, is_long: bool) -> None:
-        """Keep this runner ready if it is the best, and let the other one go."""
+        """Keep this runner ready if it is the best; release the other."""
         before = self._ready
         if is_long and (before is None or step_s < before[0]):
             self._ready = (step_s, setting, runner)
@@ -324,7 +324,7 @@ class _Trials:
 
 
 def timed_s(group: Group, runner: DdpRunner | FsdpRunner, steps: int) -> float:
-    """Seconds of a step, as the slowest rank has it."""
+    """Return the seconds of a step on the slowest rank."""
     group.agree("steps of a trial begin", "")
     start_s = time.perf_counter()
     runner.train(steps)

@@ -1,4 +1,4 @@
-"""Runs the cases that are asked for, fleet by fleet, each under an emulation of its own; the workers write the results."""
+"""Run the requested cases fleet by fleet, each in its own emulation. The workers write the results."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ SHOWN_DATA = "D"
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """One call of a benchmark's driver. Seconds and rounds: see `benchmarks.worker.WorkerJob`.
+    """One call of a benchmark's driver. For seconds and rounds see `benchmarks.worker.WorkerJob`.
 
     Attributes:
         module: of the driver, as it stands after `python -m`.
@@ -49,7 +49,7 @@ class Drive:
     encrypted: bool = False
 
     def check(self) -> None:
-        """Refuse what can be refused before anything starts.
+        """Raise errors that can be found before anything starts.
 
         Raises:
             InputError, DataError: with the value, the rule and the remedy.
@@ -64,7 +64,7 @@ class Drive:
             load("cifar10", self.data_dir)
 
     def command(self) -> str:
-        """For people: the folder of the images is theirs."""
+        """Return the command to print, without the user's image folder."""
         choice = self.choice
         words = ["python", "-m", self.module, *(["--set", choice.set] if choice.set is not None else [])]
         for option, values in (
@@ -89,7 +89,7 @@ class Drive:
 
 
 def run(drive: Drive) -> int:
-    """Run every fleet that is asked for; the status of the first that failed, after all had their turn.
+    """Run every requested fleet; return the first nonzero status after all have run.
 
     Raises:
         InputError: see `Drive.check` and `convoy.emulate.run.emulate`.
@@ -137,7 +137,7 @@ def _empty(job: WorkerJob, net: str) -> FleetResult:
 
 
 def _refuse_to_lose(job: WorkerJob) -> None:
-    """Hours of measuring are not written over because a line of code has changed since."""
+    """Refuse to overwrite hours of measurements because the code has changed since."""
     for case in (case for series in job.series for case in series.cases()):
         path = job.path(case)
         if not job.again and path.exists() and not _empty(job, case.net).continues(old := read_result(path)):
@@ -148,7 +148,7 @@ def _refuse_to_lose(job: WorkerJob) -> None:
 
 
 def _announced(jobs: Sequence[WorkerJob]) -> list[WorkerJob]:
-    """Print which cases are still to run, and return the jobs that have any."""
+    """Print the cases still to run and return the jobs that have any."""
     found = []
     for job in jobs:
         cases = [case for series in job.series for case in series.cases()]
@@ -171,7 +171,7 @@ def _emulated(job: WorkerJob, limit_s: float) -> int:
 
 
 def results_in(folder: Path) -> list[FleetResult]:
-    """The results that lie in a folder, whatever runs they are of; of a case that was measured twice, the later.
+    """Read all results in a folder; for a case measured twice, keep the later one.
 
     Raises:
         InputError: none is there, or one cannot be read.

@@ -1,4 +1,4 @@
-"""The pictures: predicted against measured, and efficiency by plan."""
+"""Draw the figures: predicted against measured, and efficiency by plan."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +12,13 @@ MARKS = dict(zip(PLAN_NAMES, "osXD^vP", strict=True))
 
 
 def draw(results: Sequence[FleetResult], path: Path) -> bool:
-    """Draw every predicted and measured row of Convoy's plans; False where matplotlib is not installed."""
+    """Draw every predicted and measured Convoy row; return False without matplotlib."""
     rows = [row for result in results for row in result.measured_rows() if row.plan in MARKS and row.predicted_s]
     return _drawn(path, (6.4, 6.0), lambda axes: _plot(axes, rows)) if rows else False
 
 
 def draw_efficiency(results: Sequence[FleetResult], path: Path) -> bool:
-    """Draw the efficiency of every plan in every case that has it; False where there is none, or no matplotlib."""
+    """Draw the efficiency of every plan per case; return False without data or matplotlib."""
     rows = [row for result in results for row in result.measured_rows()]
     found = [(row, value) for row in rows if row.device is None and (value := efficiency(row, rows)) is not None]
     names = list(dict.fromkeys(_case(row) for row, _ in found))

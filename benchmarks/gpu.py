@@ -1,4 +1,4 @@
-"""What a machine with an accelerator can show of Convoy, in at most ten minutes, each part also by itself.
+"""Check Convoy on a machine with an accelerator in at most ten minutes; each check also runs alone.
 
     python -m benchmarks.gpu [--only parity] [--device cuda:0] [--page FILE]
 
@@ -65,7 +65,7 @@ many in 16 bits."""
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. `good` is None where nothing is asked."""
+    """One finding. `good` is None if the row is not checked."""
 
     part: str
     what: str
@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Place:
-    """Where it runs.
+    """The device and folder of a run.
 
     Attributes:
         environment: of processes that are started.
@@ -94,7 +94,7 @@ class Place:
 
 
 def parity(place: Place) -> Iterator[Row]:
-    """Five steps on the accelerator and a CPU beside five on one CPU, in float64 and float32, by every plan with a name."""
+    """Compare five steps on accelerator + CPU with one CPU, in float64 and float32, for every named plan."""
     for name in PLANS:
         apart = _apart(place, name, torch.float64)
         yield Row("parity", f"float64, {name}, {place.name} + cpu", f"{apart:.1e}", apart <= EXACT)
@@ -127,7 +127,6 @@ def _train(
     forward: Callable[[Tensor], Tensor],
     scaler: GradScaler | None = None,
 ) -> list[float]:
-    """The losses."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
     for x, y in batches:
         out = forward(x)
@@ -146,7 +145,7 @@ def _train(
 
 @contextmanager
 def _products(precision: str) -> Iterator[None]:
-    """In which numbers float32 products are made, of matrices and of convolutions."""
+    """Return the number formats torch uses for float32 matrix products and convolutions."""
     before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision == "high"
@@ -161,7 +160,7 @@ def _products(precision: str) -> Iterator[None]:
 
 
 def staging(place: Place) -> Iterator[Row]:
-    """How fast tensors come from the device and go there, through pinned memory and without."""
+    """Measure transfers to and from the device, with and without pinned memory."""
     there = torch.zeros(1 << (20 if place.simulated else 26), device=place.device)
     size_bytes = there.numel() * there.element_size()
     for kind, host in (("pinned", in_host_memory(there)), ("pageable", torch.empty(there.shape))):
@@ -175,7 +174,7 @@ def staging(place: Place) -> Iterator[Row]:
 
 
 def streams(place: Place) -> Iterator[Row]:
-    """A step in a stream of the caller's own gives the numbers of the default stream."""
+    """Check that a step in a user stream gives the numbers of the default stream."""
     torch.manual_seed(0)
     model = build_net("resnet:8:8", (3, 16, 16), 10).double()
     x, y = torch.randn(8, 3, 16, 16).double(), torch.randint(0, 10, (8,))
@@ -209,7 +208,7 @@ def _seconds(once: Callable[[], None], rounds: int = 7) -> float:
 
 
 def processes(place: Place) -> Iterator[Row]:
-    """`convoy train --compare` on the device and a CPU, and by two processes on one device."""
+    """Run `convoy train --compare` on the device and a CPU, and with two processes on one device."""
     for devices in (f"{place.name},cpu", f"{place.name},{place.name}"):
         yield _compared(place, "processes", devices)
 
@@ -223,7 +222,7 @@ def _compared(place: Place, part: str, devices: str) -> Row:
 
 
 def nccl(place: Place) -> Iterator[Row]:
-    """As far as one GPU goes: NCCL begins, sums and ends; two processes that share it use connections. On two, a training."""
+    """Check NCCL as far as one GPU allows: start, sum and end. Two processes that share a GPU use TCP."""
     kind, device = place.device.type, place.device
     if kind != "cuda" or not distributed.is_nccl_available():
         yield Row("nccl", "NCCL", f"not here: needs an NVIDIA GPU and a torch with NCCL, not {kind}")
@@ -242,7 +241,7 @@ def nccl(place: Place) -> Iterator[Row]:
 
 
 def precision(place: Place) -> Iterator[Row]:
-    """Six steps in fewer bits beside float32 on one CPU: bf16 with a CPU, fp16 with loss scaling on the device alone."""
+    """Compare six reduced-precision steps with float32 on one CPU: bf16 with a CPU, fp16 with loss scaling alone."""
     torch.manual_seed(0)
     model = build_net("resnet:8:8", (3, 16, 16), 10)
     batches = [(torch.randn(12, 3, 16, 16), torch.randint(0, 10, (12,)))] * 6
@@ -277,9 +276,9 @@ ENDLESS = ("--data", "digits", "--epochs", "2000", "--net", "two-conv:8:12", "--
 
 
 def kill(place: Place) -> Iterator[Row]:
-    """A process is killed during a step: the others go on and say which was lost, or end and say it, as they are told to."""
+    """Kill a process during a step. The others must name it, and recover or end as configured."""
     for spare, word, expected in (
-        ("auto", "the rest goes on", "go on after step"),
+        ("auto", "the rest goes on", "continue after step"),
         ("none", "the rest ends", "was killed by"),
     ):
         lines, took_s, status = _after_kill(place, spare, expected)
@@ -294,7 +293,7 @@ def kill(place: Place) -> Iterator[Row]:
 
 
 def _after_kill(place: Place, spare: str, expected: str) -> tuple[list[str], float, int | None]:
-    """What a training says whose last process is killed, up to the line that is expected; and how it has ended, if it has."""
+    """Return the output of a training after its last process is killed, and its exit status if it ended."""
     with subprocess.Popen(
         [sys.executable, "-m", "convoy", "train", *ENDLESS, "--devices", f"{place.name},cpu", "--spare", spare],
         env=place.environment, cwd=place.environment["TMPDIR"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -350,7 +349,7 @@ ROUNDS, LEAST_ROUNDS, CASE_S = 9, 3, 12.0
 
 
 def overhead(place: Place) -> Iterator[Row]:
-    """A step on one device, in fused stretches, beside plain PyTorch's, in turns."""
+    """Compare a step on one device in fused segments with a plain PyTorch step, alternating."""
     for net, side, batch in [("resnet:8:8", 16, 8)] if place.simulated else CASES:
         for precision in (None, torch.bfloat16):
             ratios, _ = _beside_plain(place, net, side, batch, precision)
@@ -359,7 +358,7 @@ def overhead(place: Place) -> Iterator[Row]:
 
 
 def compiled(place: Place) -> Iterator[Row]:
-    """The same with rows of layers through torch.compile, where a trial finds that faster."""
+    """Do the same with segments compiled by torch.compile if a trial finds that faster."""
     if place.simulated:
         yield Row("compiled", "compile=True", f"not here: torch.compile has no code for {place.name}")
         return
@@ -377,7 +376,7 @@ def _ratio(ratios: Sequence[float]) -> str:
 def _beside_plain(
     place: Place, net: str, side: int, batch: int, precision: torch.dtype | None, *, compile: bool = False
 ) -> tuple[list[float], str]:
-    """Seconds of steps over those of plain PyTorch, round by round; what was compiled, in words."""
+    """Return step seconds divided by plain PyTorch's per round, and a text about compiled segments."""
     torch.manual_seed(0)
     plain = build_net(net, (3, side, side), 10)
     x, y = torch.randn(batch, 3, side, side, device=place.device), torch.randint(0, 10, (batch,), device=place.device)
@@ -419,7 +418,7 @@ def _step(model: nn.Module, x: Tensor, y: Tensor, precision: torch.dtype | None)
 
 
 def together(place: Place) -> Iterator[Row]:
-    """The device and the CPU by `auto` beside the device alone: never below."""
+    """Compare device + CPU under `auto` with the device alone; it must not be slower."""
     work = ("8", "8", "6", "2") if place.simulated else ("256", "32", "40", "60")
     found = {}
     for devices, plan in ((place.name, "data"), (f"{place.name},cpu", "auto")):
@@ -448,7 +447,7 @@ PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
 
 
 def found_by(part: str, place: Place) -> Iterator[Row]:
-    """Yield the rows of a part as it finds them. An error ends that part alone, and is a row."""
+    """Yield the rows of a check as it finds them. An error ends only that check and becomes a row."""
     try:
         yield from PARTS[part](place)
     except Exception as error:
@@ -463,7 +462,7 @@ def found_by(part: str, place: Place) -> Iterator[Row]:
 
 @contextmanager
 def place_of(device: str | None) -> Iterator[Place]:
-    """The first accelerator of this machine, or a simulated one; a folder for what the parts leave behind."""
+    """Return the first accelerator, or a simulated one, and a folder for the checks' files."""
     with tempfile.TemporaryDirectory(prefix="convoy-gpu-") as folder:
         environment = os.environ | {"TMPDIR": folder, "CONVOY_RUNS": folder, "PYTHONPATH": _python_path(ROOT)}
         simulated = accelerator() is None
@@ -486,12 +485,11 @@ def place_of(device: str | None) -> Iterator[Place]:
 
 
 def _python_path(*first: str | Path) -> str:
-    """These folders before those of the caller's own PYTHONPATH, which may hold packages that the processes need."""
+    """Put these folders before those of the caller's PYTHONPATH, which may hold packages the processes need."""
     return os.pathsep.join([*map(str, first), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 
 
 def page_of(place: Place, rows: Sequence[Row], took_s: float) -> str:
-    """The page, in Markdown."""
     made = stamp(COMMAND)
     ground = made["ground"]
     body = [[row.part, row.what, row.found, {None: "", True: "yes", False: "**no**"}[row.good]] for row in rows]
@@ -508,7 +506,7 @@ def page_of(place: Place, rows: Sequence[Row], took_s: float) -> str:
 
 
 def page_of_none() -> str:
-    """The page as long as no accelerator has run the parts."""
+    """Return the page for the case that no accelerator has run the checks."""
     rows = [[name, (part.__doc__ or "").strip().splitlines()[0]] for name, part in PARTS.items()]
     return "\n\n".join(
         (
@@ -524,11 +522,13 @@ def page_of_none() -> str:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help=f"This part, once for each: {', '.join(PARTS)}.")] = None,
-    device: Annotated[str | None, typer.Option(help="By default this machine's first accelerator.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write the page there, too; only for a real accelerator.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Run only this check; repeatable: {', '.join(PARTS)}.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device; default: the first accelerator.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Also write this page; only for a real accelerator.")] = None,
 ) -> None:
-    """Run the parts, print what they find as they find it."""
+    """Run the checks and print findings as they arrive."""
     if unknown := sorted(set(only or ()) - PARTS.keys()):
         raise unknown_name("part", unknown[0], PARTS)
     console, rows, start_s = Console(soft_wrap=True), [], time.perf_counter()

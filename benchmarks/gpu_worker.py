@@ -1,4 +1,5 @@
-"""One device of `benchmarks.gpu`'s speed beside others: trains ResNet-18 on random images, prints samples/s of its last steps.
+"""One device of the speed check in `benchmarks.gpu`: train ResNet-18 on random images and print samples/s of the
+last steps.
 
 convoy run --devices cuda:0,cpu benchmarks/gpu_worker.py PLAN BATCH SIDE STEPS BUDGET_S
 """

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: processor, versions, revision of the code."""
+"""Record the hardware, versions and code revision of a benchmark run."""
 
 import datetime
 import hashlib
@@ -16,7 +16,7 @@ from convoy import __version__
 
 @dataclass(frozen=True)
 class Ground:
-    """The machine and the programs of one run.
+    """The machine and the software of one run.
 
     Attributes:
         revision: of this repository; where files were changed, with "+" and what tells the changes from others; "" without git.
@@ -32,7 +32,7 @@ class Ground:
 
 
 def stamp(command: str) -> dict[str, Any]:
-    """What stands first in every file of results: the command, when and on what it ran, how busy the machine is."""
+    """Return the header of every result file: command, date, machine and its load."""
     return {
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -42,7 +42,7 @@ def stamp(command: str) -> dict[str, Any]:
 
 
 def ground() -> Ground:
-    """This machine, now."""
+    """Describe this machine now."""
     return Ground(
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

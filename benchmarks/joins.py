@@ -1,4 +1,4 @@
-"""How long devices that train stand still when another one joins, and when one leaves: beside what a step takes.
+"""Measure how long training pauses when a device joins or leaves, compared with an ordinary step.
 
     python -m benchmarks.joins [--rounds 3] [--net two-conv:50:500] [--batch 480] [--plan data-by-speed] [--comes 2]
 
@@ -42,7 +42,7 @@ RUN = ["--data", "digits", "--epochs", "100000", "--evaluate-epochs", "100000", 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The devices of a run changed.
+    """A change of the devices of a run.
 
     Attributes:
         what: in words, by the log.
@@ -61,12 +61,12 @@ class Change:
 
     @property
     def steps(self) -> float:
-        """What it took, in steps as they were before."""
+        """Return the duration of the change in steps before it."""
         return self.stall_s / self.before_s
 
 
 def changes(log: Path) -> list[Change]:
-    """The changes of a run that enough steps follow."""
+    """Return the changes of a run that are followed by enough steps."""
     ends, found = dict[int, float](), []
     rows = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
     for row in rows:
@@ -87,7 +87,7 @@ def changes(log: Path) -> list[Change]:
 
 @contextmanager
 def started(command: Sequence[str], namespace: str, core: int, output: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process on a host and a core; ended with the context."""
+    """Start a process on a host and a core; end it with the context."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     with output.open("wb") as out:
         process = subprocess.Popen(
@@ -103,7 +103,7 @@ def started(command: Sequence[str], namespace: str, core: int, output: Path) -> 
 
 
 def until(log: Path, count: int, what: str, outputs: Sequence[Path]) -> None:
-    """Wait until the run has changed so often, and gone on.
+    """Wait until the run has changed `count` times and has continued.
 
     Raises:
         RuntimeError: it has not.
@@ -117,7 +117,7 @@ def until(log: Path, count: int, what: str, outputs: Sequence[Path]) -> None:
 
 
 def run(wiring: namespaces.Wiring, folder: Path, options: Sequence[str], comes: int) -> list[Change]:
-    """One run, whose devices come and go."""
+    """Run one job whose devices join and leave."""
     convoy, key, log = [sys.executable, "-m", "convoy"], folder / "key", folder / "log.jsonl"
     first, *others = wiring.ports
     outputs = [folder / f"output-{port.host}" for port in wiring.ports]
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=480)
     parser.add_argument("--plan", default="data-by-speed")
     parser.add_argument("--spare", default="auto")
-    parser.add_argument("--also", default="", help="more options of the training, such as '--ema 0.99 --accumulate 2'")
+    parser.add_argument("--also", default="", help="more training options, such as '--ema 0.99 --accumulate 2'")
     parser.add_argument("--comes", type=int, default=2, help="devices that join, one after another")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was made is removed all the same

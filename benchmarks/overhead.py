@@ -1,4 +1,4 @@
-"""What Convoy takes of a step that is neither a layer's arithmetic nor a byte on the wire.
+"""Measure Convoy's time per step beyond layer arithmetic and communication.
 
     python -m benchmarks.overhead [--results FILE] [--compile]
 
@@ -54,7 +54,7 @@ COMPILED = "compiled"
 
 
 class SilentPeer(Group):
-    """A group of two whose other device is never there: its messages are zeros that have arrived at once."""
+    """A group of two without a real peer: its messages are zeros that arrive at once."""
 
     def __init__(self) -> None:
         super().__init__(0, 2, torch.device("cpu"), 60.0)
@@ -78,7 +78,7 @@ WARM = 5
 def steps_of(
     net: str, image: tuple[int, int, int], batch: int, *, compile: bool = False
 ) -> dict[str, Callable[[], float]]:
-    """By way: a training step on random numbers; it gives the loss. Each has so many samples of its own."""
+    """Return a training step per variant on random numbers; each returns the loss."""
     plain = build_net(net, image, 10)
     x, y = torch.randn(batch, *image), torch.randint(0, 10, (batch,))
     graph = trace(plain, x[:1]).graph
@@ -108,7 +108,7 @@ def _step(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
 
 
 def in_turns(steps: dict[str, Callable[[], float]], rounds: int, round_s: float) -> dict[str, list[float]]:
-    """Seconds of a step by way, one number a round; the ways take turns in every round.
+    """Return step seconds per variant, one number per round; the variants alternate within a round.
 
     Raises:
         AssertionError: the losses of the first steps differ, so that they are not the same training.
@@ -129,9 +129,9 @@ def in_turns(steps: dict[str, Callable[[], float]], rounds: int, round_s: float)
 
 def main(
     results: Annotated[Path | None, typer.Option(help="File to write.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns per variant.")] = 9,
     round_s: Annotated[float, typer.Option(help="Seconds of a turn.")] = 0.7,
-    compile: Annotated[bool, typer.Option(help="Also with compile=True.")] = False,
+    compile: Annotated[bool, typer.Option(help="Also run with compile=True.")] = False,
 ) -> None:
     """Time all cases, write the results, print a table."""
     torch.set_num_threads(1)

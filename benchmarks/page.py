@@ -1,4 +1,4 @@
-"""The pages of results. Every sentence with a number in it is made from the numbers."""
+"""Write the result pages. Every sentence with a number is generated from the numbers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ INTERVAL_TARGET = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """What a page is made of: results of some fleets, and where its figure lies."""
+    """The content of a page: results of some fleets, and the location of its figure."""
 
     results: Sequence[FleetResult]
     figure: str | None
@@ -44,7 +44,6 @@ class Paper:
 
 
 def validation_page(paper: Paper) -> str:
-    """docs/validation.md."""
     rows = [row for row in paper.rows if row.plan in PLAN_NAMES]
     short = [*_verdicts(rows), *_intervals(rows), *_choice_verdicts(choices(rows)), *_noise(rows)]
     short += [quietness(paper.results), *_losses(rows)]
@@ -103,7 +102,7 @@ def _cores(result: FleetResult) -> str:
 
 
 def quietness(results: Sequence[FleetResult]) -> str:
-    """How much of the machine others took."""
+    """Say how much of the machine other programs used."""
     nets = [net for result in results for net in result.nets.values() if net.finished]
     shares = [net.others for net in nets if net.others is not None]
     if not shares:
@@ -115,7 +114,7 @@ def quietness(results: Sequence[FleetResult]) -> str:
 
 
 def how_timed() -> str:
-    """What a measured step is."""
+    """Explain how a step is measured."""
     return (
         "A step: from a common start to the end of the slowest device's last step, over the number of steps of the round; "
         "loading the batch, the loss and the optimizer included."
@@ -144,7 +143,7 @@ def _verdicts(rows: Sequence[Row]) -> list[str]:
 
 
 def _intervals(rows: Sequence[Row]) -> list[str]:
-    """How often the interval holds that Convoy tells beside a step of a measured fleet."""
+    """Say how often the measured step lies in the predicted interval of a measured fleet."""
     factor = SIMULATION["measured"].step
     found = [Residual(row.plan, row.net, row.predicted_s, row.median_s) for row in rows if row.predicted_s is not None]
     if not found:
@@ -203,7 +202,7 @@ def _noise(rows: Sequence[Row]) -> list[str]:
 
 
 def _drifted(rows: Sequence[Row]) -> list[str]:
-    """The same table at the speed of measuring, where that speed is known."""
+    """Return the same table scaled to the measured machine speed, where that speed is known."""
     drifts = [drift for row in rows for drift in row.drifts]
     if not drifts:
         return []
@@ -254,13 +253,12 @@ def _full_table(rows: Sequence[Row]) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Three digits that count."""
+    """Format seconds with three significant digits."""
     if value is None:
         return ""
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

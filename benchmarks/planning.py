@@ -1,4 +1,4 @@
-"""How long planning takes: RegNetY-400MF over 3 devices, ResNet-50 over 16 and over 1,000; a sweep of 10,000 points.
+"""Time planning: RegNetY-400MF over 3 devices, ResNet-50 over 16 and 1,000, and a sweep of 10,000 points.
 
     python -m benchmarks.planning [--results FILE]
 
@@ -40,7 +40,8 @@ CARD = Nic(send_bytes_per_s=1.25e9, receive_bytes_per_s=1.25e9, latency_s=5e-5)
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1, each with batch norm, beside a shortcut; the stride is in the 3x3."""
+    """A bottleneck block of 1x1, 3x3, 1x1 convolutions, each with batch norm, and a shortcut; the 3x3 has the
+    stride."""
 
     def __init__(self, channels_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ def _normed(channels_in: int, out: int, kernel: int, stride: int = 1, groups: in
 
 
 class Excited(nn.Module):
-    """Channels weighted by what a small net makes of their means (squeeze and excitation)."""
+    """Squeeze and excitation: channels weighted by a small net of their means."""
 
     def __init__(self, channels: int, squeezed: int) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class Excited(nn.Module):
 
 
 class GroupedBottleneck(nn.Module):
-    """1x1, 3x3 in groups of 8 channels, excitation, 1x1, beside a shortcut; the stride is in the 3x3."""
+    """A bottleneck block with groups of 8 channels in the 3x3, excitation and a shortcut; the 3x3 has the stride."""
 
     def __init__(self, channels_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ def regnet_y_400mf(classes: int = 1000) -> nn.Module:
 
 
 def unequal(devices: int, kinds: int, seed: int = 0) -> Fleet:
-    """A fleet of one device per host, of so many kinds, their speeds up to 100 times apart."""
+    """Return a fleet of one device per host with `kinds` speeds up to 100 times apart."""
     rng = random.Random(seed)
     rows = [(rng.uniform(5e10, 5e12), rng.uniform(1e10, 5e11)) for _ in range(kinds)]
     return Fleet(
@@ -138,7 +139,7 @@ def unequal(devices: int, kinds: int, seed: int = 0) -> Fleet:
 
 
 def three_cores() -> Fleet:
-    """Processors of three generations at 1 Gbit/s: near enough to each other for many plans to be worth a replay."""
+    """Return three processor generations at 1 Gbit/s, close enough that many plans need a replay."""
     rates = {"a": 88e9, "b": 55e9, "c": 33e9}
     devices = (
         Device(f"{n}-cpu", n, "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate / 8, memory_bytes=8 * 10**9)
@@ -148,7 +149,7 @@ def three_cores() -> Fleet:
 
 
 def plan_once(graph: Graph, fleet: Fleet, batch: int) -> dict[str, Any]:
-    """Costs of the fleet, the planner's choice and the lower bound, from nothing."""
+    """Compute costs, the planner's choice and the lower bound from scratch."""
     costs = roofline_costs(fleet)
     best = candidates(PlanRequest(graph, batch, FleetKnowledge(fleet, given=costs)))[0]
     return {
@@ -159,14 +160,14 @@ def plan_once(graph: Graph, fleet: Fleet, batch: int) -> dict[str, Any]:
 
 
 def sweep_once(graph: Graph) -> dict[str, Any]:
-    """Every plan at 10,000 points: 100 batches by 100 bandwidths."""
+    """Evaluate every plan at 10,000 points: 100 batches by 100 bandwidths."""
     batches, links = np.meshgrid(np.arange(8, 808, 8), np.geomspace(1e7, 1e11, 100))
     sweeps = sweep(graph, points_at(BASE, batch=batches.ravel(), link_bytes_per_s=links.ravel()))
     return {"points": len(sweeps[0].points), "plans": len(PLANS)}
 
 
 def timed(work: Callable[[], dict[str, Any]], repeats: int) -> dict[str, Any]:
-    """Run `work` so often."""
+    """Run `work` repeatedly and return its times."""
     found: dict[str, Any] = {}
     wall_s, processor_s = [], []
     for _ in range(repeats):
@@ -179,7 +180,7 @@ def timed(work: Callable[[], dict[str, Any]], repeats: int) -> dict[str, Any]:
 
 
 def main(results: Annotated[Path, typer.Option(help="File to write.")] = RESULTS) -> None:
-    """Time all of them, write the results, print a table."""
+    """Time everything, write the results, print a table."""
     torch.set_num_threads(1)
     images = torch.zeros(2, 3, 224, 224)
     start_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What Convoy predicts for a case, from one measuring of its net: made on device 0, before anything runs."""
+"""Predict a case on device 0 from one measurement of its net, before anything runs."""
 
 import math
 import time
@@ -23,7 +23,8 @@ from convoy.simulate.costs import Costs
 
 @dataclass(frozen=True)
 class Prediction:
-    """One plan: its JSON, seconds of a step, where they go, seconds of the busiest card, what bounds it."""
+    """The prediction of one plan: JSON, step seconds and their causes, seconds of the busiest NIC, and the
+    bottleneck."""
 
     plan: str
     step_s: float
@@ -51,12 +52,12 @@ class Predictions:
     least_s: float | None = None
 
     def to_json(self) -> str:
-        """Text that `from_json` reads back to equal predictions."""
+        """Return text that `from_json` reads back as equal predictions."""
         return _TEXT.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "Predictions":
-        """The predictions in a text of `to_json`."""
+        """Read predictions from the text of `to_json`."""
         return _TEXT.validate_json(text)
 
 
@@ -64,7 +65,7 @@ _TEXT = TypeAdapter(Predictions)
 
 
 def predict(case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions:
-    """Every plan of the case that is Convoy's, as `convoy plan` predicts it."""
+    """Predict every Convoy plan of the case, as `convoy plan` does."""
     start_s = time.perf_counter()
     context = PlanRequest(graph, case.batch, FleetKnowledge(fleet, given=costs), outputs=task_of(case.net).outputs)
 
@@ -87,14 +88,14 @@ def _prediction(row: PlanPrediction, fleet: Fleet) -> Prediction:
 
 
 def _card_s(row: PlanPrediction, fleet: Fleet) -> float:
-    """Seconds of the busiest card; every device has a host of its own in these fleets."""
+    """Return the seconds of the busiest NIC; in these fleets every device has its own host."""
     cards = [fleet.nic(device.host) for device in fleet.devices] if len(fleet.hosts) > 1 else []
     ways = zip(cards, row.sent_bytes, row.received_bytes, strict=False)
     return max((max(out / c.send_bytes_per_s, into / c.receive_bytes_per_s) for c, out, into in ways), default=0.0)
 
 
 def strategies(plan: Plan) -> dict[str, str]:
-    """What each layer does, in few words: `conv1: filter(20,15,9,6)`; `*` stands for all layers not named."""
+    """Summarise each layer's strategy: `conv1: filter(20,15,9,6)`; `*` stands for all other layers."""
 
     def words(strategy: object) -> str:
         shares: Sequence[int] = getattr(strategy, "shares", None) or [getattr(strategy, "device", 0)]
@@ -104,7 +105,7 @@ def strategies(plan: Plan) -> dict[str, str]:
 
 
 def rows_of(case: Case, predictions: Predictions, round_s: float) -> tuple[Row, ...]:
-    """A row per configuration, and one per device where devices train alone; nothing is measured yet."""
+    """Return one row per configuration, or per device if devices train alone, before any measurement."""
     alone_s = predictions.solo_s
     # For DDP, a guess of how long a step takes, only to choose how many make a round.
     guess_s = 1 / sum(1 / each_s for each_s in alone_s)
@@ -141,7 +142,7 @@ def rows_of(case: Case, predictions: Predictions, round_s: float) -> tuple[Row, 
 
 
 def _steps_together(round_s: float, step_s: float) -> int:
-    """At least two, unless a step is long: devices begin and end a turn a little apart, and a single short step shows that."""
+    """Return at least two steps unless a step is long: devices start and end a turn at slightly different times."""
     return max(_steps(round_s, step_s), 2 if step_s < 2 * round_s else 1)
 
 

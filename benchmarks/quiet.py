@@ -1,4 +1,4 @@
-"""How quiet the machine was: processor time that other programs took while the benchmark ran."""
+"""Measure the processor time that other programs used during a benchmark."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from convoy.measure.other_load import Reading, read_usage
 
 
 def others_share(group: Group, begin: Reading) -> float:
-    """The part of this machine that others took since `begin`: 0.1 is a tenth of all its cores.
+    """Return the fraction of this machine that others used since `begin`: 0.1 is a tenth of all cores.
 
     What the kernel does for the network outside of any process counts as others. All devices call it, and all must be on
     one machine.
@@ -19,5 +19,5 @@ def others_share(group: Group, begin: Reading) -> float:
 
 
 def share(busy_s: float, own_s: float, wall_s: float, cores: int) -> float:
-    """What is left of the busy seconds, as a part of all seconds there were."""
+    """Return the remaining busy seconds as a fraction of all seconds."""
     return max(0.0, busy_s - own_s) / (wall_s * cores)

@@ -1,4 +1,4 @@
-"""A device becomes half as fast in mid-training: how soon the others have taken over, and what that does to the loss curve.
+"""Slow a device down in mid-training: measure how soon the others take over its work and the effect on the loss.
 
     python -m benchmarks.rebalance [--plan data-by-speed] [--slowdown 2,4,4,8] [--slowed 0] [--steps 160]
 
@@ -55,7 +55,7 @@ CLASSES = 10
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is trained; field by field the options."""
+    """The training setup; its fields match the options."""
 
     net: str
     plan: str
@@ -71,15 +71,15 @@ class Setting:
 
 def main(
     net: Annotated[str, typer.Option(help="two-conv:K1:K2, alexnet:F, resnet:DEPTH:WIDTH.")] = "two-conv:50:500",
-    plan: Annotated[str, typer.Option(help="A plan by name that goes by speed.")] = "data-by-speed",
+    plan: Annotated[str, typer.Option(help="A named plan with shares by speed.")] = "data-by-speed",
     image: Annotated[int, typer.Option(help="Height and width of the images.")] = 32,
     batch: int = 64,
-    steps: Annotated[int, typer.Option(help="Of each training.")] = 260,
-    slow_at: Annotated[int, typer.Option(help="The step before which one device becomes slower.")] = 40,
-    slowed: Annotated[int, typer.Option(help="Which.")] = 0,
-    times: Annotated[float, typer.Option(help="How many times slower it becomes.")] = 2.0,
-    slowdown: Annotated[str, typer.Option(help="A factor per device that makes this machine a fleet.")] = "2,4,4,8",
-    every: Annotated[int, typer.Option(help="Steps between two looks.")] = 2,
+    steps: Annotated[int, typer.Option(help="Steps per training.")] = 260,
+    slow_at: Annotated[int, typer.Option(help="Slow the device down before this step.")] = 40,
+    slowed: Annotated[int, typer.Option(help="The device to slow down.")] = 0,
+    times: Annotated[float, typer.Option(help="Slowdown factor.")] = 2.0,
+    slowdown: Annotated[str, typer.Option(help="Slowdown per device that emulates a fleet.")] = "2,4,4,8",
+    every: Annotated[int, typer.Option(help="Steps between rebalancing checks.")] = 2,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write (JSON).")] = RESULTS,
 ) -> None:
     if steps < slow_at + ANSWER + LATE:
@@ -96,7 +96,7 @@ def main(
 
 
 def work(setting: Setting, output: Path) -> None:
-    """What each device does."""
+    """Run one device."""
     x = torch.randn(setting.batch * 4, 3, setting.image, setting.image, generator=torch.Generator().manual_seed(1))
     y = torch.randint(CLASSES, (len(x),), generator=torch.Generator().manual_seed(2))
     data = TensorDataset(x, y)
@@ -125,7 +125,7 @@ def _net(setting: Setting) -> torch.nn.Module:
 
 
 def _plan(setting: Setting, group: Group, slow: float) -> Plan:
-    """The plan by measured speeds; `slow`: the device in question is so many times slower while it is measured."""
+    """Return the plan for measured speeds; `slow` multiplies the slowed device's times while measuring."""
     factor = setting.slowdown[group.device] * (slow if group.device == setting.slowed else 1.0)
     model = _net(setting)
     traced = trace(model, torch.zeros(1, 3, setting.image, setting.image))
@@ -134,7 +134,7 @@ def _plan(setting: Setting, group: Group, slow: float) -> Plan:
 
 
 class Training:
-    """One of the four trainings on this device; see the top.
+    """One of the four trainings on this device; see the module.
 
     Args:
         slow_at: the step before which a device becomes slower; None: never.
@@ -191,7 +191,7 @@ class Training:
         run.compute_s.append(part.clock.compute_s - before_s)
 
     def finished(self) -> Run:
-        """The run, with the slowest device's seconds of each step."""
+        """Return the run with the slowest device's seconds of each step."""
         rows = [json.loads(t) for t in self.group.agree("seconds", json.dumps([self.run.step_s, self.run.compute_s]))]
         step_s, compute_s = ([max(each) for each in zip(*(row[i] for row in rows), strict=True)] for i in (0, 1))
         return replace(self.run, step_s=step_s, compute_s=compute_s)
@@ -208,7 +208,7 @@ def _document(setting: Setting, runs: dict[str, Run], summary: Summary) -> dict[
 
 
 def _command() -> str:
-    """As a user types it: convoy emulate names its fleet in CONVOY_FLEET; where this machine keeps results is its own."""
+    """Return the command a user types: convoy emulate passes its fleet in CONVOY_FLEET; result paths are local."""
     given = sys.argv[1:]
     for name in ("-o", "--output"):
         if name in given:

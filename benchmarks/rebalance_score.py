@@ -1,4 +1,4 @@
-"""What four trainings say about rebalancing: how soon it answers, whether the shares swing later, whether the loss changes."""
+"""Score rebalancing from four trainings: response time, later share changes, and effect on the loss."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ LATE = 20
 
 @dataclass
 class Run:
-    """What one training showed.
+    """The record of one training.
 
     Attributes:
         step_s: wall-clock seconds of each step from a common start to the end of the slowest device, the rebalancer's part
@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers that count.
+    """The scores of the four runs.
 
     Attributes:
         step_s, compute_s: medians of the last steps of each run.
@@ -74,7 +74,7 @@ class Summary:
 
     @property
     def is_back(self) -> bool:
-        """Within 5 % of the best split after at most ten steps, and still so after them; and shares that stay are not."""
+        """Return whether throughput is within 5 % of the best split after at most ten steps and stays there."""
         soon = self.back_after is not None and self.back_after <= ANSWER
         return soon and self.of_best >= 1 - BACK > self.left_alone
 
@@ -84,12 +84,12 @@ class Summary:
 
     @property
     def is_same_curve(self) -> bool:
-        """No further from the undisturbed loss than twice what another split's rounding does."""
+        """Return whether the loss differs at most twice as much as another split's rounding makes it."""
         return self.losses_apart <= 2 * self.losses_apart_by_rounding
 
 
 def summarise(runs: Mapping[str, Run], slow_at: int) -> Summary:
-    """Of the four runs of `benchmarks.rebalance`, by their names."""
+    """Score the four runs of `benchmarks.rebalance`, given by name."""
     undisturbed, other, best = runs["undisturbed"], runs["rebalanced"], runs["best split"]
     # In the same turns, the machine was in the same mood.
     of_best, alone = (
@@ -135,5 +135,5 @@ def _apart(one: Run, other: Run) -> float:
 
 
 def as_json(summary: Summary) -> dict[str, object]:
-    """With the verdicts."""
+    """Return the scores with their verdicts."""
     return asdict(summary) | {"back": summary.is_back, "calm": summary.is_calm, "same_curve": summary.is_same_curve}

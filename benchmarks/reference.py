@@ -1,4 +1,4 @@
-"""How fast the machine is at this moment: the same calculation, timed again and again.
+"""Track the machine's current speed by timing the same calculation again and again.
 
 On a shared machine the processor's speed wanders by tens of per cent within minutes. A prediction is made from tables that
 were measured some time before; the same small convolution, timed on all devices at once beside the tables and before every
@@ -20,7 +20,7 @@ STRETCH_S = 0.15
 
 
 class Reference:
-    """The speed of all devices of a group, beside what it was at a base. Every device makes one and calls it alike."""
+    """The speed of all devices of a group relative to a base. Every device creates one and calls it identically."""
 
     def __init__(
         self, group: Group, now: Callable[[], float] = time.perf_counter, stretch_s: float = STRETCH_S
@@ -32,11 +32,11 @@ class Reference:
         self._base_s: list[float] = []
 
     def rebase(self, *samples: list[float]) -> None:
-        """Take the means of some readings as the base."""
+        """Set the base to the mean of some readings."""
         self._base_s = [statistics.fmean(each) for each in zip(*samples, strict=True)]
 
     def read(self) -> list[float]:
-        """Seconds of the calculation on every device, all at the same time."""
+        """Return the seconds of the calculation on every device, run at the same time."""
         self._group.agree("reference begins", "")
         calls, start_s = 0, self._now()
         with torch.no_grad():
@@ -46,7 +46,7 @@ class Reference:
         return [float(text) for text in self._group.agree("reference ends", json.dumps(passed_s / calls))]
 
     def drift(self) -> float:
-        """How many times slower the devices are now than at the base, in the mean; 1 without a base."""
+        """Return how many times slower the devices are than at the base, on average; 1 without a base."""
         if not self._base_s:
             return 1.0
         return statistics.fmean(now / base for now, base in zip(self.read(), self._base_s, strict=True))

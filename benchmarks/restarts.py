@@ -1,4 +1,4 @@
-"""How long a training stands still when a device is killed: Convoy's survivors beside torchrun's restart and torchft.
+"""Measure how long training pauses when a device is killed: Convoy's recovery, torchrun's restart and torchft.
 
     python -m benchmarks.restarts [--rounds 3] [--net resnet18:16] [--batch 24] [--devices 3] [--ways convoy,torchrun-1]
 
@@ -78,7 +78,7 @@ that were ended, and never get beyond `init_process_group`. torchft's lighthouse
 
 @dataclass
 class Job:
-    """A training that runs meanwhile.
+    """A training that runs in the background.
 
     Attributes:
         groups: of processes that began it, to be ended with it.
@@ -120,7 +120,7 @@ class Job:
 
 @contextmanager
 def job(way: str, net: str, batch: int, devices: int, folder: Path, torchft: str) -> Iterator[Job]:
-    """A training that runs meanwhile."""
+    """Start a training in the background."""
     every = "save 10" if way == "torchrun-10" else "save 1"
     worker = ("benchmarks.restarts_worker", way if way in ("convoy", "torchft") else every)
     arguments = (net, str(batch), str(devices), str(folder))
@@ -167,7 +167,7 @@ def _free_port() -> int:
 
 
 def marks(folder: Path) -> dict[int, list[tuple[float, int]]]:
-    """Of each process: when which step was done."""
+    """Read from each process when it completed each step."""
     found = {}
     for path in folder.glob("marks-*"):
         whole = [line.split() for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -176,7 +176,7 @@ def marks(folder: Path) -> dict[int, list[tuple[float, int]]]:
 
 
 def pauses(job: Job, kills: int, dice: random.Random) -> tuple[list[float], list[float]]:
-    """Kill devices of the job one after another: the seconds of each pause, and of steps in between."""
+    """Kill devices of the job one after another; return the seconds of each pause and of the steps in between."""
     found, steps, folder, killed, since_s = [], [], job.folder, set[int](), 0.0
     for _ in range(kills):
         alive = _settled(folder, killed, since_s)
@@ -193,7 +193,7 @@ def pauses(job: Job, kills: int, dice: random.Random) -> tuple[list[float], list
 
 
 def _went_on(folder: Path, done: int, since_s: float) -> float:
-    """When the first step behind `done` was finished."""
+    """Return when the first step after `done` was completed."""
     deadline_s = time.monotonic() + LIMIT_S
     while True:
         ends = [at_s for rows in marks(folder).values() for at_s, step in rows if step > done and at_s > since_s]
@@ -205,7 +205,7 @@ def _went_on(folder: Path, done: int, since_s: float) -> float:
 
 
 def _settled(folder: Path, killed: set[int], since_s: float) -> set[int]:
-    """The processes that train, once each has done a few steps since then."""
+    """Return the training processes once each has completed a few steps."""
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s:
         rows = {pid: each for pid, each in marks(folder).items() if pid not in killed and _parent(pid) is not None}
@@ -219,7 +219,7 @@ def _settled(folder: Path, killed: set[int], since_s: float) -> set[int]:
 
 
 def _parent(pid: int) -> int | None:
-    """Of a process that lives."""
+    """Return the parent of a live process."""
     try:
         state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", default=None, help=f"of {','.join(WAYS)}")
-    parser.add_argument("--torchft", default="", help="a Python that has torchft and what Convoy needs")
+    parser.add_argument("--torchft", default="", help="a Python with torchft and Convoy's dependencies")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the jobs end with it
     ways = given.ways.split(",") if given.ways else [way for way in WAYS if way != "torchft" or given.torchft]

@@ -1,4 +1,4 @@
-"""What one device does in `benchmarks/restarts.py`: the same net and batches by Convoy, under torchrun, or with torchft.
+"""One device of `benchmarks/restarts.py`: train the same net and batches by Convoy, torchrun or torchft.
 
     python -m benchmarks.restarts_worker WAY NET BATCH DEVICES FOLDER
 
@@ -64,7 +64,7 @@ def by_convoy(net: nn.Module, data: TensorDataset, batch: int, mark: Mark) -> No
 
 
 def by_torchrun(net: nn.Module, data: TensorDataset, batch: int, mark: Mark, saved: Path, every: int) -> None:
-    """Even shares of the batch, for as many devices as there are; the last checkpoint is where it goes on."""
+    """Train on even shares of the batch over the available devices; resume from the last checkpoint."""
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 

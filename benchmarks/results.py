@@ -1,4 +1,4 @@
-"""The results of a benchmark: a value for each case, and the JSON file that it is kept in.
+"""Benchmark results: a value per case, and its JSON file.
 
 A case's predictions are in its file before its first run; its runs are added when all of them are done.
 """
@@ -22,7 +22,7 @@ Kept = TypeVar("Kept")
 
 @dataclass(frozen=True)
 class Where:
-    """Where the time of a step goes, of each device, in seconds.
+    """Seconds of a step by cause, for each device.
 
     Attributes:
         compute_s: its layers, and what traffic takes of its processor meanwhile.
@@ -35,7 +35,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration: predicted, and measured.
+    """One configuration, predicted and measured.
 
     Attributes:
         batch: global batch, in samples.
@@ -50,7 +50,7 @@ class Row:
         loss: of the first step of every round, on device 0 (`one-device`: on that device); None for DDP, which
             knows only its own part.
         foreseen, seen: where the time goes, predicted, and by the devices' clocks (medians of the rounds).
-        card_s: predicted seconds that the busiest card sends or receives in a step.
+        card_s: predicted seconds that the busiest NIC sends or receives in a step.
         bound: what the step waits for most, by the simulator, as `convoy plan` tells it.
         tried: of `auto`: of each plan in the trial, the planner's choice first, seconds of a step, predicted and in the trial.
         least_s: of `auto`: what no exact plan can be predicted to take less than.
@@ -78,19 +78,19 @@ class Row:
 
     @property
     def at_measured_speed_s(self) -> float:
-        """Median of the rounds, each at the speed that the machine had while the tables were measured."""
+        """Return the median of the rounds, each scaled to the machine's speed during measuring."""
         drifts = self.drifts or (1.0,) * len(self.rounds_s)
         return statistics.median(s / d for s, d in zip(self.rounds_s, drifts, strict=True))
 
     @property
     def median_s(self) -> float:
-        """Median of the rounds. It has to be measured first."""
+        """Return the median of the rounds, which must be measured."""
         return statistics.median(self.rounds_s)
 
 
 @dataclass(frozen=True)
 class NetResult:
-    """The configurations of one net on one fleet, at one batch or more.
+    """All configurations of one net on one fleet, at one or more batches.
 
     Attributes:
         measured, predicted, finished: dates (ISO 8601); finished is "" until the runs are done.
@@ -111,7 +111,7 @@ class NetResult:
 
 @dataclass(frozen=True)
 class FleetResult:
-    """Everything that one file holds: a case, with the fleet and the ground it was measured on.
+    """The content of one file: a case, its fleet and the machine it was measured on.
 
     Attributes:
         set: that was run; "" where the case was asked for by itself.
@@ -132,26 +132,26 @@ class FleetResult:
     format: Literal[1] = 1
 
     def with_net(self, result: NetResult) -> "FleetResult":
-        """The same with one net's result added or replaced."""
+        """Return a copy with one net's result added or replaced."""
         return replace(self, nets={**self.nets, result.net: result})
 
     def continues(self, other: "FleetResult") -> bool:
-        """Whether results of `other` may stand beside those of this run: same machine, code, images and settings."""
+        """Return whether results of `other` can be combined with this run: same machine, code, images and settings."""
         own, others = (replace(each, nets={}, command="", set="") for each in (self, other))
         return own == others
 
     def measured_rows(self) -> tuple[Row, ...]:
-        """Every row that was measured."""
+        """Return every measured row."""
         return tuple(row for net in self.nets.values() if net.finished for row in net.rows)
 
     def lacks(self, case: Case) -> bool:
-        """Whether a plan of this case was not measured."""
+        """Return whether a plan of this case was not measured."""
         held = {row.plan for row in self.measured_rows() if (row.net, row.batch) == (case.net, case.batch)}
         return not held.issuperset(case.plans)
 
 
 def still_to_run(path: Path, empty: FleetResult, case: Case) -> Case | None:
-    """What of a case is to be measured, when its file may hold some of it already; None: nothing.
+    """Return the part of a case that its file lacks; None if it is complete.
 
     A case is measured as a whole, because its plans take turns: where one is missing, those that are there run again.
 
@@ -169,7 +169,7 @@ def still_to_run(path: Path, empty: FleetResult, case: Case) -> Case | None:
 
 
 def newest(results: Iterable[FleetResult]) -> list[FleetResult]:
-    """The results without the cases that another of them measured later, and without what was left empty by that."""
+    """Drop cases that a later result measured again, and results left empty by that."""
     found = list(results)
     last: dict[tuple[str, str, int], str] = {}
     for _, net in _finished(found):
@@ -194,7 +194,7 @@ _FILE = TypeAdapter(FleetResult)
 
 
 def write_result(path: Path, result: FleetResult) -> None:
-    """Replace the file by this result.
+    """Replace the file with this result.
 
     Raises:
         InputError: it cannot be written.
@@ -203,7 +203,7 @@ def write_result(path: Path, result: FleetResult) -> None:
 
 
 def read_result(path: Path) -> FleetResult:
-    """The result in a file.
+    """Read the result in a file.
 
     Raises:
         InputError: it cannot be read, or is no result of this version.
@@ -212,7 +212,7 @@ def read_result(path: Path) -> FleetResult:
 
 
 def read_kept(path: Path, adapter: TypeAdapter[Kept], made_by: str) -> Kept:
-    """What a benchmark kept in a JSON file.
+    """Read a benchmark's JSON file.
 
     Args:
         made_by: what is run to make the file again.
@@ -228,7 +228,7 @@ def read_kept(path: Path, adapter: TypeAdapter[Kept], made_by: str) -> Kept:
 
 
 def read_if_kept(path: Path, adapter: TypeAdapter[Kept], module: str) -> Kept | None:
-    """As `read_kept`, of a benchmark that may not have run: None where there is no file.
+    """Do as `read_kept`, or return None if the file does not exist.
 
     Args:
         module: the benchmark, as Python runs it with -m.

@@ -1,4 +1,4 @@
-"""Rounds: every configuration has a turn in each, one after the other, and all devices agree on what a turn took."""
+"""Run rounds in which every configuration has one turn; all devices agree on the time of a turn."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ FEWEST_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is run at one time, and who runs it here.
+    """A set of rows that run at the same time, and this device's runner.
 
     Attributes:
         rows: one row for all devices together; or a row for each device, which trains alone beside the others.
@@ -30,13 +30,13 @@ class Turn:
     most_s: float | None = None
 
     def steps(self, device: int) -> int:
-        """How many steps a device takes in a round."""
+        """Return the steps a device takes in a round."""
         return self.rows[device if len(self.rows) > 1 else 0].steps
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two turns, by their index, that have further rounds together until the ratio of their times is known.
+    """Two turns, by index, that repeat rounds until the ratio of their times is known.
 
     Attributes:
         known_to: its standard error at most, as a part of it.
@@ -51,7 +51,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What all devices agreed that one turn took.
+    """The agreed time of one turn.
 
     Attributes:
         rows_s: seconds of a step, of each row.
@@ -71,7 +71,7 @@ class _Found:
     drifts: list[float] = field(default_factory=list)
 
     def wants_more(self, most_s: float | None) -> bool:
-        """Whether another round is due. All devices have the same times, so they answer alike."""
+        """Return whether another round is due. All devices have the same times, so they agree."""
         if most_s is None or len(self.turns) < FEWEST_ROUNDS:
             return True
         return sum(turn.took_s for turn in self.turns) < most_s
@@ -86,7 +86,7 @@ def run_rounds(
     limit_s: float | None = None,
     pair: Pair | None = None,
 ) -> tuple[Row, ...]:
-    """Play all rounds. Every device calls it with the same turns; all get the same rows.
+    """Run all rounds. Every device calls it with the same turns and gets the same rows.
 
     Args:
         pair: of the turns; has more rounds than the others where it needs them.
@@ -117,7 +117,7 @@ def run_rounds(
 
 
 def _due(pair: Pair | None, index: int, found: Sequence[_Found]) -> bool:
-    """Whether a turn of a pair has another round, since the ratio is not known. All devices have the same times."""
+    """Return whether a turn of a pair needs another round. All devices have the same times."""
     if pair is None or index not in (pair.first, pair.second):
         return False
     a_s, b_s = ([max(turn.rows_s) for turn in found[each].turns] for each in (pair.first, pair.second))
@@ -142,7 +142,7 @@ def _measured(turn: Turn, found: _Found) -> list[Row]:
 
 
 def timed(group: Group, turn: Turn, *, rest: bool = True) -> Timed:
-    """Play one turn.
+    """Run one turn.
 
     Args:
         rest: whether the runner gives its memory back afterwards.

@@ -1,4 +1,4 @@
-"""What one configuration does on one device: it trains as a user would, and rests between its turns.
+"""Run one configuration on one device as a user would, and release its memory between turns.
 
 A resting runner holds next to no memory: dozens of configurations take turns in one process per device. When it wakes, it
 has the net's first weights, no momentum, and the first batch next: every turn is the same run, repeated.
@@ -40,26 +40,26 @@ class Runner(Protocol):
     """One configuration on one device."""
 
     def wake(self) -> float | None:
-        """Take up memory with the net's first weights, and train what is not counted: it allocates and chooses kernels.
+        """Allocate memory with the first weights and run uncounted steps, which allocate buffers and choose kernels.
 
         Returns:
             The loss of the first whole batch, if this device saw one.
         """
 
     def train(self, steps: int) -> Spent:
-        """Train so many steps."""
+        """Run the given number of steps."""
 
     def rest(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
 
 def sgd(model: nn.Module) -> Optimizer:
-    """The optimizer of every benchmark, the same for Convoy and its peers."""
+    """Return the optimizer of every benchmark, the same for Convoy and its peers."""
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
 
 
 def endless(loader: Loader) -> Batches:
-    """Batches from the first of epoch 0 on, epoch after epoch."""
+    """Yield batches from the first of epoch 0 on, epoch after epoch."""
     loader.set_epoch(0)
     while True:
         yield from loader
@@ -71,7 +71,7 @@ Criterion = Callable[..., Tensor]
 def train_steps(
     model: nn.Module, optimizer: Optimizer, batches: Batches, steps: int, criterion: Criterion = F.cross_entropy
 ) -> float:
-    """The steps of `convoy.train.loop.fit`; the loss of the first.
+    """Run the steps of `convoy.train.loop.fit` and return the first loss.
 
     Args:
         criterion: the mean over the batch, and over its pixels where each has a label.
@@ -90,7 +90,7 @@ def train_steps(
 
 @final
 class ConvoyRunner:
-    """A Convoy plan. Every device makes one."""
+    """A Convoy plan. Every device creates one."""
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group, images: Data, batch: int) -> None:
         self._weights: Mapping[str, Tensor] = dict(model.named_parameters())
@@ -102,7 +102,7 @@ class ConvoyRunner:
         self.rest()
 
     def settle(self, steps: int, others: Sequence[Plan] = ()) -> tuple[Autotune, Plan]:
-        """Train as `convoy train --plan auto` does, uncounted, through autotuning and so many steps more.
+        """Train uncounted, as `convoy train --plan auto`, through autotuning and the given number of steps.
 
         Returns:
             The state of autotuning, and what rebalancing made of the plan that won it, which is gone on with.

@@ -1,4 +1,4 @@
-"""How good predictions and choices were: pure functions of measured rows."""
+"""Score predictions and choices with pure functions of measured rows."""
 
 import math
 import statistics
@@ -29,7 +29,7 @@ def error(row: Row) -> float:
 
 
 def error_at_measured_speed(row: Row) -> float:
-    """The same, with each round at the speed that the machine had while the tables were measured."""
+    """Return the error with each round scaled to the machine's speed during measuring."""
     if row.predicted_s is None:
         raise ValueError(f"{row.plan} of {row.net} on {row.fleet} has no prediction: ask only rows that have one")
     return row.predicted_s / row.at_measured_speed_s - 1
@@ -49,7 +49,7 @@ def middle_spread(seconds: Sequence[float]) -> float:
 
 
 def standard_error(seconds: Sequence[float]) -> float:
-    """Of the median, as a part of it: sqrt(pi / 2) * s / sqrt(n) / median, which holds for normal noise."""
+    """Return the standard error of the median relative to it: sqrt(pi / 2) * s / sqrt(n) / median (normal noise)."""
     if len(seconds) < 2:
         return math.inf
     deviation = statistics.stdev(seconds) / math.sqrt(len(seconds))
@@ -57,7 +57,7 @@ def standard_error(seconds: Sequence[float]) -> float:
 
 
 def ratio_of_pairs(slower_s: Sequence[float], faster_s: Sequence[float]) -> tuple[float, float]:
-    """How many times as fast the second is, and the standard error of that: the median over pairs of one round.
+    """Return how many times as fast the second is, and its standard error: the median over pairs of one round.
 
     The two of a pair have their turns one after the other, so that what slows the machine for longer than a turn slows both.
     """
@@ -67,19 +67,19 @@ def ratio_of_pairs(slower_s: Sequence[float], faster_s: Sequence[float]) -> tupl
 
 
 def steady(row: Row) -> bool:
-    """Whether the repeat noise of a row allows to judge a prediction to a few per cent."""
+    """Return whether the noise of a row is low enough to judge a prediction to a few per cent."""
     return middle_spread(row.rounds_s) <= STEADY
 
 
 def splits_filters(row: Row) -> bool:
-    """Whether a row counts as filter-split: `master`, `model`, and `auto` where it splits some layer by filter."""
+    """Return whether a row counts as filter-split: `master`, `model`, or an `auto` with a filter split."""
     by_filter = any(text.startswith("filter") for text in row.strategies.values())
     return row.plan in ("master", "model") or (row.plan == AUTO and by_filter)
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorSummary:
-    """Absolute errors of some rows, as parts of the measured time; `mean_signed` keeps the sign."""
+    """Absolute errors of some rows relative to the measured time; `mean_signed` keeps the sign."""
 
     count: int
     mean: float
@@ -89,7 +89,7 @@ class ErrorSummary:
 
 
 def summarise(rows: Iterable[Row], of: Callable[[Row], float] = error) -> ErrorSummary | None:
-    """The errors of the rows that were predicted; None where there is none."""
+    """Summarise the errors of the predicted rows; None if there is none."""
     signed = [of(row) for row in rows if row.predicted_s is not None]
     if not signed:
         return None
@@ -103,7 +103,7 @@ _T = TypeVar("_T")
 
 
 def by(rows: Iterable[_T], key: Callable[[_T], str]) -> dict[str, list[_T]]:
-    """Rows under their keys, in order of first appearance."""
+    """Group rows by key, in order of first appearance."""
     found: dict[str, list[_T]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
@@ -112,7 +112,7 @@ def by(rows: Iterable[_T], key: Callable[[_T], str]) -> dict[str, list[_T]]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `auto` chose for one (fleet, net, batch), beside the best of Convoy's plans that were measured there.
+    """The choice of `auto` for one (fleet, net, batch), compared with the best measured Convoy plan.
 
     Attributes:
         best: name of the fastest plan when measured, `auto` included.
@@ -129,17 +129,17 @@ class Choice:
 
     @property
     def near(self) -> bool:
-        """Within three per cent of the best, as measured."""
+        """Return whether the choice is within three per cent of the best."""
         return self.behind <= NEAR
 
     @property
     def near_within_noise(self) -> bool:
-        """Not further behind than three per cent by more than twice the noise."""
+        """Return whether the choice is near, allowing for twice the noise."""
         return self.behind - 2 * self.noise <= NEAR
 
 
 def choices(rows: Iterable[Row]) -> list[Choice]:
-    """A choice for every (fleet, net, batch) where `auto` and another plan were measured."""
+    """Return a choice for every (fleet, net, batch) with `auto` and another measured plan."""
     found = []
     for group in by(rows, lambda r: f"{r.fleet} {r.net} {r.batch}").values():
         plans = {row.plan: row for row in group if row.plan in PLAN_NAMES}
@@ -155,13 +155,13 @@ def choices(rows: Iterable[Row]) -> list[Choice]:
 
 
 def efficiency(row: Row, rows: Iterable[Row]) -> float | None:
-    """Samples/s over the sum of what each device reached alone at the same batch; None where that was not measured."""
+    """Return samples/s divided by the sum of solo throughputs at the same batch; None if those were not measured."""
     solo = alone(row, rows)
     return 1 / row.median_s / sum(1 / r.median_s for r in solo) if solo else None
 
 
 def efficiency_noise(row: Row, rows: Iterable[Row]) -> float:
-    """Standard error of the efficiency, from the rounds of the row and of the devices alone, which err by themselves."""
+    """Return the standard error of the efficiency, from the independent rounds of the row and of the solo devices."""
     solo = alone(row, rows)
     limit = sum(1 / r.median_s for r in solo)
     parts = [standard_error(r.rounds_s) / r.median_s / limit for r in solo]
@@ -169,7 +169,7 @@ def efficiency_noise(row: Row, rows: Iterable[Row]) -> float:
 
 
 def alone(row: Row, rows: Iterable[Row]) -> list[Row]:
-    """The rows of all devices alone, in the case of this row: in turn where that was measured, else all at the same time."""
+    """Return the solo rows of this row's case, preferring those measured in turn."""
     case = [r for r in rows if (r.fleet, r.net, r.batch) == (row.fleet, row.net, row.batch)]
     return [r for r in case if r.plan == IN_TURN] or [r for r in case if r.plan == ALONE]
 
@@ -195,7 +195,7 @@ def relative_range(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The value below which a part of them lies; between two, in proportion."""
+    """Return the linearly interpolated percentile."""
     ordered = sorted(values)
     place = part * (len(ordered) - 1)
     low = math.floor(place)
@@ -208,7 +208,7 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """One thing predicted and measured.
+    """One predicted and measured quantity.
 
     Attributes:
         known: the factor that its known causes explain: how devices err of which nothing was measured, repetitions, other load.
@@ -222,19 +222,19 @@ class Residual:
 
     @property
     def size(self) -> float:
-        """What the known causes leave, as causes add up: by squares."""
+        """Return the part of the error that known causes leave; causes add as squares."""
         off, known = abs(math.log(self.predicted / self.measured)), math.log(self.known)
         return math.sqrt(max(0.0, off * off - known * known))
 
 
 def spread_of(residuals: Iterable[Residual]) -> float:
-    """The factor within which nine of ten lie: the (n + 1) * 0.9-th of the sizes in order, the largest where n is small."""
+    """Return the factor that covers nine of ten: the (n + 1) * 0.9-th size in order, or the largest if n is small."""
     sizes = sorted(each.size for each in residuals)
     return math.exp(sizes[min(len(sizes), math.ceil((len(sizes) + 1) * 0.9)) - 1])
 
 
 def held(residuals: Sequence[Residual], others: bool = True) -> float:
-    """The part of residuals within a spread that was taken from all other groups."""
+    """Return the fraction of residuals within a spread derived from all other groups."""
     inside = 0
     for each in residuals:
         rest = [other for other in residuals if not others or other.group != each.group]
@@ -243,5 +243,5 @@ def held(residuals: Sequence[Residual], others: bool = True) -> float:
 
 
 def inside(residuals: Sequence[Residual], constant: float) -> float:
-    """The part of residuals within the interval that Convoy tells."""
+    """Return the fraction of residuals within Convoy's stated interval."""
     return sum(each.size <= math.log(constant) for each in residuals) / len(residuals)

@@ -1,4 +1,4 @@
-"""What encryption, and being ready for a loss, cost a training in which nothing happens: predicted and measured.
+"""Measure the cost of encryption and snapshots in a training without failures, predicted and measured.
 
     python -m benchmarks.standby [--rounds 5] [--net two-conv:50:500] [--batch 128] [--plans data,hybrid]
 
@@ -48,7 +48,7 @@ from convoy.plan.plan import Plan
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
-from convoy.planner.spare import SparePrice, spare_price
+from convoy.planner.snapshot_cost import SparePrice, spare_price
 from convoy.simulate.costs import ENCRYPTION_S_PER_BYTE
 from convoy.simulate.table import Measurement
 
@@ -65,14 +65,14 @@ MODES = ("trusted", "encrypted", "spares")
 
 
 def predicted(measured: Measurement, graph: Graph, batch: int, name: str) -> tuple[Plan, float, float, SparePrice]:
-    """A plan by name, seconds of its step, how many times as long encryption makes it, and what keeping the state adds."""
+    """Predict a named plan: step seconds, encryption factor and snapshot cost."""
     costs, fleet = measured.costs(graph), measured.fleet
     context = PlanRequest(graph, batch, FleetKnowledge(fleet, given=costs))
     plan = context.named(name)
     row = predict_plan(plan, context)
 
     def step_s(more_s: float) -> float:
-        """With so many seconds more for each byte that is sent or received than a trusted network takes."""
+        """Add seconds per byte sent or received compared with a trusted network."""
         bare = (max(0.0, each - ENCRYPTION_S_PER_BYTE) for each in costs.network.processor_s_per_byte)
         network = replace(costs.network, processor_s_per_byte=tuple(each + more_s for each in bare))
         return predict_plan(
@@ -83,7 +83,7 @@ def predicted(measured: Measurement, graph: Graph, batch: int, name: str) -> tup
 
 
 class Training:
-    """A model that trains by a plan, some steps whenever it is its turn.
+    """A model that trains by a plan, some steps per turn.
 
     Args:
         every: steps from one kept state to the next; None: none is kept.
@@ -100,7 +100,7 @@ class Training:
             self.members.begin()
 
     def run(self, count: int) -> float:
-        """Seconds of each of so many steps."""
+        """Return the seconds of each step."""
         self.model.group.agree("begin", "")
         start_s = time.perf_counter()
         for _ in range(count):
@@ -125,7 +125,7 @@ def _endless(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor,
 
 
 def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -> None:
-    """What one host does; the first tells."""
+    """Run one host; the first one prints."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
         encrypted = stack.enter_context(join("cpu", timeout_s=TIMEOUT_S))
@@ -177,8 +177,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--plans", default="data,hybrid")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds of measuring")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for all, at most")
+    parser.add_argument("--budget", type=float, default=10.0, help="measuring time in seconds")
+    parser.add_argument("--limit", type=float, default=300.0, help="time limit in seconds")
     given = parser.parse_args()
     if "RANK" in os.environ:
         work(given.net, given.batch, given.plans.split(","), given.rounds, given.budget)

@@ -1,4 +1,4 @@
-"""What the benchmarks train a net on: images of its size, with one label each or one for every pixel."""
+"""Training data of the benchmarks: images with one label each or one per pixel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ MEAN, STD = (0.5,) * 3, (0.29,) * 3
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a net is trained on.
+    """The data that a net is trained on.
 
     Attributes:
         image: channels, height and width.
@@ -34,11 +34,11 @@ class Task:
 
     @property
     def outputs(self) -> OutputPlace:
-        """Where Convoy's plans leave the outputs."""
+        """Return where Convoy's plans leave the outputs."""
         return "where-computed" if self.per_pixel else "everywhere"
 
     def data(self, folder: Path | None) -> str:
-        """Which images, for people.
+        """Describe the images.
 
         Args:
             folder: of CIFAR-10, if there is one.
@@ -53,7 +53,7 @@ PIXELS = Task((3, 256, 256), 21, per_pixel=True, kept=64)
 
 
 def task_of(net: str) -> Task:
-    """What a net is trained on, by its name."""
+    """Return the task of a net, by name."""
     return PIXELS if net.partition(":")[0] in PER_PIXEL else Task()
 
 
@@ -72,7 +72,6 @@ class PixelImages(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def image_shape(self) -> ImageShape:
-        """Channels, height and width."""
         _, channels, height, width = self.x_NCHW.shape
         return channels, height, width
 
@@ -83,7 +82,7 @@ class PixelImages(Dataset[tuple[Tensor, Tensor]]):
         return normalise(self.x_NCHW[index], MEAN, STD), self.targets[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Labelled:
-        """A batch in one go: `(x_NCHW normalised, y_NHW int64)`."""
+        """Return a batch at once: `(x_NCHW normalised, y_NHW int64)`."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         return normalise(self.x_NCHW.index_select(0, chosen), MEAN, STD), self.targets.index_select(0, chosen)
 
@@ -92,7 +91,7 @@ Data = Images | PixelImages
 
 
 def images_of(task: Task, folder: Path | None) -> Data:
-    """Training images of a task: the first of CIFAR-10, or random ones.
+    """Return training images of a task: the first of CIFAR-10, or random ones.
 
     Args:
         folder: of CIFAR-10; None: random images of that shape. Labels of pixels are always random.

@@ -1,4 +1,4 @@
-"""Marques' experiment with three GPUs: two convolutions of 500 and 1500 filters on three accelerators beside a CPU.
+"""Marques' experiment with three GPUs: convolutions of 500 and 1500 filters on three accelerators and a CPU.
 
     python -m benchmarks.three [--page docs/three.md] [--no-measure] [--no-predict]
 
@@ -64,7 +64,7 @@ LATENCY_S = 5e-5
 
 @dataclass(frozen=True)
 class Predicted:
-    """Both plans on one fleet; speedups are over its fastest device alone, `limit` is that of all speeds added up."""
+    """Both plans on one fleet. Speedups are over its fastest device; `limit` is that of the summed speeds."""
 
     master: PlanPrediction
     auto: PlanPrediction
@@ -84,19 +84,19 @@ def predict(graph: Graph, batch: int, costs: Costs, fleet: Fleet) -> Predicted:
 
 
 def real_fleet(gpu: str, bits_per_s: float) -> Fleet:
-    """Three machines with such a GPU each, and one with a processor alone."""
+    """Return three machines with one such GPU each, and one with a processor only."""
     return fleet_on(f"3x{gpu},{PROCESSOR}", bits_per_s / 8, LATENCY_S)
 
 
 def real_costs(fleet: Fleet, *, free: bool) -> Costs:
-    """From the catalogue; `free`: processors and staging take nothing for a byte, only the wire does."""
+    """Return catalogue costs; `free` makes processor time and staging per byte zero, leaving only the network."""
     costs = described_costs(fleet)
     nothing = (0.0,) * len(fleet.devices)
     return replace(costs, network=replace(costs.network, processor_s_per_byte=nothing)) if free else costs
 
 
 def speedup(graph: Graph, gpu: str, plan: str, bits_per_s: float, *, free: bool) -> float:
-    """Of a plan over one GPU alone, at the larger batch."""
+    """Return the speedup of a plan over one GPU at the larger batch."""
     fleet = real_fleet(gpu, bits_per_s)
     context = PlanRequest(graph, REAL_BATCHES[-1], FleetKnowledge(fleet, given=real_costs(fleet, free=free)))
     made = context.named(plan) if plan != "auto" else candidates(context)[0].plan
@@ -104,7 +104,8 @@ def speedup(graph: Graph, gpu: str, plan: str, bits_per_s: float, *, free: bool)
 
 
 def wire_for(graph: Graph, gpu: str, plan: str, *, free: bool) -> tuple[float | None, float]:
-    """The least bits/s of every link, to a tenth, with which a plan brings `PUBLISHED`; what it brings with the widest.
+    """Return the lowest link rate (bits/s, to a tenth) at which a plan reaches `PUBLISHED`, and its speedup at the
+    highest.
 
     None: that is not enough.
     """
@@ -120,7 +121,7 @@ def wire_for(graph: Graph, gpu: str, plan: str, *, free: bool) -> tuple[float | 
 
 
 def predictions(graph: Graph, say: Callable[[str], None]) -> list[str]:
-    """Tables of what real GPUs are predicted to reach, in Markdown."""
+    """Return Markdown tables of the predictions for real GPUs."""
     rows = []
     for gpu, bits, batch in itertools.product(CLASSES, LINKS_BITS_PER_S, REAL_BATCHES):
         fleet = real_fleet(gpu, bits)
@@ -153,7 +154,7 @@ def predictions(graph: Graph, say: Callable[[str], None]) -> list[str]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run printed.
+    """The printed results of one run.
 
     Attributes:
         forward_s: the first device's part of the large convolution, forward, a step.
@@ -166,12 +167,12 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """The median; the first step makes things ready."""
+        """Return the median without the first step, which initialises."""
         return statistics.median(self.seconds[1:])
 
 
 def measured_on(place: Place, net: str) -> tuple[Costs, Fleet]:
-    """What `convoy measure` finds on the simulated devices, as slow as they are to be."""
+    """Return `convoy measure` of the simulated devices at their configured slowdowns."""
     path = Path(place.environment["CONVOY_RUNS"], "fleet.toml")
     _job(place, net, DEVICES, 0, path)
     fleet, measurement = read_fleet_file(path)
@@ -180,7 +181,7 @@ def measured_on(place: Place, net: str) -> tuple[Costs, Fleet]:
 
 
 def train(place: Place, net: str, devices: Sequence[str], steps: int, plan: Path | None = None) -> Measured:
-    """A job of its own.
+    """Run a separate training job.
 
     Raises:
         InputError: it failed; its last line.
@@ -206,7 +207,7 @@ def _job(place: Place, net: str, devices: Sequence[str], steps: int, *paths: Pat
 
 
 def measurements(place: Place, net: str, graph: Graph, say: Callable[[str], None]) -> list[str]:
-    """The table of what was measured beside what was predicted, in Markdown.
+    """Return the Markdown table of measured and predicted values.
 
     Raises:
         InputError: a training failed, or its losses are not those of one device.
@@ -253,7 +254,6 @@ def measurements(place: Place, net: str, graph: Graph, say: Callable[[str], None
 
 
 def _forward_s(timeline: Timeline) -> float:
-    """What the first device takes for the large convolution, forward."""
     rows = [e for e in timeline.events if e.device == 0 and e.activity == "compute" and e.label == "3 forward"]
     return sum(e.end_s - e.start_s for e in rows)
 
@@ -262,12 +262,12 @@ def _forward_s(timeline: Timeline) -> float:
 
 
 def main(
-    page: Annotated[Path | None, typer.Option(help="Write the page there, too.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Also write this page.")] = None,
     measure: Annotated[bool, typer.Option(help="Train on simulated accelerators.")] = True,
     forecast: Annotated[bool, typer.Option("--predict/--no-predict", help="Predict for real GPUs.")] = True,
-    net: Annotated[str, typer.Option(help="A smaller one tries the command.")] = NET,
+    net: Annotated[str, typer.Option(help="The net; a smaller one tests the command.")] = NET,
 ) -> None:
-    """Measure and predict; print both as they come."""
+    """Measure and predict, printing both as they arrive."""
     console = Console(soft_wrap=True, highlight=False)
     graph, made = graph_of(net, IMAGE, 10), stamp(COMMAND)
     measured, predicted = ["Not measured yet."], ["Not predicted."]

@@ -34,7 +34,7 @@ def main() -> None:
     model = build_net(net, IMAGE, 10)
     x, y = torch.randn(batch, *IMAGE), torch.randint(0, 10, (batch,))
     with convoy.join() as group:
-        # A simulated accelerator computes on a core: like a CPU, it is slowed by what it computed, not by whom it waited for.
+        # A simulated accelerator computes on a core: like a CPU, slow its computation down, not its waiting.
         if sys.argv[-1].endswith(".toml"):
             traced = trace(model, x[:1])
             options = MeasureOptions(

@@ -1,4 +1,4 @@
-"""The search for DistributedDataParallel's best shares and options, as an expert would do it by hand.
+"""Search for DistributedDataParallel's best shares and options as an expert would.
 
 It sees the world through one function that tries a setting and tells what all devices agreed it took, so every device makes
 the same decisions. What the search costs is not counted to DDP.
@@ -38,7 +38,8 @@ FINALISTS, NEAR = 3, 1.1
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Samples of each rank, DistributedDataParallel's options, and whether ZeroRedundancyOptimizer shares out its updates."""
+    """Samples per rank, DistributedDataParallel's options, and whether ZeroRedundancyOptimizer distributes the
+    updates."""
 
     shares: Shares
     bucket_mb: int = BUCKETS_MB[0]
@@ -47,12 +48,12 @@ class Setting:
 
     @property
     def cap_mb(self) -> float | None:
-        """As DistributedDataParallel takes it; None: its own."""
+        """Return the cap as DistributedDataParallel takes it; None: its default."""
         return None if self.bucket_mb == BUCKETS_MB[0] else self.bucket_mb
 
     @property
     def caps_bytes(self) -> tuple[float, float]:
-        """A bucket is closed when it holds so many bytes: the first one, and every other."""
+        """Return the sizes at which a bucket closes: the first one, and every other."""
         return ((1 if self.cap_mb is None else self.bucket_mb) << 20, self.bucket_mb << 20)
 
     def __str__(self) -> str:
@@ -62,7 +63,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a setting took.
+    """The result of trying a setting.
 
     Attributes:
         step_s: seconds of a step; of the first one where the setting was given up.
@@ -83,7 +84,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Considered:
-    """A setting that the search came to, as the page tells it.
+    """A setting that the search reached, as shown on the page.
 
     Attributes:
         least_s: what its step cannot take less than; None: not known before its trial.
@@ -102,7 +103,7 @@ Try = Callable[[Setting, float], Trial]
 
 
 class Search:
-    """Settings tried so far, the best of them, and the seconds that are left.
+    """The settings tried so far, the best of them, and the remaining seconds.
 
     Args:
         wire: None: nothing is known of it, and every setting may win.
@@ -114,7 +115,7 @@ class Search:
         self.considered: dict[Setting, Considered] = {}
 
     def attempt(self, setting: Setting) -> Trial:
-        """The trial of a setting; each is made once."""
+        """Try a setting once and cache its trial."""
         if setting not in self.trials:
             least_s = self.least_s(setting)
             limit_s = self.trials[self.best].first_s * GIVEN_UP if self.trials and self.is_long else math.inf
@@ -141,7 +142,7 @@ class Search:
             self.attempt(setting)
 
     def least_s(self, setting: Setting) -> float | None:
-        """What a step cannot take less than, by the trial whose shares are nearest to these; None before the first."""
+        """Return a lower bound of the step from the trial with the nearest shares; None before the first."""
         known = [(s, t) for s, t in self.trials.items() if t.gradients is not None]
         if self.wire is None or not known:
             return None
@@ -153,7 +154,7 @@ class Search:
         return self.wire.least_s(ready, setting.caps_bytes, broadcasts=setting.zero)
 
     def choose(self) -> tuple[Setting, Trial]:
-        """The best, after another trial of those that are about as fast."""
+        """Return the best setting after another trial of those that are about as fast."""
         best_s = self.trials[self.best].step_s
         near = sorted((t.step_s, n) for n, t in enumerate(self.trials.values()) if t.step_s <= NEAR * best_s)
         rows = [list(self.trials.items())[n] for _, n in near[:FINALISTS]]
@@ -168,7 +169,6 @@ class Search:
 
     @property
     def best(self) -> Setting:
-        """The setting with the shortest step."""
         return min((s for s, t in self.trials.items() if not t.given_up), key=lambda s: self.trials[s].step_s)
 
     @property
@@ -176,20 +176,19 @@ class Search:
         return self.trials[self.best].step_s >= LONG_S
 
     def _needed_s(self, in_any_case: bool) -> float:
-        """Of the seconds that are left, so many must be for another trial; where steps are short, they cost little."""
+        """Return the seconds that must remain for another trial; short steps need few."""
         if self.is_long:
             return 0.0 if in_any_case else self._cost_s
         return -math.inf if in_any_case else 0.0
 
     @property
     def _cost_s(self) -> float:
-        """Seconds of another trial."""
         return self.trials[self.best].cost_s
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What the search found, and all that it came to."""
+    """The result of the search and every setting it reached."""
 
     setting: Setting
     trial: Trial
@@ -204,7 +203,7 @@ class Tuned:
 def tune_even(
     attempt: Try, batch: int, ranks: int, budget_s: float, known: Setting | None = None, wire: Wire | None = None
 ) -> Tuned:
-    """Even shares with the best options.
+    """Search the best options for even shares.
 
     Args:
         known: the best at another batch of the same net: its options are taken over, because the gradients are the same.
@@ -226,7 +225,7 @@ def tune(
     known: Setting | None = None,
     wire: Wire | None = None,
 ) -> Tuned:
-    """The best shares and options found.
+    """Search the best shares and options.
 
     First shares by speed, corrected by what each rank's computing really takes at its share; then the options; then
     samples are moved from the slowest rank to others, as long as that helps. Where steps are short, the first correction and
@@ -259,13 +258,13 @@ def tune(
 
 
 def _corrected(speeds: Sequence[float], shares: Shares, compute_s: Sequence[float]) -> list[float]:
-    """Samples/s of each rank at its share; a rank without samples keeps what was known of it."""
+    """Return samples/s of each rank at its share; a rank without samples keeps its known speed."""
     rows = zip(speeds, shares, compute_s, strict=True)
     return [share / seconds if share and seconds > 0 else speed for speed, share, seconds in rows]
 
 
 def _try_options(search: Search) -> None:
-    """Where steps are short, in any case if they can win."""
+    """Try the options; short steps ignore the budget."""
     shares, in_any_case = search.best, not search.is_long
     for bucket_mb in BUCKETS_MB[1:]:
         search.consider(replace(shares, bucket_mb=bucket_mb), in_any_case=in_any_case)
@@ -274,7 +273,7 @@ def _try_options(search: Search) -> None:
 
 
 def _try_neighbours(search: Search, batch: int) -> None:
-    """Move some samples from the rank that computes longest to each other one; ever fewer."""
+    """Move samples from the slowest rank to each other rank, in decreasing amounts."""
     moved, tries = max(1, batch // 16), 0
     while moved and search.left_s > 0 and tries < MOST_NEIGHBOURS:
         best = search.best

@@ -1,4 +1,4 @@
-"""The validation: predictions made before the runs, beside the runs.
+"""Validation: compare predictions made before the runs with the runs.
 
     python -m benchmarks.validate [--fleet NAME ...] [--data-dir D]     # Linux, root; about an hour on two cores
     python -m benchmarks.validate --page-only                           # only the page, from the results that are there

@@ -1,4 +1,4 @@
-"""The command line that the benchmarks share: run what is asked for, then write the page from all results that are there."""
+"""The shared command line of the benchmarks: run the requested cases, then write the page from all results."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def verb(
     budget_s: float,
     round_default_s: float,
 ) -> Callable[..., None]:
-    """The command `python -m benchmarks.NAME`, for typer. It writes results/SET/CASE.json and a page with figures.
+    """Return the typer command of `python -m benchmarks.NAME`. It writes results/SET/CASE.json and a page with figures.
 
     Args:
         set_run: the set that is run if nothing is named; names the folder of the results.
@@ -37,7 +37,7 @@ def verb(
         set_name: Annotated[
             str | None, typer.Option("--set", help=f"A set of benchmarks/configurations.py; without --net: {set_run}.")
         ] = None,
-        fleet: Annotated[list[str] | None, typer.Option(help="Only this fleet; may be given several times.")] = None,
+        fleet: Annotated[list[str] | None, typer.Option(help="Only this fleet; repeatable.")] = None,
         net: Annotated[
             list[str] | None,
             typer.Option(help="Only this net. Without --set: a case of your own, with --fleet and --batch."),
@@ -54,33 +54,29 @@ def verb(
         page: Annotated[Path, typer.Option(help="The page to write.")] = ROOT / "docs" / f"{page_name}.md",
         rounds: int = 5,
         round_s: Annotated[
-            float, typer.Option("--round", help="Seconds of a configuration in one round.")
+            float, typer.Option("--round", help="Seconds per configuration and round.")
         ] = round_default_s,
         budget: Annotated[float, typer.Option(help="Seconds to measure one net.")] = budget_s,
-        links_budget: Annotated[float, typer.Option(help="Seconds to measure the wire of a fleet.")] = 20.0,
+        links_budget: Annotated[float, typer.Option(help="Seconds to measure the links of a fleet.")] = 20.0,
         alone: Annotated[
-            float, typer.Option(help="After so many seconds devices alone have enough, with two rounds at least.")
+            float, typer.Option(help="Stop timing single devices after this many seconds, but not before two rounds.")
         ] = 60.0,
         tuning: Annotated[
             float, typer.Option(help="Seconds to search for DDP's shares and options, per batch.")
         ] = 120.0,
         case_limit: Annotated[
-            float, typer.Option(help="Seconds after which a case begins no further round, with two rounds at least.")
+            float, typer.Option(help="Start no further round of a case after this many seconds and two rounds.")
         ] = 900.0,
-        limit: Annotated[float, typer.Option(help="Seconds for one fleet, at most.")] = 14400.0,
-        measurements: Annotated[
-            Path | None, typer.Option(help="Folder to keep what was measured of every net.")
-        ] = None,
+        limit: Annotated[float, typer.Option(help="Time limit per fleet in seconds.")] = 14400.0,
+        measurements: Annotated[Path | None, typer.Option(help="Folder for the measurements of every net.")] = None,
         encrypted: Annotated[
             bool,
-            typer.Option("--encrypted", help="Convoy's bytes encrypted; by itself they go in the open, as DDP's do."),
+            typer.Option("--encrypted", help="Encrypt Convoy's traffic; default: plain, like DDP's."),
         ] = False,
-        again: Annotated[
-            bool, typer.Option(help="Measure anew what was measured; default: skip what this code has measured.")
-        ] = False,
-        page_only: Annotated[bool, typer.Option(help="Run nothing, write the page.")] = False,
+        again: Annotated[bool, typer.Option(help="Measure again; default: skip cases measured by this code.")] = False,
+        page_only: Annotated[bool, typer.Option(help="Only write the page.")] = False,
     ) -> None:
-        """Run the set, or the cases that are named, and write the page."""
+        """Run the set or the named cases, then write the page."""
         chosen = set_name or (None if net else set_run)
         choice = Choice(chosen, tuple(fleet or ()), tuple(net or ()), tuple(batch or ()), tuple(plan or ()))
         drive = Drive(

@@ -1,4 +1,4 @@
-"""What a step of DistributedDataParallel cannot take less than: gradients' way over the wire, behind what they wait for.
+"""A lower bound for a DistributedDataParallel step: sending the gradients, after the computation they wait for.
 
 DDP sums the gradients of a bucket once all ranks have all of them, one bucket after the other, by gloo's ring: of n ranks
 each sends 2 (n - 1) / n of the bytes to the next one, and waits for the one before it. So for every bucket
@@ -30,7 +30,7 @@ class Gradients:
     ready_s: tuple[tuple[float, ...], ...]
 
     def scaled(self, shares: Shares, others: Shares) -> "Gradients":
-        """With other shares, not before: a rank takes as long for each of fewer samples, and for more as long as for these."""
+        """Return ready times for other shares: proportional for fewer samples, unchanged for more."""
         parts = [min(1.0, then / now) if now else 0.0 for now, then in zip(shares, others, strict=True)]
         return Gradients(
             self.size_bytes, tuple(tuple(part * s for s in row) for part, row in zip(parts, self.ready_s, strict=True))
@@ -39,11 +39,11 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What the ranks' bytes have to cross, one rank on each device.
+    """The network between ranks, one rank per device.
 
     Attributes:
         ring_bytes_per_s: the narrowest way from a rank to the next, what many of them share counted as what one of them gets.
-        receive_bytes_per_s: of each rank's card.
+        receive_bytes_per_s: of each rank's NIC.
     """
 
     ring_bytes_per_s: float
@@ -51,7 +51,7 @@ class Wire:
 
     @classmethod
     def of(cls, fleet: Fleet) -> "Wire | None":
-        """That of a fleet; None where two devices share a host, whose messages do not cross its card."""
+        """Return a fleet's wire; None if two devices share a host, since their messages do not use its NIC."""
         hosts = [device.host for device in fleet.devices]
         if len(hosts) < 2 or len(set(hosts)) < len(hosts):
             return None
@@ -59,12 +59,12 @@ class Wire:
         return cls(min(ways), tuple(fleet.nic(host).receive_bytes_per_s for host in hosts))
 
     def ring_s(self, size_bytes: float) -> float:
-        """Seconds of a sum of so many bytes over all ranks."""
+        """Return the seconds of an all-reduce over all ranks."""
         ranks = len(self.receive_bytes_per_s)
         return size_bytes * 2 * (ranks - 1) / ranks / self.ring_bytes_per_s
 
     def least_s(self, gradients: Gradients, caps_bytes: tuple[float, float], *, broadcasts: bool = False) -> float:
-        """What a step cannot take less than.
+        """Return the lower bound of a step.
 
         Args:
             caps_bytes: a bucket is closed when it holds so many bytes, the first one and every other.
@@ -82,7 +82,7 @@ class Wire:
 
 
 def buckets(ready_s: Sequence[float], size_bytes: Sequence[int], caps_bytes: tuple[float, float]) -> list[list[int]]:
-    """The parameters of each bucket, in the order in which they are ready, as DDP fills them after its first step."""
+    """Return each bucket's parameters in the order they become ready, as DDP fills them after its first step."""
     found: list[list[int]] = [[]]
     held = 0
     for index in sorted(range(len(ready_s)), key=lambda i: ready_s[i]):

@@ -63,7 +63,7 @@ MOST_TIMES = 8
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What to run on one fleet.
+    """The work on one fleet.
 
     Attributes:
         set: for the result files; "" where the cases were asked for by themselves.
@@ -101,7 +101,7 @@ class WorkerJob:
     encrypted: bool = False
 
     def empty_result(self, devices: Sequence[tuple[str, float | None]], net: str) -> FleetResult:
-        """A result without measurements, for this net."""
+        """Return a result without measurements for this net."""
         names = ("rounds", "round_s", "alone_s", "budget_s", "links_budget_s", "tuning_s", "case_s", "encrypted")
         return FleetResult(
             set=self.set, fleet=self.fleet, devices=tuple(devices), ground=self.ground, command=self.command,
@@ -110,11 +110,10 @@ class WorkerJob:
         )  # fmt: skip
 
     def path(self, case: Case) -> Path:
-        """The file of a case."""
         return self.output / f"{case.name}.json"
 
     def still_to_run(self, case: Case, empty: FleetResult) -> Case | None:
-        """What of a case is to be measured; see `benchmarks.results.still_to_run`."""
+        """Return the unmeasured part of a case; see `benchmarks.results.still_to_run`."""
         return case if self.again else still_to_run(self.path(case), empty, case)
 
 
@@ -124,7 +123,7 @@ Say = Callable[[str], None]
 
 
 def run_fleet(group: Group, job: WorkerJob, fleet: Fleet | None, say: Say) -> None:
-    """Measure, predict and run every case of this job's fleet. All devices call it; device 0 writes the result files.
+    """Measure, predict and run every case of this fleet. All devices call it; device 0 writes the result files.
 
     A case whose plans were all measured before, by the same code on the same machine, is not run again.
 
@@ -148,7 +147,7 @@ def run_fleet(group: Group, job: WorkerJob, fleet: Fleet | None, say: Say) -> No
 
 
 class _FleetRun:
-    """One fleet's way through its series."""
+    """The run of one fleet through its series."""
 
     def __init__(
         self, group: Group, job: WorkerJob, fleet: Fleet | None, devices: Sequence[tuple[str, float | None]], say: Say
@@ -158,7 +157,7 @@ class _FleetRun:
         self.tuned: dict[tuple[str, str], Setting] = {}
 
     def open_cases(self, series: Series) -> list[Case]:
-        """What is still to run, by the files that device 0 finds."""
+        """Return the cases that device 0's files lack."""
         own = []
         if self.group.device == 0:
             empty = self.job.empty_result(self.devices, series.net)
@@ -204,7 +203,7 @@ class _FleetRun:
         return measured
 
     def _predictions(self, case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions:
-        """Those of device 0: one planner, one answer."""
+        """Return device 0's predictions, so that all devices use the same."""
         own = predict(case, graph, costs, fleet).to_json() if self.group.device == 0 else ""
         return Predictions.from_json(self.group.agree("predictions", own)[0])
 
@@ -239,10 +238,10 @@ class _FleetRun:
     def _turns(
         self, case: Case, model: nn.Module, images: Data, rows: Sequence[Row], predictions: Predictions, fleet: Fleet
     ) -> list[Turn]:
-        """Who runs what, after all searches.
+        """Return all turns after the searches.
 
         Args:
-            fleet: with its cards and links as measured.
+            fleet: with its NICs and links as measured.
         """
         group, job = self.group, self.job
         speeds = [case.batch / step_s for step_s in predictions.solo_s]
@@ -279,7 +278,7 @@ class _FleetRun:
         return turns
 
     def _settled(self, row: Row, runner: ConvoyRunner, predictions: Predictions) -> Row:
-        """The row of the plan that autotuning leaves, with what was predicted for that plan, and its settled shares."""
+        """Return the row of the plan that autotuning leaves, with its prediction and settled shares."""
         found = [predictions.plans[AUTO], *predictions.others]
         autotune, settled = runner.settle(
             self._settling(row), [Plan.from_json(each.plan) for each in predictions.others]
@@ -294,12 +293,11 @@ class _FleetRun:
         )  # fmt: skip
 
     def _settling(self, row: Row) -> int:
-        """Steps that rebalancing gets: for two answers, in no more time than the search for DDP's shares."""
+        """Return the rebalancing steps: enough for two responses, within the time of the DDP search."""
         return max(LEAST_SETTLING, min(MOST_SETTLING, round(self.job.tuning_s / (row.predicted_s or 1.0))))
 
 
 def _pair(turns: Sequence[Turn], most: int) -> Pair | None:
-    """`auto` and tuned DDP, where both have a turn."""
     plans = [turn.rows[0].plan for turn in turns]
     return Pair(plans.index(TUNED), plans.index(AUTO), KNOWN_TO, most) if {TUNED, AUTO} <= set(plans) else None
 
@@ -309,7 +307,7 @@ def _today() -> str:
 
 
 def main(path: Path) -> None:
-    """Read the job, meet the others, run."""
+    """Read the job, join the group, run."""
     job = JOB.validate_json(path.read_bytes())
     if float(os.environ.get("CONVOY_SLOWDOWN", "1")) != 1:
         raise InputError(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from convoy.layout.collectives import SUMS, Reduce, Schedule, Transfer, schedule, traffic
 from convoy.layout.layout import Box, Layout, OnOne, Partial, Replicated, Split, box, dual, entries
-from convoy.layout.redistribute import SUMS, Reduce, Schedule, Transfer, schedule, traffic
 from convoy.layout.shares import apportion
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net

@@ -1,6 +1,6 @@
 """Directives whose content is read from the code while the pages are built, so that it cannot go stale.
 
-`{settings}`      the settings of a training, from `convoy.config.settings`
+`{settings}`      the settings of a training, from `convoy.config.train_options`
 `{commands}`      the verbs of the command line with their options, from typer's own description of them
 `{builtin-nets}`  the networks that Convoy builds, from `convoy.model.nets.builtin`
 `{rooms}`         the rooms of the package, each with the first sentence of its docstring
@@ -18,7 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from convoy.cli import app as command_line
-from convoy.config.settings import FIELDS, MAX_NUMBER, extra_of, key_of, kind_of
+from convoy.config.train_options import FIELDS, MAX_NUMBER, extra_of, key_of, kind_of
 from convoy.model.nets.builtin import NETS
 from docs.figures_rooms import PACKAGE, ROOT, rooms
 

@@ -22,7 +22,7 @@ model: nn.Module = nn.Sequential(
 
 group = convoy.join()  # this process is one device of the job
 plan = convoy.make_plan("data-by-speed", model, example, batch=64, group=group)  # measures speeds, shares out the work
-model = convoy.distribute(model, plan, group, example)  # this device's part of the model
+model = convoy.distribute(model, plan, group, example)  # this device's shards of the model
 loader = convoy.loader(dataset, 64, model)  # this device's part of each batch
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)

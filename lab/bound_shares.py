@@ -38,7 +38,7 @@ def shares_s(
     graph: Graph, batch: int, costs: Costs, path: Sequence[Sequence[Layer]], kinds: Kinds, device: int, itemsize: int,
     passes: int,
 ) -> float:  # fmt: skip
-    """Seconds of a step, by what one device has of the layers of a path."""
+    """Return a lower bound of the step from one device's shares of a path's layers."""
     layers = [layer for group in path for layer in group]
     found = Sums(graph, batch, costs, kinds, device, itemsize, passes)
     of_card = np.repeat(OF_CARD, len(OF_DEVICE))
@@ -64,7 +64,7 @@ def shares_s(
 
 
 class Sums:
-    """The three sums of a layer and between two layers, for each place."""
+    """The three sums within a layer and between two layers, for each place."""
 
     def __init__(
         self, graph: Graph, batch: int, costs: Costs, kinds: Kinds, device: int, itemsize: int, passes: int
@@ -76,7 +76,7 @@ class Sums:
         self.others[self.own] -= 1
         network, host = costs.network, costs.network.host[device]
         sent, received = network.send_bytes_per_s[host], network.receive_bytes_per_s[host]
-        # Of an entry: by both ways of the card at once; by the faster of the two.
+        # Per entry: both NIC directions at once, or the faster one.
         self.card_s, self.one_way_s = itemsize / (sent + received), itemsize / max(sent, received)
         trained = {p.key: p.entries for name in self.waits.back for p in graph[name].trainable}
         self.together = sum(trained.values()) < BUCKET_ENTRIES
@@ -85,11 +85,11 @@ class Sums:
         self.message_s = latency_s
 
     def entries(self, layer: Layer) -> int:
-        """Of a layer's output."""
+        """Return the entries of a layer's output."""
         return self.batch * math.prod(layer.shape)
 
     def of_layer(self, layer: Layer) -> tuple[Floats, Floats, Floats]:
-        """Seconds of the chain, of the device and of its card."""
+        """Return seconds of the chain, the device and its NIC."""
         back = layer.name in self.waits.back
         chain, busy = self._computed(layer, back)
         card = np.zeros_like(chain)
@@ -104,7 +104,7 @@ class Sums:
         return chain, busy, card
 
     def passed_s(self, source: Layer, layer: Layer) -> Floats:
-        """Of the card: the tensor between two layers, and its gradient."""
+        """Return NIC seconds for the tensor between two layers and its gradient."""
         entries = self.entries(source) * (2 if source.name in self.waits.back else 1)
         leading = next(name for name in layer.inputs if self.graph[name].batched)
         passed = PLACES.weighted if layer.weighted else PLACES.following if leading == source.name else PLACES.plain
@@ -112,7 +112,7 @@ class Sums:
         return found
 
     def waited_s(self, source: Layer, layer: Layer) -> Floats:
-        """Of the chain, for messages between two layers, see `Places`."""
+        """Return chain seconds spent waiting for messages between two layers; see `Places`."""
         one_way_s, each = self.entries(source) * self.one_way_s, 1 / self.others.sum()
         if not layer.weighted:
             returned = layer.name in self.waits.back and source.name in self.waits.back and not layer.multiplies
@@ -136,6 +136,6 @@ class Sums:
         return chain, PLACES.share * layer_s(self.costs, self.device, layer, self.batch, back)
 
     def _chain_s(self, rows: Sequence[float]) -> Floats:
-        """Of all of a layer, where each kind of device takes so many seconds."""
+        """Return chain seconds of a layer, given each device kind's seconds for all of it."""
         chain: Floats = rows[self.own] * PLACES.share**2 + evenly(rows, self.others) * (1 - PLACES.share) ** 2
         return chain

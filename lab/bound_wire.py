@@ -1,11 +1,11 @@
-"""What the card of one device and a chain of entries take, of every exact plan; a part of `tight_bound.py`.
+"""Lower bounds from one device's NIC and from a chain of entries, for every exact plan; a part of `tight_bound.py`.
 
 **The wire of one device.** Take one device that is alone on its host. A step of T seconds is possible only if the others
 take over what of its work does not fit into T, and they can take over at most k T, where k is how many times as fast as it
 the others are together at what suits them best. Take a path through the net: weighted layers of which each depends on the
 one before. Each is either all the device's own, all the others', or shared out by samples, filters or channels, and between
-two such layers each pair of these brings bytes over the card: see `_TURNS`. Dynamic programming over the path gives the
-fewest bytes with which so much work changes hands; other layers may change hands for nothing. The card takes (sent +
+two such layers each pair of these brings bytes over the NIC: see `_TURNS`. Dynamic programming over the path gives the
+fewest bytes with which so much work changes hands; other layers may change hands for nothing. The NIC takes (sent +
 received) / (its two rates together) at least, and the device's processor its seconds for each byte beside computing. Where
 all gradients of a net are few enough to be summed in one go, a device that shares samples sends or receives half of their
 gradients, at least, when it has computed everything.
@@ -49,7 +49,7 @@ LOSS = "(loss)"
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Devices that are alike are one kind.
+    """Groups of identical devices.
 
     Attributes:
         names: of the items, a layer's arithmetic or its update: the layer's name; or `LOSS`.
@@ -120,13 +120,13 @@ gradients are summed, or go to shares s from which weights come back, w - s + s 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One way to share out the layers so far.
+    """One partial assignment of layers.
 
     Attributes:
-        entries: over the card.
+        entries: over the NIC.
         least_s, most_s: of the device's seconds, what changes hands at least and at most.
         chain_s: of the chain of entries.
-        last_s: of the device's card behind its backward.
+        last_s: of the device's NIC behind its backward.
     """
 
     entries: float
@@ -179,7 +179,7 @@ def wire_s(
     graph: Graph, batch: int, costs: Costs, path: Sequence[Sequence[Layer]], kinds: Kinds, device: int, itemsize: int,
     passes: int,
 ) -> float:  # fmt: skip
-    """Seconds of a step, by the card and the processor of one device."""
+    """Return a lower bound of the step from one device's NIC and processor."""
     back = reached(graph, trains(graph))
     own = kinds.of_device[device]
     layers = dict(reversed(list(zip(kinds.names, kinds.seconds, strict=True))))  # arithmetic comes before updates
@@ -219,7 +219,7 @@ def wire_s(
     found = []
     for way in (way for some in ways.values() for way in some):
         busy_s = whole_s + apart_s + max(way.entries * handled, way.last_s)
-        # What changes hands, in seconds of the device: the others together take it over in so many of theirs.
+        # Work taken over, in this device's seconds, and in seconds of all others together.
         given_s = busy_s * at_all / (1 + at_all) if at_all < math.inf else busy_s
         given_s = min(max(given_s, way.least_s), way.most_s + free_s)
         shared_s = max(
@@ -230,12 +230,12 @@ def wire_s(
 
 
 def _over(own_s: float, other_s: float) -> float:
-    """How many times as fast as the device another one is."""
+    """Return how many times as fast as the device another one is."""
     return own_s / other_s if other_s else math.inf if own_s else 1.0
 
 
 def _smallest(group: Sequence[Layer]) -> int:
-    """Entries of a sample in the smallest tensor before the next weighted layer."""
+    """Return the entries per sample of the smallest tensor before the next weighted layer."""
     return min(math.prod(layer.shape) for layer in group)
 
 
@@ -247,7 +247,7 @@ def _before(
     batch: int,
     back: Collection[str],
 ) -> Iterator[tuple[float, _Way]]:
-    """The ways that end at the layer before, each with the entries that pass the card on the way here."""
+    """Return the assignments up to the layer before, with the entries their NIC traffic adds."""
     if not place:  # every device loads what it wants of the inputs
         yield 0.0, _Way(0.0, 0.0, 0.0)
         return
@@ -270,7 +270,7 @@ def _joined(way: _Way, added: _Way, entries: float) -> _Way:
 
 
 def _pruned(ways: Sequence[_Way], whole_s: float) -> list[_Way]:
-    """Without those that another one is as good as in everything."""
+    """Drop assignments that another one dominates."""
     found = _undominated(ways)
     if len(found) <= MOST or not whole_s:
         return found
@@ -326,7 +326,7 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """What a chain of entries takes, see above.
+    """Seconds of a chain of entries; see the module.
 
     Attributes:
         seconds: of each weighted layer of a path: where one device has all of it, where all others share it, and where all do.
@@ -361,10 +361,10 @@ class _Chain:
 
 
 def evenly(seconds: Sequence[float], count: Floats) -> float:
-    """The least of the sum of seconds[d] x[d]^2 over all shares x, of so many devices of each kind."""
+    """Return the least sum of seconds[d] x[d]^2 over all shares x, for the device counts of each kind."""
     return 1 / sum(n / s for n, s in zip(count, seconds, strict=True) if n) if min(seconds) > 0 else 0.0
 
 
 def _not_hidden(second_s: float, returned_s: float) -> float:
-    """What counts of the second half of backward, where any part of what is returned in so many seconds may leave."""
+    """Return the unhidden part of the second half of backward if any part may leave in the given seconds."""
     return second_s - second_s**2 / (2 * returned_s) if second_s < returned_s else returned_s / 2

@@ -1,4 +1,4 @@
-"""How far predictions of described devices err: they are made for what was measured, ours and published, and set beside it.
+"""Measure the error of predictions for described devices against measurements, ours and published.
 
     python -m lab.calibrate [--solo-only]
 
@@ -58,7 +58,7 @@ def _alone(device: Device) -> Fleet:
 
 
 def published() -> Iterator[tuple[str, Residual]]:
-    """Trainings of one GPU that others measured, with the family of the GPU."""
+    """Return published trainings on one GPU, with the GPU's family."""
     rows = tomllib.loads((FOLDER / "published.toml").read_text(encoding="utf-8"))["row"]
     for row in rows:
         known = device_class(row["class"])
@@ -75,7 +75,7 @@ def published() -> Iterator[tuple[str, Residual]]:
 
 
 def described(fleet: str) -> Fleet:
-    """A fleet of ours as someone describes it who has measured nothing."""
+    """Return our fleet as someone would describe it without measuring."""
     read = read_fleet(FOLDER / "fleets" / f"{fleet}.toml")
     devices = []
     for device in read.devices:
@@ -103,7 +103,7 @@ def _before(result: FleetResult) -> FleetResult:
 
 
 def ours_alone() -> Iterator[Residual]:
-    """Our devices training alone, in plain PyTorch."""
+    """Return our devices' solo trainings in plain PyTorch."""
     for row in our_rows("bench", "described"):
         if row.plan == IN_TURN and row.device is not None:
             speeds = _speeds(row.fleet, row.net, row.batch)
@@ -126,7 +126,7 @@ def other_net() -> list[Residual]:
 
 
 def alone(basis: Basis) -> list[Residual]:
-    """Our devices training alone, with what their kind is known to err by."""
+    """Return our devices' solo trainings with the known error of their kind."""
     if basis == "described":
         return [replace(each, known=CPU.spread) for each in ours_alone()]
     rows = [row for row in our_rows("bench") if row.plan == IN_TURN and row.predicted_s is not None]
@@ -151,7 +151,7 @@ def _context(fleet: str, net: str, batch: int) -> PlanRequest:
 
 @cache
 def _predicted(fleet: str, net: str, batch: int, plan: str) -> tuple[float, float, float]:
-    """Seconds of a step; the factor of its known causes; that of how it compares with the fastest device."""
+    """Return step seconds, the factor of known causes, and the factor relative to the fastest device."""
     context = _context(fleet, net, batch)
     chosen = candidates(context)[0].plan if plan == AUTO else context.named(plan)
     row = predict_plan(chosen, context)
@@ -161,7 +161,7 @@ def _predicted(fleet: str, net: str, batch: int, plan: str) -> tuple[float, floa
 
 
 def steps(basis: Basis) -> list[Residual]:
-    """All plans of the validation set; of measured fleets as they were predicted before the first run."""
+    """Return all plans of the validation set; measured fleets as predicted before the first run."""
     found = []
     for row in our_rows("validation", basis):
         name = f"{row.fleet} {row.net} {row.batch} {row.plan}"
@@ -174,7 +174,7 @@ def steps(basis: Basis) -> list[Residual]:
 
 
 def gains(basis: Basis) -> list[Residual]:
-    """How many times as fast as its fastest device alone a fleet was, where both were measured."""
+    """Return each fleet's speedup over its fastest solo device where both were measured."""
     cases: Mapping[tuple[str, str, int], list[Row]] = defaultdict(list)
     for row in our_rows("bench", basis):
         cases[row.fleet, row.net, row.batch].append(row)
@@ -206,7 +206,7 @@ def _tell(name: str, residuals: Sequence[Residual], constant: float) -> None:
 
 
 def main() -> None:
-    """Print everything."""
+    """Print all tables."""
     families = defaultdict(list)
     try:
         for family, residual in published():

@@ -1,4 +1,4 @@
-"""Kills, stops and ends the devices of trainings at random moments, and holds the trajectory against one undisturbed device.
+"""Kill, stop and end devices of trainings at random moments; compare the results with one undisturbed device.
 
     python -m lab.chaos --seed 1 --minutes 10
 
@@ -54,7 +54,7 @@ TIMEOUT_S, SILENCE_S = 30.0, 2.0
 
 @dataclass(frozen=True)
 class Blow:
-    """What happens to one device.
+    """A fault of one device.
 
     Attributes:
         kind: what it gets when it has done `at` steps, and then speaks to the others for the `call`-th time: SIGKILL ("kill"),
@@ -77,14 +77,14 @@ class Blow:
 
 @dataclass(frozen=True)
 class Join:
-    """A device asks to be let in once `at` steps are done; on threads only."""
+    """A device's request to join once `at` steps are done; on threads only."""
 
     at: int
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training and what happens to it."""
+    """One training and its faults."""
 
     seed: int
     devices: int = 3
@@ -113,7 +113,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What came of a case: how far its numbers are from those of one device, who ended how, what was told."""
+    """The result of a case: difference from one device, exit states and messages."""
 
     apart: float
     statuses: list[int]
@@ -143,7 +143,7 @@ def make_data(case: Case) -> TensorDataset:
 
 
 def build(case: Case, model: nn.Module, part: Any) -> tuple[Any, Any, Any]:
-    """The training and its loaders, for a distributed model (`part`) or an ordinary one."""
+    """Return the training and its loaders, for a distributed model (`part`) or an ordinary one."""
     data = make_data(case)
     train = loader(data, case.batch, part, seed=case.seed)
     test = loader(data, case.batch, part, shuffle=False)
@@ -162,7 +162,7 @@ def build(case: Case, model: nn.Module, part: Any) -> tuple[Any, Any, Any]:
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights, buffers and optimizer state by name; every device calls it."""
+    """Return weights, buffers and optimizer state by name; every device calls it."""
     if isinstance(model, Distributed):
         rows = full_optimizer_state(model, optimizer)["state"]
         weights = model.full_state_dict()
@@ -176,7 +176,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    """The same training on one device, undisturbed."""
+    """Run the same training on one device, undisturbed."""
     torch.manual_seed(case.seed)
     training, train, test = build(case, make_net(), None)
     history = fit(training, train, test, case.epochs)
@@ -190,7 +190,7 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTER
 
 
 def work(case: Case, folder: Path, group: Group | None = None) -> None:
-    """What one device does. Whoever is the first in the end leaves the result in the folder."""
+    """Run one device. The lowest surviving rank writes the result."""
     torch.set_num_threads(1)
     torch.manual_seed(case.seed)
     group = join(timeout_s=TIMEOUT_S) if group is None else group
@@ -202,7 +202,7 @@ def work(case: Case, folder: Path, group: Group | None = None) -> None:
     training, train, test = build(case, part, part)
 
     class Marks(Observer):
-        """Says that it trains, and how long each step took."""
+        """An observer that records that training runs and how long each step took."""
 
         def __init__(self) -> None:
             self.last_s, self.steps = time.monotonic(), 0
@@ -255,7 +255,7 @@ def work(case: Case, folder: Path, group: Group | None = None) -> None:
 
 
 def strike(members: Members, blow: Blow, folder: Path) -> None:
-    """Do it to this process at the n-th time, after so many steps, that it speaks to the others."""
+    """Inject the fault into this process at its n-th message after the given number of steps."""
     from lab.chaos_disks import fill  # which stands on this file
 
     calls = 0
@@ -285,7 +285,7 @@ def strike(members: Members, blow: Blow, folder: Path) -> None:
 
 
 def run(case: Case, limit_s: float = 120.0) -> Outcome:
-    """Run a case, and compare.
+    """Run a case and compare it with one device.
 
     Raises:
         RuntimeError: it did not end in time, or left no result.
@@ -308,7 +308,7 @@ def run(case: Case, limit_s: float = 120.0) -> Outcome:
 
 
 def _saved(case: Case, folder: Path, state: Mapping[str, Tensor]) -> int:
-    """How often it was told that something could not be written. RuntimeError: what was written is not what it should be."""
+    """Return how many failed writes were reported. RuntimeError: the written files are wrong."""
     from lab.chaos_disks import faults, log_faults
 
     rank, warned = json.loads((folder / "warned").read_text())
@@ -323,7 +323,7 @@ def _saved(case: Case, folder: Path, state: Mapping[str, Tensor]) -> int:
 def compared(
     case: Case, folder: Path, losses: Sequence[float], state: Mapping[str, Tensor], statuses: list[int]
 ) -> Outcome:
-    """What the devices left in the folder, beside what one device has."""
+    """Compare the devices' results in the folder with one device."""
     found, held = torch.load(folder / "result")
     told, longest = json.loads((folder / "told").read_text())
     assert len(found) == len(losses), (case, len(found), len(losses))
@@ -368,7 +368,7 @@ def _play(case: Case, folder: Path, limit_s: float) -> tuple[list[int], list[str
 
 
 def _tend(blow: Blow, folder: Path, pid: int, since_s: float) -> None:
-    """What goes on with a device that was struck so long ago, and ends again."""
+    """Return what continues a struck device after its time."""
     if blow.kind == "stop" and since_s > 2.5 * SILENCE_S:
         os.kill(pid, signal.SIGCONT)
     elif blow.kind == "full" and since_s > blow.for_s:
@@ -383,7 +383,7 @@ SLOW_S = 0.06, 0.08
 
 
 def _forked(work_on: Callable[[], object], environment: Mapping[str, str], output: Path) -> int:
-    """A child of this process, which has loaded torch already, and never computes itself: after that a fork cannot."""
+    """Fork this process, which has imported torch but never computes: afterwards a fork would be unsafe."""
     if pid := os.fork():
         return pid
     status = 1
@@ -439,12 +439,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--cases", type=int, default=10**9)
-    parser.add_argument("--kinds", default="kill", help="of kill, stop, term, full, slow, such as kill,term")
+    parser.add_argument("--kinds", default="kill", help="comma-separated: kill, stop, term, full, slow")
     parser.add_argument("--inside", default="processes", choices=("processes", "threads", "hosts"))
-    parser.add_argument("--joins", action="store_true", help="devices come in, too; inside threads")
-    parser.add_argument("--churn", action="store_true", help="one job for all the time, see chaos_churn.py")
-    parser.add_argument("--full", action="store_true", help="disks are full for a while, too; inside threads")
-    parser.add_argument("--slow", action="store_true", help="devices are slow for a while, too; inside threads")
+    parser.add_argument("--joins", action="store_true", help="devices also join; on threads only")
+    parser.add_argument("--churn", action="store_true", help="one long job, see chaos_churn.py")
+    parser.add_argument("--full", action="store_true", help="disks are temporarily full; on threads only")
+    parser.add_argument("--slow", action="store_true", help="devices are temporarily slow; on threads only")
     given = parser.parse_args()
     kinds = given.kinds.split(",")
     if given.inside == "hosts":

@@ -1,4 +1,4 @@
-"""Hours of churn: one training of processes, from which devices are struck and into which others come, again and again.
+"""Hours of churn: devices of one job are killed and new ones join, again and again.
 
     python -m lab.chaos --churn --seed 1 --minutes 60
 
@@ -63,7 +63,7 @@ def case_of(seed: int, plan: str) -> Case:
 
 
 class Told(Opens):
-    """Writes down how far the training is, on the device that is spared."""
+    """An observer that records the spared device's progress."""
 
     def __init__(self, members: Members, case: Case, folder: Path | None) -> None:
         super().__init__(members)
@@ -85,7 +85,7 @@ class Told(Opens):
 
 
 def live(case: Case, folder: Path, doors: list[tuple[str, int]] | None) -> None:
-    """One device, from the beginning, or one that comes."""
+    """Run one device, from the start or joining."""
     torch.set_num_threads(1)
     torch.manual_seed(case.seed)
     net, example, entrance, spared = make_net(), torch.zeros(2, 2, 8, 8, dtype=torch.float64), None, False
@@ -151,7 +151,7 @@ class Churn:
         return json.loads(file.read_text()) if file.exists() else {"steps": 0, "doors": []}  # type: ignore[no-any-return]
 
     def turn(self) -> None:
-        """Strike a device, or let another one ask to be let in."""
+        """Kill a device, or let another one request to join."""
         doors = [(str(host), int(port)) for host, port in self.status()["doors"]]
         if len(doors) < MOST and (len(doors) < FIRST or self.dice.random() < 0.5):
             if len(self.pids) - len(self.wakes_s) - len(doors) < COMING:
@@ -186,7 +186,7 @@ class Churn:
         return (self.folder / f"output-{number}").read_text(errors="replace")[-3000:]
 
     def line(self, begun_s: float) -> str:
-        """What the spared device has."""
+        """Return the resources of the spared device."""
         here = Path(f"/proc/{self.pids[SPARED]}")
         found = {
             "rss_mb": int((here / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6,
@@ -200,7 +200,7 @@ class Churn:
         )
 
     def growth(self) -> str:
-        """The first and the last row with the number of devices that was there most often, after the first fifth."""
+        """Return the first and last row with the most frequent number of devices, after the first fifth."""
         rows = self.rows[len(self.rows) // 5 :]
         usual = Counter(count for count, _ in rows).most_common(1)[0][0]
         same = [row for count, row in rows if count == usual]
@@ -214,7 +214,7 @@ class Churn:
 
 
 def compared(case: Case, folder: Path) -> tuple[int, float]:
-    """How many steps of the spared device were compared with one device, and how far apart their losses are at most."""
+    """Return how many steps of the spared device were compared, and the largest loss difference."""
     losses = dict(_ROW.iter_unpack((folder / "losses").read_bytes()))
     count = min(COMPARED, max(losses) + 1)
 
@@ -230,7 +230,7 @@ def compared(case: Case, folder: Path) -> tuple[int, float]:
 
 
 def many(seed: int, minutes: float, plan: str = "model") -> str:
-    """Let devices come and go for so long; what was seen.
+    """Let devices leave and join for the given time; return a summary.
 
     Raises:
         RuntimeError: it stood still, or the device that was spared ended.

@@ -1,4 +1,4 @@
-"""Full disks and slow devices in a chaos: what is drawn, a small disk of its own, and what must be on it afterwards."""
+"""Full disks and slow devices in chaos runs: random choice, a small disk, and checks of its content."""
 
 import ctypes
 import errno
@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from convoy.checkpoint.run_folder import MODEL, checkpoints, read_checked
+from convoy.checkpoint.manifest import MODEL, read_checked
+from convoy.checkpoint.run_folder import checkpoints
 from lab.chaos import Blow, Case
 
 TROUBLES = ("full", "slow")
@@ -28,7 +29,7 @@ ROOM_BYTES = (0, 0, 4096, 20_000, 60_000)
 
 
 def trouble(dice: random.Random, kind: str, device: int) -> Blow:
-    """A disk that is full for a while, or a device that is slow for a while."""
+    """Return a temporarily full disk or slow device."""
     at, call = dice.randint(1, 10), dice.randint(1, 30)
     if kind == "full":
         return Blow(device, kind, at, call, for_s=dice.uniform(0.05, 2.0), room_bytes=dice.choice(ROOM_BYTES))
@@ -36,7 +37,7 @@ def trouble(dice: random.Random, kind: str, device: int) -> Blow:
 
 
 def with_troubles(case: Case, kinds: Sequence[str], free: Sequence[int] | None = None) -> Case:
-    """The same case, in which such things happen, too; drawn by its seed. Disks are mostly those of the device that writes.
+    """Return the case with such faults added, drawn from its seed; mostly on the writing device's disk.
 
     Args:
         free: devices that they may happen to, once each kind; None: all, and several times.
@@ -56,7 +57,7 @@ def with_troubles(case: Case, kinds: Sequence[str], free: Sequence[int] | None =
 
 
 def own_mounts() -> None:
-    """From now on what this process mounts is its own, and ends with it. Before it has threads; Linux, root.
+    """Give this process a private mount namespace. Call before starting threads; Linux, root.
 
     Raises:
         OSError: it may not.
@@ -68,7 +69,7 @@ def own_mounts() -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """Meanwhile the folder is a disk of `SIZE_BYTES`."""
+    """Mount a disk of `SIZE_BYTES` on the folder for the context."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "convoy-chaos", folder], check=True)
     try:
@@ -78,7 +79,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def fill(ballast: Path, room_bytes: int) -> None:
-    """Write into a file until its disk is full but for some bytes."""
+    """Fill the disk except for the given number of bytes."""
     with ballast.open("wb", buffering=0) as file:
         try:
             while True:
@@ -95,7 +96,7 @@ def fill(ballast: Path, room_bytes: int) -> None:
 
 
 def faults(run: Path, steps: int, state: Mapping[str, Tensor], tight: float) -> str:
-    """What is wrong with the checkpoints of a training that is over; empty if nothing is.
+    """Return the faults in a finished training's checkpoints; empty if none.
 
     Args:
         state: of one device, undisturbed, after so many steps.
@@ -113,7 +114,7 @@ def faults(run: Path, steps: int, state: Mapping[str, Tensor], tight: float) -> 
 
 
 def log_faults(log: Path, steps: int, told: Sequence[str]) -> str:
-    """What a log lacks and nobody told of; empty if nothing."""
+    """Return unreported gaps of a log; empty if none."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     missing = set(range(steps)) - {row["step"] for row in rows if row["what"] == "step"}
     if missing and not any(" lacks its last " in line for line in told):

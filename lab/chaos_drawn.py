@@ -1,4 +1,4 @@
-"""What happens in a chaos inside threads, by its seed: plan, optimizer, devices, and what they are struck with."""
+"""Draw a chaos case on threads from its seed: plan, optimizer, devices and faults."""
 
 import random
 from dataclasses import replace
@@ -23,7 +23,7 @@ from lab.chaos import PLANS, Blow, Case
 
 
 def plan_of(case: Case, graph: Graph) -> Plan:
-    """The plan of a case: by name; "free" (weights in shares that are freed after use), "auto", or "mixed" from the seed."""
+    """Return a case's plan: by name, "free" (sharded weights freed after use), "auto", or "mixed" from the seed."""
     speeds = Speeds(tuple(1.0 + 0.5 * d for d in range(case.devices)))
     if case.plan == "auto":
         return plan_auto(PlanRequest(graph, case.batch, FleetKnowledge(given=_costs(case))))
@@ -36,7 +36,7 @@ def plan_of(case: Case, graph: Graph) -> Plan:
 
 
 def _costs(case: Case) -> Costs:
-    """Slow devices and quick links, drawn: the planner then splits what it can."""
+    """Return random slow devices with fast links, so that the planner splits layers."""
     dice = random.Random(case.seed)
     count = case.devices
     rates = tuple(Rate(speed, speed) for speed in (1e6 * dice.uniform(0.3, 1.0) for _ in range(count)))
@@ -51,7 +51,7 @@ def _costs(case: Case) -> Costs:
 
 
 def _mixed(case: Case, graph: Graph) -> Plan:
-    """Every layer draws a strategy and shares, zeros included."""
+    """Return a plan with a random strategy and shares for every layer, zeros included."""
     dice = random.Random(case.seed)
 
     def shares(extent: int) -> Shares:
@@ -90,7 +90,7 @@ ALL_PLANS = (*PLANS, "free", "auto", "mixed")
 
 
 def drawn(seed: int) -> Case:
-    """A case by its seed: two to six devices, of which one at least is left."""
+    """Draw a case from its seed: two to six devices, at least one of which survives."""
     dice = random.Random(seed)
     devices = dice.choice((2, 3, 3, 4, 4, 5, 5, 6))
     spared = dice.randrange(devices)

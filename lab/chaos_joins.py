@@ -1,4 +1,4 @@
-"""Devices that come into a chaos on threads, at a drawn step; some are switched off while they come, or later."""
+"""Devices that join a chaos run on threads at a random step; some are killed while joining or later."""
 
 import copy
 import random
@@ -29,7 +29,7 @@ HELLO_S = 5.0
 
 
 class Everybody:
-    """Is let in, and has nothing to know."""
+    """An admission policy that admits every device."""
 
     def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
         return "wanted", ""
@@ -45,7 +45,7 @@ class Everybody:
 
 
 class Opens(Observer):
-    """From the first step on the device answers those that ask to be let in."""
+    """An observer that lets the device answer join requests from the first step on."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
@@ -60,7 +60,7 @@ class Opens(Observer):
 
 
 class Late(Exception):  # noqa: N818 - no error
-    """The training was over before this device was in it."""
+    """The training ended before this device joined."""
 
 
 def part_of(net: nn.Module, case: Case, timeout_s: float) -> Distributed:
@@ -75,7 +75,7 @@ def part_of(net: nn.Module, case: Case, timeout_s: float) -> Distributed:
 
 
 def entrance_of(join: Join, machine: Machine, there: Callable[[], Sequence[Members]], over: Callable[[], bool]) -> Any:
-    """The entrance into the job, once it has done the steps of the join.
+    """Return the address to join at once the job has done the steps of the join.
 
     Args:
         there: what trains.
@@ -103,7 +103,7 @@ def entrance_of(join: Join, machine: Machine, there: Callable[[], Sequence[Membe
 
 
 def with_joins(case: Case) -> Case:
-    """The same case, longer, with devices that come; drawn by its seed."""
+    """Return the case, longer, with joining devices drawn from its seed."""
     dice = random.Random(f"{case.seed} joins")
     joins = tuple(Join(dice.randint(0, 12)) for _ in range(dice.choice((1, 1, 2, 3))))
     blows = list(case.blows)

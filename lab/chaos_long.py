@@ -1,4 +1,4 @@
-"""The long run of chaos: all its forms, two at a time, each with seeds of its own; a table of what came of them.
+"""The long chaos run: all forms, two at a time, each with its own seeds; writes a table of the results.
 
 Linux, root: disks are mounted, and hosts are network namespaces.
 
@@ -37,7 +37,7 @@ SEEDS = 10_000
 
 @dataclass(frozen=True)
 class Run:
-    """One form on one lane; `line` is the last that it printed."""
+    """One form on one lane; `line` is the last line it printed."""
 
     form: str
     seed: int
@@ -91,7 +91,7 @@ def run(form: int, lane: int, seed: int, minutes: float, out: Path) -> Run:
 
 
 def table(runs: list[Run], minutes: float) -> str:
-    """In the form of the page."""
+    """Return the table in the page's form."""
     kinds = sorted({kind for each in runs for kind in each.events})
     rows = [
         f"| | seeds from | trainings | {' | '.join(kinds)} | events | apart | wrong |",

@@ -1,4 +1,5 @@
-"""Machines of one process: each has connections, doors and a thread of its own, a disk; it can be switched off, or fall silent.
+"""Simulated machines in one process, each with connections, listeners, a thread and a disk; they can be killed or
+frozen.
 
 The devices that run on them are the real ones: the same doors, handshakes, connections, agreement. A machine is the credentials
 of its device, which open all its connections, so it knows them all. Switched off, all of them end at once, without a word, and
@@ -27,11 +28,11 @@ _own = threading.local()
 
 
 class SwitchedOff(BaseException):
-    """What the thread of a device meets that was killed: nothing of the package catches it."""
+    """The end of a killed device's thread; nothing in the package catches it."""
 
 
 class Machine(Credentials):  # type: ignore[misc]
-    """One device's machine. It belongs to the thread that makes it.
+    """One device's machine, owned by the thread that creates it.
 
     Args:
         strikes: is called whenever the device's own thread is about to speak to another one.
@@ -54,7 +55,7 @@ class Machine(Credentials):  # type: ignore[misc]
         _own.machine, _own.stores = self, {}
 
     def speaks(self) -> None:
-        """The device is about to speak or to listen."""
+        """Note that the device is about to send or receive."""
         mine = threading.current_thread() is self.thread
         if mine and not self.is_off:
             self.strikes()
@@ -64,7 +65,7 @@ class Machine(Credentials):  # type: ignore[misc]
             raise SwitchedOff if mine else ConnectionResetError("this machine is off")
 
     def writes(self, count: int) -> None:
-        """So many bytes are about to be written to the disk of this machine.
+        """Note that bytes are about to be written to this machine's disk.
 
         Raises:
             OSError: it is full.
@@ -75,7 +76,7 @@ class Machine(Credentials):  # type: ignore[misc]
             self.room_bytes -= count
 
     def switch_off(self) -> None:
-        """May be called on any thread."""
+        """Kill the machine; any thread may call it."""
         with self._lock:
             self.is_off = True
             doors = [part._listening for part in self._parts if isinstance(part, Listener)]
@@ -85,7 +86,7 @@ class Machine(Credentials):  # type: ignore[misc]
         self.awake.set()
 
     def bury(self) -> None:
-        """Release what a device has left behind that was switched off. On its own thread, at its end."""
+        """Release the resources of a killed device; called on its own thread at its end."""
         for part in self._parts:
             part.close() if isinstance(part, Listener) else part.cut(broken=True)
         for own_store in _own.stores.values():
@@ -136,7 +137,7 @@ class Machine(Credentials):  # type: ignore[misc]
 
 
 class _OwnStores(MutableMapping[Any, Any]):
-    """The stores of each device, where the package has those of the process."""
+    """The stores of each device, which replace the process-wide ones."""
 
     def __getitem__(self, key: Any) -> Any:
         return _own.stores[key]
@@ -156,7 +157,7 @@ class _OwnStores(MutableMapping[Any, Any]):
 
 @contextmanager
 def machines() -> Iterator[None]:
-    """Meanwhile, what this process would have once, each machine has for itself."""
+    """Give each machine its own process-wide state for the context."""
 
     def door(listener: socket.socket, credentials: Any, *rest: Any) -> Any:
         made = Listener(listener, credentials, *rest)

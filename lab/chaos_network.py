@@ -1,4 +1,4 @@
-"""Devices on hosts of their own (network namespaces; Linux, root), whose cables are cut, both ways or one way.
+"""Devices on separate hosts (network namespaces; Linux, root) whose cables are cut in one or both directions.
 
     python -m lab.chaos_network --cut one-way [--plan model] [--seed 1]
     python -m lab.chaos --inside hosts --seed 1 --minutes 10
@@ -39,7 +39,7 @@ NOBODY = "02:00:00:00:00:99"
 
 @dataclass(frozen=True)
 class Cut:
-    """A cable is cut.
+    """A cable cut.
 
     Attributes:
         kind: "both", "one-way", "between".
@@ -55,14 +55,14 @@ class Cut:
 
 
 def enter(namespace: str) -> None:
-    """From now on this process speaks through the cards of a namespace."""
+    """Move this process's network traffic into a namespace."""
     with Path(f"/run/netns/{namespace}").open() as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
 def cut(wiring: namespaces.Wiring, kind: str, device: int) -> None:
-    """Cut the cable of a device; "between": that to the next one."""
+    """Cut the cable of a device; "between": the one to the next device."""
     ports = wiring.ports
     port, after = ports[device], ports[(device + 1) % len(ports)]
     if kind == "both":
@@ -77,7 +77,7 @@ def cut(wiring: namespaces.Wiring, kind: str, device: int) -> None:
 
 
 def mend(wiring: namespaces.Wiring, cut_: Cut) -> None:
-    """Put the cable together again."""
+    """Reconnect the cable."""
     ports = wiring.ports
     port, after = ports[cut_.device], ports[(cut_.device + 1) % len(ports)]
     if cut_.kind == "both":
@@ -88,7 +88,7 @@ def mend(wiring: namespaces.Wiring, cut_: Cut) -> None:
 
 
 def drawn(seed: int) -> tuple[Case, Cut]:
-    """A training and a cut, by a seed."""
+    """Draw a training and a cut from a seed."""
     dice = random.Random(seed)
     devices, plan, optimizer = dice.choice((3, 3, 4)), dice.choice(PLANS), dice.choice(("sgd", "adam"))
     at, for_s = dice.randint(2, 12), dice.choice((None, None, dice.uniform(0.3, 3.0), dice.uniform(5.0, 12.0)))
@@ -97,7 +97,7 @@ def drawn(seed: int) -> tuple[Case, Cut]:
 
 
 def many(seed: int, minutes: float) -> str:
-    """Draw and run trainings, print a line of each; a line about all of them.
+    """Draw and run trainings; print one line for each and a summary.
 
     Raises:
         SystemExit: one went wrong; its seed is named.
@@ -127,7 +127,7 @@ def many(seed: int, minutes: float) -> str:
 
 
 def run(case: Case, cut_: Cut, limit_s: float = 90.0) -> Outcome:
-    """Run a case, and cut a device's cable.
+    """Run a case and cut a device's cable.
 
     Raises:
         RuntimeError: it did not end in time, left no result, or was over before.

@@ -1,4 +1,4 @@
-"""Chaos inside one process: hundreds of losses in minutes, each case again from its seed.
+"""Chaos inside one process: hundreds of losses in minutes, each reproducible from its seed.
 
     python -m lab.chaos --inside threads --seed 1 --minutes 10
 
@@ -58,7 +58,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Fate:
-    """What came of one device.
+    """The end of one device.
 
     Attributes:
         ended: "done", "killed", "left", "out" (it was silent, or what is left is not enough), "late" (the training was over
@@ -79,7 +79,7 @@ class Fate:
 
 
 class Fleet:
-    """The devices of a case and what happens to them."""
+    """The devices of a case and their faults."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
@@ -97,7 +97,7 @@ class Fleet:
         self.number = next(_numbers)
 
     def live(self, device: int) -> None:
-        """On the thread of a device."""
+        """Run one device on its thread."""
         fate = self.fates[device]
         machine = self.machines[device] = Machine(self.key, self._striking(device))
         try:
@@ -112,7 +112,7 @@ class Fleet:
             if device >= self.case.devices and not fate.told and self.is_over():
                 fate.ended = "late"
                 return
-            gone = "cannot go on" in str(error) or isinstance(error, StateLostError)
+            gone = "cannot continue" in str(error) or isinstance(error, StateLostError)
             fate.ended = f"out: {error}" if gone else "".join(traceback.format_exception(error))
         except BaseException as error:
             fate.ended = "".join(traceback.format_exception(error))
@@ -159,12 +159,11 @@ class Fleet:
         group.close()
 
     def there(self) -> list[Members]:
-        """Of the devices that train."""
         rows = list(self.members.items())
         return [m for d, m in rows if self.fates[d].ended == "done" and m.membership and not self.machines[d].is_off]
 
     def is_over(self) -> bool:
-        """Whether the training is over, or nobody is left."""
+        """Return whether the training is over or no device is left."""
         first = self.fates[: self.case.devices]
         return any(fate.losses for fate in self.fates) or all(fate.ended != "done" for fate in first)
 
@@ -234,7 +233,7 @@ class Fleet:
 
 @dataclass
 class Found:
-    """What came of a case.
+    """The result of a case.
 
     Attributes:
         apart: the largest difference of a survivor from one device.
@@ -248,7 +247,7 @@ class Found:
 
 
 def alone(case: Case) -> Fate:
-    """The same training on one device, undisturbed."""
+    """Run the same training on one device, undisturbed."""
     torch.manual_seed(case.seed)
     training, train, test = build(case, make_net(), None)
     history = fit(training, train, test, case.epochs)
@@ -257,7 +256,7 @@ def alone(case: Case) -> Fate:
 
 
 def run(case: Case, limit_s: float = 90.0) -> Found:
-    """Run a case on threads, and compare.
+    """Run a case on threads and compare it with one device.
 
     Raises:
         RuntimeError: it did not end in time.
@@ -302,7 +301,7 @@ def _left_behind(before: set[int | None]) -> str:
 
 
 def judged(fates: list[Fate], wanted: Fate, first: int) -> Found:
-    """The survivors' numbers beside those of one device; the devices behind the first ones came later."""
+    """Compare the survivors with one device; ranks after the first ones joined later."""
     for fate in fates[first:]:
         fate.happened += ["join"] * any(line.startswith("joined as") for line in fate.told)
     events, apart, short = sum(len(fate.happened) for fate in fates), 0.0, ""
@@ -342,7 +341,7 @@ def difference(fate: Fate, wanted: Fate, *, late: bool = False) -> float:
 
 
 def many(seed: int, minutes: float, cases: int, *, joins: bool = False, troubles: Sequence[str] = ()) -> str:
-    """Draw and run cases, print a line of each; a line about all of them.
+    """Draw and run cases; print one line for each and a summary.
 
     Args:
         joins: devices come, too.
@@ -389,7 +388,7 @@ def many(seed: int, minutes: float, cases: int, *, joins: bool = False, troubles
 
 
 def resources() -> dict[str, float]:
-    """Of this process: memory (MB), open files, threads."""
+    """Return memory (MB), open files and threads of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {

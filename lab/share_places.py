@@ -1,4 +1,4 @@
-"""The places of a layer by the share that one device has of it, and what passes its card and is waited for between two.
+"""The places of a layer by one device's share, with the NIC traffic and the waiting between two places.
 
 A place is: all of the layer is the others' (share 0) or the device's own (1); it is shared by samples, by features (filters,
 or any axis but that of samples), or by input channels, each with the device's share; or both sides have copies. Shares are

@@ -1,4 +1,4 @@
-"""A tighter lower bound on the step than `convoy.planner.bound`, for research: it costs as much as planning.
+"""A tighter lower bound on the step than `convoy.planner.bound`, for research: as expensive as planning.
 
 It adds relaxations that count what devices wait for (`bound_wire.py`) and the share of each layer that one device has
 (`bound_shares.py`).

@@ -10,7 +10,7 @@ from studies.run import run_study
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the study as the arguments say; the exit status."""
+    """Run the study and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m studies", description="Tables (CSV) and figures (PNG) of the study."
     )

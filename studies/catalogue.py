@@ -1,4 +1,4 @@
-"""Fleets of device classes, for studies of machines that are not there."""
+"""Fleets of device classes, for studies of hypothetical machines."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ KINDS = ("server-cpu", "laptop-cpu", "desktop-gpu", "datacentre-gpu", "embedded-
 
 
 def power_of_class(known: DeviceClass) -> Power:
-    """Watts of a device alone."""
+    """Return the watts of a device alone."""
     return Power(known.idle_w.value, known.busy_w.value)
 
 
 def fleet_of(classes: Sequence[str], card: Nic) -> Fleet:
-    """A fleet of one device per host, of the given classes, all with the same network card.
+    """Return a fleet of one device per host, of the given classes, with identical NICs.
 
     Raises:
         InputError: no class, or a class that the catalogue does not have; near names are told.

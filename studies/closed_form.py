@@ -2,7 +2,7 @@
 
 What is assumed, besides the plan itself:
 
-- p equal devices, one per host; every host has one card, as fast in both directions, behind a switch that never fills.
+- p equal devices, one per host; every host has one NIC, as fast in both directions, behind a switch that never fills.
 - A layer takes max(FLOP / peak, bytes / memory bandwidth) for its local size; the largest share, ceil(K/p) filters or
   ceil(B/p) samples, sets the pace. Nothing else of a layer's time depends on its size: no cache, no kernel launch.
 - Each step waits for the one before, on every device: nothing overlaps. With `overlap` gradient sums
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convoy.layout.redistribute import Sum
+from convoy.layout.collectives import Sum
 from convoy.model.graph import Graph
 from convoy.simulate.compute import SHARED_PASSES
 from convoy.simulate.memory import optimizer_named
@@ -43,7 +43,7 @@ from studies.terms import (
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where the seconds of a step go, per point.
+    """Seconds of a step by cause, per point.
 
     Attributes:
         compute_s: arithmetic of the device with the largest shares.
@@ -74,7 +74,7 @@ def plan_times(
     overlap: bool = False,
     itemsize: int = 4,
 ) -> StepTimes:
-    """Step times of a plan by name.
+    """Return the step times of a named plan.
 
     Args:
         name: data, data-by-speed (the same on equal devices), model, hybrid or master.
@@ -91,7 +91,7 @@ def plan_times(
 def times_of(
     terms: Terms, points: Points, *, optimizer: str = "sgd-momentum", overlap: bool = False, itemsize: int = 4
 ) -> StepTimes:
-    """Step times of a plan's terms; see `plan_times`."""
+    """Return the step times of a plan's terms; see `plan_times`."""
     at = _Evaluation(points, itemsize)
     zero = np.zeros(len(points))
     forward_s, backward_s, busy_s, moves_s, sums_s = zero, zero, zero, zero, zero
@@ -137,7 +137,7 @@ class _Evaluation:
                 return np.ones(len(self.p))
 
     def share(self, place: Place, device: Numbers) -> Floats:
-        """Part of the whole that a device has; nothing where there is no such device."""
+        """Return the fraction of the whole that a device has; zero for a device that does not exist."""
         units = self._units(place)
         part = (np.floor(units / self.p) + (device < np.mod(units, self.p))) / units
         return np.where(np.asarray(device) < self.p, part, 0.0)
@@ -145,7 +145,7 @@ class _Evaluation:
     # --- computing ---
 
     def work(self, term: Work) -> tuple[Floats, Floats]:
-        """Seconds of the device with the largest share, and summed over all devices."""
+        """Return the seconds of the device with the largest share, and the sum over all devices."""
         if isinstance(term.place, Copies):
             alone_s = self._layer_s(term, np.ones(len(self.p)))
             return alone_s, alone_s * self._reach(term.place)
@@ -157,7 +157,7 @@ class _Evaluation:
         return large_s, large_s * many + small_s * (self.p - many)
 
     def _layer_s(self, term: Work, part: Floats) -> Floats:
-        """Roofline seconds of a part of a layer: the same as `cost.compute.Roofline` gives."""
+        """Return the roofline seconds of a part of a layer, as `cost.compute.Roofline` does."""
         samples = self.batch if term.batched else np.ones(len(self.p))
         products = term.products
         of_weights = np.where(part > 0, 1.0, 0.0) if isinstance(term.place, ByBatch) else part
@@ -170,7 +170,7 @@ class _Evaluation:
         return np.asarray(products * np.maximum(arithmetic_s, moved / self.at.memory_bytes_per_s))
 
     def update(self, trained: tuple[Trained, ...], moved: int) -> tuple[Floats, Floats]:
-        """Seconds of the device that holds most, and summed over all devices."""
+        """Return the seconds of the device that holds most, and the sum over all devices."""
         largest, everywhere = np.zeros(len(self.p)), np.zeros(len(self.p))
         for each in trained:
             copied = isinstance(each.place, ByBatch | Copies)
@@ -182,7 +182,7 @@ class _Evaluation:
     # --- moving ---
 
     def _reach(self, place: Place) -> Floats:
-        """How many devices hold something."""
+        """Return how many devices hold entries."""
         match place:
             case Copies(units):
                 return np.minimum(self.p, max(units))
@@ -206,18 +206,19 @@ class _Evaluation:
         return np.asarray(wire_s + self.at.message_s * messages)
 
     def _to_copies(self, source: Place, copies: Floats) -> tuple[Floats, Floats]:
-        """Load of the fullest card as a part of the value, and messages of the busiest device: pieces to `copies` devices."""
+        """Return the busiest NIC's load as a fraction of the value, and the busiest device's messages, for copies on
+        `copies` devices."""
         if isinstance(source, Copies):
             return np.zeros(len(self.p)), np.zeros(len(self.p))
         holders = self._reach(source)
         sent = self.share(source, 0) * (copies - 1)
         received = 1 - self.share(source, copies - 1)
-        # Who holds a piece but no copy sends less than each reader receives: all other pieces are as large or larger.
+        # A device with a shard but no copy sends less than a reader receives: all other shards are at least as large.
         load = np.maximum(sent, received)
         return load, (copies - 1) + np.where(copies > 0, holders - 1, 0.0)
 
     def _direct(self, source: Place, target: Place) -> tuple[Floats, Floats]:
-        """As `_to_copies`, between two ways of dealing out; the largest card is at one of the steps of either."""
+        """Do as `_to_copies` between two splits; the largest load is at a step of either."""
         if isinstance(source, Copies):
             return np.zeros(len(self.p)), np.zeros(len(self.p))
         along = isinstance(source, ByBatch) and isinstance(target, ByBatch)

@@ -2,7 +2,7 @@
 
 Every function takes `p` devices, `n_bytes` of the whole vector, `alpha_s` per message, `beta_s_per_byte` of the wire and
 `gamma_s_per_byte` of adding, as numbers or as numpy arrays that broadcast, and returns seconds of the same shape. Links carry
-both directions at once; every device has its own card. One device has nothing to do: zero.
+both directions at once; every device has its own NIC. One device has nothing to do: zero.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (IJHPCA 19, 2005), whose
 formulas also stand in the comments of MPICH's allreduce; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
@@ -57,7 +57,7 @@ def halving_doubling_allreduce(
 def butterfly_allreduce(
     p: Numbers, n_bytes: Numbers, alpha_s: Numbers, beta_s_per_byte: Numbers, gamma_s_per_byte: Numbers = 0.0
 ) -> Floats:
-    """What the rounds of `transfer.schedule(..., reduce="butterfly")` take.
+    """Return the seconds of the rounds of `transfer.schedule(..., reduce="butterfly")`.
 
     As `halving_doubling_allreduce`, but the inner exchange is among the largest power of two p' <= p only, so its terms are
     (p'-1)/p'. The published formula writes p there, which is at most a ninth too much (three devices).
@@ -77,7 +77,7 @@ def direct_allreduce(
 ) -> Floats:
     """2 alpha + 2 n (p-1)/p beta + n (p-1)/p gamma: a p-th of all summands to each device, its sum to all.
 
-    By arithmetic: the p-1 messages of a device share its card in each direction; their latencies overlap.
+    By arithmetic: the p-1 messages of a device share its NIC in each direction; their latencies overlap.
     """
     p, n = _count(p), np.asarray(n_bytes, dtype=np.float64)
     part = n * (p - 1) / p
@@ -89,7 +89,7 @@ def star_allreduce(
 ) -> Floats:
     """All summands to one device, the sum back: 2 alpha + 2 (p-1) n beta + (p-1) n gamma.
 
-    By arithmetic: p-1 messages share the master's card in each direction; their latencies overlap.
+    By arithmetic: p-1 messages share the master's NIC in each direction; their latencies overlap.
     """
     p, n = _count(p), np.asarray(n_bytes, dtype=np.float64)
     return np.asarray(2 * (p > 1) * alpha_s + (p - 1) * n * (2 * np.asarray(beta_s_per_byte) + gamma_s_per_byte))
@@ -117,6 +117,6 @@ def _count(p: Numbers) -> Floats:
 
 
 def _core(p: Floats) -> Floats:
-    """The largest power of two that is not above p."""
+    """Return the largest power of two that is at most p."""
     # frexp is exact where log2 of a large power of two may round below a whole number.
     return np.asarray(2.0 ** (np.frexp(p)[1] - 1))

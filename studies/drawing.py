@@ -1,4 +1,4 @@
-"""What the figures of the study share: one colour per plan, plain numbers on axes."""
+"""Shared style of the figures: one colour per plan, plain numbers on axes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,25 +16,25 @@ PLAN_LOOKS: Mapping[str, Mapping[str, str]] = {
 
 
 def legend(figure: Any, axes: Any, columns: int = 6) -> None:
-    """The legend of one of a figure's panels, below all of them."""
+    """Put the legend of one panel below all panels."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), frameon=False)
 
 
 def look(plan: str) -> dict[str, Any]:
-    """How the line of a plan is drawn."""
+    """Return the line style of a plan."""
     return {**PLAN_LOOKS[plan], "markersize": 4, "linewidth": 1.5}
 
 
 def plain(value: float, _place: int | None = None) -> str:
-    """A number on an axis: 0.1, 64, 16,384; below one, powers of two as 1/8."""
+    """Format an axis number: 0.1, 64, 16,384; powers of two below one as 1/8."""
     if 0 < value < 1 and (1 / value).is_integer() and int(1 / value).bit_count() == 1:
         return f"1/{int(1 / value)}"
     return f"{value:g}" if value < 1e4 else f"{value:,.0f}"
 
 
 def log2_axis(axes: Any, values: Any) -> None:
-    """A horizontal axis of powers of two with about six numbers on it."""
+    """Make a horizontal axis of powers of two with about six numbers."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(values)[:: max(1, len(values) // 6)])
     axes.xaxis.set_major_formatter(plain)

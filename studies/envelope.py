@@ -1,4 +1,4 @@
-"""`auto` on equal devices: the planner's plan at points of the sweeps, replayed. It should be the envelope of all curves."""
+"""Check that `auto` on equal devices is the envelope of all named plans' curves, by replays at points of the sweeps."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ EVERY = 4
 
 @dataclass(frozen=True, slots=True)
 class Enveloped:
-    """The planner's plan at one point of an axis, beside the curves there.
+    """The planner's plan at one point of an axis, and the curves there.
 
     Attributes:
         curves_s: the step of each named plan by its closed form. One device alone is no curve: in a fleet it sends its outputs.
@@ -45,12 +45,12 @@ class Enveloped:
 
     @property
     def over_best(self) -> float:
-        """Its step over that of the best curve: at most 1, where it is the envelope."""
+        """Return its step time over that of the best curve: at most 1 where it is the envelope."""
         return self.step_s / min(self.curves_s.values())
 
 
 def costs_at(point: Mapping[str, float]) -> Costs:
-    """What the closed form assumes at a point, for the replay: equal devices, each on a host of its own."""
+    """Return the closed form's assumptions at a point as replay costs: equal devices, one per host."""
     count = int(point["devices"])
     flop_per_s, memory = point["flop_per_s"], point["memory_bytes_per_s"]
     devices = tuple(
@@ -66,7 +66,7 @@ def costs_at(point: Mapping[str, float]) -> Costs:
 def enveloped(
     graph: Graph, axis: str, values: Iterable[float] | None = None, base: Mapping[str, float] = BASE
 ) -> list[Enveloped]:
-    """`auto` along one axis; nothing where there are more devices than `DEVICES`.
+    """Plan and replay `auto` along one axis, skipping points with more devices than `DEVICES`.
 
     Args:
         values: None: every so many of the axis, `EVERY`.
@@ -91,7 +91,7 @@ def enveloped(
 
 
 def rows_of(found: Iterable[Enveloped]) -> list[dict[str, str | float]]:
-    """A row per point, for a CSV file."""
+    """Return a row per point, for a CSV file."""
     return [
         {
             "axis": each.axis,

@@ -35,7 +35,7 @@ def devices_figure(
     base: Mapping[str, float] = BASE,
     samples_per_device: int | None = None,
 ) -> Path:
-    """Speedup against the number of devices, a panel per link bandwidth.
+    """Draw speedup against the number of devices, a panel per link bandwidth.
 
     Args:
         samples_per_device: the batch grows with the devices (weak scaling); None: it stays (strong scaling).
@@ -65,7 +65,7 @@ def devices_figure(
 def batch_figure(
     graph: Graph, path: Path, *, net: str = "", links: Sequence[float] = LINKS, base: Mapping[str, float] = BASE
 ) -> Path:
-    """Step time against the global batch, a panel per link; where data overtakes model and hybrid is marked."""
+    """Draw step time against the global batch, a panel per link; mark where data overtakes model and hybrid."""
     figure, panels = _panels(links)
     for axes, link in zip(panels, links, strict=True):
         points = along("batch", base={**base, "link_bytes_per_s": link})
@@ -95,7 +95,7 @@ def five_axes_figure(
     base: Mapping[str, float] = BASE,
     auto: Mapping[str, Sequence[Enveloped]] | None = None,
 ) -> Path:
-    """Castello's five axes: throughput along each, everything else at the base point.
+    """Draw throughput along each of Castello's five axes, with everything else at the base point.
 
     Args:
         auto: the planner's plans along each axis, where they are to be drawn too.
@@ -141,7 +141,7 @@ def fastest_figure(
     devices: Sequence[int] = (4, 16, 64),
     base: Mapping[str, float] = BASE,
 ) -> Path:
-    """Which plan is the fastest, over batch and link, a panel per number of devices; grey where one device alone is."""
+    """Draw the fastest plan over batch and link, a panel per number of devices; grey where one device is fastest."""
     figure, panels = _panels(devices)
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -169,7 +169,7 @@ def fastest_figure(
 
 
 def parts_figure(sweeps: Sequence[Sweep], path: Path, *, net: str = "", index: int = 0) -> Path:
-    """Where the seconds of a step go, a bar per plan, at one of the points."""
+    """Draw the seconds of a step by cause, a bar per plan, at one point."""
     figure = new_figure(6.8, 0.5 * len(sweeps) + 1.9)
     axes = figure.add_subplot()
     left = np.zeros(len(sweeps))
@@ -196,7 +196,7 @@ def _panels(over: Sequence[float]) -> tuple[Any, Any]:
 
 
 def _fastest(graph: Graph, points: Points) -> Floats:
-    """Index of the fastest plan + 1, 0 where one device alone is as fast."""
+    """Return the index of the fastest plan + 1, or 0 where one device alone is as fast."""
     sweeps = sweep(graph, points)
     times = np.stack([sweeps[0].alone_s, *(each.times.step_s for each in sweeps)])
     return np.asarray(times.argmin(axis=0), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Figures of fleets of real device classes: energy, unequal devices, the published figures beside the model."""
+"""Figures of fleets of real device classes: energy, unequal devices, published figures and the model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def energy_rows(
     efficiency: float = 0.5,
     classes: Sequence[str] = KINDS,
 ) -> list[dict[str, str | float]]:
-    """Time and joules per image of fleets of one class each, by whichever plan is fastest there.
+    """Return time and joules per image of fleets of one class each, with the fastest plan at each size.
 
     Args:
         efficiency: the part of the peak that dense kernels reach, the same for every class: an assumption.
@@ -52,7 +52,7 @@ def energy_rows(
 
 
 def energy_figure(rows: Sequence[Row], path: Path, *, title: str = "") -> Path:
-    """Joules per image against images/s, a line per class, a point per number of devices; down and right is better."""
+    """Draw joules per image against images/s, a line per class, a point per number of devices."""
     figure = new_figure(7.2, 5.0)
     axes = figure.add_subplot()
     for index, name in enumerate(dict.fromkeys(str(row["class"]) for row in rows)):
@@ -76,7 +76,7 @@ def energy_figure(rows: Sequence[Row], path: Path, *, title: str = "") -> Path:
 
 
 def fleet_figure(replays: Sequence[Replayed], names: Sequence[str], path: Path, *, title: str = "") -> Path:
-    """Throughput of each plan on one fleet, beside what its devices reach alone, summed."""
+    """Draw each plan's throughput on one fleet and the sum of solo throughputs."""
     figure = new_figure(6.8, 0.45 * len(replays) + 1.9)
     axes = figure.add_subplot()
     speed = [each.samples_per_s for each in replays]
@@ -95,7 +95,7 @@ def fleet_figure(replays: Sequence[Replayed], names: Sequence[str], path: Path, 
 
 
 def published_figure(tables: Sequence[tuple[Published, Sequence[Row]]], path: Path) -> Path:
-    """For each published figure: the model's range for every speed and link assumed, the report as a line."""
+    """Draw the model's range over all assumed speeds and links for each published figure, and the report as a line."""
     figure = new_figure(5.2 * len(tables), 4.4)
     panels = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (published, rows) in zip(panels, tables, strict=True):

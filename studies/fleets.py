@@ -1,4 +1,4 @@
-"""Unequal devices: each plan's step list replayed on a fleet that exists as numbers, with its energy and memory."""
+"""Unequal devices: replay each plan's step list on a described fleet, with energy and memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,12 +46,12 @@ class Replayed:
 
     @property
     def efficiency(self) -> float:
-        """Throughput as a part of the limit."""
+        """Return throughput as a fraction of the limit."""
         return self.samples_per_s / self.limit_samples_per_s
 
 
 def make_plan(name: str, graph: Graph, batch: int, costs: Costs) -> Plan:
-    """A plan by name for a fleet's modelled speeds; "auto" asks the planner.
+    """Return a named plan for a fleet's modelled speeds; "auto" asks the planner.
 
     Raises:
         InputError: unknown name; the choices are listed.
@@ -64,7 +64,7 @@ def make_plan(name: str, graph: Graph, batch: int, costs: Costs) -> Plan:
 
 
 def layer_speeds(request: PlanRequest) -> Speeds:
-    """Return the speeds of each device, also for each weighted layer, as a measurement would give them."""
+    """Return each device's speeds, per weighted layer too, as a measurement would give them."""
     times = request.costs.times
     layers = {}
     for layer in request.graph.weighted:
@@ -100,13 +100,13 @@ def replay(
 def compare(
     graph: Graph, fleet: Fleet, batch: int, plans: Sequence[str] = (*PLANS, "auto"), *, efficiency: float = 1.0
 ) -> list[Replayed]:
-    """Each plan by name on a fleet, in the order given."""
+    """Replay each named plan on a fleet, in the given order."""
     costs = roofline_costs(fleet, efficiency=efficiency)
     return [replay(graph, fleet, make_plan(name, graph, batch, costs), costs) for name in plans]
 
 
 def too_large(replayed: Replayed, fleet: Fleet) -> list[str]:
-    """The devices whose memory a plan overfills, in words; empty where it fits or the fleet gives no memory."""
+    """Return text naming the devices whose memory a plan exceeds; empty if it fits or memory is unknown."""
     return [
         f"{device.name}: {need.total_bytes / 1e9:.3g} GB of {device.memory_bytes / 1e9:.3g} GB"
         for device, need in zip(fleet.devices, replayed.memory, strict=True)
@@ -115,7 +115,7 @@ def too_large(replayed: Replayed, fleet: Fleet) -> list[str]:
 
 
 def rows_of(replays: Sequence[Replayed], names: Sequence[str] | None = None) -> list[dict[str, str | float]]:
-    """A row per plan, for a table or a CSV file."""
+    """Return a row per plan, for a table or a CSV file."""
     rows = []
     for index, each in enumerate(replays):
         row: dict[str, str | float] = {"plan": names[index] if names else each.plan.name, "batch": each.plan.batch}

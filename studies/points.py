@@ -1,4 +1,4 @@
-"""Where to price a plan: arrays of device counts, batches, speeds and links."""
+"""Points at which plans are priced: arrays of device counts, batches, speeds and links."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,14 +13,14 @@ from studies.collectives import Floats, Numbers
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Where to price a plan: arrays of one length.
+    """Points at which plans are priced: arrays of one length.
 
     Attributes:
         devices: how many equal devices.
         batch: global batch, in samples.
         flop_per_s: peak of a device; dense kernels reach `efficiency` of it.
         memory_bytes_per_s: memory bandwidth of a device.
-        link_bytes_per_s: of each card, each direction.
+        link_bytes_per_s: of each NIC, each direction.
         latency_s: of a message.
         message_s: processor seconds per message sent or received.
     """
@@ -47,7 +47,7 @@ class Points:
         message_s: Numbers = 0.0,
         efficiency: Numbers = 1.0,
     ) -> Self:
-        """Points from numbers and arrays that broadcast to one axis.
+        """Return points from numbers and arrays that broadcast to one axis.
 
         Raises:
             InputError: a value that is not finite or not above zero; a device count or batch that is not whole.
@@ -62,7 +62,7 @@ class Points:
 
     @classmethod
     def grid(cls, **axes: Numbers) -> Self:
-        """Every combination of the values of each attribute; the last axis varies fastest. See `of`."""
+        """Return every combination of the attributes' values; the last axis varies fastest. See `of`."""
         columns = np.array(list(product(*(np.ravel(v) for v in axes.values()))), dtype=np.float64)
         return cls.of(**{name: columns[:, i] for i, name in enumerate(axes)})
 

@@ -1,4 +1,4 @@
-"""The published figures as a check: what the model says of Marques' plan, over the range of what is not known.
+"""Compare the model of Marques' plan with the published figures, over the range of unknown conditions.
 
 Known (the works' abstracts): the `master` plan, CIFAR-10, two convolutions of 500 and 1500 kernels, 3.28x with four CPUs,
 2.45x with three GPUs, devices of different capability, convolutions 60-90 % of the time.
@@ -27,7 +27,7 @@ from convoy.simulate.simulator import simulate
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A figure from the works' abstract.
+    """A figure from the work's abstract.
 
     Attributes:
         speedup: as reported, at 500:1500 kernels.
@@ -52,11 +52,11 @@ SPREADS: Mapping[str, Sequence[float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """One guess at an experiment.
+    """One guess at the conditions of an experiment.
 
     Attributes:
         flop_per_s: what the fastest device reaches on convolutions, all overheads included.
-        link_bytes_per_s: of every device's card, each direction.
+        link_bytes_per_s: of every device's NIC, each direction.
         convolution: part of the time of one device alone that convolutions take.
         kernel: side of the kernels.
         spread: a key of `SPREADS`.
@@ -97,7 +97,7 @@ one core to a server of 2016; from an older desktop GPU to the best of 2016."""
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Convolutions by their FLOP; everything else takes, on one device, the rest of the time, in proportion to its output."""
+    """Layer times: convolutions by FLOP; other layers share the rest of the time in proportion to their output."""
 
     graph: Graph
     speeds: tuple[float, ...]
@@ -130,7 +130,7 @@ def _marques_net(kernel: int) -> Graph:
 
 
 def predicted(published: Published, given: Assumption) -> float:
-    """Speedup of the `master` plan under an assumption, against its baseline device alone."""
+    """Return the speedup of the `master` plan under an assumption, over its baseline device alone."""
     graph = _marques_net(given.kernel)
     speeds = tuple(SPREADS[given.spread][: published.devices])
     alone = replace(given, spread="equal")
@@ -139,7 +139,7 @@ def predicted(published: Published, given: Assumption) -> float:
 
 
 def bound(published: Published, given: Assumption) -> float:
-    """The same with communication free: Amdahl's law, with the rest on the fastest device."""
+    """Return the speedup with free communication: Amdahl's law, with the rest on the fastest device."""
     speeds = SPREADS[given.spread][: published.devices]
     base = max(speeds) if given.baseline == "fastest" else min(speeds)
     shared_s, rest_s = given.convolution / sum(speeds), (1 - given.convolution) / max(speeds)
@@ -149,7 +149,7 @@ def bound(published: Published, given: Assumption) -> float:
 def table(
     published: Published, ranges: Mapping[str, Sequence[float | int | str]] | None = None
 ) -> list[dict[str, str | float]]:
-    """A row for every combination of the ranges: the assumption, the predicted speedup, the reported one, their ratio."""
+    """Return a row per combination of the ranges: assumption, predicted and reported speedup, and their ratio."""
     varied = RANGES[published.what] if ranges is None else ranges
     rows: list[dict[str, str | float]] = []
     for values in product(*varied.values()):
@@ -162,7 +162,7 @@ def table(
 
 
 def summary(published: Published, rows: Sequence[Mapping[str, str | float]]) -> str:
-    """The table in one sentence: the range, and how many of the guesses come within a tenth of the report."""
+    """Summarise the table in one sentence: the range, and how many guesses are within a tenth of the report."""
     found = sorted(float(row["predicted"]) for row in rows)
     near = sum(abs(value / published.speedup - 1) <= 0.1 for value in found)
     return (

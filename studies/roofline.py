@@ -1,4 +1,4 @@
-"""Costs of a fleet from its devices' peaks alone: the part of them that kernels reach is given, or all."""
+"""Costs of a fleet from its devices' peaks and the fraction of them that kernels reach."""
 
 from convoy.errors import InputError
 from convoy.fleet import Fleet
@@ -9,7 +9,7 @@ from convoy.simulate.network import network_of
 
 
 def roofline_costs(fleet: Fleet, *, efficiency: float = 1.0, optimizer: str = "sgd-momentum") -> Costs:
-    """The costs of a fleet that is only described: roofline times of its devices, and its network.
+    """Return the costs of a described fleet: roofline times of its devices, and its network.
 
     Args:
         efficiency: the part of the peak that dense kernels reach, for every device.

@@ -1,4 +1,4 @@
-"""The whole study into a folder: tables as CSV, figures as PNG. Minutes of machines, seconds of arithmetic."""
+"""Run the whole study into a folder: tables as CSV, figures as PNG."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ def run_study(
     auto: bool = True,
     say: Say = lambda _: None,
 ) -> list[Path]:
-    """Write every table of the study, and every figure, for one network.
+    """Write every table and figure of the study for one network.
 
     Args:
         out: a folder; made if it is not there.

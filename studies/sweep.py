@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from convoy.errors import InputError
-from convoy.layout.redistribute import Sum
+from convoy.layout.collectives import Sum
 from convoy.model.graph import Graph
 from convoy.simulate.power import Power
 from studies.closed_form import StepTimes, plan_times
@@ -66,7 +66,7 @@ class Sweep:
         return self.points.batch / self.times.step_s
 
     def image_j(self, power: Power) -> Floats:
-        """Joules per sample, of all devices, with these watts each."""
+        """Return joules per sample over all devices, given each one's watts."""
         idle_j = power.idle_w * self.points.devices * self.times.step_s
         busy_j = (power.busy_w - power.idle_w) * self.times.busy_device_s
         return np.asarray((idle_j + busy_j) / self.points.batch)
@@ -81,7 +81,7 @@ def sweep(
     optimizer: str = "sgd-momentum",
     overlap: bool = False,
 ) -> list[Sweep]:
-    """Each plan at every point; see `closed_form.plan_times` for the options.
+    """Price each plan at every point; see `closed_form.plan_times` for the options.
 
     Raises:
         InputError: a plan without a closed form, an unknown reduce or optimizer.
@@ -97,7 +97,7 @@ def sweep(
 
 
 def along(axis: str, values: Sequence[float] | Floats | None = None, base: Mapping[str, float] = BASE) -> Points:
-    """Points along one of `AXES`, everything else at `base`.
+    """Return points along one of `AXES`, with everything else at `base`.
 
     Raises:
         InputError: an axis that is not one of the five.
@@ -108,7 +108,7 @@ def along(axis: str, values: Sequence[float] | Floats | None = None, base: Mappi
 
 
 def points_at(base: Mapping[str, float], **changed: Numbers) -> Points:
-    """The base point, with some of its numbers replaced by others or by arrays."""
+    """Return the base point with some numbers replaced by others or by arrays."""
     given: dict[str, Numbers] = {**base, **changed}
     return Points.of(**given)
 
@@ -116,12 +116,12 @@ def points_at(base: Mapping[str, float], **changed: Numbers) -> Points:
 def five_axes(
     graph: Graph, plans: Sequence[str] = PLANS, base: Mapping[str, float] = BASE, *, overlap: bool = False
 ) -> dict[str, list[Sweep]]:
-    """A sweep along each of the five axes."""
+    """Sweep along each of the five axes."""
     return {axis: sweep(graph, along(axis, base=base), plans, overlap=overlap) for axis in AXES}
 
 
 def crossover(graph: Graph, points: Points, first: str, second: str, axis: str) -> Floats:
-    """Where along `axis` `second` becomes the faster plan: one value between two neighbouring points, for each change.
+    """Return where along `axis` `second` becomes the faster plan: one value per change between neighbouring points.
 
     `points` vary along `axis` only, in ascending order. The value is where straight lines between the points, drawn in
     logarithms, cross.
@@ -135,7 +135,7 @@ def crossover(graph: Graph, points: Points, first: str, second: str, axis: str) 
 
 
 def rows_of(sweeps: Iterable[Sweep]) -> list[dict[str, str | float]]:
-    """A row per plan and point, for a CSV file: the point, the parts of the step, speedup."""
+    """Return a row per plan and point for a CSV file: the point, the parts of the step, the speedup."""
     rows: list[dict[str, str | float]] = []
     for each in sweeps:
         columns = dict(each.points.columns())
@@ -150,7 +150,7 @@ def rows_of(sweeps: Iterable[Sweep]) -> list[dict[str, str | float]]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, str | float]]) -> Path:
-    """Write rows of the same keys; numbers with six digits.
+    """Write rows with the same keys; numbers have six digits.
 
     Raises:
         InputError: no rows, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""A step list as terms that hold for any number of equal devices.
+"""Express a step list as terms that hold for any number of equal devices.
 
 Which computations, moves and sums a named plan makes does not depend on the number of devices, only their sizes do. So the
 step list for two devices, made by the same `lower` that training runs, is read once; each step becomes a term that says
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.errors import InputError
+from convoy.layout.collectives import Sum
 from convoy.layout.layout import Layout, OnOne, Replicated, Split
-from convoy.layout.redistribute import Sum
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import whole_size
 from convoy.plan.lower import lower
@@ -27,24 +27,24 @@ EVERYONE = 2**62
 
 @dataclass(frozen=True, slots=True)
 class ByBatch:
-    """Dealt out by samples."""
+    """A split by samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByUnits:
-    """Dealt out along channels or features, in whole `units` (filters, or groups of them)."""
+    """A split along channels or features, in whole `units` (filters, or groups of them)."""
 
     units: int
 
 
 @dataclass(frozen=True, slots=True)
 class AtMaster:
-    """On the first device, which of equal devices is also the one with the largest share."""
+    """Placement on the first device, which among equal devices also has the largest share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies on as many devices as have one of the `units` of a reader. Readers that differ cause a move each."""
+    """Copies on as many devices as have one of a reader's `units`. Each different reader causes a move."""
 
     units: tuple[int, ...]
 
@@ -84,7 +84,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """A move of one value from `source` to `target`, or of its gradient the way back, which takes as long.
+    """A move of one value from `source` to `target`, or of its gradient back, which takes as long.
 
     Attributes:
         entries: per sample; of the whole value where not `batched`.
@@ -98,14 +98,14 @@ class Carry:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Batch norm over the batch: each device that holds samples sends `entries` numbers to every other."""
+    """Synchronised batch norm: each device with samples sends `entries` numbers to every other."""
 
     entries: int
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Gradients of copied parameters are summed: `entries` numbers, over the devices with samples or over all."""
+    """An all-reduce of `entries` gradients of copied parameters, over the devices with samples or over all."""
 
     entries: int
     everyone: bool
@@ -114,7 +114,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Trainable entries, and how they are dealt out, for the optimizer."""
+    """Trainable entries and their split, for the optimizer."""
 
     entries: int
     place: Place
@@ -132,7 +132,7 @@ class Terms:
 
 
 def named_terms(name: str, graph: Graph, reduce: Sum | None = None) -> Terms:
-    """The terms of a plan by name.
+    """Return the terms of a named plan.
 
     Raises:
         InputError: unknown plan or reduce.
@@ -142,7 +142,7 @@ def named_terms(name: str, graph: Graph, reduce: Sum | None = None) -> Terms:
 
 
 def terms_of(steps: StepList, graph: Graph) -> Terms:
-    """The terms of a step list for two equal devices.
+    """Return the terms of a step list for two equal devices.
 
     Raises:
         InputError: another number of devices, or sums over channels, whose closed form is not known here.
@@ -231,7 +231,7 @@ class _Reader:
         raise InputError(f"{value.key} lies as {layout}: sums over channels have no closed form here; replay the plan")
 
     def _reach(self, step: ComputeStep) -> int:
-        """How many devices at most take part in a step that deals out its output."""
+        """Return the largest number of devices in a step with a split output."""
         layout = step.writes.layout
         return self.units[step.layer] if isinstance(layout, Split) and layout.axis > 0 else EVERYONE
 
@@ -245,7 +245,7 @@ class _Reader:
 
 
 def _units(graph: Graph, layer: Layer) -> int:
-    """In how many whole portions a split of a layer's channels comes: its filters or groups, or those it follows."""
+    """Return the number of whole units of a layer's channel split: its filters or groups, or those it follows."""
     if layer.weighted:
         return layer.groups if layer.groups > 1 else layer.channels_out
     first = next((name for name in layer.inputs if graph[name].batched), None)

@@ -1,4 +1,4 @@
-"""What every test gets: one torch thread, a free port, and a look at what it leaves behind."""
+"""Fixtures of every test: one torch thread, a free port, and a check for leftovers."""
 
 import gc
 import os
@@ -45,7 +45,7 @@ CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycac
 
 
 def pytest_configure() -> None:
-    """Every training keeps a log: those of the tests, and of the processes they start, lie in a folder of this session."""
+    """Keep the run logs of tests and their processes in a folder of this session."""
     os.environ["CONVOY_RUNS"] = tempfile.mkdtemp(prefix="convoy-runs-")
     gc.disable()  # until all tests are collected
 
@@ -62,7 +62,7 @@ def pytest_unconfigure() -> None:
 
 @dataclass(frozen=True)
 class Belongings:
-    """What the test process has at one moment, as texts that name each thing."""
+    """The resources of the test process at one moment, as descriptive texts."""
 
     processes: frozenset[str]
     threads: frozenset[str]
@@ -80,7 +80,6 @@ _parents: dict[int, int] = {}
 
 
 def children() -> Iterator[psutil.Process]:
-    """All processes below this one."""
     global _parents
     found: dict[int, int] = {}
     for pid in psutil.pids():
@@ -97,7 +96,7 @@ def children() -> Iterator[psutil.Process]:
 
 
 def belongings() -> Belongings:
-    """Child processes, Python threads, listening ports, open files of the repository; in CI, new files beside it."""
+    """Return child processes, Python threads, listening ports, open repository files; in CI, new files too."""
     here = psutil.Process()
     processes = set()
     for child in children():
@@ -147,12 +146,12 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_nursery_left() -> Iterator[None]:
-    """End, with the test session, the process that the devices of tests are forked from."""
+    """End the nursery process of the tests with the session."""
     yield
     stop_nursery()
 
 
 @pytest.fixture
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nobody listens."""
+    """Return a port of 127.0.0.1 without a listener."""
     return unused_port()

@@ -77,7 +77,7 @@ def by_its_variables(example: Path) -> tuple[str, str]:
         pytest.param(FOUR, by_its_variables, id="four lines"),
     ],
 )
-def test_the_example_alone_and_under_torchrun(
+def test_example_runs_alone_and_under_torchrun(
     example: Path, start: Callable[[Path], tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same losses, with warnings as errors, and not a word beside the example's own but what it waits for."""
@@ -112,7 +112,7 @@ def test_the_example_alone_and_under_torchrun(
         ("data", 8, {"speeds": []}, InputError, ["one positive number for each of the 1 devices"]),
     ],
 )
-def test_plans_that_cannot_be_made(
+def test_impossible_plans_are_refused(
     name: str,
     batch: int,
     options: dict[str, object],
@@ -128,7 +128,7 @@ def test_plans_that_cannot_be_made(
         assert word in str(caught.value)
 
 
-def test_a_plan_from_a_file_is_only_measured_for() -> None:
+def test_plan_from_a_file_skips_planning() -> None:
     """The command line gives `--plan my.json` so: the shares stay, `reduce` and `wire` replace the plan's own where given."""
     model = nets.build("two-conv")
     with convoy.join() as group:
@@ -143,7 +143,7 @@ def test_a_plan_from_a_file_is_only_measured_for() -> None:
             convoy.api.make_plans(nets.build("resnet"), X, 8, group, plan=saved)
 
 
-def test_a_plan_for_another_model_or_fleet() -> None:
+def test_plan_for_another_model_or_fleet_is_refused() -> None:
     model = nets.build("two-conv")
     with convoy.join() as group:
         plan = convoy.make_plan("data", model, X, 8, group, speeds=[1])
@@ -158,7 +158,7 @@ def test_a_plan_for_another_model_or_fleet() -> None:
 
 
 @pytest.mark.parametrize("what", ["model", "plan"])
-def test_devices_that_started_with_something_else_are_named(what: str) -> None:
+def test_devices_with_different_arguments_are_named(what: str) -> None:
     first, second = nets.build("two-conv"), nets.build("resnet")
 
     def work(group: Group) -> None:
@@ -196,7 +196,7 @@ def test_a_device_with_another_version_is_named() -> None:
 # ------------------------------------------------------------------------------------------------- the ordinary script
 
 
-def test_state_dict_is_refused_and_says_what_to_call() -> None:
+def test_state_dict_is_refused_with_a_remedy() -> None:
     with convoy.join() as group:
         model = nets.build("two-conv")
         plan = convoy.make_plan("model", model, X, 8, group, speeds=[1])
@@ -209,7 +209,7 @@ def test_state_dict_is_refused_and_says_what_to_call() -> None:
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
 
 
-def test_the_model_that_was_given_stays_as_it_was(tmp_path: Path) -> None:
+def test_original_model_is_unchanged(tmp_path: Path) -> None:
     """Training works on a copy; what is saved is loaded by plain PyTorch."""
     model = nets.build("two-conv")
     before = {key: value.clone() for key, value in model.state_dict().items()}

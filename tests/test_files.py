@@ -14,7 +14,7 @@ def read(path: Path, **options: int) -> str:
     return read_text(path, "the plan", "give another", kind=PlanError, **options)
 
 
-def test_a_text_is_read_with_or_without_a_mark_at_its_beginning(tmp_path: Path) -> None:
+def test_text_is_read_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for content in (b"caf\xc3\xa9\n", b"\xef\xbb\xbfcaf\xc3\xa9\n"):
         path.write_bytes(content)
@@ -23,7 +23,7 @@ def test_a_text_is_read_with_or_without_a_mark_at_its_beginning(tmp_path: Path) 
     assert read(tmp_path / "link") == "café\n"
 
 
-def test_what_is_no_text_says_why(tmp_path: Path) -> None:
+def test_binary_file_is_refused_with_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"ab\xff")
     os.mkfifo(tmp_path / "pipe")
@@ -59,7 +59,7 @@ def test_depth_and_digits_are_limited() -> None:
             parse_toml(text, "my.toml")
 
 
-def test_a_file_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> None:
+def test_atomic_write_replaces_only_its_file(tmp_path: Path) -> None:
     """As root, `--save-plan /dev/null` put a file in the place of the device."""
     path, pipe = tmp_path / "file", tmp_path / "pipe"
     path.write_text("old")
@@ -77,7 +77,7 @@ def test_a_file_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == [".file.13", ".file.name", "file", "link", "pipe"]
 
 
-def test_where_a_folder_can_be_made(tmp_path: Path) -> None:
+def test_creatable_folders_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert unwritable(tmp_path / "a" / "b") == ""
     assert unwritable(tmp_path / "file" / "b") == f"{tmp_path / 'file'} is no folder"

@@ -49,7 +49,7 @@ def test_help_needs_no_torch() -> None:
     assert python(COMMAND).splitlines() == ["[]"]
 
 
-def test_every_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     """The rest is found in five modules, which `import convoy` alone makes known."""
     assert dir(convoy) == sorted(convoy.__all__)
     assert len(set(convoy.__all__)) == len(convoy.__all__) == 22
@@ -68,20 +68,20 @@ def test_names_of_an_earlier_version_still_work() -> None:
             assert getattr(convoy, name) is getattr(importlib.import_module(home), name)
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'convoy' has no attribute 'accelerate'"):
         _ = convoy.accelerate
     with pytest.raises(ImportError):
         from convoy import accelerate  # noqa: F401
 
 
-def test_the_version_to_cite_is_the_version() -> None:
+def test_citation_version_matches() -> None:
     """It stands in two files, because one of them is read without Python."""
     cited = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {convoy.__version__}\n" in cited
 
 
-def test_a_tag_is_the_version() -> None:
+def test_release_tag_matches_the_version() -> None:
     """What is released as v1.2.3 says so of itself, and the CHANGELOG has its section, with a date."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("no git repository: nothing is tagged")

@@ -12,7 +12,7 @@ from tests.support.programs import needs
 
 @pytest.mark.parametrize("of_another", [False, True], ids=["none yet", "a link"])
 @needs("make")
-def test_an_environment_of_another_checkout_is_used_and_left_as_it_is(tmp_path: Path, of_another: bool) -> None:
+def test_linked_environment_is_used_unchanged(tmp_path: Path, of_another: bool) -> None:
     """`make check` failed in a second worktree: venv refuses a link, and pip would have put this checkout into the other."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)

@@ -27,7 +27,7 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "convoy"
 
 
-def test_counts_of_a_small_package(package: Path) -> None:
+def test_counts_by_hand(package: Path) -> None:
     assert room_lines(package) == {"a": 4, "b": 8, "top": 1}
     assert structure_counts(package) == {
         "long_signatures": 1,
@@ -38,7 +38,7 @@ def test_counts_of_a_small_package(package: Path) -> None:
     }
 
 
-def test_a_count_above_or_far_below_its_limit_is_a_fault() -> None:
+def test_counts_above_or_far_below_their_limit_fail() -> None:
     assert faults({"a": 97, "b": 100}, {"a": 100, "b": 100}, 0.03) == []
     assert faults({"a": 101}, {"a": 100}, 0.03) == ["a: 101, above the limit of 100: remove 1"]
     assert faults({"a": 96}, {"a": 100}, 0.03) == ["a: 96, below the limit of 100: lower the limit to 96"]
@@ -56,7 +56,7 @@ def test_writing_lowers_limits_and_never_raises_one() -> None:
     assert first["tool"]["convoy"]["rooms"] == {"a": 8}
 
 
-def test_a_room_that_grows_fails_also_after_writing(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_growing_room_fails_even_after_writing(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = package.parent
     (root / "pyproject.toml").write_text("")
     assert main(root, ["--write"]) == 0

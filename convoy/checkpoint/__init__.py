@@ -10,6 +10,7 @@ Plain PyTorch loads the weights: `model.load_state_dict(safetensors.torch.load_f
 
 from convoy.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from convoy.checkpoint.checkpointer import Checkpointer
-from convoy.checkpoint.run_folder import Progress, latest
+from convoy.checkpoint.manifest import Progress
+from convoy.checkpoint.run_folder import latest
 
 __all__ = ["Checkpointer", "Progress", "latest", "load_checkpoint", "save_checkpoint"]

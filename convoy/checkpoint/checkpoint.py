@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.run_folder import (
+from convoy.checkpoint.manifest import (
     AVERAGE,
-    BEST,
     MANIFEST,
     MODEL,
     OPTIMIZER,
@@ -27,17 +26,12 @@ from convoy.checkpoint.run_folder import (
     SavedGroup,
     SavedOptimizer,
     SavedState,
-    checkpoints,
     decode,
     encode,
-    holding,
-    is_checkpoint,
-    latest,
-    publish,
     read_checked,
-    tidy,
     torch_dtype,
 )
+from convoy.checkpoint.run_folder import BEST, checkpoints, holding, is_checkpoint, latest, publish, tidy
 from convoy.checkpoint.tensors import (
     ModelShards,
     Spec,
@@ -48,7 +42,7 @@ from convoy.checkpoint.tensors import (
     reading,
     write_file,
 )
-from convoy.comm.collectives import agree_on, from_first, share_number
+from convoy.comm.control_messages import agree_on, from_first, share_number
 from convoy.errors import InputError
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed

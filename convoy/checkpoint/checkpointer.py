@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.checkpoint import Contents, Stateful, load_checkpoint, try_to_save
-from convoy.checkpoint.run_folder import Progress, hold, release, run_folder, starting_point
+from convoy.checkpoint.manifest import Progress
+from convoy.checkpoint.run_folder import hold, release, run_folder, starting_point
 from convoy.checkpoint.tensors import ModelShards
-from convoy.comm.collectives import from_first
+from convoy.comm.control_messages import from_first
 from convoy.errors import InputError
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.run_folder import Written
-from convoy.comm.collectives import gather
+from convoy.checkpoint.manifest import Written
+from convoy.comm.control_messages import gather
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Shape, box, everywhere

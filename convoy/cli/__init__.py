@@ -1,8 +1,8 @@
-"""The command line: its verbs, and the work of those that need no room of their own.
+"""The command line: all verbs of `convoy`.
 
 ::
 
-    options.py         the command itself, options of several verbs, and those made from the list of settings
+    options.py         the typer app, options shared by verbs, and options made from the list of settings
     scripts.py         run
     training.py        train, join, leave, stop, demo
     measuring.py       measure
@@ -10,9 +10,9 @@
     simulating.py      simulate, report
     fleet_commands.py  emulate, doctor; fleet init, show, setup, key
 
-    train_job.py       starts `convoy train` on one device: of the first ones, or joining (joining.py); then
-    train_session.py   the training, made of the parts in train_parts.py
-    reporter.py        its screen, log and loggers
+    train_job.py       starts `convoy train` on one device, at the start of a job or joining it (joining.py)
+    train_session.py   runs the training that train_parts.py builds
+    reporter.py        screen, log and loggers of a training
     admitting.py       admits joining devices
 
 The verbs import torch and the work only when they run, so that --help is quick.
@@ -40,12 +40,12 @@ __all__ = ["app", "main"]
 def main() -> None:
     """Run the `convoy` command.
 
-    Exit status: 0; 1 where `convoy doctor` found errors; 2 after one message that begins with "error:"; 130 after Ctrl-C, and
-    128 + n after signal n; 141 where the reader of its output is gone, as after `| head -1`.
+    Exit status: 0; 1 if `convoy doctor` found errors; 2 after a message that begins with "error:"; 130 after Ctrl-C; 128 + n
+    after signal n; 141 if the reader of its output closed the pipe, as in `| head -1`.
     """
     own = signal.getsignal(signal.SIGINT)
     if not is_one_of_job(os.environ) and own is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)  # in a job its launcher answers
+        signal.signal(signal.SIGINT, _interrupt)  # in a job the launcher handles Ctrl-C
     try:
         sys.exit(_run())
     finally:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Answer Ctrl-C at once: the current work may take a while to end."""
+    """Report Ctrl-C immediately: the current work may take a while to end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.write(2, b"interrupted\n")
     signal.default_int_handler(signum, frame)
@@ -83,11 +83,11 @@ def _run() -> int:
 
 
 def _explained(error: Exception) -> str:
-    """Return the message for a mistake in the command line, full memory, or a full disk under standard output; else ""."""
-    if hasattr(error, "format_message"):  # of typer
+    """Return a message for a wrong command line, exhausted memory, or a full disk under standard output; else ""."""
+    if hasattr(error, "format_message"):  # an error of typer
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "convoy"
-        return f"{str(error.format_message()).rstrip('.')}; {path} --help lists what it takes"
+        return f"{str(error.format_message()).rstrip('.')}; {path} --help lists its options"
     first = (str(error).splitlines() or [""])[0]
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "allocate memory" in first:
         return (
@@ -100,5 +100,5 @@ def _explained(error: Exception) -> str:
 
 
 def _drop_output() -> None:
-    """Drop what is not flushed yet. Otherwise the interpreter complains when it ends."""
+    """Drop unflushed output, so that the interpreter does not report a broken pipe at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Admits joining devices to a running `convoy train`, and keeps what is known of all devices."""
+"""Admits joining devices to a running `convoy train`, and stores facts about all devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from convoy.cli.joining import Invitation
 from convoy.cli.reporter import Reporter
 from convoy.comm.connection import Fields
 from convoy.config.run_file import RunSettings, to_toml
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.elastic.admission import ScriptAdmission, Verdict, refusal, required_facts
 from convoy.elastic.members import JoinOptions, Members
 from convoy.elastic.regroup import home_at
@@ -27,7 +27,7 @@ MAX_SHOWN = 4  # addresses for joining devices
 
 
 class TrainAdmission(ScriptAdmission):
-    """Admits devices that would make steps faster, and keeps what is known of all devices."""
+    """The admission of devices that would make steps faster, with facts about all devices."""
 
     def __init__(self, model: Distributed, data: str, replan: Replanner, reporter: Reporter) -> None:
         super().__init__(model, replan, lambda: True)
@@ -35,16 +35,16 @@ class TrainAdmission(ScriptAdmission):
 
     @property
     def facts(self) -> Fields:
-        """What this device, which joins, reports of itself; `known` is added by `build_members`."""
+        """Facts that this joining device reports; `build_members` adds `known`."""
         row = self.reporter.devices[0]
         return {"same": self.required(), "title": f"host {row[1]}, {row[0]}", "device": list(row)}
 
     def required(self) -> dict[str, str]:
-        """Return what must be the same on all devices, by its name in messages."""
+        """Return the values that must be equal on all devices, by their names in messages."""
         return {**required_facts(self.model), "data": self.data}
 
     def offer(self) -> Fields:
-        """Return how the job describes itself to joining devices."""
+        """Return the description of the job for joining devices."""
         known = self.replan.known
         return {
             "version": __version__, "run": to_toml(self.reporter.run.settings),
@@ -86,17 +86,16 @@ class TrainAdmission(ScriptAdmission):
         self._note({device: row for device, *row in knowledge["devices"]})
 
     def _with(self, device: int, facts: Fields) -> FleetKnowledge:
-        """Return what is known of all devices, this joining one included."""
         theirs, known = FleetKnowledge.from_json(facts["known"]), self.replan.known
         if known.speeds is not None and not known.speeds.measured:
-            # The user gave speeds, and none for this device: take the mean.
+            # The user gave speeds, but none for this device: use the mean.
             mean = sum(known.speeds.devices) / len(known.speeds.devices)
             theirs = replace(theirs, speeds=Speeds((mean,), measured=False))
         joined: FleetKnowledge = known.with_device(device, theirs)
         return joined
 
     def _note(self, rows: Mapping[int, Sequence[Any]]) -> None:
-        """Show these devices in the log from now on."""
+        """Add these devices to those that the log lists."""
         known = self.replan.known
         assert known.speeds is not None
         self.reporter.devices |= {d: (str(kind), str(host), float(times)) for d, (kind, host, times) in rows.items()}
@@ -104,7 +103,7 @@ class TrainAdmission(ScriptAdmission):
 
 
 def join_addresses(addresses: Sequence[tuple[str, int]]) -> str:
-    """Return what to give to `convoy join`: addresses of different hosts, because one may leave."""
+    """Return the argument of `convoy join`: addresses on different hosts, because a host may leave."""
     ports = dict(reversed(addresses))
     hosts = list(dict.fromkeys(host for host, _ in addresses))[:MAX_SHOWN]
     return ",".join(f"[{host}]:{ports[host]}" if ":" in host else f"{host}:{ports[host]}" for host in hosts)
@@ -117,10 +116,10 @@ def build_members(
     invitation: Invitation | None,
     known: FleetKnowledge | None,
 ) -> Members | None:
-    """Return what lets the training continue with fewer or more devices; None if the settings do not want that.
+    """Return the `Members` that let training continue with fewer or more devices, or None if the settings disable them.
 
     Args:
-        known: what this device measured of itself, if it joins the job.
+        known: measurements of this device, if it joins the job.
     """
     model, replan, reporter = admission.model, admission.replan, admission.reporter
     settings, screen = reporter.run.settings, reporter.screen
@@ -139,7 +138,7 @@ def build_members(
     shown: list[str] = []
 
     def update_offer() -> None:
-        """Offer admission, to joining devices and to the user."""
+        """Update the job's offer to joining devices, and show the user the command to join."""
         if members.membership is None or (settings.listen is None and invitation is None):
             return
         members.membership.offer = admission.offer()
@@ -163,8 +162,7 @@ def build_members(
         every = every or price.every
         if price.overfull:
             screen.line(
-                f"WARNING: there is no room for the snapshots that replace a lost device: {'; '.join(price.overfull)}. With "
-                "--spare none there are none"
+                f"WARNING: not enough memory for recovery snapshots: {'; '.join(price.overfull)}. --spare none turns them off"
             )
     others = [each for each in (training.schedule, training.scaler) if each is not None]
     members = Members(

@@ -1,4 +1,4 @@
-"""The verbs emulate and doctor, and those of convoy fleet: init, show, setup, key."""
+"""Defines the verbs emulate and doctor, and those of convoy fleet: init, show, setup, key."""
 
 from pathlib import Path
 from typing import Annotated
@@ -46,17 +46,17 @@ def emulate(
 @app.command()
 def doctor(
     fleet: Annotated[
-        Path | None, typer.Option(help="Fleet file: hosts by name, and what their links and devices should do.", **PATH)
+        Path | None, typer.Option(help="Fleet file: hosts by name, expected speeds of links and devices.", **PATH)
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write all facts and findings to this file (JSON).", **PATH)
     ] = None,
-    wait: Annotated[float, typer.Option(help="Time to wait for hosts that have not come.", **SECONDS)] = 30.0,
-    case: Annotated[str | None, typer.Option(hidden=True)] = None,  # of an examination that was started over ssh (JSON)
+    wait: Annotated[float, typer.Option(help="Time to wait for hosts that have not connected.", **SECONDS)] = 30.0,
+    case: Annotated[str | None, typer.Option(hidden=True)] = None,  # set when started over ssh (JSON)
 ) -> None:
     """Examine this machine, or all machines of a job, before any training.
 
-    It prints each finding with its cure. Started on every host (convoy emulate, torchrun, srun, mpirun), or over ssh with
+    It prints each finding with its remedy. Started on every host (convoy emulate, torchrun, srun, mpirun), or over ssh with
     a fleet file whose hosts have addresses, it also tries every pair of hosts: closed ports, slow links, other versions.
     Exit status: 0 ready to train, 1 there are errors.
 
@@ -84,8 +84,8 @@ def init(
 ) -> None:
     """Write a fleet file by asking each host over ssh for its processor, GPUs, memory and NIC.
 
-    Nothing needs to be installed on the hosts, and nothing is changed there. The file has what the catalogue
-    knows of each device; `convoy measure` finds the rest.
+    Nothing needs to be installed on the hosts, and nothing is changed there. The file contains the catalogue's
+    data about each device; `convoy measure` adds the rest.
 
     Example: convoy fleet init . user@host2 host3 -o lab.toml
     """
@@ -111,7 +111,6 @@ def show(fleet: Annotated[Path, typer.Argument(help="Fleet file.", **PATH)]) -> 
 
 
 def _show(fleet: Fleet) -> None:
-    """Print a fleet as a tree: hosts, devices, links."""
     count = len(fleet.devices)
     tree = Tree(f"{count} device{'s' * (count > 1)} on {len(fleet.hosts)} host{'s' * (len(fleet.hosts) > 1)}")
     for host in fleet.hosts:
@@ -155,10 +154,12 @@ def _rate(bytes_per_s: float) -> str:
 @fleet_app.command()
 @app.command(hidden=True)  # its place until 0.1
 def setup(
-    fleet: Annotated[Path, typer.Option(help="Fleet file whose hosts have addresses.", **PATH)],
+    fleet: Annotated[Path, typer.Option(help="Fleet file with an address for each host.", **PATH)],
     into: Annotated[
         str,
-        typer.Option(help="Folder on the hosts, for this and other projects; without a leading / in the home there."),
+        typer.Option(
+            help="Folder on the hosts, for all projects; relative to the home folder unless it starts with /."
+        ),
     ] = "convoy",
     data: Annotated[
         list[Path] | None,
@@ -166,7 +167,9 @@ def setup(
     ] = None,
     requirements: Annotated[
         Path | None,
-        typer.Option(help="File of package names: send only these and what they need, at the versions here.", **PATH),
+        typer.Option(
+            help="File of package names: send only these and their dependencies, at the versions here.", **PATH
+        ),
     ] = None,
     wheels: Annotated[Path | None, typer.Option(help="Folder of wheels that are sent and preferred.", **PATH)] = None,
     index: Annotated[
@@ -181,11 +184,11 @@ def setup(
         bool | None, typer.Option(help="Examine the fleet at the end. Default: if packages were installed.")
     ] = None,
 ) -> None:
-    """Bring the hosts of a fleet to the state of this machine.
+    """Install this machine's packages and this folder's files on the hosts of a fleet.
 
     ssh, rsync and uv do the work; rsync and uv must be installed here and on each host. Each host gets an environment with the
-    versions that are installed here, torch in the build for its devices, and the files of this folder that differ. All of it is
-    in one folder there, whose name is written into the fleet file. A second run sends and installs only changes.
+    versions that are installed here, torch in the build for its devices, and the files of this folder that differ. All of it
+    goes into one folder there; the fleet file gets its name. A second run sends and installs only changes.
 
     Example: convoy fleet setup --fleet lab.toml --data data/cifar10
     """
@@ -201,8 +204,8 @@ def key(
 ) -> None:
     """Make the key of a job on several machines that torchrun, srun or mpirun starts.
 
-    Bring the file to every machine (scp -p keeps its mode), and name it there with --job-key FILE, or for a script of your own
-    in the variable CONVOY_JOB_KEY. Who has it can join the job: make a new one for each job, and remove it afterwards.
+    Copy the file to every machine (scp -p keeps its mode). Pass it with --job-key FILE, or to a script of your own in the
+    variable CONVOY_JOB_KEY. Anyone who has it can join the job: make a new one for each job, and remove it afterwards.
     Jobs that Convoy starts need none.
 
     Example: convoy fleet key job.key

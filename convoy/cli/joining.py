@@ -1,4 +1,4 @@
-"""What a device does to join a running `convoy train`: it takes over its settings, and measures itself."""
+"""Joins a running `convoy train`: takes over its settings and measures this device."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from convoy.comm.connection import Fields
 from convoy.comm.group import Group
 from convoy.config.option_types import AUTO_DEVICE
 from convoy.config.run_file import RunSettings, resolve_settings
-from convoy.config.settings import FIELDS, Settings, key_of
+from convoy.config.train_options import FIELDS, Settings, key_of
 from convoy.elastic.entrance import Entrance
 from convoy.errors import InputError
 from convoy.files import parse_toml
@@ -27,10 +27,10 @@ from convoy.runtime.clock import Clock
 
 @dataclass(frozen=True)
 class Invitation:
-    """The answer of a running job to a device that asked to join.
+    """A running job's reply to a join request.
 
     Attributes:
-        offer: made by `convoy.cli.admitting.TrainAdmission` there.
+        offer: from the job's `convoy.cli.admitting.TrainAdmission`.
     """
 
     entrance: Entrance
@@ -38,7 +38,7 @@ class Invitation:
 
 
 def device_named(names: tuple[str, ...]) -> str | None:
-    """Return the device that an option names; None: in a job of several, the launcher gives each its own."""
+    """Return the device that an option names; None: the launcher assigns one to each process."""
     return names[0] if len(names) == 1 and names[0] != AUTO_DEVICE else None
 
 
@@ -46,7 +46,7 @@ def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()
     """Return the settings of a running job for a device that joins it.
 
     Args:
-        own: settings that this device has for itself.
+        own: settings of this device alone.
         accepted: functions outside of the working folder that the job may name as its net or data.
 
     Raises:
@@ -56,7 +56,7 @@ def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()
     if "checkpoint" in own and "checkpoint" not in table:
         raise InputError(f"--checkpoint {own['checkpoint']}: the job saves no checkpoints; leave it out")
     values = {name: table[key_of(name)] for name in FIELDS if key_of(name) in table} | {**own}
-    # These describe the first fleet, or are the business of its device 0. A plan is for several devices; this one is alone.
+    # These describe the first fleet or concern its device 0. A plan is for several devices; this one is still alone.
     for name in ("slowdown", "speeds", "memory", "fleet", "port", "save_plan", "compare", "explain", "page", "resume"):
         values.pop(name, None)
     if values["plan"] not in (*PLANS, AUTO):
@@ -66,7 +66,7 @@ def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()
         own_code = names_callable(text) and not (option == "--net" and is_packaged(text))
         if own_code and text not in accepted and not lies_here(text):
             raise InputError(
-                f"the job trains with {option} {text}, a function that does not lie in this folder, so it is not called: if "
+                f"the job trains with {option} {text}, a function outside of this folder, so it is not called: if "
                 f"you trust the job, join with --accept {text}"
             )
     return run
@@ -75,7 +75,7 @@ def run_of(offer: Fields, own: Mapping[str, Any], accepted: Collection[str] = ()
 def measured_alone(
     offer: Fields, settings: Settings, model: nn.Module, example: Tensor, group: Group, slowdown: float
 ) -> FleetKnowledge:
-    """Measure this device alone, in the way that the job measured its devices."""
+    """Measure this device alone, as the job measured its devices."""
     if not offer["timed"]:
         return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,), measured=False))
     traced, batch = trace(model, example), settings.micro_batch

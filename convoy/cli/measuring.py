@@ -1,4 +1,4 @@
-"""The verb measure."""
+"""Defines the verb measure."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import typer
 
 from convoy.cli.options import PATH, HelpAll, Print, SettingsCommand, app, in_job, with_settings
 from convoy.comm.job_key import choose
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
@@ -26,7 +26,7 @@ def measure(
     ],
     fleet: Annotated[
         Path | None,
-        typer.Option(help="Fleet file with what is known; hosts with addresses are started over ssh.", **PATH),
+        typer.Option(help="Fleet file to start from; hosts with addresses are started over ssh.", **PATH),
     ] = None,
     print_lines: Print = False,
     _help_all: HelpAll = False,
@@ -59,7 +59,7 @@ def measure(
 
 
 def check_measure(output: Path, settings: Settings, fleet: Path | None) -> None:
-    """Refuse bad input in the launching process, once, before anything starts. InputError, DataError."""
+    """Refuse bad input in the launcher, before it starts devices. Raises InputError, DataError."""
     from convoy.cli.train_parts import build_model, load_images
     from convoy.config.checks import check, check_output, check_places
 
@@ -76,7 +76,7 @@ def check_measure(output: Path, settings: Settings, fleet: Path | None) -> None:
 
 
 def _described(path: Path | None) -> Fleet | None:
-    """Return the described fleet without earlier measurements: that of --fleet, or of `convoy emulate`."""
+    """Return the fleet of --fleet or of `convoy emulate`, without earlier measurements."""
     from convoy.simulate.table import read_fleet_file
 
     path = path or (Path(named) if (named := os.environ.get("CONVOY_FLEET")) else None)
@@ -87,10 +87,10 @@ def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None
     """Measure as one device of a job. Device 0 prints, and replaces the output at the end.
 
     Args:
-        settings: as of a training; data, net, devices, batch, slowdown, precision, time limit and budget count.
+        settings: of a training; uses data, net, devices, batch, slowdown, precision, time limit and budget.
 
     Raises:
-        InputError, DataError, MismatchError, DeviceLostError: the output is then as it was before.
+        InputError, DataError, MismatchError, DeviceLostError: the output is unchanged.
     """
     from rich.console import Console
 

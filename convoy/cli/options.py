@@ -1,4 +1,4 @@
-"""The command itself, options that several verbs have, and options that are made from the list of settings."""
+"""Defines the typer app, options shared by verbs, and options made from the list of settings."""
 
 import inspect
 import os
@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 from convoy._version import __version__
 from convoy.config.option_types import a_path, seconds
-from convoy.config.settings import FIELDS, extra_of, key_of, kind_of
+from convoy.config.train_options import FIELDS, extra_of, key_of, kind_of
 from convoy.errors import InputError, shown
 
 app = typer.Typer(
@@ -32,7 +32,7 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def in_job() -> bool:
-    """Return whether torchrun, srun or mpirun started this process, and note its rank in torchrun's variables."""
+    """Return whether torchrun, srun or mpirun started this process. Set torchrun's variables from its rank."""
     from convoy.machine.launch_env import as_torchrun, is_one_of_job
 
     os.environ.update(as_torchrun(os.environ))
@@ -64,7 +64,7 @@ Print = Annotated[bool, typer.Option("--print", help="Print a line for each host
 
 
 class SettingsCommand(TyperCommand):
-    """A verb with settings as options. `--help` lists the usual ones, a line each with its default; `--help-all` lists all."""
+    """A verb with settings as options. `--help` lists common ones with their defaults; `--help-all` lists all."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         parts: dict[str, list[tuple[str, str]]] = {}
@@ -102,10 +102,10 @@ HelpAll = Annotated[
 
 
 def with_settings(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb an option for each of these settings, or for all. None if it is not given: a run file may say otherwise.
+    """Add an option to a verb for each named setting, or for all. An option not given is None: a run file may set it.
 
     Args:
-        defaults: where the verb has others than the settings.
+        defaults: of this verb, where they differ from the settings'.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -114,7 +114,7 @@ def with_settings(*names: str, **defaults: Any) -> Callable[[Callable[..., None]
         for name in names or FIELDS:
             kind = kind_of(name)
             metavar = {Path: "PATH", int: "N", float: "X", str: "TEXT"}.get(kind)
-            # A path is taken as a text, so that an empty one can be refused; as a Path it would be the current folder.
+            # Parse a path as text, to refuse an empty one: as a Path it would be the current folder.
             kind = str if kind in (tuple, Path) else kind
             default = defaults.get(name, FIELDS[name].default)
             option = typer.Option(

@@ -1,4 +1,4 @@
-"""The verbs plan and predict."""
+"""Defines the verbs plan and predict."""
 
 import math
 import re
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # these import torch
 Batch = Annotated[int, typer.Option(help=help_of("batch"), min=1, max=10**9)]
 Image = Annotated[str, typer.Option(help="Channels, height, width of the images.")]
 Classes = Annotated[int, typer.Option(help="Classes.", min=1, max=10**9)]
-Optimizer = Annotated[str, typer.Option(help="Optimizer whose state counts as memory: sgd, sgd-momentum or adam.")]
+Optimizer = Annotated[str, typer.Option(help="Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")]
 Outputs = Annotated[
     str,
     typer.Option(
@@ -42,13 +42,13 @@ Outputs = Annotated[
     ),
 ]
 
-MAX_PIXELS = 8192  # of a side of an image
-MAX_NAMED = 64  # devices of `--on`
+MAX_PIXELS = 8192  # per side of an image
+MAX_NAMED = 64  # devices in `--on`
 
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """A net and the options to plan it with, as the command line gives them."""
+    """A net and its planning options from the command line."""
 
     net: str
     image: str
@@ -61,7 +61,7 @@ class PlanQuestion:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Channels, height and width. InputError if `image` is none."""
+        """Channels, height and width. Raises InputError if `image` is invalid."""
         try:
             sizes = numbers(self.image)
         except InputError as error:
@@ -75,7 +75,7 @@ class PlanQuestion:
         return channels, height, width
 
     def check(self) -> None:
-        """Refuse what can be refused before torch is imported. InputError."""
+        """Check the options that need no torch. Raises InputError."""
         from convoy.config.checks import check_net
         from convoy.plan.plan import parse_outputs
 
@@ -101,21 +101,21 @@ class PlanQuestion:
 
 @contextmanager
 def _waiting(text: str) -> Iterator["Wait"]:
-    """Tell a waiting user what happens, on standard error."""
+    """Show the current task on standard error."""
     from rich.console import Console
 
     from convoy.report.screen import Wait
 
-    with Wait(Console(stderr=True), text, first_s=1.0) as tell:
-        tell("reading the net")
-        yield tell
+    with Wait(Console(stderr=True), text, first_s=1.0) as show:
+        show("reading the net")
+        yield show
 
 
 @app.command()
 def plan(
-    net: Annotated[str, typer.Argument(help="Net, as of convoy train: two-conv:K1:K2, torchvision:NAME, ...")],
+    net: Annotated[str, typer.Argument(help="Net, as for convoy train: two-conv:K1:K2, torchvision:NAME, ...")],
     fleet: Annotated[
-        Path, typer.Option(help="Fleet file that `convoy measure` wrote for this net, or described.", **PATH)
+        Path, typer.Option(help="Fleet file, measured for this net by `convoy measure`, or described.", **PATH)
     ],
     batch: Batch = 64,
     image: Image = "3,32,32",
@@ -126,9 +126,7 @@ def plan(
     optimizer: Optimizer = "sgd-momentum",
     least_energy: Annotated[
         float | None,
-        typer.Option(
-            help="Choose the least joules per image among plans whose step takes at most this time.", **SECONDS
-        ),
+        typer.Option(help="Choose the least joules per image among plans with at most this time per step.", **SECONDS),
     ] = None,
     wire: Annotated[str, typer.Option(help=help_of("wire"))] = "exact",
     outputs: Outputs = "everywhere",
@@ -138,8 +136,8 @@ def plan(
 ) -> None:
     """Predict every plan on a fleet, measured or described, and choose one.
 
-    It prints step time, efficiency, traffic, memory and joules of each plan, and what bounds it. Plans that do not fit
-    a device's memory are marked, and never chosen.
+    It prints step time, efficiency, traffic, memory, joules and bottleneck of each plan. Plans that exceed a device's
+    memory are marked, and never chosen.
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
@@ -156,11 +154,11 @@ def plan(
     if output is not None:
         check_output("--output", output)
     known = FleetKnowledge.from_file(fleet)
-    with _waiting(f"planning {net}") as tell:
+    with _waiting(f"planning {net}") as show:
         request = question.request(known)
-        tell("predicting plans")
+        show("predicting plans")
         rows = predict_all(request, least_energy)
-        tell("what fewer devices would bring")
+        show("predicting fewer devices")
         counts = [] if least_energy is not None else rates_by_devices(request)
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
     show_all(console, rows, request, counts)
@@ -175,12 +173,12 @@ def plan(
 @app.command()
 def predict(
     net: Annotated[
-        str | None, typer.Argument(help="Net, as of convoy train: torchvision:NAME, two-conv:K1:K2, ...")
+        str | None, typer.Argument(help="Net, as for convoy train: torchvision:NAME, two-conv:K1:K2, ...")
     ] = None,
     on: Annotated[
         str | None,
         typer.Option(
-            help="Device classes, each a machine: laptop-cpu,2xrtx3060; + puts several into one: rtx3060+rtx3090."
+            help="Device classes, one per machine: laptop-cpu,2xrtx3060; + puts several into one: rtx3060+rtx3090."
         ),
     ] = None,
     fleet: Annotated[Path | None, typer.Option(help="Fleet file instead, described or measured.", **PATH)] = None,
@@ -188,15 +186,15 @@ def predict(
     image: Image = "3,224,224",
     classes: Classes = 1000,
     link: Annotated[str, typer.Option(help="Speed of each machine's NIC, with --on: 1Gbit, 110MB/s.")] = "1Gbit",
-    latency: Annotated[str, typer.Option(help="Latency between machines, one way, with --on.")] = "100us",
+    latency: Annotated[str, typer.Option(help="One-direction latency between machines, with --on.")] = "100us",
     optimizer: Optimizer = "sgd-momentum",
     outputs: Outputs = "everywhere",
     list_them: Annotated[bool, typer.Option("--list", help="List the device classes and stop.")] = False,
 ) -> None:
     """Predict whether a fleet would pay, before anything is installed.
 
-    It prints the best plan and its step time with an interval, from which batch or link on the fleet pays, and what one device
-    less or more changes.
+    It prints the best plan and its step time with an interval, the smallest batch and the slowest link that pay, and the effect
+    of one device less or more.
 
     Example: convoy predict torchvision:resnet50 --image 3,224,224 --batch 256 --on laptop-cpu,rtx3060,rtx3090 --link 1Gbit
     """
@@ -220,21 +218,21 @@ def predict(
         described, measured = read_fleet_file(fleet)
     else:
         raise InputError(
-            "say on what: --on laptop-cpu,rtx3060 (`convoy predict --list` has the names), or --fleet FILE"
+            "give the fleet, once: --on laptop-cpu,rtx3060 (`convoy predict --list` has the names), or --fleet FILE"
         )
     from convoy.planner.knowledge import FleetKnowledge
     from convoy.planner.payoff import forecast
     from convoy.report.forecasts import show_forecast
     from convoy.report.screen import Screen
 
-    with _waiting(f"predicting {net}") as tell:
-        found = forecast(question.request(FleetKnowledge(described, measured)), tell)
+    with _waiting(f"predicting {net}") as show:
+        found = forecast(question.request(FleetKnowledge(described, measured)), show)
     took_s = time.perf_counter() - begin_s
     show_forecast(Screen(visible=True).console, found, described, net, question.sizes, took_s)
 
 
 def _quantity(option: str, text: str, dimension: Dimension) -> float:
-    """Read an option's number with its unit, above 0. InputError if it has another."""
+    """Parse an option's positive number with its unit. Raises InputError if it is invalid."""
     try:
         number = quantity(text, dimension)
     except InputError as error:
@@ -245,7 +243,7 @@ def _quantity(option: str, text: str, dimension: Dimension) -> float:
 
 
 def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
-    """Return a fleet of device classes: `laptop-cpu,2xrtx3060,rtx3090+rtx3090`. InputError if it cannot be read."""
+    """Parse device classes, e.g. `laptop-cpu,2xrtx3060,rtx3090+rtx3090`, into a fleet. Raises InputError."""
     machines: list[list[str]] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(?:(\d{1,3})\s*[x*]\s*)?(\S.*?)\s*", part)

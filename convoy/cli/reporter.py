@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from convoy.api import Plans
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.config.run_file import RunSettings
-from convoy.config.settings import key_of
+from convoy.config.train_options import key_of
 from convoy.errors import ConvoyError
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
@@ -25,15 +25,14 @@ from convoy.train.rebalance import Decision, Reshard
 
 
 class Reporter(ExitStack):
-    """What reports a training on one device. Leaving its context closes log and loggers.
-
-    Make it once nothing can refuse the job any more: until then an older log stays.
+    """The screen, log and loggers of a training on one device. Leaving its context closes both.
+    Create it after all checks of the job, because it replaces an older log.
 
     Args:
         devices: kind, host and slowdown of each.
-        directory: where the log is; known to every device, because each may have to continue it.
+        directory: of the log, on every device, because each may have to continue it.
         images: training images of an epoch.
-        done: steps that were done before, if the run is resumed.
+        done: steps before the run was resumed.
 
     Attributes:
         devices, speeds: by id.
@@ -89,7 +88,7 @@ class Reporter(ExitStack):
             self.loggers.append(LivePage(directory.run, tell))
 
     def observe(self, bar: Observer) -> None:
-        """Let the progress bar observe the training, too."""
+        """Add the progress bar to the observers."""
         self.bar, self.utilization.log = bar, self.log
         logs = [] if self.log is None else [self.log]
         self.observers.observers = (self.timer, bar, self.utilization, *logs, *self.loggers, self.meters)
@@ -100,7 +99,9 @@ class Reporter(ExitStack):
         work, count = self._work(), settings.accumulate
         idle = [str(device) for device, share in enumerate(work) if not share]
         if settings.plan == "auto" and idle:
-            screen.line(f"auto leaves device{'s' * (len(idle) > 1)} {', '.join(idle)} idle: a step takes less time so.")
+            screen.line(
+                f"auto leaves device{'s' * (len(idle) > 1)} {', '.join(idle)} idle: using it would slow steps down."
+            )
         screen.plan(plan, layer_rows(plan, graph), work)
         if settings.explain:
             screen.programs(plan, graph, count)
@@ -129,7 +130,7 @@ class Reporter(ExitStack):
             self.log.predict(plan, measured, settings.optimizer_state, settings.accumulate, shares_only)
 
     def on_decision(self, step: int, decision: Decision) -> None:
-        """Print and log a change of the plan, or why there is none."""
+        """Print a decision with its reason, and log a change of the plan."""
         self.screen.line(f"  step {step}: {decision.reason}")
         plan, graph = self.part.plan, self.part.traced[True].graph
         if is_end(decision) and plan != self.plans[0]:  # another of several plans has been chosen
@@ -140,7 +141,7 @@ class Reporter(ExitStack):
         self.timer.restart()
 
     def on_members(self, step: int, reason: str) -> None:
-        """Report that other devices train from this step on."""
+        """Report that devices left or joined at this step."""
         is_first = self.part.group.device == 0
         self.screen.show(is_first)
         if is_first and self.log is None and self.directory is not None:  # device 0, which wrote the log, is lost

@@ -1,4 +1,4 @@
-"""The verb run: starts the user's own script on every device."""
+"""Defines the verb run, which starts the user's own script on every device."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ from convoy.machine.launch_env import hidden
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 @with_settings("devices", "fleet", "job_key", "trust_network", "port", "listen")
 def run(
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None, typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="A Python script and its own arguments.")
     ] = None,
     module: Annotated[
@@ -29,7 +29,7 @@ def run(
         str | None,
         typer.Option(
             "--print",
-            help="Start nothing; print what starts the same fleet. shell: a line for each host; slurm: a file for sbatch; "
+            help="Start nothing; print a launcher for the fleet. shell: a line for each host; slurm: a file for sbatch; "
             "kubernetes: a JobSet for kubectl, with --image.",
         ),
     ] = None,
@@ -54,20 +54,20 @@ def run(
     """Run your own script on every device, one process each, as one job.
 
     The script calls convoy.prepare, or join, make_plan, distribute and loader. Everything else in it runs in every process.
-    Its options stand after its name. Device 0 has the terminal; the output of the others is shown if it explains a failure.
-    Ctrl-C ends all of them. RANK and its like are taken out of the script's environment, so that a script which could
-    distribute the work by itself does not. Under torchrun, srun or mpirun the script runs in this process.
+    Write its options after its name. Device 0 has the terminal; the output of the others is shown if it explains a failure.
+    Ctrl-C ends all of them. RANK and similar variables are removed from the script's environment, so that it does not
+    distribute the work itself. Under torchrun, srun or mpirun the script runs in this process.
 
     Example: convoy run --devices 4 examples/one_line.py
     """
-    argv = ["-m", module, *(words or [])] if module is not None else words or []
+    argv = ["-m", module, *(arguments or [])] if module is not None else arguments or []
     if not argv:
         raise InputError(
             "nothing to run: give a script and its arguments, e.g. convoy run --devices 4 train.py --lr 0.1"
         )
     if module is None and not os.path.isfile(argv[0]):
         raise InputError(
-            f"the script {argv[0]} is not there: give the path of a Python file; options of convoy run stand before it, those "
+            f"the script {argv[0]} is not there: give the path of a Python file; options of convoy run go before it, those "
             "of the script after it"
         )
     settings = resolve_settings(None, given).settings
@@ -82,7 +82,7 @@ def run(
             read_address(address)
         option = "--join" if listen is None else "--listen"
         os.environ[JOIN if listen is None else "CONVOY_LISTEN"] = str(listen or join)
-        if not one_of_job:  # in a job its launcher has done this
+        if not one_of_job:  # in a job the launcher has done this
             if not os.environ.get(KEY_FILE):
                 raise InputError(
                     f"{option} without --job-key: joining devices prove themselves by it; make one with `convoy fleet key "
@@ -129,7 +129,7 @@ def run(
 
 
 def _examine(wanted: bool, fleet: Path | None) -> None:
-    """Run the doctor. If it finds errors, the job does not start."""
+    """Run the doctor if wanted, and exit if it finds errors."""
     if wanted:
         from convoy.doctor.doctor import run_doctor
 
@@ -138,6 +138,5 @@ def _examine(wanted: bool, fleet: Path | None) -> None:
 
 
 def _become(argv: list[str], environment: dict[str, str]) -> None:
-    """Replace this process by that Python program."""
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *argv], environment)

@@ -1,4 +1,4 @@
-"""The verbs simulate and report."""
+"""Defines the verbs simulate and report."""
 
 import os
 from dataclasses import replace
@@ -107,7 +107,7 @@ def report(
         typer.Option(
             "--output",
             "-o",
-            help="HTML file to write; default: report.html beside the log, or comparison.html.",
+            help="HTML file to write; default: report.html next to the log, or comparison.html.",
             **PATH,
         ),
     ] = None,
@@ -115,7 +115,7 @@ def report(
     """Write one HTML page of a run, or a comparison of several.
 
     It has the curves, throughput with prediction and limit, the plan, one step, and each device. The page needs no network.
-    An unfinished run gives a page of what there is.
+    The page of an unfinished run shows its data so far.
 
     Example: convoy report runs/2026-11-21-19.37.45-two-conv-50-500
     """

@@ -1,4 +1,4 @@
-"""Starts `convoy train` on one device: as one of a job's first devices, or as one that joins a running job."""
+"""Starts `convoy train` on one device, at the start of a job or joining a running one."""
 
 import os
 import shlex
@@ -13,12 +13,12 @@ from convoy.checkpoint.run_folder import holding, run_folder, starting_point
 from convoy.cli.joining import Invitation, device_named, run_of
 from convoy.cli.train_parts import compare_with_one_device
 from convoy.cli.train_session import Job, train_job
-from convoy.comm.collectives import difference, from_first, gather
+from convoy.comm.control_messages import difference, from_first, gather
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.processes import join, own_device
 from convoy.config.checks import check, check_outputs
 from convoy.config.run_file import RunSettings
-from convoy.config.settings import Settings, key_of
+from convoy.config.train_options import Settings, key_of
 from convoy.elastic.entrance import greet
 from convoy.elastic.regroup import home_at
 from convoy.errors import InputError, MismatchError
@@ -30,7 +30,7 @@ from convoy.runlog.directory import check_directory
 
 
 def run_device(run: RunSettings) -> None:
-    """Train as one of the devices that begin a job."""
+    """Train as one of a job's first devices."""
     settings = run.settings
     _prepare(settings)
     with ExitStack() as stack:
@@ -70,9 +70,9 @@ def run_joining_device(
     """Join a running training.
 
     Args:
-        addresses: of its devices.
-        device: to compute on; None: as in a job of one.
-        own: settings that this device has for itself, by name.
+        addresses: of the job's devices.
+        device: to compute on; None: chosen as for a job with one device.
+        own: settings of this device alone, by name.
         accepted: functions outside of the working folder that the job may name as its net or data.
 
     Raises:
@@ -98,7 +98,7 @@ def _prepare(settings: Settings) -> None:
 
 
 def _check_same_settings(settings: Settings, group: Group) -> None:
-    """Compare the settings that decide what is computed. Raise MismatchError for the first that differs."""
+    """Compare the settings that affect the result. Raise MismatchError for the first that differs."""
     rows = gather(group, "settings", settings.decisive)
     for name in rows[0]:
         if found := difference([row[name] for row in rows]):
@@ -109,7 +109,7 @@ def _check_same_settings(settings: Settings, group: Group) -> None:
 
 
 def _check_resume(settings: Settings) -> None:
-    """Refuse a run that cannot be resumed, by its files alone. Called on device 0, where these are.
+    """Check on device 0, from the files alone, that the run can be resumed.
 
     Raises:
         InputError: as `Checkpointer.begin`; or the run is complete.

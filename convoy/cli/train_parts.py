@@ -1,4 +1,4 @@
-"""The parts of a training, made as its settings say: images, net, loaders, optimizer; and `--compare`."""
+"""Builds images, net, loaders and optimizer of a training from its settings, and runs `--compare`."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from convoy.api import loader
-from convoy.comm.collectives import difference
+from convoy.comm.control_messages import difference
 from convoy.comm.group import Group
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.data import Splits, load
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, MismatchError
@@ -36,17 +36,17 @@ def load_images(settings: Settings) -> Splits:
 
 
 def agreed_images(settings: Settings, group: Group, screen: Screen) -> Splits:
-    """Load the images. Refuse a net, a batch or an augmentation that does not fit them, and devices with other images."""
+    """Load the images. Check that net, batch and augmentation fit them, and that all devices have the same."""
     if settings.net.partition(":")[0] in PER_PIXEL:
         raise InputError(
             f"--net {settings.net} gives a class for every pixel, and these images have one label each: train it in Python, "
-            "with convoy.loss; convoy measure, and plan, predict and simulate with --outputs where-computed, take it as it is"
+            "with convoy.loss; convoy measure accepts it, and so do plan, predict and simulate with --outputs where-computed"
         )
     splits = load_images(settings)
     count = len(splits.train)
     if settings.batch > count:
         raise InputError(
-            f"--batch {settings.batch} with {count} training images: no step has more images than there are; give --batch "
+            f"--batch {settings.batch} with {count} training images: a step cannot have more images than that; give --batch "
             f"{count} or less"
         )
     if settings.augment is not None:
@@ -109,7 +109,7 @@ class FinishedTraining:
 
 @dataclass
 class _Slowed(Training):
-    """Training in plain PyTorch on a device that is slowed down as those of the fleet are."""
+    """A training in plain PyTorch on a device slowed down like those of the fleet."""
 
     clock: Clock = field(kw_only=True)
 
@@ -119,7 +119,7 @@ class _Slowed(Training):
 
 
 def compare_with_one_device(settings: Settings, done: FinishedTraining, screen: Screen) -> None:
-    """Train the same in plain PyTorch on one CPU, slowed down as the fastest device is, and print both results."""
+    """Train the same net in plain PyTorch on one CPU, slowed down like the fastest device, and print both results."""
     model = UnderAutocast(build_model(settings, done.splits), settings.precision)
     train, test = build_loaders(settings, done.splits, None)
     slowdown = min(slowdown for _, _, slowdown in done.devices)

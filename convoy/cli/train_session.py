@@ -1,4 +1,4 @@
-"""A `convoy train` on one device, from the images to the last line of the log."""
+"""Runs `convoy train` on one device, from loading images to the last line of the log."""
 
 import os
 import time
@@ -23,11 +23,11 @@ from convoy.cli.train_parts import (
     build_training,
     example_of,
 )  # fmt: skip
-from convoy.comm.collectives import from_first, gather
+from convoy.comm.control_messages import from_first, gather
 from convoy.comm.environment import imposed_slowdown
 from convoy.comm.group import Group
 from convoy.config.run_file import RunSettings
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.machine.process import handle_signals
 from convoy.measure.replanner import expect_measured
 from convoy.plan.plan import Plan
@@ -41,10 +41,10 @@ from convoy.train.loop import fit
 
 @dataclass(frozen=True)
 class Job:
-    """A training as it was started on one device.
+    """A training on one device, as it was started.
 
     Attributes:
-        invitation: what the running job sent, if this device joins one.
+        invitation: the running job's reply, if this device joins one.
     """
 
     run: RunSettings
@@ -59,7 +59,7 @@ class Job:
 
 
 def train_job(job: Job) -> FinishedTraining:
-    """Train as the settings say, as one device of the job."""
+    """Train as one device of the job."""
     settings, group, screen, stack = job.settings, job.group, job.screen, job.stack
     joins = job.invitation is not None
     splits = agreed_images(settings, group, screen)
@@ -88,7 +88,7 @@ def train_job(job: Job) -> FinishedTraining:
         stack.callback(checkpointer.close)
         if not joins:
             done = checkpointer.begin(settings.resume)
-            torch.manual_seed(settings.seed + done.step)  # dropout must not draw again what it drew in the first steps
+            torch.manual_seed(settings.seed + done.step)  # dropout must not repeat the first steps' random numbers
         done = checkpointer.progress
     if job.invitation is None:
         row = from_first(group, "directory of the run", lambda: paths_of(make_directory(settings)))
@@ -144,7 +144,7 @@ def _make_plans(
     if settings.plan != AUTO:
         title = "every device times the model's layers"
     else:
-        title = "the devices are measured and planned for" if measures else "the planner reads the fleet"
+        title = "measuring the devices and planning" if measures else "the planner reads the fleet"
     is_quick = settings.speeds is not None or group.devices == 1
     about_s = settings.budget_s if measures else None
     with nullcontext(lambda *_: None) if is_quick else Wait(screen.console, title, about_s) as progress:

@@ -1,4 +1,4 @@
-"""The verbs train, join, leave, stop and demo."""
+"""Defines the verbs train, join, leave, stop and demo."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def train(
     _help_all: HelpAll = False,
     **given: Any,
 ) -> None:
-    """Train a network on images, with the numbers of one device.
+    """Train a network on images, with the loss curve of one device.
 
     It uses this machine's devices, the hosts of a fleet file, or runs as one process of a job that torchrun, srun or mpirun
     started. Options override the run file.
@@ -99,9 +99,7 @@ def join(
     device: Annotated[
         str | None, typer.Option(help="Device to compute on: cuda:0 or cpu; default: the first GPU, or the CPU.")
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data set, if it is another one here.", **PATH)
-    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data set, if it differs here.", **PATH)] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints, if this device has to write them.", **PATH)
     ] = None,
@@ -112,9 +110,9 @@ def join(
 ) -> None:
     """Join a running training.
 
-    The training was started with `convoy train --listen`, which prints the line to use, and its settings count. This device
-    loads the data and measures itself while the others train. It is admitted between two steps if steps are predicted to become
-    faster; otherwise it waits as a spare. The numbers stay those of one device. SIGTERM lets it leave after a step.
+    `convoy train --listen` started the training and printed the command to use. This device takes over its settings, loads the
+    data and measures itself while the others train. It is admitted between two steps if that is predicted to make steps faster;
+    otherwise it waits as a spare. The loss curve stays that of one device. SIGTERM makes it leave after a step.
 
     Example: convoy join 192.168.1.5:7000,192.168.1.6:7000 --job-key lab.key
     """
@@ -147,7 +145,7 @@ def leave(
 ) -> None:
     """Remove this machine's devices from a running job after the current step. The others continue.
 
-    It finds this user's devices here, and returns when they have ended: then the machine can be switched off. On another
+    It signals this user's devices, and returns when they have ended: then the machine can be switched off. On another
     machine: ssh HOST convoy leave.
 
     Example: convoy leave && sudo poweroff
@@ -181,11 +179,11 @@ def stop(job: JobName = None, wait: Wait = 60.0) -> None:
 
 
 def of_job(rows: Sequence[JobProcess], job: str | None) -> list[JobProcess]:
-    """Return the rows of one job. InputError if there is none, or several and none was named."""
+    """Return the rows of one job. Raises InputError if there is none, or if several match."""
     if not rows:
         raise InputError(
-            f"no job of user {os.geteuid()} runs on this machine ({os.uname().nodename}): give the command on a machine where "
-            "its devices are, as the user who started it"
+            f"no job of user {os.geteuid()} runs on this machine ({os.uname().nodename}): run this on one of the "
+            "job's machines, as the user who started the job"
         )
     named = [row for row in rows if job is None or row.is_named(job)]
     count = len({row.job for row in named})
@@ -197,12 +195,12 @@ def of_job(rows: Sequence[JobProcess], job: str | None) -> list[JobProcess]:
 
 
 def leaving(here: Sequence[JobProcess], devices: Sequence[int]) -> list[JobProcess]:
-    """Return the devices of a job that are to leave; none named: all that are here. InputError if they cannot leave."""
+    """Return the named devices of a job, or all on this machine. Raises InputError if they cannot leave."""
     ids = [row.device for row in here]
-    if strange := [device for device in devices if device not in ids]:
+    if unknown := [device for device in devices if device not in ids]:
         raise InputError(
-            f"--device {strange[0]}: the devices of {_title(here)} on this machine are {', '.join(map(str, ids))}; the others "
-            "leave where they are"
+            f"--device {unknown[0]}: the devices of {_title(here)} on this machine are {', '.join(map(str, ids))}; run convoy "
+            "leave on the machines of the others"
         )
     rows = [row for row in here if not devices or row.device in devices]
     if fixed := [row for row in rows if not row.members]:
@@ -235,7 +233,7 @@ def _wait_for(rows: Sequence[JobProcess], wait_s: float) -> None:
         pids = [process.pid for process in left]
         raise ConvoyError(
             f"{_names([row for row in rows if row.pid in pids])} did not end within {wait_s:g} s: a step, or the work "
-            "between two steps, takes longer. Wait, or end it at once, which loses what it has since the last checkpoint: "
+            "between two steps, takes longer. Wait, or end it at once, which loses the steps since the last checkpoint: "
             f"kill -9 {' '.join(map(str, pids))}"
         )
 
@@ -249,10 +247,9 @@ def _title(rows: Sequence[JobProcess]) -> str:
     return f"job {rows[0].job}" + (f" (run {run})" if run else "")
 
 
-# Each process plays a machine that is this many times slower than a core of this one. Together the four compute for 0.9 of
-# every second on two cores. Their speeds add up to 2.6 times that of the fastest; a step takes that one about 0.7 s.
+# How many times slower than a core each process is. The four use 0.9 of two cores, and are 2.6 times as fast as the first.
 DEMO_SLOWDOWN = "3,4,6,8"
-DEMO_EPOCHS = 16  # about 20 s by the four and 40 s by one; 93 % of the test images are right in the end
+DEMO_EPOCHS = 16  # about 20 s on the four and 40 s on one, to 93 % test accuracy
 
 
 @app.command()

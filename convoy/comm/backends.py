@@ -1,6 +1,6 @@
-"""Messages in progress of any backend, and the NCCL backend.
+"""Track messages in progress, and send tensors with NCCL.
 
-NCCL is used between distinct GPUs of one kind, inside one host or on a trusted network. `streams.py` does everything else.
+NCCL is used between distinct GPUs of one kind, on one host or a trusted network. `streams.py` does everything else.
 """
 
 import time
@@ -17,11 +17,11 @@ from convoy.comm.group import Message
 from convoy.machine.accelerator import finish
 
 
-class PeerFailure(Exception):  # noqa: N818 - inside this room only: the group makes it a DeviceLostError
-    """A connection closed, or was silent for the whole time limit. `find_failed` then finds the failed device."""
+class PeerFailure(Exception):  # noqa: N818 - inside this package only: the group makes it a DeviceLostError
+    """The error for a connection that closed or timed out. `find_failed` then finds the failed device."""
 
     def __init__(self, peers: Sequence[int], cause: RuntimeError) -> None:
-        # Only the first sentence of a library's text matters to users.
+        # Show only the first sentence of a library's text.
         self.reason = str(cause).split(". ")[0].splitlines()[0].split("] ", 1)[-1]
         super().__init__(f"message from or to device {', '.join(map(str, peers))}: {self.reason}")
         self.peers = tuple(peers)
@@ -33,7 +33,7 @@ class Waitable(Protocol):
     """A message in progress, of any backend."""
 
     def wait(self, limit: timedelta) -> object:
-        """RuntimeError if it failed or took longer."""
+        """Wait for completion. RuntimeError if it failed or took longer than `limit`."""
 
 
 @dataclass
@@ -41,9 +41,9 @@ class PendingWork:
     """Messages in progress.
 
     Attributes:
-        works: the peers and the message in progress.
+        works: (peers, message in progress).
         staged: (host buffer, target tensor) of received messages.
-        copied: recorded after the copies of sent tensors to host memory. None: nothing was copied.
+        copied: event after the copies of sent tensors to host memory. None: nothing was copied.
     """
 
     works: list[tuple[tuple[int, ...], Waitable]]
@@ -69,23 +69,23 @@ class PendingWork:
             self.copied.wait(torch.accelerator.current_stream(self.copied.device))
         with torch.no_grad():
             for host, target in self.staged:
-                # From pinned memory this only queues the copy; torch keeps the buffer until it is done.
+                # From pinned memory this only queues the copy; torch keeps the buffer until the copy is done.
                 target.copy_(host, non_blocking=host.is_pinned())
         self.works, self.staged, self.copied = [], [], None
 
 
 @final
 class NcclBackend:
-    """Sends tensors directly between GPUs. Needs a distinct GPU of the same kind for every device.
+    """A backend that sends tensors directly between distinct GPUs of the same kind.
 
-    It uses torch's default process group, or creates it, because torch offers batches of messages only there.
+    It uses torch's default process group, or creates it, because torch has batches of messages only there.
     """
 
     lanes = 1
     """NCCL matches messages by their order and has no tags."""
 
     def __init__(self, store: Store, device: int, devices: int, torch_device: torch.device, limit_s: float) -> None:
-        # Convoy limits each wait. NCCL's own limit ends the whole process, so it is longer.
+        # NCCL's timeout ends the whole process, so it must be longer than Convoy's own limit of each wait.
         limit = timedelta(seconds=2 * limit_s + 60)
         self._owns_world = not distributed.is_initialized()
         if self._owns_world:
@@ -100,7 +100,7 @@ class NcclBackend:
             self._group = distributed.group.WORLD
         else:
             self._group = distributed.new_group(backend="nccl", timeout=limit, device_id=torch_device)
-        # torch allows batches between some devices only after a collective of all.
+        # torch allows batches between a subset of devices only after a collective of all.
         distributed.all_reduce(torch.zeros(1, device=torch_device), group=self._group)
         finish(torch_device)
 

@@ -1,7 +1,7 @@
-"""One connection between two processes of a job: TLS 1.3 if the job has a key, else plain TCP.
+"""Connect two processes of a job: TLS 1.3 if the job has a key, else plain TCP.
 
-Sent tensors are encrypted from their own memory in chunks of 64 KB. Received bytes are read in chunks of 128 KB and decrypted
-into the tensor's memory. One thread at a time may use a channel.
+Tensors are encrypted from their own memory in chunks of 64 KB. Received bytes are read in chunks of 128 KB and decrypted into
+the tensor's memory. One thread at a time may use a connection.
 """
 
 import json
@@ -20,24 +20,24 @@ from convoy.comm.job_key import JobKey, key_of_process
 Fields = dict[str, Any]
 
 CHUNK_BYTES = 65_536
-"""Encrypted at once. Larger chunks leave the processor's cache, smaller ones cost more system calls."""
+"""Bytes encrypted at once. Larger chunks do not fit the processor's cache, smaller ones need more system calls."""
 
 RECEIVED_BYTES = 131_072
-"""Encrypted bytes read at once. 64 KB costs a quarter more processor time; 256 KB is no faster."""
+"""Encrypted bytes read at once. 64 KB takes a quarter more processor time; 256 KB is no faster."""
 
 FRAME_BYTES = 1 << 20
-"""The longest control message that is accepted."""
+"""Longest accepted control message."""
 
 _LENGTH = struct.Struct(">I")
 
 
-class NotOfThisJob(Exception):  # noqa: N818 - a fact about the other side
-    """The other side does not have this job's key."""
+class NotOfThisJob(Exception):  # noqa: N818 - a property of the peer
+    """The error for a peer without this job's key."""
 
 
 @final
 class Credentials:
-    """The TLS contexts of a job. Without a key, connections are not authenticated."""
+    """The TLS contexts of a job; without a key, connections are not authenticated."""
 
     def __init__(self, key: JobKey | None) -> None:
         self.key = key
@@ -50,7 +50,7 @@ class Credentials:
         return Connection(accepted, self._server, self._certificate, answers=True)
 
     def connect(self, address: tuple[str, int], message: Fields, deadline_s: float) -> "Connection":
-        """Connect, authenticate, and send a first message. The caller receives the answer.
+        """Connect, authenticate, and send a first message. The caller receives the reply.
 
         Raises:
             NotOfThisJob: the listener has another key or none.
@@ -91,20 +91,20 @@ class Connection:
         self._tls = None if context is None else context.wrap_bio(self._arriving, self._leaving, server_side=answers)
         self._certificate = certificate
         self._chunk = memoryview(bytearray(RECEIVED_BYTES))
-        self._ahead = memoryview(b"")  # unencrypted bytes read beyond what was asked for
+        self._ahead = memoryview(b"")  # unencrypted bytes read ahead
         self._behind = b""  # not sent yet
         self._poll: select.poll | None = None
         self._partial = b""
 
     def stop_encrypting(self) -> None:
-        """Stop encrypting. Both sides call it, each after it has read all that the other has sent.
+        """Stop encrypting. Both sides call it after they have read all bytes sent so far.
 
         Only for connections inside one machine, which the kernel protects from other processes.
         """
         self._tls = None
 
     def deadline(self, deadline_s: float) -> None:
-        """Let all further waits fail with TimeoutError at that time (of `time.monotonic`)."""
+        """Let all later waits raise TimeoutError at that time (of `time.monotonic`)."""
         self.socket.settimeout(_left_s(deadline_s))
 
     def shake_hands(self) -> bool:
@@ -140,7 +140,7 @@ class Connection:
             self.flush()
 
     def send_at_once(self, content: bytes) -> bool:
-        """Send without waiting. Return whether all was sent; the rest is sent by `flush`, or before the next bytes."""
+        """Send without waiting. Return whether all was sent; `flush` or the next call sends the rest."""
         if self._tls is not None:
             self._encrypt(memoryview(content))
             content = self._leaving.read()
@@ -152,10 +152,10 @@ class Connection:
         return not self._behind
 
     def send_some(self, head: bytes, content: memoryview) -> int | None:
-        """Send as much as the kernel accepts without waiting. Only without encryption.
+        """Send as much as the kernel accepts without waiting, if the connection is not encrypted.
 
         Returns:
-            the sent bytes of the content; the rest of the head is sent before the next bytes. None: nothing was sent.
+            the number of content bytes sent; the next call sends the rest of the head first. None: nothing was sent.
         """
         if self._tls is not None or self._behind:
             return None
@@ -167,7 +167,7 @@ class Connection:
         return max(0, count - len(head))
 
     def flush(self) -> None:
-        """Send what could not be sent before."""
+        """Send the rest of earlier messages."""
         if self._behind:
             behind, self._behind = self._behind, b""
             self.socket.sendall(behind)
@@ -175,10 +175,10 @@ class Connection:
             self.socket.sendall(self._leaving.read())
 
     def receive_some(self, place: memoryview, until_s: float | None = None) -> int:
-        """Receive into the beginning of a buffer, and return the number of bytes. Bytes read beyond it are kept.
+        """Receive into the beginning of a buffer, and return the number of bytes.
 
         Args:
-            until_s: of `time.monotonic`. None: the timeout of the connection applies.
+            until_s: time limit, of `time.monotonic`. None: the timeout of the connection applies.
 
         Raises:
             ConnectionError: the peer has closed.
@@ -230,7 +230,7 @@ class Connection:
         return fields
 
     def ask(self, fields: Fields) -> Fields:
-        """Send a control message, and return the answer. Errors as in `receive_message`."""
+        """Send a control message and return the reply. Errors as in `receive_message`."""
         self.send_message(fields)
         answer = self.receive_message()
         assert answer is not None  # this connection blocks
@@ -259,7 +259,7 @@ class Connection:
         raise ConnectionResetError("the connection was closed")
 
     def _wait(self, until_s: float | None) -> None:
-        """Wait until something has come. Without a time, reading itself waits."""
+        """Wait for bytes to read, if there is a time limit; otherwise the read itself waits."""
         if until_s is None:
             return
         if self._poll is None:

@@ -1,4 +1,4 @@
-"""The rank of this process as the environment gives it, and network addresses."""
+"""Read this process's rank from the environment, and find network addresses."""
 
 import math
 import os
@@ -22,9 +22,9 @@ class ProcessEnv:
         devices: WORLD_SIZE.
         local: LOCAL_RANK.
         local_devices: LOCAL_WORLD_SIZE. None: not known.
-        host, port: of the store where all meet.
+        host, port: address of the store.
         hosted: the launcher hosts a torch store there; otherwise device 0 hosts the store.
-        attempt: how often the launcher has restarted the job.
+        attempt: number of times the launcher has restarted the job.
     """
 
     device: int
@@ -38,7 +38,7 @@ class ProcessEnv:
 
 
 def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
-    """Read the variables of torchrun, srun or mpirun. None: there are none, so the script runs alone.
+    """Read the variables of torchrun, srun or mpirun. Return None if there are none: the script runs alone.
 
     Raises:
         InputError: variables are missing, not numbers, or out of range.
@@ -72,10 +72,10 @@ def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
 
 
 def imposed_slowdown() -> float:
-    """Return the factor by which an emulation slows this device down (`slowdown` in the fleet file).
+    """Return the slowdown factor of an emulated device (`slowdown` in the fleet file).
 
     Raises:
-        InputError: CONVOY_SLOWDOWN is not such a number.
+        InputError: CONVOY_SLOWDOWN is not a valid factor.
     """
     from convoy.fleet import MAX_SLOWDOWN  # slow to import, and rarely needed
 
@@ -111,7 +111,7 @@ def route_to(host: str, port: int) -> str:
 def own_address(host: str, port: int, environment: Mapping[str, str] = os.environ) -> str:
     """Return the address at which other devices reach this one: of GLOO_SOCKET_IFNAME if set, else on the route to host.
 
-    The machine's own name is not used, because Debian maps it to loopback.
+    Do not use the machine's own name: Debian maps it to loopback.
 
     Raises:
         InputError: no such interface, one without an address, or no route.
@@ -124,9 +124,9 @@ def own_address(host: str, port: int, environment: Mapping[str, str] = os.enviro
     if name not in interfaces:
         raise InputError(
             f"GLOO_SOCKET_IFNAME={chosen!r}: this machine has no such interface, it has "
-            f"{', '.join(sorted(interfaces))}; give one name (NCCL's ^ and prefixes mean nothing here)"
+            f"{', '.join(sorted(interfaces))}; give one name (NCCL's ^ and prefixes are not supported)"
         )
-    # Prefer the address family of the host, which the other devices use, too.
+    # Prefer the address family of the host, because the other devices use it too.
     families = [resolve(host, port, socket.SOCK_DGRAM)[0][0], socket.AF_INET, socket.AF_INET6]
     for family in families:
         for address in interfaces[name]:
@@ -139,10 +139,10 @@ LISTENER = "CONVOY_LISTENER"
 """Number of the listening socket that device 0 inherits from its launcher."""
 
 JOIN = "CONVOY_JOIN"
-"""HOST:PORT,... of a running job that this process is to join."""
+"""HOST:PORT,... of the running job that this process joins."""
 
 LISTEN = "CONVOY_LISTEN"
-"""HOST:PORT where the first device of a script answers join requests, as given to `convoy run --listen`."""
+"""HOST:PORT at which the first device of a script answers join requests, from `convoy run --listen`."""
 
 
 def listen_at(host: str, port: int) -> socket.socket:
@@ -156,20 +156,20 @@ def listen_at(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(target)
-        # bind() alone would not fail: two sockets may share a port until one listens
+        # bind() alone does not fail: two sockets may share a port until one listens
         listener.listen(1024)
     except OSError as error:
         listener.close()
         raise InputError(
-            f"cannot listen at {host} port {port}: {os.strerror(error.errno or 0)}. Choose another port (another "
-            "job may use this one; port 0 or none takes a free one) and an address of this machine"
+            f"cannot listen at {host} port {port}: {os.strerror(error.errno or 0)}. Choose another port (another job may use "
+            "this one; port 0 or no port means a free one) and an address of this machine"
         ) from None
     return listener
 
 
 def inherited_listener() -> socket.socket | None:
     """Return the listening socket that this process inherits from its launcher, if any."""
-    # Taken out of the environment: in a process started from here the number would mean another file.
+    # Remove it from the environment: in a child process the number would mean another file.
     number = os.environ.pop(LISTENER, "")
     try:
         return socket.socket(fileno=int(number)) if number.isdecimal() else None
@@ -178,7 +178,7 @@ def inherited_listener() -> socket.socket | None:
 
 
 def is_own(host: str) -> bool:
-    """Return whether a name or an address is this machine's. A name that cannot be resolved is not."""
+    """Return whether a name or an address is this machine's; False for an unknown name."""
     own = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
     with suppress(InputError):
         found = [str(target[0]) for _, target in resolve(host, 0, socket.SOCK_STREAM)]
@@ -187,7 +187,7 @@ def is_own(host: str) -> bool:
 
 
 def is_own_machine(env: ProcessEnv) -> bool:
-    """Return whether all processes of a job are on this machine, as far as known before they meet."""
+    """Return whether all processes of a job are on this machine, as far as known before the rendezvous."""
     if env.local_devices == env.devices:
         return True
     with suppress(InputError):
@@ -196,15 +196,14 @@ def is_own_machine(env: ProcessEnv) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether this is a loopback address."""
     return address.startswith("127.") or address == "::1"
 
 
 def reachable_address(own: str, all_addresses: Sequence[str]) -> str:
-    """Return ``own`` if it is of the same kind as the other devices' addresses, else the address on the route to them.
+    """Return ``own`` if its kind (loopback, IPv4, IPv6) is that of the other devices, else the address on the route to them.
 
-    The kinds are loopback, IPv4 and IPv6. The first non-loopback address decides, so all devices choose the same kind. On
-    the machine of MASTER_ADDR, that name may map to loopback.
+    The first non-loopback address decides, so all devices choose the same kind. On the machine of MASTER_ADDR, that name may
+    map to loopback.
     """
     guide = next((address for address in all_addresses if not is_loopback(address)), all_addresses[0])
     fits = is_loopback(own) == is_loopback(guide) and (":" in own) == (":" in guide)

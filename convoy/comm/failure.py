@@ -1,9 +1,9 @@
-"""Finds which device failed by following which device waits for which.
+"""Find the failed device by following which device waits for which.
 
 A closed or silent connection does not show which device failed: the peer may have left because of another one. So each process
-answers health requests on its listener's thread. A device that loses a peer asks it: the connection is refused (the process is
-dead), nothing comes back (frozen), or the answer names the device that the peer itself waits for. A process that leaves because
-of an error first sends the others a failure report.
+answers health requests on its listener's thread. A device that loses a peer sends it a health request: the connection is
+refused (the process is dead), no reply comes (frozen), or the reply names the device that the peer itself waits for. A process
+that leaves because of an error first sends the others a failure report.
 """
 
 import socket
@@ -19,22 +19,22 @@ from convoy.comm.listener import Listener
 from convoy.comm.source_line import SAME_STEPS, current_line
 
 PING_S = 2.0
-"""How long a live process may take to answer: its listener has a thread of its own."""
+"""Time limit for a live process's reply, which its listener's thread sends."""
 
 REPORT_S = 1.0
-"""How long a failure report may take, and how long sending all of them may take."""
+"""Time limit for a failure report, and for sending all of them."""
 
 ONE_REPORT_S = 0.3
-"""How long sending the report to one device may take."""
+"""Time limit for sending the report to one device."""
 
 RETRY_S = 0.05
-"""Pause between two attempts to ask."""
+"""Pause between two attempts."""
 
 DONE_CAUSE = "had ended its work while others still waited for it: the devices do not run the same steps"
 
 
 class NoAnswer(Enum):
-    """Why a device gave no answer."""
+    """The reason why a device did not answer."""
 
     DEAD = "its process has ended"
     FROZEN = "its process exists but does not answer"
@@ -52,7 +52,7 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class Health:
-    """A live device's answer: the device it waits for, if any, whether its work is done, and its line of the user's program."""
+    """A live device's reply: the device it waits for, if any; whether its work is done; its line of the user's program."""
 
     waits_for: int | None = None
     done: bool = False
@@ -61,7 +61,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The failed device, and the cause as a text that follows its name."""
+    """The failed device, and the cause, a text to put after its name."""
 
     device: int
     cause: str
@@ -77,13 +77,13 @@ def find_failed(
     report_s: float = REPORT_S,
     ids: Sequence[int] | None = None,
 ) -> Verdict:
-    """Start at a peer that closed or fell silent, and follow the chain of waits to the device that all wait for.
+    """Follow the chain of waits from a peer that closed or fell silent to the device that all wait for.
 
     Args:
         timed_out: the peer was silent for ``limit_s``; otherwise its connection closed.
-        line: of the user's program, at which this device waits.
-        report_s: how long to wait for the report of a device that has just left.
-        ids: of the devices, for messages. None: their indices.
+        line: line of the user's program at which this device waits.
+        report_s: time limit for the report of a device that has just left.
+        ids: device ids for messages. None: their indices.
     """
 
     def shown(lines: Mapping[int, str | None]) -> str:
@@ -95,10 +95,10 @@ def find_failed(
         report = peers.report_from(device, 0.0)
         answer = peers.ping(device) if report is None else None
         if report is None and (answer is NoAnswer.DEAD or (closed and answer == Health(None))):
-            # It left a moment ago: its report may still be on the way.
+            # It has just left: its report may still arrive.
             report = peers.report_from(device, report_s)
         if report is not None:
-            # A device that ended its work does not know at which line the others wait.
+            # The report of a device that ended its work does not contain the lines at which others wait.
             where = shown({**lines, device: None}) if report.cause == DONE_CAUSE else ""
             return Verdict(report.root, report.cause + where)
         if isinstance(answer, NoAnswer):
@@ -110,12 +110,12 @@ def find_failed(
             return Verdict(device, DONE_CAUSE + shown(lines))
         if answer.waits_for is None and closed:
             cause = (
-                "closed its connections though it still runs: its program went on after an error; see its own output"
+                "closed its connections though it still runs: its program continued after an error; see its own output"
             )
             return Verdict(device, cause)
         if answer.waits_for is None:
             cause = (
-                f"is alive but sent nothing for {limit_s:g} s: its own work takes longer than the time limit. "
+                f"is alive but sent nothing for {limit_s:g} s: its computation takes longer than the time limit. "
                 "Raise the limit (timeout_s), or give it a smaller share"
             )
             return Verdict(device, cause + shown(lines))
@@ -127,7 +127,7 @@ def find_failed(
 
 
 def shown_lines(lines: Mapping[int, str | None]) -> str:
-    """Describe at which lines the devices are, as far as known."""
+    """Return a text with the known lines at which the devices are."""
     known = [f"device {device} is at {line}" for device, line in sorted(lines.items()) if line is not None]
     remedy = f". {SAME_STEPS}" if len(set(lines.values())) > 1 else ""
     return f". {'; '.join(known)}{remedy}" if known else ""
@@ -137,7 +137,7 @@ def _silence_cause(silence: NoAnswer, limit_s: float, closed: bool) -> str:
     if silence is NoAnswer.DEAD:
         return (
             "was lost: its process ended without a report (killed, crashed, or out of memory). "
-            "Its own output or system log says more; start the job again, or without this device"
+            "See its own output and the system log; start the job again, or without this device"
         )
     since = "its connection closed" if closed else f"it sent nothing for {limit_s:g} s"
     if silence is NoAnswer.FROZEN:
@@ -152,14 +152,14 @@ def _silence_cause(silence: NoAnswer, limit_s: float, closed: bool) -> str:
 
 
 class HealthServer:
-    """Answers health requests of other devices on this process's listener, and sends its own.
+    """A server for other devices' health requests on this process's listener, and a client that sends them.
 
     Attributes:
-        token: of this group. Requests with another one get no answer.
-        addresses: of the health servers of all devices.
+        token: token of this group. Requests with another token get no reply.
+        addresses: addresses of the health servers of all devices.
         waits_for: the device that each lane waits for.
         done: this device has ended its work.
-        answers: by question.
+        answers: handlers by question.
     """
 
     def __init__(self, device: int, listener: Listener, token: str) -> None:
@@ -192,7 +192,7 @@ class HealthServer:
             return NoAnswer.DEAD
 
     def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **fields: Any) -> Fields | NoAnswer:
-        """Ask the process at an address, and return its answer. The connection stays open for the next question."""
+        """Send a question to an address and return the reply. The connection stays open for the next question."""
         message = {"for": "health", "token": self.token, "ask": question, **fields}
         deadline_s = time.monotonic() + limit_s
         while True:
@@ -214,13 +214,13 @@ class HealthServer:
                     return NoAnswer.DEAD
                 if isinstance(error, OSError) and not isinstance(error, ConnectionError):
                     return NoAnswer.UNREACHABLE
-                # It has just ended, as the next attempt shows; or its listener dropped the connection.
+                # The process has just ended, as the next attempt will show, or its listener dropped the connection.
                 if time.monotonic() + RETRY_S > deadline_s:
                     return NoAnswer.DEAD
                 time.sleep(RETRY_S)
                 continue
             if self._closed or self._open.setdefault(address, connection) is not connection:
-                connection.close()  # another thread has asked at the same time
+                connection.close()  # another thread has opened one at the same time
             return answer
 
     def keep_open(self, addresses: Collection[tuple[str, int]]) -> None:
@@ -230,7 +230,7 @@ class HealthServer:
                 connection.close()
 
     def report_failure(self, report: FailureReport) -> None:
-        """Report to all other devices why this one leaves. Silent devices cost about `REPORT_S` altogether."""
+        """Report to all other devices why this one leaves, in about `REPORT_S` even if devices are silent."""
         end_s = time.monotonic() + REPORT_S
         for device, address in enumerate(self.addresses):
             left_s = end_s - time.monotonic()
@@ -238,7 +238,7 @@ class HealthServer:
                 self.ask(address, "report", min(left_s, ONE_REPORT_S), report=asdict(report))
 
     def report_from(self, device: int, timeout_s: float) -> FailureReport | None:
-        """Return a device's report, if it comes within the time."""
+        """Return a device's report; None if it does not come in time."""
         with self._reported:
             self._reported.wait_for(lambda: device in self._reports, timeout_s)
             return self._reports.get(device)
@@ -261,7 +261,7 @@ class HealthServer:
 
 
 def _connects(address: tuple[str, int]) -> bool:
-    """Return whether the system at an address still accepts connections, even for a frozen process."""
+    """Return whether the kernel at an address accepts connections, as it does even for a frozen process."""
     try:
         socket.create_connection(address, timeout=0.2).close()
     except OSError:

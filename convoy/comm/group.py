@@ -1,7 +1,7 @@
-"""Groups of devices that exchange tensors and texts, independent of the backend.
+"""Define groups of devices that exchange tensors and texts, independent of the backend.
 
-All tensors between devices pass through :meth:`Group.start`. Convoy uses point-to-point messages, not torch's collectives:
-those need equal shares, and the cost model prices single messages.
+:meth:`Group.start` sends all tensors between devices. Convoy uses point-to-point messages, not torch's collectives: those need
+equal shares, and the cost model prices single messages.
 """
 
 import threading
@@ -23,8 +23,7 @@ class Message:
 
     Attributes:
         peer: index of the other device.
-        tensor: contiguous, any shape and dtype. It is sent, or received into, in place: do not use it before the
-            Pending has been waited for.
+        tensor: contiguous, any shape and dtype; sent or received in place. Do not use it before a wait for the Pending.
     """
 
     peer: int
@@ -35,7 +34,7 @@ class Pending(Protocol):
     """Messages in progress."""
 
     def wait(self) -> None:
-        """Wait until all messages of the call have been sent and received. A second call returns immediately.
+        """Wait until all messages of the call are sent and received. A second call returns immediately.
 
         Raises:
             DeviceLostError: names the device that died, froze for longer than ``timeout_s``, or left.
@@ -43,17 +42,17 @@ class Pending(Protocol):
 
 
 class Group(ABC):
-    """One device's connection to all devices of its job. One thread at a time may use a lane; `agree` belongs to lane 0.
+    """One device's connection to all devices of its job. One thread at a time may use a lane; `agree` uses lane 0.
 
     Attributes:
         device: this device's index.
-        ids: names of the devices in messages, by index. They stay the same while other devices leave and join.
+        ids: ids of the devices in messages, by index. They stay the same while other devices leave and join.
         devices: number of devices.
-        lanes: number of independent message queues: 2, or 1 where one thread must start all messages in one order.
-        torch_device: where this device computes and message tensors are.
-        timeout_s: how long a wait may last before the peer counts as lost.
+        lanes: number of independent message queues: 2, or 1 if one thread must start all messages in one order.
+        torch_device: the device that computes and has the message tensors.
+        timeout_s: time limit of a wait, after which the peer counts as lost.
         sent_bytes: payload bytes sent to each device since the start or the last ``clear_counters``.
-        failure: why the group is broken or closed; None while it works. A copy of it is raised.
+        failure: why the group is broken or closed; None while it works. Methods raise a copy.
     """
 
     def __init__(self, device: int, devices: int, torch_device: torch.device, timeout_s: float) -> None:
@@ -69,16 +68,16 @@ class Group(ABC):
 
     @property
     def rejected(self) -> int:
-        """Number of connections without the job's key that this device has dropped."""
+        """Number of unauthenticated connections that this device has dropped."""
         return 0
 
     @abstractmethod
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
-        """Start to send and to receive, and return immediately.
+        """Start to send and receive messages, and return immediately.
 
         Messages to the same peer arrive in the order of the list. Both devices of a pair must start their messages to each
-        other in the same order on each lane; lanes are independent. Messages of zero elements are skipped on both sides.
-        Pendings may be waited for in any order, or never: their messages are sent anyway.
+        other in the same order on each lane; lanes are independent. Both sides skip messages of zero elements. Callers may
+        wait for Pendings in any order, or never: the messages are sent anyway.
 
         Raises:
             InputError: no such lane or peer, a message to this device itself, or a tensor that is not contiguous.
@@ -87,9 +86,9 @@ class Group(ABC):
 
     @abstractmethod
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
-        """Return the texts of all devices on a topic, in device order (an all-gather). All devices call it in the same order.
+        """All-gather a small text on a topic, in device order. All devices call it in the same order.
 
-        For small texts. It takes at most ``timeout_s``, and is not counted in ``sent_bytes``.
+        It takes at most ``timeout_s``, and does not count in ``sent_bytes``.
 
         Raises:
             MismatchError: the devices are at different topics.
@@ -101,7 +100,7 @@ class Group(ABC):
         """Leave the group. With an error, report it to the other devices. A second call does nothing."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """``start(sends, receives).wait()``."""
+        """Start messages and wait for them."""
         self.start(sends, receives).wait()
 
     def clear_counters(self) -> None:
@@ -117,15 +116,15 @@ class Group(ABC):
     def _admit(
         self, sends: Sequence[Message], receives: Sequence[Message], lane: int
     ) -> tuple[list[Message], list[Message]]:
-        """Check messages, count those to send, and drop empty ones."""
+        """Check messages, count sent bytes, and drop empty messages."""
         self._raise_failure()
         if not 0 <= lane < self.lanes:
             raise InputError(f"lane {lane}: this group has {self.lanes}, numbered from 0; start the messages on lane 0")
         for message in (*sends, *receives):
             if message.peer == self.device or not 0 <= message.peer < self.devices:
                 raise InputError(
-                    f"device {self.device} of {self.devices} got a message for device {message.peer}: a message goes to "
-                    "another device of the group; copy locally what stays on this one"
+                    f"device {self.device} of {self.devices} got a message for device {message.peer}: the peer must be "
+                    "another device of the group; copy locally on the same device"
                 )
             if not message.tensor.is_contiguous():
                 raise InputError(
@@ -166,7 +165,7 @@ class Arrived:
 
 @final
 class AloneGroup(Group):
-    """A group of one device, so that the same script also runs alone."""
+    """A group of one device, with which the same script runs alone."""
 
     def __init__(self, torch_device: torch.device, timeout_s: float = 60.0) -> None:
         super().__init__(0, 1, torch_device, timeout_s)
@@ -190,15 +189,15 @@ def closed_error() -> InputError:
 
 @final
 class ChangingGroup(Group):
-    """A group that passes everything on to the group of the current generation. A regroup replaces that group.
+    """A proxy of the group of the current generation. A regroup replaces that group.
 
     Attributes:
         present: the group of the current generation.
-        changes: how often it was replaced.
-        entrance: of a process that joins a running job and is alone until then (`convoy.elastic.entrance.Entrance`).
+        changes: number of replacements.
+        entrance: the `convoy.elastic.entrance.Entrance` of a process that joins a running job, until it is admitted.
     """
 
-    def __init__(self, present: Group) -> None:  # without the base class's attributes: they are those of `present`
+    def __init__(self, present: Group) -> None:  # no super().__init__(): attributes are those of `present`
         self.present = present
         self.changes = 0
         self.entrance: Any = None
@@ -209,7 +208,7 @@ class ChangingGroup(Group):
         self.changes += 1
 
     def is_of_this_process(self) -> None:
-        """Let `index_in_job` ask this group."""
+        """Let `index_in_job` use this group."""
         global _of_this_process
         _of_this_process = weakref.ref(self)
 
@@ -252,6 +251,6 @@ _of_this_process: "weakref.ref[ChangingGroup] | None" = None
 
 
 def index_in_job() -> int | None:
-    """Return this process's index among the devices of its job's current generation. None before it has joined a job."""
+    """Return this process's index in the current generation of its job. None before it has joined a job."""
     group = None if _of_this_process is None else _of_this_process()
     return None if group is None else group.device

@@ -1,11 +1,11 @@
-"""The key of a job. Processes that have it belong to the job; all others are rejected.
+"""Create, store and pass on the key of a job. Processes with the key belong to the job; all others are rejected.
 
-A key is a private key with a self-signed certificate, as PEM. All devices of a job have the same one, and accept only this
-certificate. `key_of_process` takes it from:
+A key is a private key with a self-signed certificate, as PEM. All devices of a job have the same key, and accept only its
+certificate. `key_of_process` reads it from:
 
-    a pipe            of Convoy's launchers; its number is in the environment
-    a file            of `convoy fleet key FILE`, which only its owner can read; named by --job-key or CONVOY_JOB_KEY
-    this machine's    key of this user, made at first use; only for jobs on one machine
+    a pipe       from Convoy's launchers; its number is in the environment
+    a file       from `convoy fleet key FILE`, readable only by its owner; given by --job-key or CONVOY_JOB_KEY
+    this user's  key on this machine, created at first use; only for jobs on one machine
 """
 
 import os
@@ -25,13 +25,13 @@ KEY_FILE = "CONVOY_JOB_KEY"
 """File with the job's key."""
 
 KEY_PIPE = "CONVOY_JOB_KEY_PIPE"
-"""Number of the pipe from which the key can be read once."""
+"""Number of the pipe with the key, which can be read once."""
 
 TRUST = "CONVOY_TRUST_NETWORK"
 """1: connections are neither authenticated nor encrypted."""
 
 MAX_BYTES = 16_384
-"""Longest key file. Every system's pipes hold as much."""
+"""Longest key file. Every system's pipes can buffer this much."""
 
 _received: "JobKey | None" = None
 """The key from the pipe, which can be read only once."""
@@ -57,14 +57,14 @@ class JobKey:
             return self._context(ssl.PROTOCOL_TLS_SERVER, certificate), self._context(
                 ssl.PROTOCOL_TLS_CLIENT, certificate
             )
-        except (ValueError, OSError):  # ssl's errors could quote the file, so they are not repeated
+        except (ValueError, OSError):  # ssl's errors could quote the file, so they are not shown
             raise InputError(
                 "the job key is not a key with a certificate: make one with `convoy fleet key FILE`"
             ) from None
 
     @property
     def certificate(self) -> bytes:
-        """The certificate as DER, to compare with the peer's."""
+        """The certificate as DER, to compare with that of the peer."""
         return ssl.PEM_cert_to_DER_cert(self.pem[self.pem.index(b"-----BEGIN CERTIFICATE") :].decode("ascii"))
 
     def _context(self, protocol: int, certificate: str) -> ssl.SSLContext:
@@ -74,7 +74,7 @@ class JobKey:
         context.verify_mode = ssl.CERT_REQUIRED
         if protocol == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0  # no session resumption: recorded traffic cannot be replayed
-        # OpenSSL reads keys from files only. A pipe never touches the disk. It is read once per argument.
+        # OpenSSL reads keys only from files: use pipes, which never write to the disk. It reads each argument once.
         first, second = hand_over(self.pem), hand_over(self.pem)
         try:
             context.load_cert_chain(f"/dev/fd/{first}", f"/dev/fd/{second}")
@@ -86,8 +86,8 @@ class JobKey:
 
 
 def make_key() -> JobKey:
-    """Make a new key. It does not expire, because the clocks of a job's machines may differ."""
-    from cryptography import x509  # 60 ms, needed only by launchers
+    """Create a key. It does not expire, because the clocks of a job's machines may differ."""
+    from cryptography import x509  # 60 ms, and only launchers need it
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -108,7 +108,7 @@ def make_key() -> JobKey:
 
 
 def write_key_file(path: Path) -> None:
-    """Make a key and write it to a new file that only its owner can read.
+    """Create a key in a new file that only its owner can read.
 
     Raises:
         InputError: the file exists already, or cannot be written.
@@ -116,9 +116,9 @@ def write_key_file(path: Path) -> None:
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise InputError(f"{path} is there already: a job may use it. Give another name, or remove it first") from None
+        raise InputError(f"{path} exists already: a job may use it. Give another name, or remove it first") from None
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; give a file in a folder of your own") from None
+        raise InputError(f"cannot write {path}: {error.strerror}; give a file in your own folder") from None
     with os.fdopen(file, "wb") as opened:
         opened.write(make_key().pem)
 
@@ -133,15 +133,15 @@ def read_key_file(path: Path) -> JobKey:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise InputError(
-            f"the job key {path} cannot be read: {error.strerror}; make one with `convoy fleet key {path}` and bring it to "
+            f"the job key {path} cannot be read: {error.strerror}; make one with `convoy fleet key {path}` and copy it to "
             "every machine of the job, e.g. with scp -p"
         ) from None
     with os.fdopen(file, "rb") as opened:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
             raise InputError(
-                f"the job key {path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}: a key is a file "
-                f"that only its owner can read, and that is you; chmod 600 {path}"
+                f"the job key {path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}: you must be its "
+                f"owner, and only you may read it; chmod 600 {path}"
             )
         key = JobKey(opened.read(MAX_BYTES))
     key.contexts()
@@ -149,10 +149,10 @@ def read_key_file(path: Path) -> JobKey:
 
 
 def machine_key() -> JobKey:
-    """Return this user's key for jobs on this machine. Make it at first use.
+    """Return this user's key for jobs on this machine. Create it at first use.
 
     Raises:
-        InputError: its folder cannot be written.
+        InputError: its folder is not writable.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     path = (root if root.is_absolute() else Path.home() / ".cache") / "convoy" / "this-machine.key"
@@ -165,8 +165,8 @@ def machine_key() -> JobKey:
                     os.link(Path(folder) / "key", path)
         except OSError as error:
             raise InputError(
-                f"cannot keep this machine's key at {path}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be "
-                f"written, or give a key: --job-key FILE, or {KEY_FILE}=FILE"
+                f"cannot write this machine's key to {path}: {error.strerror}; set XDG_CACHE_HOME to a writable folder, or "
+                f"give a key: --job-key FILE, or {KEY_FILE}=FILE"
             ) from None
     return read_key_file(path)
 
@@ -175,7 +175,7 @@ def machine_key() -> JobKey:
 
 
 def key_to_start(environment: Mapping[str, str]) -> JobKey | None:
-    """Return the key for a launcher's processes: of the named file, else a new one. None: a trusted network.
+    """Return the key for a launcher's processes: from the key file, else a new one. None: a trusted network.
 
     Raises:
         InputError: as :func:`read_key_file` and :func:`choose`.
@@ -187,22 +187,22 @@ def key_to_start(environment: Mapping[str, str]) -> JobKey | None:
 
 
 def variables_to_paste(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with the key file, or the trust in the network, for processes that a user starts."""
+    """Return the variables for the key file or the trusted network, for processes that a user starts."""
     if environment.get(TRUST) == "1":
         return {TRUST: "1"}
     return {KEY_FILE: environment[KEY_FILE]} if environment.get(KEY_FILE) else {}
 
 
 def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str, str]) -> None:
-    """Set the variables for the command line's options, for this process and its children.
+    """Set the environment variables of the command line's options, for this process and its children.
 
     Raises:
         InputError: both a key and a trusted network; or as :func:`read_key_file`, even for one device.
     """
     if file and trust:
         raise InputError(
-            f"a job key ({file}) and a trusted network: with the one everything is encrypted, with the other nothing; leave "
-            f"--job-key ({KEY_FILE}) or --trust-network ({TRUST}) out"
+            f"a job key ({file}) and a trusted network: the first encrypts everything, the second nothing; leave --job-key "
+            f"({KEY_FILE}) or --trust-network ({TRUST}) out"
         )
     if file:
         read_key_file(Path(file))
@@ -212,7 +212,7 @@ def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str
 
 
 def hand_over(content: bytes) -> int:
-    """Return a pipe that contains a key's PEM, for one process that finds its number in `KEY_PIPE`."""
+    """Return a pipe with a key's PEM, for one process that gets its number in `KEY_PIPE`."""
     reading, writing = os.pipe()
     try:
         os.write(writing, content)
@@ -222,9 +222,9 @@ def hand_over(content: bytes) -> int:
 
 
 def take_over(environment: MutableMapping[str, str]) -> JobKey | None:
-    """Return the key from the launcher's pipe, if any. Read it at the first call."""
+    """Return the key from the launcher's pipe, if any. The first call reads it."""
     global _received
-    # Taken out of the environment: in a process started from here the number would mean another file.
+    # Remove it from the environment: in a child process the number would mean another file.
     number = environment.pop(KEY_PIPE, "")
     if number.isdecimal():
         with suppress(OSError):
@@ -236,7 +236,7 @@ def take_over(environment: MutableMapping[str, str]) -> JobKey | None:
 
 
 def key_of_process(env: ProcessEnv, environment: Mapping[str, str]) -> JobKey | None:
-    """Return the key of this process. None: the user trusts the network.
+    """Return this process's key. None: the user trusts the network.
 
     Raises:
         InputError: there is no key, and the devices may be on several machines.
@@ -254,7 +254,7 @@ def key_of_process(env: ProcessEnv, environment: Mapping[str, str]) -> JobKey | 
     if _used is not None:
         return _used
     raise InputError(
-        f"this job has no key, and its {env.devices} devices meet at {env.host}, on several machines as it seems: make one "
-        f"with `convoy fleet key FILE`, bring the file to every machine, and give it with --job-key FILE, or {KEY_FILE}=FILE. "
-        f"On a network whose machines are all trusted: --trust-network, or {TRUST}=1"
+        f"this job has no key, and its {env.devices} devices, which meet at {env.host}, seem to be on several machines: make "
+        f"one with `convoy fleet key FILE`, copy it to every machine, and give it with --job-key FILE, or {KEY_FILE}=FILE. If "
+        f"you trust all machines on the network: --trust-network, or {TRUST}=1"
     )

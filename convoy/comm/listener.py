@@ -1,13 +1,12 @@
-"""The listening socket of a process: serves the processes of the job, and drops and counts all other connections.
+"""Serve the processes of the job at a listening socket, and drop and count all other connections.
 
-Convoy reads nothing from an unauthenticated peer: its bytes only go to OpenSSL. One thread serves all connections and waits
-for none. It serves authenticated connections first, then handshakes, then accepts, so members of the job never wait for
-peers without the key:
+Only OpenSSL reads the bytes of an unauthenticated peer. One thread serves all connections and waits for none. It serves
+authenticated connections first, then handshakes, then accepts, so members of the job never wait for peers without the key:
 
-- Accepting costs some microseconds and is never delayed, so members do not queue behind half-open connections. At most
-  `MAX_PENDING` are open, each for `HANDSHAKE_S`. Those that have sent nothing are dropped first, and of these the oldest
-  one of the host that has most.
-- After failed handshakes, no handshakes are processed for `PAUSE_FACTOR` times the processor time that these took.
+- Accepting takes some microseconds and is never delayed, so members do not queue behind half-open connections. At most
+  `MAX_PENDING` are open, each for `HANDSHAKE_S`. The listener first drops connections that have sent nothing, and among them
+  the oldest of the host with the most.
+- After failed handshakes, the listener processes no handshakes for `PAUSE_FACTOR` times the processor time of these.
 """
 
 import selectors
@@ -27,21 +26,21 @@ MAX_PENDING = 128
 PAUSE_FACTOR = 50
 MAX_PAUSE_S = 0.25
 ANSWER_S = 0.5
-"""How long a peer may take to receive an answer."""
+"""Time limit for a peer to receive a reply."""
 
 ACCEPTS = MAX_PENDING // 2
-"""Connections accepted in a row. Fewer than may be pending, so that each one gets a turn before it is dropped."""
+"""Connections accepted in a row. Fewer than `MAX_PENDING`, so that each can start its handshake before it is dropped."""
 
 KEPT: Literal["kept"] = "kept"
-"""Returned by a handler that keeps the connection of a message."""
+"""Return value of a handler that keeps the connection."""
 
 Handler = Callable[[Fields, Connection], Fields | Literal["kept"] | None]
-"""Returns the answer to a message, KEPT, or None to close the connection."""
+"""Function that returns the reply to a message, KEPT, or None to close the connection."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A connected peer that is not authenticated yet. Its `connection` is made at its first bytes."""
+    """A connected but unauthenticated peer. Its first bytes create the `connection`."""
 
     host: str
     deadline_s: float
@@ -50,11 +49,11 @@ class _Pending:
 
 @final
 class Listener:
-    """Listens at one address, and passes messages of the job's processes to handlers, selected by the message's "for".
+    """A listening socket that passes the job's messages to handlers, selected by the message's "for".
 
     Attributes:
-        handlers: by purpose. They run on the listener's thread and must not block.
-        rejected: how many connections were dropped before they were authenticated, by reason.
+        handlers: handlers by purpose. They run on the listener's thread and must not block.
+        rejected: number of unauthenticated connections dropped, by reason.
     """
 
     def __init__(self, listening: socket.socket, credentials: Credentials, name: str = "convoy-listener") -> None:
@@ -70,7 +69,7 @@ class Listener:
         self._woken, self._wakeup = socket.socketpair()
         self._closing = False
         listening.setblocking(False)
-        # Pending connections have a selector of their own, which is taken out of the main one during a pause.
+        # Pending connections have a separate selector, which is not in the main one during a pause.
         self._selector, self._handshakes = selectors.DefaultSelector(), selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
         self._selector.register(listening, selectors.EVENT_READ, self._accept)
@@ -80,14 +79,14 @@ class Listener:
         self._thread.start()
 
     def stream(self, mark: str, limit_s: float) -> Connection:
-        """Return the connection that another process opened with this mark. TimeoutError if it does not come."""
+        """Return the connection that another process opened with this mark. Raise TimeoutError if it does not come."""
         with self._stream_came:
             if not self._stream_came.wait_for(lambda: mark in self._streams, limit_s):
                 raise TimeoutError(f"no connection came within {limit_s:g} s")
             return self._streams.pop(mark)
 
     def close(self) -> None:
-        """End the thread, and close all connections that nobody has taken."""
+        """End the thread, and close all connections that `stream` has not returned."""
         self._wakeup.close()
         self._thread.join(2.0)
 
@@ -194,7 +193,7 @@ class Listener:
                 return
         except BlockingIOError:
             return
-        except Exception:  # closed, not a message, another version, or a handler's error: the listener goes on
+        except Exception:  # closed, not a message, another version, or a handler's error: the listener continues
             answer = None
         self._members.discard(connection)
         self._selector.unregister(connection.socket)

@@ -1,4 +1,4 @@
-"""A group of processes, joined with the rank that the environment gives."""
+"""Join a group of processes with the rank from the environment."""
 
 import atexit
 import itertools
@@ -40,10 +40,10 @@ from convoy.machine.process import watch_parent, within
 MAX_TIMEOUT_S = 1e6
 
 GREETING_S = 10.0
-"""How long a device may take to answer another one for the first time."""
+"""Time limit for a device's first reply to another one."""
 
 EXIT_BARRIER_S = 5.0
-"""How long a device that is done waits for the others, so that no connection closes under a message."""
+"""How long a device that is done waits for the others, so that no connection closes during a message."""
 
 _rendezvous_count = itertools.count()
 
@@ -57,7 +57,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
     Args:
         device: where to compute, such as "cpu" or "cuda:1". Default: CONVOY_DEVICE, else the accelerator whose number
             is this process's local rank, else the CPU.
-        timeout_s: how long to wait for the others, here and in every later wait, before they count as lost.
+        timeout_s: time limit of this and every later wait for the others, before they count as lost.
 
     Raises:
         InputError: an incomplete environment, no such device, a taken port, a rank or an accelerator used twice.
@@ -74,7 +74,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
         alone = AloneGroup(torch_device, timeout_s)
         return ChangingGroup(alone) if os.environ.get(LISTEN) else alone
     try:
-        # torch's store ignores signals while it waits, and some of its waits have no limit.
+        # Use a thread: torch's store ignores signals while it waits, and some of its waits have no limit.
         group = ChangingGroup(within(timeout_s + 5.0, lambda: meet(env, torch_device, timeout_s)))
     except TimeoutError:
         raise DeviceLostError(
@@ -117,8 +117,8 @@ def meet(
     """Meet the other processes, and connect to them.
 
     Args:
-        number: of the rendezvous at this store. None: count those of this process.
-        credentials: of the job, if already known: making them takes 10 ms.
+        number: number of the rendezvous at this store. None: count those of this process.
+        credentials: the job's credentials, if already known: creating them takes 10 ms.
 
     Raises:
         InputError, MismatchError, DeviceLostError: see :func:`join`.
@@ -152,10 +152,10 @@ def meet(
 
 @final
 class JoinedGroup(Group):
-    """One process of a group of processes. Made by :func:`join`.
+    """One process's group, created by :func:`join`.
 
     Attributes:
-        report_s: how long to wait for the report of a device that has left; shorter where this process knows the lost device.
+        report_s: how long to wait for the report of a device that has left; shorter if a health server finds the lost device.
     """
 
     _streams: StreamBackend
@@ -183,7 +183,6 @@ class JoinedGroup(Group):
         return sum(self._health.listener.rejected.values())
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """Open the connections to all other devices."""
         texts = rendezvous.gather("health", json.dumps(self._health.address))
         self._health.addresses = [(str(host), int(port)) for host, port in map(json.loads, texts)]
         for peer in range(self.devices):
@@ -211,13 +210,13 @@ class JoinedGroup(Group):
             self._backend = NcclBackend(store, self.device, self.devices, self.torch_device, self.timeout_s)
             self._connected.append(self._backend)
             self.lanes = self._backend.lanes
-        try:  # nobody leaves the rendezvous before all are connected
+        try:  # no device leaves the rendezvous before all are connected
             self._swap_texts(["all are connected", "", None], max(1.0, rendezvous.deadline_s - time.monotonic()))
         except PeerFailure as failure:
             raise self._fail(failure) from failure
 
     def _greet(self, peer: int, deadline_s: float) -> None:
-        """Check that another device answers. Ask again while it is slow: it is starting."""
+        """Check that another device answers. Retry while it is slow: it may be starting."""
         until_s = min(deadline_s, time.monotonic() + GREETING_S)
         while (answer := self._health.ping(peer)) is NoAnswer.FROZEN and time.monotonic() <= until_s:
             pass
@@ -238,7 +237,7 @@ class JoinedGroup(Group):
                 return DeviceLostError(peer, f"{self._title(peer)} was lost before the job began: {silence.value}")
         return ConvoyError(
             f"device {self.device} met all others, but could not connect to them from {self.address} within "
-            f"{self.timeout_s:g} s ({reason}): any port from 1024 up is used, open them between the machines"
+            f"{self.timeout_s:g} s ({reason}): open all ports from 1024 up between the machines"
         )
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
@@ -261,7 +260,7 @@ class JoinedGroup(Group):
         return tuple(texts)
 
     def _swap_texts(self, own: list[str | None], limit_s: float) -> list[bytes]:
-        """Return the JSON texts of all devices, in device order. Lengths are exchanged first, then texts."""
+        """Exchange lengths, then JSON texts. Return the texts of all devices, in device order."""
         peers = [peer for peer in range(self.devices) if peer != self.device]
         mine = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
         lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in peers}
@@ -277,11 +276,11 @@ class JoinedGroup(Group):
         self._streams.start(sends, receives, TEXTS).wait(limit_s, self._wait_for)
 
     def _wait_for(self, peer: int | None, lane: int = 0) -> None:
-        # It stays set after a failure: the other devices follow it.
+        # It stays set after a failure, because the other devices follow it.
         self._health.waits_for[lane] = peer
 
     def _fail(self, failure: PeerFailure) -> ConvoyError:
-        """Find the failed device, report it, and close the connections. If another lane was first, return its error."""
+        """Find and report the failed device, and close the connections. If another lane was first, return its error."""
         with self._failing:
             if self.failure is None:
                 peer = failure.peers[0]
@@ -314,7 +313,7 @@ class JoinedGroup(Group):
             return self.failure.again()
 
     def abort(self, error: ConvoyError) -> None:
-        """End all waits of this process with this error, on every thread. Send no report to the others."""
+        """End all waits of this process, on every thread, with this error. Send no report to the others."""
         with self._failing:
             if self.failure is None:
                 self.failure, self._reported = error.again(), True
@@ -338,10 +337,10 @@ class JoinedGroup(Group):
         self._closed = True
         atexit.unregister(self.close_at_exit)
         if (reason := error or self.failure) is None:
-            # Wait for the others to be done.
+            # Exit barrier: wait until the others are done.
             self._health.done = True
             try:
-                self._swap_texts(["the end of its work", "", None], min(EXIT_BARRIER_S, self.timeout_s))
+                self._swap_texts(["exit barrier", "", None], min(EXIT_BARRIER_S, self.timeout_s))
             except PeerFailure:
                 self._report(self.device, DONE_CAUSE)
         else:
@@ -352,7 +351,7 @@ class JoinedGroup(Group):
         self._health.close()
 
     def close_at_exit(self) -> None:
-        """Close with the error that ends this process, if any. The interpreter keeps it."""
+        """Close with the error that ends this process, if any; the interpreter stores it."""
         self.close(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
 
 
@@ -361,7 +360,7 @@ class _PendingMessages:
     def __init__(self, group: JoinedGroup, work: PendingWork, lane: int) -> None:
         self.group, self.work, self.lane = group, work, lane
         if work.works:
-            # A Pending dropped without a wait must not end its messages: keep their tensors and handles here.
+            # Messages must continue if their Pending is dropped without a wait: keep their tensors and handles here.
             group._in_progress.add(self)
 
     def wait(self) -> None:

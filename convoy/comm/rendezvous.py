@@ -1,4 +1,4 @@
-"""Rendezvous of a job's processes: each publishes a description of itself in the job's store, and reads the others'."""
+"""Run the rendezvous of a job: each process publishes a description of itself in the job's store and reads the others'."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SHARED = "CONVOY_SHARED_ACCELERATOR"
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """A joining process, as the others know it. A field that another version of Convoy does not send is ``"?"``."""
+    """The description of a process. A field that another version of Convoy does not send is ``"?"``."""
 
     device: str = "?"  # "cpu", "cuda:0"
     name: str = "?"  # of the hardware
@@ -33,7 +33,7 @@ class ProcessInfo:
     convoy: str = "?"
     torch: str = "?"  # major.minor: patch releases work together
     nonce: str = "?"  # distinguishes two processes with the same rank
-    accelerator: str = "?"  # the driver's id; empty on a CPU, where torch does not know it, and where it may be shared
+    accelerator: str = "?"  # the driver's id; empty: a CPU, unknown to torch, or it may be shared
 
     @classmethod
     def from_text(cls, text: str) -> "ProcessInfo":
@@ -45,7 +45,6 @@ class ProcessInfo:
 
 
 def own_info(torch_device: torch.device, devices: int, address: str) -> ProcessInfo:
-    """Describe this process."""
     return ProcessInfo(
         str(torch_device), hardware_name(torch_device), platform.node(), address, str(devices), __version__,
         torch=".".join(torch.__version__.split(".")[:2]), nonce=uuid.uuid4().hex,
@@ -54,10 +53,10 @@ def own_info(torch_device: torch.device, devices: int, address: str) -> ProcessI
 
 
 def check_infos(infos: Sequence[ProcessInfo]) -> None:
-    """Refuse a job whose processes have different versions, expect different numbers of devices, or share an accelerator.
+    """Check that all processes have the same versions and number of devices, and no two share an accelerator.
 
     Raises:
-        MismatchError: names the devices in the minority, what they have, and what the others have.
+        MismatchError: names the devices in the minority with their values, and the value of the others.
         InputError: names the processes that share an accelerator.
     """
     ids = [info.accelerator for info in infos]
@@ -65,8 +64,8 @@ def check_infos(infos: Sequence[ProcessInfo]) -> None:
         if id_ not in ("", "?") and (first := ids.index(id_)) != i:
             raise InputError(
                 f"{device_title(first, infos[first])} and {device_title(i, infos[i])} are two processes on one accelerator "
-                f"({id_}): leave CONVOY_DEVICE unset, so that each takes the one of its number, start fewer processes, or "
-                f"let them share it with {SHARED}=1"
+                f"({id_}): leave CONVOY_DEVICE unset, so that each uses the accelerator of its local rank, start fewer "
+                f"processes, or let them share it with {SHARED}=1"
             )
     for field, meaning in (("devices", "number of devices (WORLD_SIZE)"), ("convoy", "convoy"), ("torch", "torch")):
         values = [getattr(info, field) for info in infos]
@@ -80,15 +79,15 @@ def check_infos(infos: Sequence[ProcessInfo]) -> None:
 
 
 def device_title(device: int, info: ProcessInfo) -> str:
-    """Name a device for messages: its id and its host."""
+    """Return a device's name for messages: its id and its host."""
     return f"device {device} (host {info.host}, {info.device})"
 
 
 class Rendezvous:
-    """One rendezvous of all processes at a store. Per topic, it gathers one text of each process."""
+    """A rendezvous of all processes at a store. It gathers one text per process and topic."""
 
     def __init__(self, store: Store, env: ProcessEnv, number: int, deadline_s: float) -> None:
-        """Prepare rendezvous ``number`` of this process, the same number on all. It ends at ``deadline_s``."""
+        """Prepare rendezvous ``number``, the same number on all processes. It ends at ``deadline_s``."""
         self.store = store
         # The prefix separates the texts from those of an earlier rendezvous or attempt.
         self.prefix = f"convoy/{env.attempt}/{number}"
@@ -117,14 +116,14 @@ class Rendezvous:
 
         Raises:
             InputError: another process has the same rank.
-            DeviceLostError: names all devices that sent nothing until the deadline.
+            DeviceLostError: names all devices that sent nothing before the deadline.
         """
         keys = [f"{self.prefix}/{topic}/{device}" for device in range(self.env.devices)]
         first = self.store.set_first(keys[self.env.device], text)
         if first != text:
             raise InputError(
-                f"two processes claim to be device {self.env.device} (RANK={self.env.device}): this one, and one "
-                f"on host {ProcessInfo.from_text(first).host}; give every process its own RANK"
+                f"two processes are device {self.env.device} (RANK={self.env.device}): this one, and one on host "
+                f"{ProcessInfo.from_text(first).host}; give every process its own RANK"
             )
         failed = f"{self.prefix}/failed"
         texts: dict[str, str] = {}

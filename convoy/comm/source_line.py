@@ -1,4 +1,4 @@
-"""The line of the user's program that a process is at, for messages about devices that run different steps."""
+"""Find the line of the user's program that a process runs, for messages about devices that run different steps."""
 
 import gc
 import linecache
@@ -12,13 +12,13 @@ from types import FrameType
 import torch
 
 MAX_CHARACTERS = 120
-"""Longest part of a line that is shown."""
+"""Most characters of a line in a message."""
 
 SAME_STEPS = (
     "Every device must run the same steps: move such a line out of `if rank == 0:`, and let device 0 alone only print and save "
     "(`if convoy.is_first():`)"
 )
-"""Remedy where devices are at different lines."""
+"""Remedy if devices are at different lines."""
 
 _ASKING = threading.Lock()
 
@@ -28,9 +28,9 @@ _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist
 
 
 def current_line() -> str | None:
-    """Return the line of the user's program that the main thread is at: "train.py line 57, `model.full_state_dict()`".
+    """Return the line of the user's program that the main thread runs: "train.py line 57, `model.full_state_dict()`".
 
-    None: it runs no user code, as in `convoy train`.
+    Return None if it runs no user code, as in `convoy train`.
     """
     found = _users(_frame_of(threading.main_thread().ident or 0))
     if found is None:
@@ -43,7 +43,7 @@ def current_line() -> str | None:
 
 
 def _frame_of(thread: int) -> FrameType | None:
-    """Return a thread's current frame, without garbage collection: it can deadlock Python 3.11 here (python/cpython#106883)."""
+    """Return a thread's current frame. Garbage collection is off: it can deadlock Python 3.11 here (python/cpython#106883)."""
     with _ASKING:
         collects = gc.isenabled()
         gc.disable()

@@ -1,6 +1,6 @@
-"""The key-value store at which the processes of a job meet. Only processes with the job's key can use it.
+"""Provide the key-value store at which the processes of a job meet. Only processes with the job's key can use it.
 
-Device 0 hosts it in its memory. Each of the others uses one connection.
+Device 0 hosts it in its memory. Each other device uses one connection.
 """
 
 import json
@@ -24,27 +24,27 @@ from convoy.errors import DeviceLostError, InputError
 T = TypeVar("T")
 
 ANSWER_S = 10.0
-"""How long an answer may take: the store has a thread of its own."""
+"""Time limit for a reply, which the store's own thread sends."""
 
 RECONNECT_S = 2.0
-"""How long to reconnect: the listener of the previous rendezvous may just be closing."""
+"""How long to try to reconnect: the listener of the previous rendezvous may be closing."""
 
 OTHER_KEY_S = 2.0
-"""How long to tolerate a listener with another key: that job may just be ending."""
+"""How long to tolerate a listener with another key: that job may be ending."""
 
 MAX_PAUSE_S = 0.1
 """Longest pause between two requests of a process that waits for others."""
 
 
 class Store(ABC):
-    """Texts by key. Methods raise RuntimeError if the store cannot be reached any more."""
+    """A key-value store of texts. Methods raise RuntimeError if it cannot be reached any more."""
 
     def set(self, key: str, text: str) -> None:
         """Set a text."""
         self._request({"do": "set", "keys": [key], "text": text})
 
     def set_first(self, key: str, text: str) -> str:
-        """Set a text unless the key has one. Return the text of the key."""
+        """Set a text unless the key has one. Return the key's text."""
         return self._request({"do": "set_first", "keys": [key], "text": text})[key]
 
     def get(self, keys: Sequence[str]) -> dict[str, str]:
@@ -89,7 +89,7 @@ class HostedStore(Store):
 
 @final
 class RemoteStore(Store):
-    """A connection to the store of another process."""
+    """A connection to another process's store."""
 
     def __init__(self, address: tuple[str, int], credentials: Credentials) -> None:
         """Connect. Raise OSError or NotOfThisJob if that fails."""
@@ -137,7 +137,7 @@ _stores: dict[tuple[str, int], HostedStore | RemoteStore] = {}
 """Open stores of this process, by address."""
 
 _announced = Counter[tuple[str, int]]()
-"""How many of the job's own stores were announced in torch's store at an address."""
+"""Number of stores that the job has announced in torch's store, by address."""
 
 
 def host_store(address: str, credentials: Credentials) -> int:
@@ -156,11 +156,11 @@ def close_store(host: str, port: int) -> None:
 def store_at(env: ProcessEnv, deadline_s: float, credentials: Credentials) -> Store:
     """Return the store of this job. Device 0 hosts it.
 
-    Where torch already listens at the job's address, device 0 hosts the store on another port and announces it in torch's.
+    If torch already listens at the job's address, device 0 hosts the store on another port and announces it in torch's.
 
     Raises:
         InputError: device 0 cannot listen there, or the listener there has another key.
-        DeviceLostError: nobody listened there until ``deadline_s`` (of ``time.monotonic``).
+        DeviceLostError: no process listened there before ``deadline_s`` (of ``time.monotonic``).
     """
     key = (env.host, env.port)
     if key not in _stores:
@@ -175,9 +175,9 @@ def store_at(env: ProcessEnv, deadline_s: float, credentials: Credentials) -> St
             address = str(resolve(env.host, env.port, socket.SOCK_STREAM)[0][1][0])
             if env.local_devices is not None and env.local_devices < env.devices and is_loopback(address):
                 raise InputError(
-                    f"MASTER_ADDR={env.host} is {address} on this machine, which leads to itself only, but {env.devices} "
-                    f"devices are to meet there and {env.local_devices} of them are here: give the address of this machine "
-                    "in the network (Debian maps a machine's own name to loopback in /etc/hosts)"
+                    f"MASTER_ADDR={env.host} is {address} on this machine, a loopback address, but only {env.local_devices} "
+                    f"of the job's {env.devices} devices are here: give the network address of this machine (Debian maps a "
+                    "machine's own name to loopback in /etc/hosts)"
                 )
             _stores[key] = HostedStore(inherited_listener() or listen_at(env.host, env.port), credentials)
         else:
@@ -188,7 +188,7 @@ def store_at(env: ProcessEnv, deadline_s: float, credentials: Credentials) -> St
 def _announced_store(
     env: ProcessEnv, torch_store: Any, credentials: Credentials, deadline_s: float
 ) -> HostedStore | RemoteStore:
-    """Return the job's own store. Only its address passes through torch's, so a forged one can only prevent the start."""
+    """Return the job's own store. Only its address is in torch's store, so a forged one can only prevent the start."""
     place = (env.host, env.port)
     key = f"convoy-store/{env.attempt}/{_announced[place]}"
     _announced[place] += 1
@@ -207,11 +207,11 @@ def _announced_store(
 
 
 def connect_store(host: str, port: int, credentials: Credentials, deadline_s: float) -> RemoteStore:
-    """Connect to the store of another process, which may start to listen within the time.
+    """Connect to the store of another process, which may not listen yet.
 
     Raises:
         InputError: the name is unknown, or the listener has another key.
-        DeviceLostError: nobody listened there until ``deadline_s`` (of ``time.monotonic``).
+        DeviceLostError: no process listened there before ``deadline_s`` (of ``time.monotonic``).
     """
     tolerated_until_s = min(time.monotonic() + OTHER_KEY_S, deadline_s)
 
@@ -232,10 +232,10 @@ def connect_store(host: str, port: int, credentials: Credentials, deadline_s: fl
 
 
 def connect_torch_store(host: str, port: int, deadline_s: float) -> TCPStore:
-    """Connect to a TCPStore that another process hosts, or will host within the time. Errors as `connect_store`."""
+    """Connect to a TCPStore of another process, which may not listen yet. Errors as `connect_store`."""
 
     def attempt() -> str:
-        # Try a plain socket first: torch's client prints stack traces and takes three times as long.
+        # Try a plain socket first: torch's client prints stack traces and is three times slower.
         with socket.create_connection((host, port), timeout=max(0.1, deadline_s - time.monotonic())) as probe:
             return str(probe.getpeername()[0])
 
@@ -248,7 +248,7 @@ def host_torch_store(listener: socket.socket) -> TCPStore:
     """Create a TCPStore on an already bound socket. (torch would bind every address.)"""
     with listener:
         address, port = listener.getsockname()[:2]
-        # Multi-tenant: a script that also calls init_process_group() then finds this store, not a taken port.
+        # Multi-tenant: a script that also calls init_process_group() then finds this store instead of a used port.
         return TCPStore(
             address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
         )
@@ -266,7 +266,7 @@ def _until_listening(attempt: Callable[[], T], host: str, port: int, deadline_s:
                 raise DeviceLostError(
                     0,
                     f"device 0 was not found: nobody listens at {host} port {port} ({error.strerror or error}). Start it; "
-                    "MASTER_ADDR and MASTER_PORT must be the same everywhere, and no firewall between the machines",
+                    "MASTER_ADDR and MASTER_PORT must be the same everywhere, with no firewall between the machines",
                 ) from None
         time.sleep(pause_s)
         pause_s = min(0.25, 1.5 * pause_s)

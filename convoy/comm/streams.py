@@ -1,12 +1,12 @@
-"""Tensors over the job's own connections: for each pair of devices and each lane, one connection in each direction.
+"""Send tensors over the job's own connections: one per direction, for each pair of devices and each lane.
 
-A connection carries messages in the order in which they were started. Each message starts with its size, and a size that the
-receiver does not expect is an error. Lanes are independent.
+A connection delivers messages in the order in which they were started. Each message starts with its size; an unexpected size
+is an error. Lanes are independent.
 
-Small messages are faster to send than to hand to another thread. The calling thread sends them at once if the queue is empty
-and the kernel accepts them, and the waiting thread receives them. Of a large unencrypted message, the calling thread sends as
-much as the kernel accepts. Threads at both ends move everything else. They release the GIL while they encrypt, decrypt and
-wait, so large messages are sent while the device computes. The sender thread joins small messages into one send.
+Sending a small message is faster than passing it to another thread. The calling thread sends it immediately if the queue is
+empty and the kernel accepts it, and the waiting thread receives it. The calling thread also sends as much of a large
+unencrypted message as the kernel accepts. Threads at both ends move everything else. They release the GIL while they encrypt,
+decrypt and wait, so large messages are sent while the device computes. The sender thread joins small messages into one send.
 """
 
 import queue
@@ -29,13 +29,13 @@ from convoy.comm.listener import Listener
 from convoy.machine.accelerator import in_host_memory, queued
 
 TEXTS = 2
-"""The lane of texts, in addition to those of tensors."""
+"""The lane of texts, after the lanes of tensors."""
 
 SMALL_BYTES = 16_000
-"""A message up to this size is sent together with its header, in one TLS record, without a thread."""
+"""Largest message that is sent together with its header, in one TLS record, without a thread."""
 
 UNREAD_BYTES, UNREAD = 32_768, 16
-"""Bytes and messages that may wait for the receiving caller. Any kernel buffers as much per connection."""
+"""Most bytes and messages that wait for a receiving caller. Every kernel buffers at least this much per connection."""
 
 AGAIN_S = 0.05
 """Pause before connecting again to a listener that dropped the connection."""
@@ -44,11 +44,11 @@ _HEADER = struct.Struct("<Q")
 
 
 class WrongSizeError(RuntimeError):
-    """A message whose size its receiver did not expect."""
+    """The error for a message of unexpected size."""
 
 
 def _fresh(error: RuntimeError) -> RuntimeError:
-    """Copy an error that is kept, to raise it: see `ConvoyError.again`."""
+    """Return a copy of a stored error, to raise it: see `ConvoyError.again`."""
     return type(error)(*error.args)
 
 
@@ -77,12 +77,12 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _Outgoing:
     """A message for the sender thread.
 
     Attributes:
         begun: its header and first bytes have been sent.
-        copied: the content is complete behind this event of an accelerator.
+        copied: the content is complete after this accelerator event.
     """
 
     content: memoryview
@@ -97,8 +97,8 @@ class Outflow:
 
     def __init__(self, channel: Connection, name: str) -> None:
         self._channel, self._name = channel, name
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._left = 0  # orders in progress on the thread
+        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._left = 0  # messages in progress on the thread
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class Outflow:
         """Queue a message. Return None if it was sent immediately.
 
         Args:
-            copied: the content is complete behind this event of an accelerator.
+            copied: the content is complete after this accelerator event.
 
         Raises:
             RuntimeError: the connection is closed.
@@ -121,7 +121,7 @@ class Outflow:
             if begun == len(content):
                 return None
             ticket = Ticket()
-            self._hand_over(_Order(content[begun or 0 :], ticket, begun is not None, copied))
+            self._enqueue(_Outgoing(content[begun or 0 :], ticket, begun is not None, copied))
         return ticket
 
     def _begun(self, content: memoryview) -> int | None:
@@ -131,16 +131,16 @@ class Outflow:
             if len(content) > SMALL_BYTES:
                 return self._channel.send_some(header, content)
             if not self._channel.send_at_once(header + content):
-                self._hand_over(_Order(_NOTHING, Ticket(), begun=True))  # the rest, which is a copy
+                self._enqueue(_Outgoing(_NOTHING, Ticket(), begun=True))  # flushes the rest, which is a copy
         except OSError as error:
             self._error = _closed(error)
             self._channel.cut()
             raise _fresh(self._error) from None
         return len(content)
 
-    def _hand_over(self, order: _Order) -> None:
+    def _enqueue(self, message: _Outgoing) -> None:
         self._left += 1
-        self._orders.put(order)
+        self._queue.put(message)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -150,7 +150,7 @@ class Outflow:
         with self._lock:
             self._error = self._error or RuntimeError("the connection was closed here")
         self._channel.cut()
-        self._orders.put(None)
+        self._queue.put(None)
 
     def close(self, limit_s: float) -> None:
         if self._thread is not None:
@@ -158,42 +158,42 @@ class Outflow:
         self._channel.close()
 
     def _run(self) -> None:
-        while orders := self._next():
+        while batch := self._next():
             try:
-                self._send(orders)
+                self._send(batch)
             except (OSError, NotOfThisJob) as error:
-                self._fail([order.ticket for order in orders], _closed(error))
+                self._fail([message.ticket for message in batch], _closed(error))
                 return
             with self._lock:
-                self._left -= len(orders)
-            tickets = [order.ticket for order in orders]
-            del orders  # release the tensors
+                self._left -= len(batch)
+            tickets = [message.ticket for message in batch]
+            del batch  # release the tensors
             for ticket in tickets:
                 ticket.finish()
 
-    def _next(self) -> list[_Order]:
-        """Return the next message and small ones behind it. Empty: the queue is closed."""
-        if (order := self._orders.get()) is None:
+    def _next(self) -> list[_Outgoing]:
+        """Return the next message and the small ones after it. Empty: the queue is closed."""
+        if (message := self._queue.get()) is None:
             return []
-        orders, size = [order], len(order.content)
-        while size <= SMALL_BYTES and not self._orders.empty():
-            if (order := self._orders.get()) is None:
-                self._orders.put(None)
+        batch, size = [message], len(message.content)
+        while size <= SMALL_BYTES and not self._queue.empty():
+            if (message := self._queue.get()) is None:
+                self._queue.put(None)
                 break
-            orders.append(order)
-            size += len(order.content)
-        return orders
+            batch.append(message)
+            size += len(message.content)
+        return batch
 
-    def _send(self, orders: Sequence[_Order]) -> None:
+    def _send(self, batch: Sequence[_Outgoing]) -> None:
         joined = b""
-        for order in orders:
-            content = order.content
-            if order.copied is not None and not order.copied.query():
+        for message in batch:
+            content = message.content
+            if message.copied is not None and not message.copied.query():
                 if joined:  # complete messages need not wait for the copy
                     self._channel.send(joined)
                     joined = b""
-                order.copied.synchronize()  # releases the GIL, which the launching thread needs
-            if order.begun:  # always the first one: the queue was empty
+                message.copied.synchronize()  # releases the GIL, which the launching thread needs
+            if message.begun:  # always the first one, because the queue was empty
                 self._channel.send(content)
             elif len(content) <= SMALL_BYTES:
                 joined += _HEADER.pack(len(content)) + content
@@ -210,9 +210,9 @@ class Outflow:
         self._channel.cut()  # so that the peer notices as well
         for ticket in tickets:
             ticket.finish(error)
-        while not self._orders.empty():
-            if (order := self._orders.get()) is not None:
-                order.ticket.finish(error)
+        while not self._queue.empty():
+            if (message := self._queue.get()) is not None:
+                message.ticket.finish(error)
 
 
 @final
@@ -220,7 +220,7 @@ class Arrival:
     """One expected message.
 
     Attributes:
-        ticket: finished by another thread that reads the connection.
+        ticket: finished by the thread that reads the connection, if that is not the waiting thread.
     """
 
     __slots__ = ("done", "error", "flow", "place", "ticket")
@@ -232,7 +232,7 @@ class Arrival:
         self.ticket: Ticket | None = None
 
     def wait(self, limit: timedelta) -> None:
-        """As `Ticket.wait`. If no thread reads this connection, read it here."""
+        """Wait as `Ticket.wait` does. If no thread reads this connection, read it here."""
         if not self.done:
             self.flow.wait(self, limit)
         if self.error is not None:
@@ -241,15 +241,15 @@ class Arrival:
 
 @final
 class Inflow:
-    """Incoming message queue of one peer and lane. The receiver thread starts when more is expected than the kernel buffers."""
+    """Incoming message queue of one peer and lane. The receiver thread starts when the kernel cannot buffer all messages."""
 
     def __init__(self, channel: Connection, name: str) -> None:
         self._channel, self._name = channel, name
-        self._orders: deque[Arrival] = deque()
+        self._queue: deque[Arrival] = deque()
         self._unread_bytes = 0
         self._asked = False  # whether a caller waits for the thread
         self._header = bytearray(_HEADER.size)
-        self._part, self._in_header = memoryview(self._header), True  # the part still to come
+        self._part, self._in_header = memoryview(self._header), True  # the bytes to receive next
         self._reading = threading.Lock()  # held by the reader: the thread, or a waiting caller
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -266,7 +266,7 @@ class Inflow:
         with self._lock:
             if self._error is not None:
                 raise _fresh(self._error)
-            self._orders.append(arrival)
+            self._queue.append(arrival)
             self._unread_bytes += len(place)
             self._call_thread()
         return arrival
@@ -300,8 +300,8 @@ class Inflow:
                 self._call_thread()
 
     def _call_thread(self) -> None:
-        """Start the receiver thread if nobody reads and more is expected than the kernel buffers."""
-        due = self._unread_bytes > UNREAD_BYTES or len(self._orders) > UNREAD or self._asked
+        """Start the receiver thread if no thread reads and the kernel cannot buffer all messages."""
+        due = self._unread_bytes > UNREAD_BYTES or len(self._queue) > UNREAD or self._asked
         if due and self._reading.acquire(blocking=False):
             self._calls.put(True)
             if self._thread is None:
@@ -319,16 +319,16 @@ class Inflow:
                 return
 
     def _more(self) -> bool:
-        """Return whether there is more to read. If not, let others read."""
+        """Return whether there is more to read. If not, let another thread read."""
         with self._lock:
-            if not self._orders:
+            if not self._queue:
                 self._asked = False
                 self._reading.release()
-            return bool(self._orders)
+            return bool(self._queue)
 
     def _read(self, until_s: float | None) -> None:
         """Receive the first message completely."""
-        arrival = self._orders[0]
+        arrival = self._queue[0]
         if self._in_header:
             self._fill(until_s)
             (size,) = _HEADER.unpack(self._header)
@@ -338,7 +338,7 @@ class Inflow:
         self._fill(until_s)
         self._part, self._in_header = memoryview(self._header), True
         with self._lock:
-            self._unread_bytes -= len(self._orders.popleft().place)
+            self._unread_bytes -= len(self._queue.popleft().place)
             _finish(arrival, None)
 
     def _fill(self, until_s: float | None) -> None:
@@ -349,8 +349,8 @@ class Inflow:
         self._channel.cut()  # so that the peer notices as well
         with self._lock:
             self._error = error
-            while self._orders:
-                _finish(self._orders.popleft(), error)
+            while self._queue:
+                _finish(self._queue.popleft(), error)
 
     def cut(self) -> None:
         """Shut the connection down, which fails its messages. `close` must follow."""
@@ -362,7 +362,7 @@ class Inflow:
     def close(self, limit_s: float) -> None:
         if self._thread is not None:
             self._thread.join(limit_s)
-        if self._reading.acquire(timeout=limit_s):  # a waiting reader has noticed
+        if self._reading.acquire(timeout=limit_s):  # a waiting reader has returned
             self._reading.release()
         self._channel.close()
 
@@ -382,13 +382,13 @@ def _closed(error: Exception) -> RuntimeError:
 
 
 def _connect(
-    listener: Listener, address: tuple[str, int], words: Fields, deadline_s: float
+    listener: Listener, address: tuple[str, int], request: Fields, deadline_s: float
 ) -> tuple[Connection, Fields | None]:
-    """Connect to another listener, and return its answer. Retry if it drops the connection: it may be overloaded."""
+    """Connect to another listener and return its reply. Retry if it drops the connection: it may be overloaded."""
     while True:
         channel: Connection | None = None
         try:
-            channel = listener.credentials.connect(address, words, deadline_s)
+            channel = listener.credentials.connect(address, request, deadline_s)
             return channel, channel.receive_message()
         except BaseException as error:
             if channel is not None:
@@ -401,11 +401,10 @@ def _connect(
 
 @final
 class StreamBackend:
-    """Sends tensors over the job's own connections. Tensors of accelerators are staged in pinned host memory.
+    """A backend over the job's own connections. It stages accelerator tensors in pinned host memory.
 
-    On lane 0, copies to the host run on a stream of their own, after the work that the current stream has so far. So they do
-    not wait for kernels that are queued later. Senders on another lane already use a stream of their own. The calling
-    thread never waits.
+    On lane 0 a separate stream copies to the host, after the work that the current stream has so far, so that copies do not
+    wait for kernels queued later. Senders on another lane already use a separate stream. The calling thread never waits.
     """
 
     lanes = 2
@@ -421,8 +420,8 @@ class StreamBackend:
         """Connect to all other devices, and accept their connections.
 
         Args:
-            addresses: of the listeners of all devices.
-            name: of this group, the same on all devices and unique among the groups of these listeners.
+            addresses: addresses of the listeners of all devices.
+            name: name of this group, the same on all devices and unique among the groups of these listeners.
 
         Raises:
             RuntimeError: a device could not be reached within ``limit_s``.
@@ -432,19 +431,19 @@ class StreamBackend:
         self._is_cut = False
         self._out: dict[tuple[int, int], Outflow] = {}
         self._in: dict[tuple[int, int], Inflow] = {}
-        ways = [(lane, peer) for peer in range(len(addresses)) if peer != device for lane in range(self.lanes + 1)]
+        pairs = [(lane, peer) for peer in range(len(addresses)) if peer != device for lane in range(self.lanes + 1)]
         peer = device
         try:
-            for lane, peer in ways:
-                words = {"for": "stream", "mark": f"{name}/{lane}/{device}"}
-                channel, reply = _connect(listener, addresses[peer], words, deadline_s)
+            for lane, peer in pairs:
+                request = {"for": "stream", "mark": f"{name}/{lane}/{device}"}
+                channel, reply = _connect(listener, addresses[peer], request, deadline_s)
                 self._out[lane, peer] = Outflow(channel, f"convoy-to-{peer}.{lane}")
                 if reply == {"sealed": False} and is_loopback(str(channel.socket.getpeername()[0])):
                     channel.stop_encrypting()
                 channel.socket.settimeout(None)
-            for lane, peer in ways:
-                came = listener.stream(f"{name}/{lane}/{peer}", max(0.0, deadline_s - time.monotonic()))
-                self._in[lane, peer] = Inflow(came, f"convoy-from-{peer}.{lane}")
+            for lane, peer in pairs:
+                accepted = listener.stream(f"{name}/{lane}/{peer}", max(0.0, deadline_s - time.monotonic()))
+                self._in[lane, peer] = Inflow(accepted, f"convoy-from-{peer}.{lane}")
         except (OSError, NotOfThisJob, ValueError) as error:
             self.cut(broken=True)
             raise RuntimeError(f"device {peer}: {error}") from None
@@ -472,7 +471,7 @@ class StreamBackend:
                 if id(tensor) not in contents:
                     contents[id(tensor)] = _bytes_of(tensor.detach())
                 ticket = self._out[lane, peer].add(contents[id(tensor)], work.copied)
-                # A staged tensor may be reused after `copied`, so nothing waits until its copy was sent.
+                # A staged tensor may be reused after `copied`, so no caller waits until its copy is sent.
                 if ticket is not None and work.copied is None:
                     work.works.append(((peer,), ticket))
         except RuntimeError as error:
@@ -480,7 +479,7 @@ class StreamBackend:
         return work
 
     def _in_host(self, tensors: Sequence[torch.Tensor], work: PendingWork, lane: int) -> list[torch.Tensor]:
-        """Copy tensors of an accelerator to host memory, each once. They are complete after ``work.copied``."""
+        """Copy accelerator tensors to host memory, each once. They are complete after ``work.copied``."""
         if not tensors or tensors[0].device.type == "cpu":
             return list(tensors)
         hosts = {id(tensor): in_host_memory(tensor) for tensor in tensors}

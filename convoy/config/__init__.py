@@ -1,1 +1,1 @@
-"""The settings of a training: the one list of them, run files, and values as people write them."""
+"""The settings of a training: their list, run files, and parsers of user input."""

@@ -1,4 +1,4 @@
-"""Refuses settings that cannot be right before torch is imported, which takes seconds. Every function raises InputError."""
+"""Checks settings before torch is imported, which takes seconds. Every function raises InputError."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from convoy.comm.environment import imposed_slowdown
 from convoy.config.option_types import AUTO_DEVICE
-from convoy.config.settings import NO_LOG, Settings
+from convoy.config.train_options import NO_LOG, Settings
 from convoy.data import check as check_data
 from convoy.data import folder_of
 from convoy.errors import InputError, shortened, shown, unknown_name
@@ -22,7 +22,7 @@ NETS = ("two-conv", "alexnet", "vgg", "resnet", "resnet18", "unet")  # of model.
 
 
 def check_net(text: str) -> None:
-    """Refuse a net that has no such name."""
+    """Refuse an unknown net name."""
     name = text.partition(":")[0]
     if name not in (*NETS, "torchvision", "timm") and not names_callable(text):
         near = get_close_matches(name[:80], NETS, n=1, cutoff=0.87)
@@ -34,18 +34,18 @@ def check_net(text: str) -> None:
 
 
 def check_places(settings: Settings) -> None:
-    """Refuse folders, modules and devices that are not on this machine."""
+    """Refuse folders, modules and devices that this machine does not have."""
     folder = folder_of(settings.data)
     for option, path in (("--data", folder), ("--data-dir", settings.data_dir)):
         if path is not None and not os.path.isdir(path):
-            raise InputError(f"{option} {path} is no folder: give one that is there")
+            raise InputError(f"{option} {path} is no folder: give an existing one")
     for option, text in (("--net", settings.net), ("--data", settings.data)):
         name = text.partition(":")[0].split(".")[0]
         if not names_callable(text) or (option == "--data" and folder is not None):
             continue
         if name not in sys.modules and find_spec(name) is None and PathFinder.find_spec(name, [os.getcwd()]) is None:
             raise InputError(
-                f"{option} {text}: there is no module {name!r}; name one that is installed or lies in the working folder"
+                f"{option} {text}: there is no module {name!r}; name one that is installed or in the working folder"
             )
     for name in dict.fromkeys(settings.device_names):
         if name not in (AUTO_DEVICE, "cpu"):
@@ -55,7 +55,7 @@ def check_places(settings: Settings) -> None:
 
 
 def check(settings: Settings) -> None:
-    """Refuse settings that do not fit each other or the devices."""
+    """Refuse settings that contradict each other or the devices."""
     check_data(settings.data, settings.data_dir, settings.image_size, settings.test_fraction)
     check_net(settings.net)
     count, slowdowns, speeds, memory = len(settings.device_names), settings.slowdowns, settings.speeds, settings.memory
@@ -83,8 +83,8 @@ def check(settings: Settings) -> None:
     if settings.batch % settings.accumulate:
         some = [str(n) for n in range(1, min(settings.batch, 1024)) if not settings.batch % n]
         raise InputError(
-            f"--accumulate {settings.accumulate} with --batch {settings.batch}: the micro-batches of a step must be equal; "
-            f"give one of {', '.join([*some, str(settings.batch)])}"
+            f"--accumulate {settings.accumulate} with --batch {settings.batch}: micro-batches must be equally "
+            f"large; set --accumulate to one of {', '.join([*some, str(settings.batch)])}"
         )
     if settings.precision != "float32":
         from convoy.runtime.precision import check_kinds
@@ -133,14 +133,14 @@ def _check_plan(settings: Settings, count: int) -> None:
 
 
 def check_outputs(settings: Settings) -> None:
-    """Refuse files that could not be written."""
+    """Refuse output files that cannot be written."""
     for option, path in (("save-run", settings.save_run), ("save-plan", settings.save_plan), ("log", settings.log)):
         if path is not None:
             check_output(f"--{option}", path)
 
 
 def check_output(option: str, path: Path) -> None:
-    """Refuse a file that could not be written."""
+    """Refuse a file that cannot be written."""
     if not os.path.isdir(path.parent):
         raise InputError(f"{option} {path}: the folder {path.parent} does not exist; make it or name another")
     if os.path.isdir(path):

@@ -1,4 +1,4 @@
-"""Values as people write them: numbers, devices, addresses. Every function raises InputError, which says what to give."""
+"""Parses user input: numbers, devices, addresses. Every function raises InputError, with the correct form."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ from convoy.errors import InputError, shortened, shown
 from convoy.fleet.units import quantity
 from convoy.layout.comm_dtype import parse_comm_dtype
 
-MAX_DEVICES = 1024  # more processes than that on one machine are a slip of the finger
+MAX_DEVICES = 1024  # more processes on one machine are a typing error
 
 AUTO_DEVICE = "auto"
 """As `--devices`: every GPU of this machine, or its CPU if there is none. As one device's name: the best for its rank."""
@@ -23,7 +23,7 @@ ALL = "all"
 
 
 def numbers(value: Any) -> tuple[float, ...]:
-    """Read numbers from a text with commas between them, or from a list."""
+    """Parse comma-separated numbers, or a list."""
     parts = value.split(",") if isinstance(value, str) else value
     try:
         if isinstance(parts, list | tuple) and not any(isinstance(part, bool) for part in parts):
@@ -34,12 +34,12 @@ def numbers(value: Any) -> tuple[float, ...]:
 
 
 def seconds(value: Any) -> Any:
-    """Read seconds from a text: 450 ms, 2 min, 30. Return anything else as it is."""
+    """Parse seconds from text: 450 ms, 2 min, 30. Return other types unchanged."""
     return quantity(value, "s") if isinstance(value, str) else value
 
 
 def sizes(value: Any) -> Any:
-    """Read bytes from a text, with commas between several: 6 GB,8 GB."""
+    """Parse comma-separated byte sizes: 6 GB,8 GB."""
     parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int | float) else value
     found = tuple(quantity(part, "bytes") for part in parts) if isinstance(parts, list | tuple) else (0.0,)
     if not found or min(found) < 1:
@@ -48,7 +48,7 @@ def sizes(value: Any) -> Any:
 
 
 def device_names(text: str) -> tuple[str, ...]:
-    """Read `--devices`: a number, names, `auto` or `all`. Under torchrun, its number of processes counts."""
+    """Parse `--devices`: a number, names, `auto` or `all`. Under torchrun, WORLD_SIZE gives the number."""
     named = tuple(part.strip() for part in text.split(","))
     is_number = text.isdecimal()
     if (processes := os.environ.get("WORLD_SIZE", "")).isdecimal():
@@ -71,7 +71,7 @@ def device_names(text: str) -> tuple[str, ...]:
 
 
 def devices_text(value: Any) -> Any:
-    """Turn a number or a list of a run file into the text of `--devices`."""
+    """Convert a run file's number or list to the text of `--devices`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return ",".join(map(str, value)) if isinstance(value, list) else value
@@ -85,7 +85,7 @@ def a_path(value: Any) -> Any:
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """Read HOST:PORT, as a job prints it."""
+    """Parse HOST:PORT, as a job prints it."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError(
@@ -101,11 +101,11 @@ def read_address(text: str) -> tuple[str, int]:
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """Read HOST:PORT or HOST; without a port: 0, a free one."""
+    """Parse HOST:PORT or HOST. Port 0 means a free one."""
     return read_address(text) if ":" in text else (read_address(f"{text}:1")[0], 0)
 
 
-# Checks by modules that import torch. They are imported only for the check, so that --help is quick.
+# These checks need modules that import torch. Import them only for the check, so that --help is quick.
 
 
 def one_of(home: str) -> AfterValidator:

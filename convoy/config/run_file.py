@@ -1,4 +1,4 @@
-"""Run files: the settings of a training in TOML, and where each value in force comes from.
+"""Reads and writes run files: the settings of a training in TOML. Also tracks the source of each value.
 
     # convoy train run.toml --epochs 20
     data = "cifar10"
@@ -8,7 +8,7 @@
     weight-decay = 5e-4
 
 Keys are the options of `convoy train` without the dashes in front. The command line overrides the file, the file overrides
-the defaults. Paths mean what they mean on the command line.
+the defaults. Relative paths start at the working folder.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from typing import Any
 import tomlkit
 from pydantic import ValidationError
 
-from convoy.config.settings import FIELDS, Settings, extra_of, key_of
+from convoy.config.train_options import FIELDS, Settings, extra_of, key_of
 from convoy.errors import InputError, shortened, shown
 from convoy.files import parse_toml, read_text
 
@@ -30,7 +30,7 @@ _NAMES = {key_of(name): name for name in FIELDS}
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """The settings in force.
+    """The resolved settings of a run.
 
     Attributes:
         sources: by name of a setting: "default", "command line", or file and line.
@@ -46,11 +46,11 @@ class RunSettings:
 
 
 def resolve_settings(file: Path | None, given: Mapping[str, Any]) -> RunSettings:
-    """Return the settings in force.
+    """Merge defaults, run file and command line.
 
     Args:
         file: a run file, or None.
-        given: values of the command line, by name of the setting, which override the file's; None: not given.
+        given: command line values by setting name; they override the file's. None: not given.
 
     Raises:
         InputError: a file that cannot be read, an unknown key, a value that is not allowed.
@@ -72,7 +72,7 @@ def resolve_settings(file: Path | None, given: Mapping[str, Any]) -> RunSettings
         settings = Settings(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        # A rule of our own says itself what to give.
+        # Messages of our own validators already contain the remedy.
         rule = first.get("ctx", {}).get("error") or first["msg"][0].lower() + first["msg"][1:]
         raise refused(str(first["loc"][0]), rule) from None
     return RunSettings(settings, {name: sources.get(name, "default") for name in FIELDS})
@@ -82,10 +82,10 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of a run file, by name of the setting, and file and line of each."""
     text = read_text(file, "the run file", "give a TOML file, or settings as options: --net NET")
     table = parse_toml(text, str(file), 'write lines such as net = "two-conv:50:500"')
-    if table.pop("try-again", False):  # of older files
+    if table.pop("try-again", False):  # in files of older versions
         raise InputError(
             f"{file}: try-again = true: lost devices are not restarted any more; remove the line, and let systemd run "
-            "`convoy join` where a device shall come back"
+            "`convoy join` on machines that should rejoin"
         )
     values, places = {}, {}
     for key, value in table.items():

@@ -40,7 +40,7 @@ def load_named(name: str, data_dir: Path | None, dtype: torch.dtype) -> Splits:
     there = folder if any(os.path.isfile(folder / file) for file in files) else folder / _FOLDERS[name]
     if data_dir is not None and not os.path.isdir(there):
         met = f"holds no {_FOLDERS[name]}" if os.path.isdir(folder) else "is no folder"
-        raise DataError(f"--data-dir {folder} {met}: unpack {_URLS[name]} there, or leave it out to download it")
+        raise DataError(f"--data-dir {folder} {met}: unpack {_URLS[name]} there, or leave --data-dir out to download")
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(60)  # of a server's silence: torchvision sets no limit, and has no parameter for one
     try:

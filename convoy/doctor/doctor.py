@@ -93,7 +93,7 @@ def _devices(found: Examination) -> Table:
 
 
 def _links(found: Examination) -> list[str]:
-    """Return a line for each closed way and for the slowest of the open ones."""
+    """Return a line for each pair of hosts without a connection, then lines for the slowest connections."""
     measured = () if found.measured is None else found.measured.links
     links = sorted((link for link in measured if link.source != link.target), key=lambda k: k.bandwidth_bytes_per_s)
     lines = [

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from convoy.comm.collectives import agree_on_modes
 from convoy.comm.connection import credentials_of
+from convoy.comm.control_messages import agree_on_modes
 from convoy.comm.environment import ProcessEnv, is_loopback, is_own, reachable_address
 from convoy.comm.processes import meet
 from convoy.comm.store import Store, store_at

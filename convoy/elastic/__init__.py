@@ -1,9 +1,9 @@
-"""Elastic training: devices are lost, leave and join while a job trains, and no number changes.
+"""Train while devices are lost, leave and join, on the trajectory of one device.
 
-members.py     Members: what a training loop uses around its steps, and between them
+members.py     Members: the interface of a training loop
 snapshot.py    SnapshotStore: the state after a step, with copies of a neighbour's shards
-regroup.py     Membership: the devices that remain, or join, form the next generation
-agreement.py   which devices those are: a state machine; pure
+regroup.py     Membership: remaining and joining devices form the next generation
+agreement.py   the state machine that chooses these devices, without I/O
 admission.py   join requests, and the decisions about them
-entrance.py    the way of a process into a running job
+entrance.py    the client of a process that joins a running job
 """

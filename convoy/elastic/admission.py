@@ -1,6 +1,6 @@
-"""Admission: which processes ask to join a running job, and the decision about each.
+"""Collect join requests at a running job and decide about them.
 
-Every device keeps the join requests that reach its listener. The first device decides, in a thread, while it trains.
+Every device stores the join requests that reach its listener. The first device decides, in a thread, while it trains.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 import torch
 
 from convoy._version import __version__
-from convoy.checkpoint.run_folder import decode, encode
-from convoy.comm.collectives import gather
+from convoy.checkpoint.manifest import decode, encode
 from convoy.comm.connection import Fields
+from convoy.comm.control_messages import gather
 from convoy.machine import roster
 from convoy.machine.accelerator import modes
 from convoy.runtime.module import Distributed
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 Address = tuple[str, int]
 
 FRESH_S = 1.0
-"""A process that waits asks far more often; one that was silent for this long is gone."""
+"""A process that sent no request for this long is gone; a waiting one sends far more often."""
 
 POLL_S, SPARE_POLL_S = 0.03, 1.0
-"""Seconds between two requests: before a decision, and of a spare."""
+"""Seconds between two requests: before the decision, and as a spare."""
 
 DECISION_S = 10.0
-"""How long the end of a training waits for a decision."""
+"""Seconds that the end of a training waits for a decision."""
 
 Verdict = tuple[Literal["wanted", "spare", "refused"], str]
 """The decision about a join request, and the reason."""
 
 RunState = tuple[Callable[[], Any], Callable[[Any], None]]
-"""Returns, as JSON, what a joining device must know of the run; and the function that takes it over there."""
+"""Two functions: one returns the state of the run that joining devices need, as JSON; one loads it on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """A process that asks to join: its unique mark, the address of its own listener, and its description of itself."""
+    """A process that asks to join: its unique mark, its listener's address, and its description of itself."""
 
     mark: str
     address: Address
@@ -68,18 +68,18 @@ class Applicants:
         self._lock = threading.Lock()
 
     def ask(self, applicant: Applicant) -> Fields:
-        """Note a request, on the listener's thread. Return the answer."""
+        """Store a request, on the listener's thread. Return the reply."""
         with self._lock:
             request = self._requests.setdefault(applicant.mark, _Request(applicant, 0.0))
             request.asked_s = time.monotonic()
             return {request.verdict: request.reason} if request.verdict in ("spare", "refused") else {"wait": True}
 
     def wanted(self) -> list[Applicant]:
-        """Return those that are to be admitted, and still wait."""
+        """Return the accepted processes that still wait."""
         return self.waiting("wanted")
 
     def waiting(self, verdict: str) -> list[Applicant]:
-        """Return those with this verdict that still wait."""
+        """Return the processes with this verdict that still wait."""
         with self._lock:
             oldest_s = time.monotonic() - FRESH_S
             for mark in [mark for mark, each in self._requests.items() if each.asked_s < oldest_s - SPARE_POLL_S]:
@@ -93,7 +93,7 @@ class Applicants:
                 self._requests[mark].verdict, self._requests[mark].reason = verdict, reason
 
     def number(self, mark: str, device: int) -> None:
-        """Note that this process joins as this device."""
+        """Store the device id with which this process joins."""
         with self._lock:
             if mark in self._requests:
                 self._requests[mark].device = device
@@ -103,7 +103,7 @@ class Applicants:
             return self._requests[mark].device if mark in self._requests else None
 
     def after_regroup(self) -> None:
-        """Drop those that joined, and decide again about spares."""
+        """Drop the requests of joined devices, and reset the decisions about spares."""
         with self._lock:
             self._requests = {mark: each for mark, each in self._requests.items() if each.device is None}
             for each in self._requests.values():
@@ -112,31 +112,31 @@ class Applicants:
 
 
 class Admission(Protocol):
-    """Decides about join requests, and sends joining devices what they must know besides the model's state."""
+    """A policy that decides about join requests and shares knowledge with joining devices."""
 
     def decide(self, facts: Fields, members: Sequence[int], device: int) -> Verdict:
-        """Decide about a process that would become this device; on the first member, in a thread of its own."""
+        """Decide about a process that would become this device. Runs on the first member, in a separate thread."""
         ...
 
     def note_joined(self, device: int, facts: Fields) -> None:
-        """Note that this device has joined; on all others, before the plan is made."""
+        """Record that this device has joined. Runs on all others, before the new plan is made."""
 
     def knowledge(self) -> Any:
-        """Return, on the first device, what joining devices must know, as JSON."""
+        """Return the knowledge for joining devices as JSON. Runs on the first device."""
 
     def learn(self, knowledge: Any) -> None:
-        """Take this over, on joining devices."""
+        """Load this knowledge. Runs on joining devices."""
 
 
 class AdmissionThread:
-    """Decides in the background about the join requests of one device, one after another, while it trains."""
+    """A background thread that decides about one device's join requests, one after another, while it trains."""
 
     def __init__(self, membership: "Membership", admission: Admission) -> None:
         self.membership, self.admission = membership, admission
         self._thread: threading.Thread | None = None
 
     def wanted(self) -> bool:
-        """Return whether a process is to be admitted now. Start to decide about the next new request."""
+        """Return whether an accepted process waits. Start the decision about the next new request."""
         if self.membership.generation.members[0] != self.membership.me:
             return False
         applicants = self.membership.applicants
@@ -149,7 +149,7 @@ class AdmissionThread:
         try:
             members = self.membership.generation.members
             verdict, reason = self.admission.decide(applicant.facts, members, self.membership.next_device)
-        except Exception as error:  # its description may be anything
+        except Exception as error:  # the description is untrusted input
             verdict, reason = "refused", f"its request failed here ({type(error).__name__}: {error})"
         self.membership.applicants.decide(applicant.mark, verdict, reason)
 
@@ -166,16 +166,16 @@ def gather_joined(
     admission: Admission | None,
     run_state: RunState | None,
 ) -> tuple[list[str], Any]:
-    """Return the names of the devices that joined; and the state that is the same everywhere, for devices without a snapshot.
-    Joining devices get what they must know. Every device calls it.
+    """Return the names of joined devices, and the state that is the same everywhere, for devices without a snapshot. Send
+    joining devices the knowledge and the state of the run. Every device calls it.
 
     Args:
-        has: which devices have a snapshot of the step after which all continue; not all have.
-        facts: how this device described itself, where it joined later.
-        others: the state besides the model, where this device has that snapshot.
+        has: for each device, whether it has a snapshot of the step from which all continue; False for at least one.
+        facts: this device's description of itself, if it joined a running job.
+        others: the state other than the model, if this device has that snapshot.
     """
     group = membership.group
-    rows = gather(group, "who is new", None if has[group.device] else facts)
+    rows = gather(group, "joined devices", None if has[group.device] else facts)
     new = {d: row for d, row in zip(membership.generation.members, rows, strict=True) if row is not None}
     for device, row in new.items():
         if admission is not None and device != membership.me:
@@ -185,7 +185,7 @@ def gather_joined(
         known = None if admission is None else admission.knowledge()
         run = None if run_state is None else run_state[0]()
         text = json.dumps([encode(others, "the state of the training"), known, run])
-    state, known, run = json.loads(group.agree("what joining devices must know", text)[has.index(True)])
+    state, known, run = json.loads(group.agree("state for joined devices", text)[has.index(True)])
     if membership.me in new:
         if admission is not None:
             admission.learn(known)
@@ -199,24 +199,24 @@ def gather_joined(
 
 
 def offer() -> Fields:
-    """Return how a script's job describes itself to joining devices."""
+    """Return a script's job description for joining devices."""
     return {"version": __version__, "script": True, "job": roster.job()}
 
 
 def facts_of(model: Distributed) -> Fields:
-    """Return how a joining device of a script describes itself."""
+    """Return a script's description of itself on a joining device."""
     return {"same": required_facts(model), "title": str(model.group.torch_device)}
 
 
 def required_facts(model: Distributed) -> dict[str, str]:
-    """Return what must be the same on all devices, by its name in messages."""
+    """Return the values that must be the same on all devices, by their names in messages."""
     torch_version = ".".join(torch.__version__.split(".")[:2])
     graph = model.traced[True].graph
     return {"convoy": __version__, "torch": torch_version, "model": graph.fingerprint, **modes()}
 
 
 def refusal(facts: Fields, required: dict[str, str]) -> Verdict | None:
-    """Return why a device with these facts cannot join; None if it can."""
+    """Return the refusal of a device with these facts; None if it can join."""
     for what, mine in required.items():
         if (theirs := facts["same"].get(what)) != mine and "unknown" not in (theirs, mine):
             rule = "it must be the same on every machine"
@@ -225,11 +225,11 @@ def refusal(facts: Fields, required: dict[str, str]) -> Verdict | None:
 
 
 class ScriptAdmission:
-    """Admits devices that have the same model.
+    """The admission of devices that have the same model.
 
     Args:
-        replan: that of the members, whose knowledge of the devices is shared.
-        has_epochs: whether the script iterates over `Members.epochs`, where devices join.
+        replan: the members' planner, whose knowledge of the devices is shared.
+        has_epochs: returns whether the script iterates over `Members.epochs`, where devices join.
     """
 
     def __init__(self, model: Distributed, replan: Any, has_epochs: Callable[[], bool]) -> None:
@@ -240,13 +240,13 @@ class ScriptAdmission:
             return refused
         if not self.has_epochs():
             return "refused", (
-                "its script has no `for epoch in members.epochs(n):`, where devices join: write it around the loop over "
-                "batches"
+                "the job's script has no `for epoch in members.epochs(n):`, where devices join: write it around the loop "
+                "over batches"
             )
         return "wanted", ""
 
     def note_joined(self, device: int, facts: Fields) -> None:
-        pass  # nothing was measured of it: it gets a mean share
+        pass  # it has no measurements: it gets a mean share
 
     def knowledge(self) -> Any:
         return self.replan.to_json() if hasattr(self.replan, "learn") else None

@@ -1,23 +1,22 @@
-"""How the remaining devices agree who continues: a state machine of each device, from events to instructions.
+"""Agree which of the remaining devices continue: a state machine per device, from events to instructions.
 
-A *generation* is a number and the devices that train together. When one of them is lost, each survivor asks the lowest device
-that it believes alive, the leader. The leader calls a meeting once every device has asked that it does not know to be lost. The
-devices at the meeting are the next generation; if one does not come, all ask again. So two leaders do no harm, for a device
-goes to one meeting at a time, and a meeting takes place only with all that were called to it.
+A *generation* is a number and the devices that train together. When a device is lost, each survivor sends a request to the
+leader, the lowest device that it believes alive. The leader calls a meeting when it has a request from every device that it
+believes alive. The devices at the meeting are the next generation; if one does not come, all send requests again. Two leaders
+at once are harmless: a device goes to one meeting at a time, and a meeting succeeds only if all called devices come.
 
-Two devices that do not reach each other, while others reach both, would make every meeting fail. After two such meetings each
-device reports which devices it reached after neither, and the leader leaves the higher device of such a pair out, or the one
-that is in several pairs. After one meeting it could be a device that stood still for a moment and asks again by now.
+If two devices cannot reach each other but others reach both, every meeting fails. After two failed meetings each device reports
+which devices it could reach after neither. The leader then excludes the higher device of such a pair, or the one in several
+pairs. After only one failed meeting, the cause may be a device that was stopped for a moment.
 
-Two parts of a fleet that do not reach each other must not both continue. So a generation needs more than half of the devices of
-the one before, or half of them with the lowest. Devices that are known to be dead do not count: an unreachable device may be
-alive, a process that its machine reports as ended is not.
+Two parts of a fleet that cannot reach each other must not both continue. So a generation needs more than half of the devices of
+the previous one, or half of them including the lowest. Dead devices do not count: an unreachable device may be alive, but a
+process whose machine reports its end is not.
 
-A generation grows between two steps: all members learn in the same step that devices are to be admitted, and the leader calls
-these to the meeting with *all* members. If a member is lost just then, the joining devices have to ask again: otherwise a
-member that was absent would not know with which devices the next generation may have continued. Every called device counts as a
-member from then on, also if the meeting fails. There are never more joining devices at once than members, so the members can
-continue without them.
+A generation grows between two steps: in the same step all members learn of the admission, and the leader calls the joining
+devices to the meeting with *all* members. If a member is lost during this, the joining devices must ask again: otherwise an
+absent member would not know which devices may be in the next generation. Every called device counts as a member from then on,
+even if the meeting fails. There are never more joining devices at once than members, so the members can continue without them.
 """
 
 from collections import Counter
@@ -27,18 +26,18 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Devices that train together.
+    """The devices that train together.
 
     Attributes:
-        number: a later one is larger.
-        members: by their ids, which stay the same while others come and go; in rising order.
+        number: larger for a later generation.
+        members: ids in rising order; they stay the same while other devices join and leave.
     """
 
     number: int
     members: tuple[int, ...]
 
     def index(self, device: int) -> int:
-        """The index in the group of a device's id."""
+        """Return the index in the group of the device with this id."""
         return self.members.index(device)
 
 
@@ -50,7 +49,7 @@ Pairs = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Another device is dead, or (not `dead`) silent."""
+    """The event that another device is dead, or (not `dead`) silent."""
 
     device: int
     dead: bool
@@ -58,21 +57,21 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A step failed here, or another device reports that one failed there."""
+    """The event that a step failed on this device or, as it reports, on another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """All devices have agreed, between two steps, to admit these."""
+    """The event that all devices admit these, between two steps."""
 
     joining: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """Another device asks this one, as its leader, for a meeting.
+    """The event that another device asks this one, as its leader, for a meeting.
 
-    It belongs to `generation`, knows numbers up to `highest`, and did not reach `unreachable` after two meetings that failed.
+    It belongs to `generation`, knows numbers up to `highest`, and could not reach `unreachable` after two failed meetings.
     """
 
     device: int
@@ -83,9 +82,9 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A device of this generation has sent this one a message, so it is not silent.
+    """The event that a device of this generation has sent this one a message, so it is not silent.
 
-    Without this event, two devices that wait for each other, one of which took the other for lost, would wait for long.
+    Without this event, two devices would wait long for each other if one of them counts the other as lost.
     """
 
     device: int
@@ -94,7 +93,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """The leader calls to a meeting, without the devices that are `parted` (see `Member`)."""
+    """The event that the leader calls a meeting, without the `parted` devices (see `Member`)."""
 
     by: int
     generation: Generation
@@ -103,7 +102,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Another device reports that the job continues without this one, as this generation, without `parted` (see `Member`)."""
+    """The event that the job continues without this device, as this generation, without `parted` (see `Member`)."""
 
     generation: Generation
     parted: Pairs = frozenset()
@@ -111,17 +110,17 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """All called devices have come to the meeting."""
+    """The event that all called devices came to the meeting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """A called device did not come to the meeting."""
+    """The event that a called device did not come to the meeting."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotReached:
-    """These called devices did not answer this one after a meeting that failed."""
+    """The event that these called devices did not answer this one after a failed meeting."""
 
     devices: frozenset[int]
 
@@ -133,21 +132,21 @@ Event = Lost | Interrupted | Granted | Requested | Reached | Called | Excluded |
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask this device for a meeting until it answers."""
+    """The instruction to ask this device for a meeting until it answers."""
 
     leader: int
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Wait for the requests of these; send them that a step failed, and find out whether they are alive."""
+    """The instruction to wait for these devices' requests, notify them of the failed step, and check that they are alive."""
 
     missing: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Go to the meeting of this generation; `hosts`: this device hosts it."""
+    """The instruction to go to the meeting of this generation; `hosts`: this device hosts it."""
 
     generation: Generation
     hosts: bool
@@ -155,14 +154,14 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """This device cannot continue."""
+    """The instruction to stop, because this device cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Continue with the present generation."""
+    """The instruction to continue with the current generation."""
 
 
 Instruction = Ask | Gather | Meet | Stop | Train
@@ -171,20 +170,20 @@ Phase = Literal["training", "gathering", "meeting", "out"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One device's view.
+    """One device's state.
 
     Attributes:
         me: its id.
-        generation: the last that it belonged to.
+        generation: the last generation that it belonged to.
         silent, dead: members that it has lost.
         present: members that have asked it for a meeting.
-        joining: devices to be called to the next meeting together with the members.
-        not_reached: devices that did not answer this one after the last meeting that failed.
-        unreachable: those that did not answer after the one before either.
-        cut: pairs of members of which the first reports that the second is unreachable.
-        parted: pairs that do not reach each other; the second is not called to the present or the next generation.
-        highest: the largest number of a generation that it knows of.
-        called: the generation that is to meet.
+        joining: devices to call to the next meeting in addition to the members.
+        not_reached: devices that did not answer this one after the last failed meeting.
+        unreachable: devices that did not answer after the last two failed meetings.
+        cut: pairs (a, b) of members: a reports that b is unreachable.
+        parted: pairs that cannot reach each other; the second is excluded from the current or next generation.
+        highest: largest generation number that it knows.
+        called: the generation that is called to the meeting.
         reason: why it is out.
     """
 
@@ -214,12 +213,12 @@ class Member:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Members whose requests it waits for as a leader."""
+        """Members whose requests it waits for as the leader."""
         return tuple(d for d in self.candidates if d != self.me and d not in self.present)
 
 
 def instruction(state: Member) -> Instruction:
-    """Return what to do in a state."""
+    """Return the instruction for a state."""
     match state.phase:
         case "training":
             return Train()
@@ -233,8 +232,7 @@ def instruction(state: Member) -> Instruction:
 
 
 def answer(state: Member, device: int) -> Generation | None:
-    """Return the reply to a device after its event `Requested`: the generation that it is called to, or that continues without
-    it; None: wait."""
+    """Return the reply to a device after its event `Requested`: the generation that calls or excludes it; None: wait."""
     if state.called is not None and device in state.called.members:
         return state.called
     return state.generation if device not in state.generation.members else None
@@ -255,7 +253,7 @@ def observe(state: Member, event: Event) -> Member:
             return _interrupted(state)
         case Granted(joining):
             if state.phase != "training":
-                return state  # a device was lost meanwhile; they ask again
+                return state  # a device was lost meanwhile; the joining devices ask again
             rest = sorted(set(joining) - set(state.generation.members))[: len(state.generation.members)]
             return _interrupted(replace(state, joining=frozenset(rest)))
         case Requested():
@@ -291,17 +289,17 @@ def observe(state: Member, event: Event) -> Member:
 
 def _reached(state: Member, device: int, generation: Generation) -> Member:
     if state.phase != "gathering" or state.me not in generation.members:
-        return state  # nothing is decided here, or it continued without this device
+        return state  # no regroup is in progress here, or that generation excludes this device
     return replace(state, silent=state.silent - {device})
 
 
 def _requested(state: Member, event: Requested) -> Member:
     if event.generation.number > state.generation.number and state.me in event.generation.members:
-        # It saw a meeting succeed that failed here: all had come to it.
+        # Its meeting succeeded, so all came, although the same meeting failed here.
         state = replace(state, generation=event.generation)
     if event.device not in state.candidates:
         return state
-    # It reaches this one: it asks.
+    # Its request shows that it reaches this device.
     cut = state.cut | {(event.device, other) for other in event.unreachable if other != state.me}
     present, highest = state.present | {event.device}, max(state.highest, event.highest)
     return _interrupted(replace(state, highest=highest, present=present, cut=cut))
@@ -309,12 +307,12 @@ def _requested(state: Member, event: Requested) -> Member:
 
 def _interrupted(state: Member) -> Member:
     if state.phase == "meeting":
-        return state  # which cannot succeed without whoever was lost
+        return state  # that meeting fails anyway if a called device is lost
     return _call(replace(state, phase="gathering"))
 
 
 def _call(state: Member) -> Member:
-    """Call a meeting, as the leader, once all have asked."""
+    """Call a meeting if this device is the leader and has all requests."""
     if state.leader != state.me or state.missing:
         return state
     members, parted = _connected(state)
@@ -323,8 +321,8 @@ def _call(state: Member) -> Member:
         names = f"device{'s' * (len(left_out) > 1)} {', '.join(map(str, left_out))}"
         return _out(
             state,
-            f"{names} cannot be reached, and may continue without this part of the fleet, "
-            "which is not the larger one: two must not; resume from the last checkpoint",
+            f"{names} cannot be reached, and may continue as the larger part of the fleet, so this part must stop; resume "
+            "from the last checkpoint",
         )
     joining = () if state.silent or state.dead or len(members) < len(state.candidates) else state.joining
     called = Generation(max(state.highest, state.generation.number) + 1, tuple(sorted({*members, *joining})))
@@ -332,10 +330,10 @@ def _call(state: Member) -> Member:
 
 
 def _connected(state: Member) -> tuple[tuple[int, ...], Pairs]:
-    """Return candidates that all reach each other, with the leader among them; and the pairs that do not.
+    """Return candidates that all reach each other, including the leader, and the pairs that do not.
 
-    Leave out the highest of the devices that are in the most pairs, until no pair is left: so one device that no other reaches
-    is left out, not all the others.
+    Repeatedly exclude the device in the most pairs (of several, the highest) until no pair is left. So if no device reaches
+    one of them, only that one is excluded.
     """
     pairs = {(min(pair), max(pair)) for pair in state.cut if set(pair) <= set(state.candidates)}
     parted: Pairs = frozenset()
@@ -353,14 +351,14 @@ def _why_excluded(me: int, parted: Pairs) -> str:
     for one, other in sorted(parted):
         if other == me:
             return (
-                f"devices {one} and {other} do not reach each other, so the job continued without the second one, this device; "
-                "mend the way between them, and start it again"
+                f"devices {one} and {other} cannot reach each other, so the job continued without the second one, this "
+                "device; repair their connection, and start it again"
             )
-    return "the job continued without this device, which had been silent; start it again"
+    return "the job continued without this device, which was silent; start it again"
 
 
 def enough(members: tuple[int, ...], before: Generation, dead: frozenset[int]) -> bool:
-    """Return whether these may continue as the next generation: no others can at the same time."""
+    """Return whether these may continue as the next generation. No other devices can at the same time."""
     counted = [d for d in before.members if d not in dead]
     return 2 * len(members) > len(counted) or (2 * len(members) == len(counted) and counted[0] in members)
 

@@ -1,4 +1,4 @@
-"""Joining a running job: a process finds it, asks to be admitted, waits, and meets its devices."""
+"""Join a running job: find it, send a join request, wait for the admission, and meet its devices."""
 
 import os
 import time
@@ -23,38 +23,38 @@ from convoy.machine.process import watch_parent
 Address = tuple[str, int]
 
 ANSWER_S = 5.0
-"""How long an answer may take: the listener's thread has nothing else to do."""
+"""Time limit for a reply, which the listener's thread sends."""
 
 RETRY_S = 0.2
 
 REFUSED_S = 3.0
-"""A device that admits no others may still be starting: it is asked again for this long."""
+"""How long to repeat a refused first request: the job may still be starting."""
 
 HELLO_S = 10.0
-"""How long a running job may take to answer a joining device: the job may be just beginning."""
+"""Time limit for the first reply: the job may be starting."""
 
 ROUNDS = 3
-"""How often every known address is tried without an answer: the job may be regrouping."""
+"""Unanswered attempts at every known address before the job counts as ended: it may be regrouping."""
 
 MOST_ADDRESSES = 64
-"""Addresses that a joining device remembers."""
+"""Most addresses that a joining device stores."""
 
 
 def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> Group:
-    """Join the job that this process belongs to, and meet the others; a group of one where there is no job.
+    """Join this process's job and meet the other processes. Without a job, return a group of one.
 
-    The job is that of torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Under `convoy run --join`
-    it is a running one; the group is then this device alone until the job admits it. The group closes itself at the end of the
+    torchrun's variables describe the job: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. With `convoy run --join` it
+    is a running job, and the group is this device alone until the job admits it. The group closes itself at the end of the
     process, or of a ``with`` block.
 
     Args:
-        device: where to compute, such as "cpu" or "cuda:1". By default CONVOY_DEVICE, else the accelerator of this
-            process's number on its machine, else the CPU.
-        timeout_s: how long to wait for the others here, and in every later wait, before they count as lost.
+        device: where to compute, such as "cpu" or "cuda:1". Default: CONVOY_DEVICE, else the accelerator whose number is
+            this process's local rank, else the CPU.
+        timeout_s: time limit of this and every later wait for the others, before they count as lost.
 
     Raises:
-        InputError: an incomplete environment, no such device, a port that is taken, a rank or an accelerator claimed twice;
-            no running job at the address, or one that takes no scripts.
+        InputError: an incomplete environment, no such device, a taken port, a rank or an accelerator used twice; no running
+            job at the address, or a job that does not run a script.
         MismatchError: the devices run different versions.
         DeviceLostError: a device did not come in time, or cannot be reached.
     """
@@ -67,7 +67,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
     places = [each.rpartition(":") for each in text.split(",")]
     entrance, offer = greet([(host.strip("[]"), int(port)) for host, _, port in places])
     if "script" not in offer:
-        raise InputError("the job there is a `convoy train`: `convoy join` comes into it, without a script")
+        raise InputError("the job there is a `convoy train`: join it with `convoy join`, without a script")
     roster.enter(str(offer["job"]), 0, str(torch_device))
     group = ChangingGroup(AloneGroup(torch_device, timeout_s))
     group.entrance = entrance
@@ -76,7 +76,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
 
 
 def greet(addresses: Sequence[Address]) -> tuple["Entrance", Fields]:
-    """Find a running job at these addresses. Return the entrance to it, and how the job describes itself.
+    """Find a running job at these addresses. Return its entrance and its description of itself.
 
     InputError as `Entrance.hello`; MismatchError if the job runs another version.
     """
@@ -91,34 +91,34 @@ def greet(addresses: Sequence[Address]) -> tuple["Entrance", Fields]:
 
 
 class NoJobError(InputError):
-    """No device of a job answers."""
+    """The error if no device of a job answers."""
 
 
 @final
 class Entrance:
-    """A process that asks a running job to admit it.
+    """The client of a process that asks a running job to admit it.
 
-    Only the first device admits. Every other one answers with the addresses of the present generation, the first device's
-    first. Addresses known before stay behind them, because any device may be lost meanwhile.
+    Only the first device admits. Every other device replies with the addresses of the current generation, the first device's
+    first. Addresses known before follow them in the list, because any device may be lost meanwhile.
 
     Attributes:
-        addresses: of the job's devices, as far as they are known; the first is asked next.
+        addresses: known addresses of the job's devices; the next request goes to the first.
     """
 
     def __init__(self, addresses: Sequence[Address], credentials: Credentials) -> None:
         self.credentials, self.mark = credentials, uuid.uuid4().hex
         self.addresses = list(addresses)
-        self._unanswered = 0  # addresses in sequence
+        self._unanswered = 0  # consecutive requests without a reply
         self._token = ""
         self._connection: tuple[Address, Connection] | None = None
         self._offer: Fields = {}
 
     def hello(self, limit_s: float) -> Fields:
-        """Return how the job describes itself.
+        """Return the job's description of itself.
 
         Raises:
-            NoJobError: no device of a job answers at the addresses within the time.
-            InputError: the job has another key, or admits nobody.
+            NoJobError: no device of a job answers at the addresses in time.
+            InputError: the job has another key, or admits no devices.
         """
         until_s, other_key = time.monotonic() + limit_s, None
         certain_s = min(until_s, time.monotonic() + REFUSED_S)
@@ -144,21 +144,21 @@ class Entrance:
             if time.monotonic() > until_s:
                 if other_key is not None:
                     raise InputError(
-                        f"the job at {_shown(other_key[0])} has another key ({other_key[1]}): give the file that it was "
-                        "started with, --job-key FILE, or CONVOY_JOB_KEY=FILE"
+                        f"the job at {_shown(other_key[0])} has another key ({other_key[1]}): give the job's key file, "
+                        "--job-key FILE, or CONVOY_JOB_KEY=FILE"
                     )
                 raise NoJobError(
-                    f"no job that can be joined answers at {self._asked()}: give the address that it prints, see "
-                    "whether it still trains, and whether a firewall is between"
+                    f"no job that can be joined answers at {self._asked()}: give the address that it prints, and check "
+                    "that it still trains and that no firewall blocks the connection"
                 )
             time.sleep(RETRY_S)
 
     def enter(self, group: ChangingGroup, facts: Fields, tell: Callable[[str], None] = lambda _: None) -> Membership:
-        """Wait until the job admits this process, and meet its devices. The group is then theirs.
+        """Wait until the job admits this process, meet its devices, and switch `group` to their group.
 
         Args:
-            group: this device alone.
-            facts: how it describes itself.
+            group: the group of this device alone.
+            facts: this device's description of itself.
             tell: called with a line of text when it waits as a spare.
 
         Raises:
@@ -179,7 +179,7 @@ class Entrance:
                     if self._unanswered >= ROUNDS * len(self.addresses):
                         raise DeviceLostError(0, f"no device of the job answers at {self._asked()}: has it ended?")
                 elif "call" in reply:
-                    membership.offer = self._offer  # others may ask this device from here on
+                    membership.offer = self._offer  # others may send this device join requests from here on
                     membership.meet_as(int(reply["device"]), reply)
                     return membership
                 elif "refused" in reply:
@@ -188,7 +188,7 @@ class Entrance:
                     self._ask_first(_addresses(reply))
                     continue
                 else:
-                    # The one that answered stays the first: it may know itself by an address that this device does not reach.
+                    # Keep the address that answered first: the device may report an address that is unreachable from here.
                     self._ask_first([self.addresses[0], *_addresses(reply)])
                     before, spare = spare, str(reply.get("spare", ""))
                     if spare and spare != before:
@@ -214,7 +214,7 @@ class Entrance:
         return ", ".join(map(_shown, self.addresses[:4])) + (", ..." if len(self.addresses) > 4 else "")
 
     def _request(self, address: Address, request: Fields) -> Fields:
-        """Return the answer at an address. OSError or NotOfThisJob if there is none, ValueError if it is no text."""
+        """Return the reply of an address. OSError or NotOfThisJob without a reply, ValueError if it is not a message."""
         deadline_s = time.monotonic() + ANSWER_S
         request = {"for": "join", **request}
         if self._connection is not None and self._connection[0] != address:
@@ -229,7 +229,7 @@ class Entrance:
         except BaseException:
             self._disconnect()
             raise
-        assert answer is not None  # this connection waits
+        assert answer is not None  # this connection blocks
         return answer
 
     def _disconnect(self) -> None:

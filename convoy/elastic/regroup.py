@@ -1,7 +1,7 @@
-"""Regroup: the devices that remain after a loss, or have joined, find each other and form the next generation.
+"""Form the next generation from the devices that remain after a loss or join.
 
-Each device has a health server that outlives the groups, and checks several times in the allowed silence that the next device
-answers. The decisions are in `elastic/agreement.py`.
+Each device has a health server that outlives the groups. It checks, several times within the allowed silence, that the next
+device answers. `elastic/agreement.py` makes the decisions.
 """
 
 import json
@@ -29,26 +29,26 @@ from convoy.elastic.agreement import Event, Generation, Lost, Member, Pairs, obs
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 
 SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
-"""A device that does not answer for this part of the group's time limit counts as lost: 3 s of 60 s. On a busy machine a live
-device may take a second."""
+"""A device that is silent for this part of the group's time limit counts as lost: 3 s of 60 s. On a busy machine a live device
+may need a second to answer."""
 
 FIRST_PART, SECOND_PART = 1 / 2, 1 / 3
-"""Parts of the allowed silence for a request and for its repetition. The rest is the pause between two requests."""
+"""Parts of the allowed silence for a request and for its repetition; the rest is the pause between two requests."""
 
 MEETINGS = 5
-"""Time limits of the group after which a regroup that does not succeed ends."""
+"""Time limits of the group after which an unsuccessful regroup ends."""
 
 POLL_S = 0.02
 """Seconds between two requests to the leader."""
 
 REPORT_S = 0.1
-"""Seconds that the report of a device that leaves because of an error may take."""
+"""Seconds to wait for the report of a device that leaves because of an error."""
 
 Address = tuple[str, int]
 
 
 class UnnamedLossError(DeviceLostError):
-    """Another device reports a loss. The regroup shows which device is lost."""
+    """The error if another device reports a loss; the regroup then finds the lost device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Home:
     """The address at which a device answers as a member of its job.
 
     Attributes:
-        address, port: where it listens; port 0: a free one.
-        credentials: of the job.
-        token: of the job's members.
-        preferred_port: the port to take if it is free, else any.
+        address, port: listening address; port 0: a free one.
+        credentials: credentials of the job.
+        token: token of the job's members.
+        preferred_port: port to use if it is free, before `port`.
     """
 
     address: str
@@ -70,11 +70,11 @@ class Home:
 
     @classmethod
     def of(cls, group: JoinedGroup, port: int = 0, preferred_port: int = 0, address: str | None = None) -> "Home":
-        """Return that of a device of this group, at the group's address or another one."""
+        """Return the home of a device of this group, at the group's address or another one."""
         return cls(address or group.address, port, group.credentials, f"members of {group.token}", preferred_port)
 
     def listener(self) -> socket.socket:
-        """Listen. InputError: the port is taken, or the address is none of this machine."""
+        """Return a listening socket. InputError: the port is taken, or the address is not one of this machine."""
         if self.preferred_port:
             with suppress(InputError):
                 return listen_at(self.address, self.preferred_port)
@@ -82,7 +82,7 @@ class Home:
 
 
 def home_here(group: Group) -> Home | None:
-    """Return where this device of a script answers join requests (`home_at`); None without `convoy run --listen`."""
+    """Return the home of a script's device (see `home_at`); None without `convoy run --listen`."""
     if not os.environ.get(LISTEN):
         return None
     host, _, port = os.environ[LISTEN].rpartition(":")
@@ -90,9 +90,9 @@ def home_here(group: Group) -> Home | None:
 
 
 def home_at(host: str, port: int, group: Group) -> Home:
-    """Return where a device of a job with `--listen host:port` answers. InputError as `member_address`.
+    """Return the home of a device of a job with `--listen host:port`. InputError as `member_address`.
 
-    The first device of each other host takes the same port, if it is free there.
+    The first device of each other host uses the same port if it is free there.
     """
     inside = present(group)
     if isinstance(inside, JoinedGroup):
@@ -106,34 +106,34 @@ def home_at(host: str, port: int, group: Group) -> Home:
 
 
 def member_address(listen: str, met: str, first: bool) -> str:
-    """Return the address at which a device answers join requests: `met`, where it has met the others; or `listen`, if they met
-    at a loopback address, so that all are on this machine.
+    """Return the address at which a device answers join requests: `met`, its address in the group, or `listen` if that is a
+    loopback address, because then all devices are on this machine.
 
-    InputError on the first device, which joining devices ask first, if the devices communicate at another address.
+    Raise InputError on the first device, which joining devices ask first, if the devices communicate at another address.
     """
     found = [str(target[0]) for _, target in resolve(listen, 0, socket.SOCK_STREAM)]
     if is_loopback(met):
         return found[0]
     if first and met not in found:
         raise InputError(
-            f"--listen {listen}: the devices communicate at {met} on this machine, joining ones too: give "
-            f"--listen {met} with the same port, or for each host of the fleet file an address in the network of {listen}"
+            f"--listen {listen}: all devices, joining ones too, communicate at {met} on this machine: give --listen {met} "
+            f"with the same port, or for each host of the fleet file an address in the network of {listen}"
         )
     return met
 
 
 @final
 class Membership:
-    """One device's membership in a job whose devices change. Every device of a group makes one at the same time.
+    """One device's membership in a job whose devices change. Every device of a group creates one at the same time.
 
     Args:
-        home: of a device that is alone or joins a running job; None: that of its group.
+        home: home of a device that is alone or joins a running job; None: that of its group.
 
     Attributes:
-        group: of the present generation.
+        group: group of the current generation.
         silence_s: how long a device may be silent.
         applicants: the join requests at this device.
-        offer: how the job describes itself to them; None: no device is admitted.
+        offer: the job's description for joining devices; None: admit no device.
     """
 
     def __init__(self, group: ChangingGroup, home: Home | None = None) -> None:
@@ -152,10 +152,10 @@ class Membership:
         self._server = HealthServer(joined.device, listener, home.token)
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()
-        self._store: Address | None = None  # of the meeting that this generation came from, or that takes place
-        self._left: Address | None = None  # that of the one before
+        self._store: Address | None = None  # store of the current meeting, or of this generation's
+        self._left: Address | None = None  # store of the previous meeting
         self._closed = threading.Event()
-        # Before anybody knows the address: an early question without an answer is one of a dead device.
+        # Set before others know the address: a device that does not answer an early question counts as dead.
         self._server.answers = {
             "beat": lambda _: {"generation": _row(self.generation)},
             "regroup": self._answer_regroup,
@@ -170,7 +170,7 @@ class Membership:
 
     @property
     def me(self) -> int:
-        """The id of this device, which never changes."""
+        """The id of this device. It never changes."""
         return self._state.me
 
     @property
@@ -179,12 +179,12 @@ class Membership:
 
     @property
     def addresses(self) -> list[Address]:
-        """The addresses of the present generation's members, in order."""
+        """The addresses of the current generation's members, in order."""
         return [self._addresses[d] for d in self.generation.members]
 
     @property
     def parted(self) -> Pairs:
-        """Pairs of devices that do not reach each other, of which the second was left out of the present generation."""
+        """Pairs of devices that cannot reach each other; the current generation excludes the second."""
         return self._state.parted
 
     @property
@@ -198,31 +198,31 @@ class Membership:
         self._beats.join(self.silence_s)
         try:
             if self.group.failure is None:
-                self.group.agree("no members any more", "")  # nobody asks this server from here on
+                self.group.agree("end of the membership", "")  # no device sends this server requests from here on
         finally:
             self._server.close()
         if self._store is not None:
             close_store(*self._store)
 
     def depart(self, error: ConvoyError) -> None:
-        """Leave while the others continue: stop answering them."""
+        """Leave while the others continue: stop answering."""
         self._closed.set()
         self._server.close()
         self.group.close(error)
 
-    # --- messages of others, on the threads of the server and of the beats ---------------------------------------------
+    # --- messages of other devices, on the threads of server and heartbeat ---------------------------------------------
 
     def _observe(self, event: Event) -> Member:
         with self._changed:
             self._slept |= _now_s() - self._awake_s > self.silence_s
             if isinstance(event, Lost) and self._slept:
-                # Others may have continued without this device meanwhile, and have finished.
+                # This device slept: others may have continued without it, and ended normally.
                 event = replace(event, dead=False)
             if isinstance(event, agreement.Met):
                 self._slept, self._awake_s = False, _now_s()
             before, self._state = self._state, observe(self._state, event)
             if before.phase == "training" and self._state.phase != "training":
-                # From now on devices are called to a new store, not to that of the last meeting.
+                # The next meeting uses a new store, not that of the last one.
                 self._left, self._store = self._store, None
                 self._abort_group(event)
             return self._state
@@ -235,7 +235,7 @@ class Membership:
             error = UnnamedLossError(self.me, self._state.reason or "another device of the job was lost")
         present = self.group.present
         if isinstance(present, JoinedGroup):
-            # It may wait for other threads, and this one answers other devices.
+            # Use a thread: abort may wait for other threads, but this one must answer other devices.
             threading.Thread(target=present.abort, args=(error,), name="convoy-abort", daemon=True).start()
 
     def _answer_regroup(self, request: Fields) -> Fields:
@@ -262,7 +262,7 @@ class Membership:
             if state.phase == "out":
                 return None  # others of the job may answer
             if self.offer is None:
-                return {"refused": "this training admits nobody"}
+                return {"refused": "this training admits no devices"}
             if request["do"] == "hello":
                 return {"token": self._server.token, "offer": self.offer, "addresses": self.addresses}
             if state.leader != self.me:
@@ -279,13 +279,13 @@ class Membership:
     def _answer_interrupt(self, request: Fields) -> Fields:
         if int(request["device"]) not in self.generation.members:
             return {"excluded": _row(self.generation)}
-        # Also of one that belongs to an earlier generation: it did not see the meeting succeed.
+        # Also from a device of an earlier generation, for which the meeting failed.
         self._observe(agreement.Interrupted())
         self._observe(agreement.Reached(int(request["device"]), _generation(request["generation"])))
         return {}
 
     def _beat(self) -> None:
-        """Ask the next device of the generation whether it is there."""
+        """Send heartbeat requests to the next device of the generation."""
         while not self._closed.wait(self.silence_s * (1 - FIRST_PART - SECOND_PART)):
             with self._changed:
                 self._slept |= _now_s() - self._awake_s > self.silence_s
@@ -307,7 +307,7 @@ class Membership:
         request = {"device": self.me, "generation": _row(state.generation), "highest": state.highest}
         request["unreachable"] = sorted(state.unreachable)
         reply = self._server.ask(address, question, self.silence_s * FIRST_PART, **request)
-        if reply in (NoAnswer.FROZEN, NoAnswer.UNREACHABLE):  # or this machine stood still while the answer came
+        if reply in (NoAnswer.FROZEN, NoAnswer.UNREACHABLE):  # retry: this machine itself may have been suspended
             reply = self._server.ask(address, question, self.silence_s * SECOND_PART, **request)
         return NoAnswer.DEAD if reply == {} and question != "interrupt" else reply
 
@@ -319,20 +319,20 @@ class Membership:
         return max(self._addresses) + 1
 
     def number(self, joining: Sequence[Applicant]) -> list[list[object]]:
-        """Give ids to joining devices, on the leader. Return rows for `grant`."""
+        """Assign ids to joining devices, on the leader. Return rows for `grant`."""
         first = self.next_device
         for device, each in enumerate(joining, first):
             self.applicants.number(each.mark, device)
         return [[device, *each.address] for device, each in enumerate(joining, first)]
 
     def grant(self, rows: Sequence[Sequence[object]]) -> None:
-        """Admit these. Every device calls it between two steps, and `regroup` after it."""
+        """Admit devices. Every device calls it between two steps, and `regroup` after it."""
         with self._changed:
             self._addresses |= {int(str(d)): (str(host), int(str(port))) for d, host, port in rows}
             self._observe(agreement.Granted(tuple(int(str(row[0])) for row in rows)))
 
     def meet_as(self, device: int, reply: Fields) -> None:
-        """Meet the others, on a device that joins with this id. DeviceLostError if they continued without it."""
+        """Meet the others, on the joining device with this id. DeviceLostError if they continued without it."""
         called = _generation(reply["call"])
         with self._changed:
             self._addresses = {int(d): (str(host), int(port)) for d, host, port in reply["addresses"]}
@@ -341,7 +341,7 @@ class Membership:
                 self._state = observe(self._state, agreement.Missed())
             else:
                 self._invite(reply)
-        self.regroup(DeviceLostError(0, "the devices that this one was to join did not meet it"))
+        self.regroup(DeviceLostError(0, "the devices of the job did not come to the meeting with this joining device"))
 
     # --- regrouping, on the main thread --------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class Membership:
         """Form a group with the devices that remain or join.
 
         Raises:
-            DeviceLostError: this device cannot continue; or the others neither come nor end.
+            DeviceLostError: this device cannot continue, or the others neither come to a meeting nor end.
         """
         present = self.group.present
         if isinstance(present, JoinedGroup):
@@ -364,12 +364,12 @@ class Membership:
         while True:
             match agreement.instruction(self._state):
                 case agreement.Stop(reason):
-                    raise DeviceLostError(self.me, f"device {self.me} cannot go on: {reason}") from error
+                    raise DeviceLostError(self.me, f"device {self.me} cannot continue: {reason}") from error
                 case agreement.Ask(leader):
                     self._ask_leader(leader)
                 case agreement.Gather(missing):
                     self._gather(missing)
-                    if time.monotonic() > waits_until_s:  # alive, but it does not come
+                    if time.monotonic() > waits_until_s:  # they are alive, but do not come
                         for device in missing:
                             self._observe(Lost(device, dead=False))
                 case agreement.Meet(generation, hosts):
@@ -401,7 +401,7 @@ class Membership:
                     self._invite(reply)
 
     def _invite(self, reply: Fields) -> None:
-        """Note where the meeting is, and the addresses of those that were called."""
+        """Store the address of the meeting's store and those of the called devices."""
         self._store = (str(reply["store"][0]), int(reply["store"][1]))
         self._addresses |= {int(d): (str(host), int(port)) for d, host, port in reply["addresses"]}
 
@@ -417,7 +417,7 @@ class Membership:
             return dict(zip(devices, threads.map(lambda d: self._ask(d, question), devices), strict=True))
 
     def _meet(self, generation: Generation, hosts: bool) -> Group | None:
-        """Return the group of a generation; None if a device does not come."""
+        """Return the group of a generation; None if a device does not come to the meeting."""
         index, count = generation.index(self.me), len(generation.members)
         try:
             if count == 1:
@@ -431,7 +431,7 @@ class Membership:
                 assert self._store is not None
                 env = ProcessEnv(index, count, 0, None, *self._store, hosted=False, attempt=0)
                 grows = set(generation.members) - set(self.generation.members)
-                # A joining device that does not come must not hold up the others for long.
+                # A joining device that does not come must not delay the others for long.
                 limit_s = self.silence_s if grows else max(5.0, 2 * self.silence_s)
                 met = meet(env, self.group.torch_device, limit_s, generation.number, self._credentials)
                 met.timeout_s, met.report_s, met.ids = self.timeout_s, REPORT_S, generation.members
@@ -446,7 +446,7 @@ class Membership:
 
 
 def _now_s() -> float:
-    """Return seconds of a clock that also runs while the machine sleeps, where there is one."""
+    """Return seconds of a clock that also runs while the machine sleeps, if it has one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 

@@ -1,7 +1,7 @@
-"""Snapshots: the state of a training after a step, with copies of a neighbour's shards, and its way to other layouts.
+"""Take snapshots of the state after a step, with copies of a neighbour's shards, and restore them in other layouts.
 
-A device's snapshot lies in one buffer per dtype. The tensors that no other device has come first, so that they are sent to the
-next device as they lie there, while the next step computes.
+A device's snapshot has one buffer per dtype. The tensors that no other device has come first, so that this part of the buffer
+is sent to the next device unchanged, while the next step computes.
 """
 
 import copy
@@ -19,22 +19,22 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.checkpoint import Stateful
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Message, Pending
 from convoy.layout.layout import Box, Shape, box, entries, intersection, local_shape, single, whole
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described, number_of
 
 Name = tuple[str, str]
-"""The key of a parameter or buffer, and "" for itself, or "0/momentum_buffer" for a state of the first optimizer."""
+"""The key of a parameter or buffer, and "" for the tensor itself or "0/momentum_buffer" for a state of the first optimizer."""
 
 Rows = Mapping[str, Mapping[str, Any]]
-"""Optimizer state, as `described` gives it, by "0/key" for the first optimizer."""
+"""Optimizer state as returned by `described`, by "0/key" for the first optimizer."""
 
 NUMBERS: Name = ("", "numbers")
 
 
-# --- transfers after a loss: which device sends which part of a snapshot to which ------------------------------------
+# --- transfers of snapshot parts after a loss ------------------------------------------------------------------------
 
 Boxes = Mapping[str, Sequence[Box]]
 """The parts of each tensor on one device, by key."""
@@ -42,7 +42,7 @@ Boxes = Mapping[str, Sequence[Box]]
 
 @dataclass(frozen=True, slots=True)
 class ShardTransfer:
-    """A part of a tensor that a device gets from another, or has itself (`sender == receiver`)."""
+    """A part of a tensor sent from one device to another, or kept (`sender == receiver`)."""
 
     key: str
     box: Box
@@ -51,7 +51,7 @@ class ShardTransfer:
 
 
 def without(box: Box, taken: Box) -> list[Box]:
-    """Return the rest of a box, as boxes that do not overlap."""
+    """Return the rest of a box as disjoint boxes."""
     common = intersection(box, taken)
     if common is None:
         return [box]
@@ -65,7 +65,7 @@ def without(box: Box, taken: Box) -> list[Box]:
 
 
 def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
-    """Return the parts of a box that no other box covers."""
+    """Return the parts of a box that no held box covers."""
     rest = [wanted]
     for each in held:
         rest = [part for box in rest for part in without(box, each)]
@@ -73,7 +73,7 @@ def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
 
 
 def newest_whole(kept: Sequence[Mapping[int, Boxes]], wanted: Mapping[str, Box]) -> int | None:
-    """Return the last step of which the devices together have every tensor whole; None where there is none.
+    """Return the last step for which the devices together have every tensor whole; None if there is none.
 
     Args:
         kept: for each device, by step, its parts of the state after that step.
@@ -89,11 +89,11 @@ def newest_whole(kept: Sequence[Mapping[int, Boxes]], wanted: Mapping[str, Box])
 def transfers(
     held: Sequence[Boxes], wanted: Sequence[Mapping[str, Box]], bytes_of: Mapping[str, int]
 ) -> tuple[ShardTransfer, ...]:
-    """Return the transfers that bring every device its wanted boxes. The device that has sent least so far sends next.
+    """Return the transfers that give every device its wanted boxes. The device with the fewest bytes sent sends next.
 
     Args:
-        held: what each device has; together they have all.
-        bytes_of: for each tensor, the bytes of one entry, with its optimizer state.
+        held: boxes of each device; together they cover all tensors.
+        bytes_of: for each tensor, the bytes of one entry including its optimizer state.
     """
     found, sent = [], [0] * len(held)
     for receiver, boxes in enumerate(wanted):
@@ -131,7 +131,7 @@ class Entry:
 
 
 class Buffers:
-    """Tensors in one buffer per dtype, in their order."""
+    """A set of tensors in one buffer per dtype, in a fixed order."""
 
     def __init__(self, tensors: Sequence[Entry], device: torch.device) -> None:
         self.entries = tuple(tensors)
@@ -144,7 +144,7 @@ class Buffers:
             self.views |= {e.name: part.view(e.shape) for e, part in zip(rows, parts, strict=True)}
 
     def first(self, tensors: Iterable[Entry]) -> list[Tensor]:
-        """Return the parts of the buffers that the first tensors take, in a fixed order of dtypes."""
+        """Return the parts of the buffers that contain the first tensors, in a fixed order of dtypes."""
         counts: dict[torch.dtype, int] = {}
         for entry in tensors:
             counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.count
@@ -153,11 +153,11 @@ class Buffers:
 
 @dataclass(slots=True)
 class Snapshot:
-    """The state after a step, as far as this device has it.
+    """This device's part of the state after a step.
 
     Attributes:
         boxes, spare_boxes: the part of each parameter or buffer in this device's own shards and in the neighbour's.
-        rows, spare_rows: the optimizer state of them, numbers included.
+        rows, spare_rows: their optimizer state, including numbers.
         others: the state that is the same on every device.
         complete: whether the neighbour's shards have arrived.
     """
@@ -180,7 +180,7 @@ class Snapshot:
             yield self.spare_boxes[key], self.spare
 
     def metadata(self) -> dict[str, Any]:
-        """Return steps, boxes and optimizer rows as JSON."""
+        """Return step, boxes and optimizer rows as JSON."""
         boxes = {key: [box for box, _ in self.parts(key)] for key in {**self.boxes, **self.spare_boxes}}
         rows = {**(self.spare_rows if self.complete else {}), **self.rows}
         return {"step": self.step, "boxes": {k: v for k, v in boxes.items() if v}, "rows": rows}
@@ -192,14 +192,14 @@ class SnapshotStore:
     def __init__(self, model: Distributed, optimizers: Sequence[Optimizer]) -> None:
         self.model, self.optimizers = model, tuple(optimizers)
         self.kept: list[Snapshot] = []
-        self._table: Rows = {}  # forms of the optimizer state of all parameters
+        self._table: Rows = {}  # optimizer state of all parameters, without numbers
         self._signature = ""
         self._pending: Pending | None = None
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Wait until the neighbour's shards of the last snapshot are here.
+        """Wait until the neighbour's shards of the last snapshot have arrived.
 
         Raises:
             DeviceLostError: a device was lost.
@@ -214,11 +214,11 @@ class SnapshotStore:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the optimizer state has other forms than when the devices last exchanged them."""
+        """Whether the optimizer state has changed, other than in its numbers, since the last `share_forms`."""
         return json.dumps(_forms(self._rows()), sort_keys=True) != self._signature
 
     def share_forms(self) -> None:
-        """Exchange the forms of the optimizer state. Every device calls it."""
+        """Exchange the description of the optimizer state, without numbers. Every device calls it."""
         rows = _forms(self._rows())
         tables = gather(self.model.group, "optimizer state", rows)
         self._table = {key: row for table in reversed(tables) for key, row in table.items()}
@@ -226,9 +226,9 @@ class SnapshotStore:
 
     @torch.no_grad()
     def take(self, step: int, others: Any) -> None:
-        """Take a snapshot after a step, in place of the older one, and start to send the copies for the neighbour.
+        """Take a snapshot after a step, replacing the older one, and start to send copies to the neighbour.
 
-        All devices must have the snapshot before (see `arrived`), and have done the same steps.
+        All devices must have the previous snapshot (see `arrived`), and have finished the same steps.
         """
         group = self.model.group
         rows, before = self._rows(), (group.device - 1) % group.devices
@@ -262,11 +262,11 @@ class SnapshotStore:
         return found
 
     def _sent_keys(self, device: int) -> list[str]:
-        """Return the keys of what only this device has, in a fixed order."""
+        """Return the keys of tensors or shards that only this device has, in a fixed order."""
         return sorted(key for key in self._boxes(device) if single(self.model.layouts[key]))
 
     def _entries(self, device: int, rows: Rows) -> tuple[list[Entry], list[Entry]]:
-        """Return the tensors that only a device has, followed by their numbers; and its other tensors."""
+        """Return the tensors that only this device has, followed by their numbers; and its other tensors."""
         sent = self._sent_keys(device)
         stays = [key for key in self._boxes(device) if key not in set(sent)]
         first = [entry for key in sent for entry in self._entries_of(key, device, rows)]
@@ -292,7 +292,7 @@ class SnapshotStore:
         return found
 
     def _rows(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer state of this device, described."""
+        """Return the description of this device's optimizer state."""
         found = {}
         for key, parameter in self._parameters():
             for i, optimizer in enumerate(self.optimizers):
@@ -309,10 +309,10 @@ class SnapshotStore:
     # --- restoring ----------------------------------------------------------------------------------------------------
 
     def gather_held(self) -> tuple[int | None, list[dict[str, Any]]]:
-        """Return the last step whose state the devices have completely; and what each device has of it, "has" where it has a
-        snapshot of that step at all (a joining device has none). Every device calls it, in a new group."""
+        """Return the last step whose state the devices have completely, and each device's parts of it; "has": the device has a
+        snapshot of that step (a joining device has none). Every device calls it, in a new group."""
         self._pending = None
-        metadata = gather(self.model.group, "what is kept", [kept.metadata() for kept in self.kept])
+        metadata = gather(self.model.group, "snapshots", [kept.metadata() for kept in self.kept])
         kept = [{row["step"]: _boxes_of(rows, row["step"]) for row in rows} for rows in metadata]
         shapes = {key: whole(tuple(p.shape)) for key, p in self.model.parameters_by_key.items()}
         step = newest_whole(kept, {key: each for key, each in shapes.items() if entries(each)})
@@ -326,9 +326,10 @@ class SnapshotStore:
 
     @torch.no_grad()
     def restore(self, step: int, held: Sequence[Mapping[str, Any]]) -> Any:
-        """Move the state after a step, `held` as `gather_held` returns it, to the layouts of the model's present plan.
+        """Move the state after a step to the layouts of the model's current plan. Return this device's `others`.
 
-        Return this device's `others`.
+        Args:
+            held: returned by `gather_held`.
         """
         group = self.model.group
         rows: dict[str, Any] = {}
@@ -358,7 +359,7 @@ class SnapshotStore:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Drop all state, and allocate the layouts of the present plan for a state that comes from a checkpoint."""
+        """Drop all state, and allocate the layouts of the current plan for the state of a checkpoint."""
         device = self.model.group.device
         self._install({key: self._fresh(self._entries_of(key, device, {})[0]) for key in self._boxes(device)})
         for optimizer in self.optimizers:
@@ -407,7 +408,7 @@ class SnapshotStore:
         raise AssertionError(f"no snapshot here has {name} {wanted}")
 
     def _install(self, shards: Mapping[str, Tensor]) -> None:
-        """Install the local shards, empty ones where this device has no part of a tensor."""
+        """Install the local shards; empty ones if this device has no part of a tensor."""
         weights = self.model.weights
         for key in self.model.parameters_by_key:
             shard = shards[key] if key in shards else weights.held(key).new_empty(weights.own_shape(key))
@@ -423,7 +424,7 @@ def _boxes_of(mine: Iterable[Mapping[str, Any]], step: int) -> dict[str, list[Bo
 
 
 def _part(tensor: Tensor, held: Box, wanted: Box) -> Tensor:
-    """Return the box `wanted` of a tensor that is the box `held` of a whole one."""
+    """Return the box `wanted` of a tensor that is the box `held` of a whole tensor."""
     for axis, ((start, _), (lo, hi)) in enumerate(zip(held, wanted, strict=True)):
         tensor = tensor.narrow(axis, lo - start, hi - lo)
     return tensor
@@ -438,7 +439,7 @@ def _is_number(row: Mapping[str, Any]) -> bool:
 
 
 def _forms(rows: Rows) -> dict[str, Any]:
-    """Return optimizer state without its numbers, which are sent with the tensors."""
+    """Return optimizer state without numbers, which are sent with the tensors."""
     return {
         key: {n: {k: v for k, v in row.items() if k != "value"} if _is_number(row) else row for n, row in each.items()}
         for key, each in rows.items()
@@ -446,7 +447,7 @@ def _forms(rows: Rows) -> dict[str, Any]:
 
 
 def _numbers(rows: Rows, keys: Sequence[str]) -> list[float]:
-    """Return the numbers in the optimizer state of some parameters, in a fixed order."""
+    """Return the numbers in the optimizer state of these parameters, in a fixed order."""
     named = [each for each in sorted(rows) if each.partition("/")[2] in set(keys)]
     return [float(rows[k][n].get("value", 0.0)) for k in named for n in sorted(rows[k]) if _is_number(rows[k][n])]
 
@@ -465,7 +466,7 @@ def _with_numbers(rows: Rows, numbers: Tensor | None) -> Rows:
 def take(
     place: Any, optimizers: Sequence[Optimizer], others: Sequence[Stateful], device: torch.device
 ) -> dict[str, Any]:
-    """Return the state besides the model: place in the data, optimizer settings, schedules, scaler, random numbers."""
+    """Return the state other than the model: position in the data, optimizer settings, schedules, scaler, random numbers."""
     settings = [
         [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers
@@ -484,10 +485,10 @@ def restore(
     device: torch.device,
     random: Tensor | None,
 ) -> Any:
-    """Restore what `take` returned. Return the place in the data.
+    """Restore the state returned by `take`. Return the position in the data.
 
     Args:
-        random: torch's random state, where it is not the one that was taken.
+        random: torch's random state; None: the one in `kept`.
     """
     for optimizer, rows in zip(optimizers, kept["settings"], strict=True):
         for group, settings in zip(optimizer.param_groups, rows, strict=True):
@@ -501,17 +502,17 @@ def restore(
 
 
 MOST_PART = 0.02
-"""The part of the time that snapshots may take."""
+"""Largest part of the time for snapshots."""
 
 TIMED = 5
-"""Snapshots that are timed before the interval is chosen. The first takes longer, since its memory is new."""
+"""Snapshots that are timed before the interval is chosen. The first takes longer, because it allocates memory."""
 
 
 class SnapshotInterval:
-    """One device's choice of the number of steps between two snapshots, by measured times.
+    """One device's choice of the number of steps between two snapshots, from measured times.
 
     Attributes:
-        every: that number; None while too few are timed.
+        every: the number of steps; None until enough snapshots are timed.
     """
 
     def __init__(self) -> None:
@@ -531,7 +532,7 @@ class SnapshotInterval:
         self._began_s = time.perf_counter()
 
     def end_step(self) -> None:
-        """Note that a step has ended, before its snapshot."""
+        """Stop timing a step, before its snapshot."""
         if self._began_s is not None and self.every is None:
             self._steps_s.append(time.perf_counter() - self._began_s)
             if len(self._steps_s) >= TIMED and len(self._snapshots_s) >= TIMED:
@@ -539,5 +540,5 @@ class SnapshotInterval:
 
 
 def interval_of(snapshot_s: float, step_s: float) -> int:
-    """Return the steps of which one snapshot takes at most `MOST_PART` of the time."""
+    """Return the number of steps per snapshot for which snapshots take at most `MOST_PART` of the time."""
     return max(1, math.ceil(snapshot_s / (MOST_PART * step_s))) if step_s else 1

@@ -1,6 +1,6 @@
-"""The agent: `python -m convoy.launch.agent` runs on each host of a fleet and starts its devices.
+"""Runs on each host of a fleet and starts its devices (`python -m convoy.launch.agent`).
 
-Its devices end on an order, when its input ends (ssh was cut off, or the launcher is gone), and after a minute of silence.
+The agent ends its devices on an order, when its input closes (ssh or the launcher ended), and after a minute of silence.
 Launcher and agent exchange lines of JSON; the key "convoy" holds the type of a message.
 """
 
@@ -37,8 +37,8 @@ from convoy.launch.supervisor import (
     decoded,
 )
 
-BEAT_S = 5.0  # seconds between two signs of life of the launcher
-SILENCE_S = 60.0  # after this silence a host ends its devices: a lost network may give no sign
+BEAT_S = 5.0  # seconds between two heartbeats of the launcher
+SILENCE_S = 60.0  # after this silence a host ends its devices: a network failure may close no connection
 
 Message = dict[str, Any]
 
@@ -48,7 +48,7 @@ def to_line(kind: str, **fields: object) -> bytes:
 
 
 def from_line(line: bytes) -> Message | None:
-    """Return the message in a line; None for anything else, such as the greeting of a login shell."""
+    """Return the message in a line; None for other lines, such as the greeting of a login shell."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -57,19 +57,19 @@ def from_line(line: bytes) -> Message | None:
 
 
 class Agent:
-    """Runs the launcher's orders on this host until its devices have ended.
+    """The executor of the launcher's orders on this host, until its devices have ended.
 
     Args:
-        orders, answers: files to read from and to write to.
+        orders, answers: file descriptors to read from and write to.
     """
 
     def __init__(self, orders: int, answers: int) -> None:
         self._files = orders, answers
-        self._orders: deque[Message | None] = deque()  # None: no more will come
+        self._orders: deque[Message | None] = deque()  # None: end of input
         self._received_s = time.monotonic()
 
     def serve(self) -> int:
-        """Run orders to the end. Return the exit status."""
+        """Run all orders. Return the exit status."""
         with (
             Interrupts() as interrupts,
             Supervisor(interrupts, lambda ending: self._send("ended", **asdict(ending))) as devices,
@@ -102,7 +102,7 @@ class Agent:
                 self._send("refused", text=str(error))
                 return 2
             except Signalled as interrupted:
-                if interrupted.after_step:  # the machine shuts down, perhaps, and the connection is gone by now
+                if interrupted.after_step:  # the machine may be shutting down, with the connection already closed
                     with suppress(Signalled):
                         devices.end_after_step(
                             len(devices.running),
@@ -113,7 +113,7 @@ class Agent:
 
     def _start(self, devices: Supervisor, order: Message) -> None:
         key = None if order["key"] is None else JobKey(order["key"].encode())
-        # The job's key comes with the order: keys in this host's environment are ignored.
+        # The order contains the job's key; keys in this host's environment are ignored.
         base = {name: value for name, value in os.environ.items() if name not in (KEY_FILE, TRUST)}
         environments = device_environments(
             base if key is not None else base | {TRUST: "1"}, order["ranks"], order["names"], total=order["total"],
@@ -129,7 +129,7 @@ class Agent:
             elif rank == 0:
                 stdout, stderr = self._forward("stdout"), self._forward("stderr")
                 variables["PYTHONUNBUFFERED"] = "1"
-            elif order["goes_on"]:  # any device may become the first one
+            elif order["goes_on"]:  # any device may become the first device
                 stdout = self._forward("stdout")
             start = Start(
                 device=rank, name=title, command=command, environment=variables, lifeline=True, key=key, stdout=stdout,
@@ -141,7 +141,7 @@ class Agent:
                 raise InputError(f"cannot start {command[0]!r}: {error.strerror}; correct the host's python") from None
 
     def _wait(self, devices: Supervisor, order: Message) -> None:
-        """Wait until all devices have ended. End them if one has failed, on an order, or when the launcher is gone."""
+        """Wait until all devices have ended. End them if a device failed, on an order, or if the launcher has ended."""
         over = partial(devices.over, order["goes_on"], order["silence_s"])
         end = self._next(devices, over)
         if end is not None and end["after_step"]:
@@ -152,7 +152,7 @@ class Agent:
         devices.end(order["grace_s"])
 
     def _next(self, devices: Supervisor, over: Callable[[], bool] = lambda: False) -> Message | None:
-        """Return the next order; None when none will come, after a long silence, or when `over` is true."""
+        """Return the next order; None at the end of input, after a long silence, or when `over` is true."""
         devices.listen(lambda: self._orders or over() or time.monotonic() > self._received_s + SILENCE_S)
         return self._orders.popleft() if self._orders else None
 
@@ -167,10 +167,10 @@ class Agent:
 
     def _send(self, kind: str, **fields: object) -> None:
         text, answers = to_line(kind, **fields), self._files[1]
-        with suppress(OSError):  # the reader is gone: the orders end, too
+        with suppress(OSError):  # the reader has ended, so the orders end too
             while text:
                 if not select.select([], [answers], [], SILENCE_S)[1]:
-                    self._orders.append(None)  # nobody reads any more, so no orders come either
+                    self._orders.append(None)  # the launcher no longer reads, so it sends no orders
                     return
                 text = text[os.write(answers, text[: select.PIPE_BUF]) :]
 
@@ -184,9 +184,9 @@ def digest(path: Path) -> str | None:
 
 
 def meeting_point(peers: Sequence[str], port: int | None) -> tuple[str, int]:
-    """Return where devices can meet on this machine: its address on the route to the other hosts, and a free port.
+    """Return the rendezvous address on this machine: its address on the route to the other hosts, and a free port.
 
-    InputError if there is no route, or the given port is taken.
+    Raise InputError if there is no route, or the given port is taken.
     """
     host = route_to(peers[0], 9) if peers else "127.0.0.1"
     family, target = resolve(host, port or 0, socket.SOCK_STREAM)[0]

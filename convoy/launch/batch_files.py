@@ -1,4 +1,4 @@
-"""Write a fleet's start for other launchers: a shell line per host, a file for Slurm, a JobSet for Kubernetes. Pure."""
+"""Writes jobs for other launchers: a shell line per host, a file for Slurm, a JobSet for Kubernetes. Pure."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from convoy.errors import InputError
 from convoy.launch.host_job import HostJob, memory_environment, rank_variables
 
 SECRET = "convoy-job-key"
-"""A secret of the cluster with one file, job.key: `kubectl create secret generic convoy-job-key --from-file=job.key`."""
+"""The cluster's secret with one file, job.key: `kubectl create secret generic convoy-job-key --from-file=job.key`."""
 
 _KEY_FOLDER = "/etc/convoy"
 
@@ -22,10 +22,10 @@ class Command:
     """The command of all devices under another launcher.
 
     Attributes:
-        argv: arguments of `python -m convoy`, from the verb on.
-        port: where the devices meet: device 0 listens there.
-        python, folder: for hosts that name none.
-        further: variables of all devices.
+        argv: arguments of `python -m convoy`, starting with the verb.
+        port: the rendezvous port of device 0.
+        python, folder: defaults for hosts without them.
+        further: more variables for all devices.
     """
 
     argv: Sequence[str]
@@ -39,26 +39,26 @@ def line_to_paste(job: HostJob, command: Command, total: int, address: str) -> s
     """Return a line for a shell on this host (sh, bash, zsh) that starts its devices and waits for them.
 
     Args:
-        total: devices of the whole fleet.
-        address: where all of them meet.
+        total: number of devices in the fleet.
+        address: the rendezvous address.
     """
     assert command.port is not None
     shared = rank_variables(0, 0, total, len(job.ranks), address, command.port)
     shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", **command.further}
-    words = [f"{name}={shlex.quote(value)}" for name, value in shared.items() if name not in ("RANK", "LOCAL_RANK")]
-    words += [f"{name}=${{{name}:-{value}}}" for name, value in memory_environment({}).items()]
+    exports = [f"{name}={shlex.quote(value)}" for name, value in shared.items() if name not in ("RANK", "LOCAL_RANK")]
+    exports += [f"{name}=${{{name}:-{value}}}" for name, value in memory_environment({}).items()]
     on_cpu = job.names.count("cpu")
-    if on_cpu > 1:  # divide the cores of that machine
-        words.append(f"OMP_NUM_THREADS=$(( ($(getconf _NPROCESSORS_ONLN) + {on_cpu - 1}) / {on_cpu} ))")
+    if on_cpu > 1:  # divide that machine's cores
+        exports.append(f"OMP_NUM_THREADS=$(( ($(getconf _NPROCESSORS_ONLN) + {on_cpu - 1}) / {on_cpu} ))")
     call = shlex.join([job.host.python or command.python, "-m", "convoy", *command.argv])
     starts = []
     for local, (rank, name, own) in enumerate(zip(job.ranks, job.names, job.own, strict=True)):
         variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "CONVOY_DEVICE": name, **own}
         starts.append(" ".join([*(f"{key}={value}" for key, value in variables.items()), call]))
     # The first device keeps the terminal; the others run in the background and end with it.
-    behind = "".join(f"{start} & " for start in starts[1:])
-    run = f"{{ {behind}{starts[0]}; s=$?; wait; exit $s; }}"
-    return f"( cd {shlex.quote(job.host.folder or command.folder)} && export {' '.join(words)} && {run} )"
+    background = "".join(f"{start} & " for start in starts[1:])
+    run = f"{{ {background}{starts[0]}; s=$?; wait; exit $s; }}"
+    return f"( cd {shlex.quote(job.host.folder or command.folder)} && export {' '.join(exports)} && {run} )"
 
 
 # ------------------------------------------------------------------------------------------------------------- Slurm
@@ -67,26 +67,26 @@ def line_to_paste(job: HostJob, command: Command, total: int, address: str) -> s
 def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
     """Return a batch file that runs a command on every device of a fleet.
 
-    The names of the hosts are those of Slurm's nodes. Hosts may have different numbers of devices:
-    `--distribution=arbitrary` places each task on the node in its line of SLURM_HOSTFILE, and a task takes the device of its
-    number (https://slurm.schedmd.com/srun.html). The job gets whole nodes with all their memory and GPUs. `convoy run` takes
-    the task's place (SLURM_PROCID and its like) out of the script's environment; SLURM_JOB_ID and the others stay.
-    Without a port, one follows from the job's number.
+    Host names are the names of Slurm's nodes. Hosts may have different numbers of devices: with `--distribution=arbitrary`
+    each task runs on the node in its line of SLURM_HOSTFILE, and takes the device with its number
+    (https://slurm.schedmd.com/srun.html). The job gets whole nodes with all their memory and GPUs. `convoy run` removes the
+    task's rank variables (such as SLURM_PROCID) from the script's environment; SLURM_JOB_ID and the others stay. The default
+    port is derived from the job id.
 
     Raises:
-        InputError: hosts that name different Pythons or folders; all nodes must have the same.
+        InputError: the hosts have different Pythons or folders; all nodes must have the same.
     """
     pythons = {job.host.python or command.python for job in jobs}
     folders = {job.host.folder or command.folder for job in jobs}
     if len(pythons) > 1 or len(folders) > 1:
         raise InputError(
-            f"the hosts name several places ({', '.join(sorted(pythons | folders))}): a Slurm job has one program and one "
-            "folder on all nodes; give all hosts the same `python` and `folder`"
+            f"the hosts have different programs or folders ({', '.join(sorted(pythons | folders))}): a Slurm job has one "
+            "program and one folder on all nodes; give all hosts the same `python` and `folder`"
         )
     nodes = [job.host.name for job in jobs]
     rows = sorted((rank, job, local) for job in jobs for local, rank in enumerate(job.ranks))
     argv = list(command.argv)
-    if len(rows) == 1:  # a job step of one task is no job for Convoy: name its device
+    if len(rows) == 1:  # Convoy does not treat a step of one task as a job, so name its device
         argv[1:1] = ["--devices", jobs[0].names[0]]
     cases = [f"  {rank}) export {_task_variables(job, local)} ;;" for rank, job, local in rows]
     memory = " ".join(f"{name}={value}" for name, value in memory_environment({}).items())
@@ -95,7 +95,7 @@ def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
     placed = " ".join(shlex.quote(job.host.name) for _, job, _ in rows)
     call = shlex.join([pythons.pop(), "-m", "convoy", *argv])
     task = "\n".join(["case $SLURM_PROCID in", *cases, "esac", f"exec {call}"])
-    # One number holds for all nodes. --exclusive adds the other GPUs of a node.
+    # One number applies to all nodes. --exclusive adds the other GPUs of a node.
     gpus = min(_gpus(job) for job in jobs)
     return "\n".join(
         [
@@ -120,11 +120,11 @@ def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
 
 def _task_variables(job: HostJob, local: int) -> str:
     own = {"CONVOY_DEVICE": job.names[local], **job.own[local]}
-    words = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
+    exports = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
     on_cpu = job.names.count("cpu")
     if on_cpu > 1 and "OMP_NUM_THREADS" not in own:
-        words.append(f"OMP_NUM_THREADS=$(( ($(nproc) + {on_cpu - 1}) / {on_cpu} ))")
-    return " ".join(words)
+        exports.append(f"OMP_NUM_THREADS=$(( ($(nproc) + {on_cpu - 1}) / {on_cpu} ))")
+    return " ".join(exports)
 
 
 def _gpus(job: HostJob) -> int:
@@ -137,16 +137,16 @@ def _gpus(job: HostJob) -> int:
 def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> str:
     """Return a manifest (JSON, which kubectl reads as well as YAML) that runs a command on every device of a fleet.
 
-    It has one replicated job per host, since hosts may have different devices; all workers of Kubeflow's PyTorchJob are
-    alike (https://jobset.sigs.k8s.io). Hosts have the names of the cluster's nodes. A pod starts the devices of its host. All
-    meet at the pod of device 0 by its name. A failed job is not restarted: the devices end together.
+    It has one replicated job per host, since hosts may have different devices; Kubeflow's PyTorchJob requires equal workers
+    (https://jobset.sigs.k8s.io). Host names are the names of the cluster's nodes. A pod starts the devices of its host. The
+    name of device 0's pod is the rendezvous address. A failed job is not restarted: the devices end together.
 
     Args:
-        name: of the JobSet, at most 20 characters: Kubernetes builds names of up to 63 characters from it.
-        image: of the containers, with Convoy and the files of the command.
+        name: name of the JobSet, at most 20 characters: Kubernetes builds names of up to 63 characters from it.
+        image: container image with Convoy and the files of the command.
 
     Raises:
-        InputError: a host's name that cannot be part of a DNS name.
+        InputError: a host name that cannot be part of a DNS name.
     """
     for job in jobs:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?", job.host.name):

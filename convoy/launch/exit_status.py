@@ -1,4 +1,4 @@
-"""Find the cause among the exit statuses of a job's devices."""
+"""Finds the cause of a failure in the exit statuses of a job's devices."""
 
 import re
 import signal
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from convoy.errors import DeviceLostError
 
 ERROR_STATUS = 2
-"""Exit status of a device that has printed ``error: <message>``: a ConvoyError, which needs no traceback."""
+"""Exit status of a device that has printed ``error: <message>`` for a ConvoyError, without a traceback."""
 
 PIPE_STATUS = 128 + signal.SIGPIPE
-"""Exit status of a device whose output nobody reads any more, as after `| head -1`. That is no failure."""
+"""Exit status of a device after its output pipe was closed, as by `| head -1`. That is no failure."""
 
 SHOWN_LINES = 30
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one device ended.
+    """The end of one device.
 
     Attributes:
         name: its torch device, such as "cuda:0".
-        status: its exit status, or minus the number of the signal that ended it.
-        stopped_by_us: the launcher ended it, because of another device.
-        in_startup: it was killed before it trained. The others would wait for it.
+        status: its exit status, or minus the number of the signal that killed it.
+        stopped_by_us: the launcher ended it because of another device.
+        in_startup: it was killed before training. The others would wait for it.
         lines: the last lines of its error output. Empty for device 0, which writes to the terminal.
     """
 
@@ -38,20 +38,20 @@ class Ending:
 
     @property
     def exit_status(self) -> int:
-        """The status as a shell gives it: 128 + n after signal n."""
+        """The status in a shell: 128 + n after signal n."""
         return self.status if self.status >= 0 else 128 - self.status
 
 
 def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None, *, goes_on: bool = False) -> int:
     """Print the errors that the terminal has not shown yet. Return the exit status of the job.
 
-    A signal outranks a crash, and a crash outranks a printed error: when one device is gone, the others end with errors of
-    their own, sometimes sooner than the first.
+    A signal outranks a crash, and a crash outranks a printed error: when one device is lost, the others end with their own
+    errors, sometimes earlier than the first.
 
     Args:
-        endings: in the order of time.
-        host_lost: a host was lost with its devices. A killed device explains more.
-        goes_on: the devices continue without a lost one. One device that ended well is enough; else the last ones decide.
+        endings: in order of time.
+        host_lost: a host was lost with its devices. A killed device takes precedence.
+        goes_on: the devices continue without a lost one. One successful device is enough; else the last ones decide.
 
     Raises:
         DeviceLostError: a device crashed or was killed, or a host was lost.
@@ -65,11 +65,11 @@ def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None
         bad, host_lost = [ending for ending in bad if ending.status == ERROR_STATUS], None
     killed = [ending for ending in bad if ending.status < 0]
     crashed = [ending for ending in bad if ending.status not in (0, ERROR_STATUS)]
-    # A traceback that names another lost device is not the cause. The traceback of device 0 is not known here.
+    # A traceback that names another lost device is not the cause. Device 0's traceback is not known here.
     crashed.sort(key=lambda ending: 2 if _lost_peer(ending) is not None else ending.device == 0)
     for cause in (*killed, *crashed):
         peer = _lost_peer(cause) if cause.status > 0 else None
-        raise peer or DeviceLostError(cause.device, _obituary(cause))
+        raise peer or DeviceLostError(cause.device, _failure_text(cause))
     if host_lost is not None:
         raise host_lost
     for line in _unprinted(bad):
@@ -78,19 +78,19 @@ def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None
 
 
 def _lost_peer(ending: Ending) -> DeviceLostError | None:
-    """Return the loss that the last line of a script's traceback names."""
+    """Return the lost device named in the last line of a script's traceback, if any."""
     if ending.lines and (found := re.match(r"\S*DeviceLostError: (device (\d+) .*)", ending.lines[-1])):
         return DeviceLostError(int(found[2]), found[1])
     return None
 
 
-def _obituary(ending: Ending) -> str:
+def _failure_text(ending: Ending) -> str:
     how = f"device {ending.device} ({ending.name})"
     if ending.status < 0:
         known = -ending.status in set(signal.Signals)
         how += f" was killed by {signal.Signals(-ending.status).name if known else f'signal {-ending.status}'}"
         if -ending.status == signal.SIGKILL:
-            how += ". Unless somebody did that, its machine ran out of memory: give this device a smaller share"
+            how += ". If nobody killed it, its machine ran out of memory: give this device a smaller share"
     else:
         how += f" ended with exit status {ending.status}"
     if ending.device == 0:
@@ -104,7 +104,7 @@ def _obituary(ending: Ending) -> str:
 def _unprinted(bad: Sequence[Ending]) -> tuple[str, ...]:
     """Return each printed error that the terminal has not shown, once.
 
-    Device 0 printed its own error. It is the same one if all devices met it; if a device was lost, it names the cause.
+    Device 0 has printed its error, which is the error of all devices or names a lost device.
     """
     devices: dict[str, list[str]] = {}
     for ending in bad:
@@ -113,7 +113,7 @@ def _unprinted(bad: Sequence[Ending]) -> tuple[str, ...]:
     if any(ending.device == 0 for ending in bad):
         if len(devices) == 1:
             return ()
-        # A message that begins with a device's name reports a loss, which device 0 has printed already.
+        # A message that starts with a device's name reports a loss that device 0 has already printed.
         devices = {text: names for text, names in devices.items() if not text.startswith("device ")}
     only = len(devices) == 1
     return tuple(

@@ -1,4 +1,4 @@
-"""Start a job on every host of a fleet, and wait until all of it has ended."""
+"""Starts a job on every host of a fleet, and waits for its end."""
 
 import math
 import os
@@ -22,7 +22,7 @@ from convoy.launch.host_job import DEFAULTS, HostJob, JobOptions, host_jobs
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupts, Signalled, Start, Supervisor, by_line
 
-ANSWER_S = 60.0  # a host that has not answered by then is not used. ssh itself gives up earlier, where it can
+ANSWER_S = 60.0  # limit for a host's answer; ssh usually gives up earlier
 _TRANSFER_S = 5.0  # seconds for the last messages of a host, after its devices have ended
 
 _KEPT_LINES = 20
@@ -32,7 +32,7 @@ def startable(path: Path | None) -> Fleet | None:
     """Return the fleet of a file if all its hosts have addresses; None if none of them has.
 
     Raises:
-        InputError: a file that cannot be used, or addresses of some hosts only.
+        InputError: the file cannot be used, or only some hosts have addresses.
     """
     if path is None:
         return None
@@ -53,19 +53,19 @@ def run_on_fleet(
 ) -> int:
     """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
 
-    Hosts are reached by ssh, this machine without it. Every device finds its rank in torchrun's variables and its hardware
-    in CONVOY_DEVICE. The output of device 0 is printed here; that of the others only if it explains a failure.
+    Hosts are reached by ssh, except this machine. Every device finds its rank in torchrun's variables and its hardware in
+    CONVOY_DEVICE. Device 0's output is printed here; other devices' output is printed only if it explains a failure.
 
     Args:
-        fleet: all hosts have an address.
-        files: what `argv` names must be on every host, at the same path and with the same content.
+        fleet: all hosts must have an address.
+        files: files in `argv` that must be on every host, at the same path and with the same content.
 
     Returns:
-        0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
+        0 after success, 2 if devices ended with a printed error, 128 + n after signal n: 130 after Ctrl-C.
 
     Raises:
-        InputError: a host that cannot be reached, has no such Python, folder or file, or a port that is taken. All hosts
-            with such troubles are named, and nothing was started.
+        InputError: a host cannot be reached, has no such Python, folder or file, or the port is taken. The message names
+            all such hosts; no device was started.
         MismatchError: a host has another version of Convoy.
         DeviceLostError: a device crashed or was killed, or its host was lost; the message names it.
     """
@@ -91,14 +91,14 @@ def run_on_fleet(
 
 
 class _Session:
-    """One host: a process, ssh or a local one, that runs the agent there. Its number is the first rank of the host.
+    """The session with one host: a process (ssh or local) that runs the agent. Its number is the host's first rank.
 
     Attributes:
-        terminal: files that a local agent hands to device 0; None: its output comes in messages.
+        terminal: file descriptors that a local agent gives to device 0; None: its output comes in messages.
     """
 
     def __init__(self, processes: Supervisor, job: HostJob, take: Callable[["_Session", Message | None], None]) -> None:
-        """Start the process. `take` receives every message. InputError if there is no such program."""
+        """Start the process. `take` receives every message. Raise InputError if there is no such program."""
         self.job, host = job, job.host
         self.local = is_own(str(host.address))
         self.terminal = (os.dup(1), os.dup(2)) if self.local and 0 in job.ranks else None
@@ -136,40 +136,40 @@ class _Session:
         return f"host {self.job.host.name} ({self.job.host.address})"
 
     @property
-    def trouble(self) -> str:
-        """The reason why the process has ended, and the remedy."""
+    def problem(self) -> str:
+        """Why the process ended, and the remedy."""
         lines = [line for line in self._process.tail.lines() if line][-_KEPT_LINES:]
         last = f": {' | '.join(lines[-3:])}" if lines else ""
         status = self._process.popen.returncode
         if self.local:
             return f"it ended with status {status}{last}; correct its python and folder"
-        cure = remedy(self.job.host, "\n".join(lines), sys.executable, os.getcwd())
-        return f"ssh ended with status {status}{last}; {cure}"
+        fix = remedy(self.job.host, "\n".join(lines), sys.executable, os.getcwd())
+        return f"ssh ended with status {status}{last}; {fix}"
 
     def send(self, kind: str, **fields: object) -> None:
         assert self._process.popen.stdin is not None
-        with suppress(OSError):  # the agent is gone: its messages end too, which is noticed elsewhere
+        with suppress(OSError):  # the agent has ended; the end of its messages is handled elsewhere
             os.write(self._process.popen.stdin.fileno(), to_line(kind, **fields))
 
     def hang_up(self) -> None:
-        """Close the agent's input: it ends its devices, and itself."""
+        """Close the agent's input, so that it ends its devices and itself."""
         assert self._process.popen.stdin is not None
         self._process.popen.stdin.close()
 
 
 class _Hosts:
-    """The sessions with all hosts of a fleet, that of device 0 first. Leaving the context ends all processes."""
+    """The sessions with all hosts of a fleet, starting with device 0's. Leaving the context ends all processes."""
 
     def __init__(self, jobs: Sequence[HostJob], options: JobOptions, interrupts: Interrupts) -> None:
         self.endings: list[Ending] = []
         self.lost: DeviceLostError | None = None
         self.running = {rank for job in jobs for rank in job.ranks}
-        """Devices whose end was not reported."""
+        """Devices whose end was not reported yet."""
         self._sessions: list[_Session] = []
         self._processes = Supervisor(
             interrupts, lambda ending: self._inbox.append((self._session(ending.device), None))
         )
-        self._inbox: deque[tuple[_Session, Message | None]] = deque()  # None: no more will come
+        self._inbox: deque[tuple[_Session, Message | None]] = deque()  # None: end of messages
         self._jobs, self._goes_on = jobs, options.goes_on
         self._end_s = options.grace_s + 2 * TERMINATE_S + _TRANSFER_S
         self._deadline_s = math.inf
@@ -188,16 +188,16 @@ class _Hosts:
         with self._processes, suppress(Signalled):
             for session in self._sessions:
                 session.hang_up()
-            # After an error or a second Ctrl-C the agents end their devices without being watched.
+            # After an error or a second Ctrl-C, do not wait until the agents have ended their devices.
             self._processes.listen(lambda: not self._processes.running, 0.5 if self.running else _TRANSFER_S)
 
     def _session(self, rank: int) -> _Session:
         return next(each for each in self._sessions if each.job.ranks[0] == rank)
 
     def prepare(self, files: Sequence[Path], port: int | None) -> tuple[str, int]:
-        """Compare versions and files on all hosts, before any of them starts a device.
+        """Compare versions and files on all hosts before any device starts.
 
-        Return where the devices meet: the address of device 0's host on its route to the others, and a free port.
+        Return the rendezvous: the address of device 0's host on its route to the others, and a free port.
         """
         answers = self._ask(self._sessions, "check", "here", files=[str(path) for path in files])
         versions = {session.title: answer["version"] for session, answer in answers.items()}
@@ -206,20 +206,20 @@ class _Hosts:
                 f"the hosts do not have the same Convoy: {__version__} here, but {found}. Install the same version "
                 "everywhere, as `convoy fleet setup` does"
             )
-        troubles = []
+        problems = []
         for path in files:
-            mine = digest(path)
+            own_digest = digest(path)
             for session, answer in answers.items():
-                if (theirs := answer["digests"][str(path)]) != mine:
-                    what = "is not there" if theirs is None else "is another file there"
-                    troubles.append(
+                if (other_digest := answer["digests"][str(path)]) != own_digest:
+                    what = "is not there" if other_digest is None else "is another file there"
+                    problems.append(
                         f"{session.title}: {path} {what}, in {answer['folder']}: all hosts need it at the same path; "
                         "`convoy fleet setup` brings it, or copy it"
                     )
-        if troubles:
-            raise InputError("\n".join(troubles))
+        if problems:
+            raise InputError("\n".join(problems))
         first, *others = self._sessions
-        # A host's address is the one at which its ssh server was reached; this machine's, where that connection came from.
+        # A host's address is that of its ssh server; this machine's is the client address of the connection.
         known = [answers[first]["client"] if session.local else answers[session]["server"] for session in others]
         peers = [address or str(session.job.host.address) for address, session in zip(known, others, strict=True)]
         met = self._ask([first], "meet", "met", peers=peers, port=port)[first]
@@ -228,28 +228,28 @@ class _Hosts:
     def _ask(
         self, sessions: Sequence[_Session], question: str, answer: str, **fields: object
     ) -> dict[_Session, Message]:
-        """Return the answers of some hosts to a question. InputError names all hosts that did not answer, and why."""
+        """Return the answers of some hosts. Raise InputError with all hosts that did not answer, and why."""
         for session in sessions:
             session.send(question, **fields)
         answers: dict[_Session, Message] = {}
-        troubles: dict[_Session, str] = {}
+        problems: dict[_Session, str] = {}
         deadline_s = time.monotonic() + ANSWER_S
-        while len(answers) + len(troubles) < len(sessions):
+        while len(answers) + len(problems) < len(sessions):
             got = self._next(deadline_s)
             if got is None:
-                silent = [session for session in sessions if session not in answers and session not in troubles]
-                troubles |= dict.fromkeys(silent, f"did not answer within {ANSWER_S:g} s")
+                silent = [session for session in sessions if session not in answers and session not in problems]
+                problems |= dict.fromkeys(silent, f"did not answer within {ANSWER_S:g} s")
                 break
             session, message = got
             if message is None:
-                troubles[session] = session.trouble
+                problems[session] = session.problem
             elif message["convoy"] == "refused":
-                troubles[session] = str(message["text"])
+                problems[session] = str(message["text"])
             elif message["convoy"] == answer:
                 answers[session] = message
-        if troubles:
+        if problems:
             raise InputError(
-                "\n".join(f"{session.title}: {troubles[session]}" for session in self._sessions if session in troubles)
+                "\n".join(f"{session.title}: {problems[session]}" for session in self._sessions if session in problems)
             )
         return {session: answers[session] for session in sessions}
 
@@ -260,12 +260,12 @@ class _Hosts:
             session.send("start", **order, **own, terminal=session.terminal)
 
     def follow(self) -> None:
-        """Print the output of the first device until all devices have ended, or the time for that is over."""
+        """Print the output of the first device until all devices have ended, or until the deadline."""
         while self.running and (got := self._next(self._deadline_s)) is not None:
             self._take(*got)
 
     def end(self, *, interrupt: bool = False, after_step: bool = False) -> None:
-        """Have all devices ended within some time: interrupted first, or after the step."""
+        """Tell all hosts to end their devices before a deadline: interrupted first, or after the step."""
         self._deadline_s = time.monotonic() + self._end_s + after_step * LEAVE_S
         for session in self._sessions:
             session.send("end", interrupt=interrupt, after_step=after_step, started=len(self.running))
@@ -273,7 +273,7 @@ class _Hosts:
     def _take(self, session: _Session, message: Message | None) -> None:
         failed = False
         if message is None or message["convoy"] == "refused":
-            failed = self._lose_host(session, session.trouble if message is None else str(message["text"]))
+            failed = self._lose_host(session, session.problem if message is None else str(message["text"]))
         elif message["convoy"] == "text":
             stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
             stream.write(message["text"])
@@ -287,7 +287,7 @@ class _Hosts:
             self.end()
 
     def _lose_host(self, session: _Session, why: str) -> bool:
-        """Note the devices that were lost with a host. Return whether the others must end."""
+        """Record the devices that were lost with a host. Return whether the others must end."""
         left = self.running.intersection(session.job.ranks)
         self.running -= left
         if left and self.lost is None and self._deadline_s == math.inf:
@@ -298,7 +298,7 @@ class _Hosts:
         return bool(left) and not self._goes_on
 
     def _next(self, deadline_s: float) -> tuple[_Session, Message | None] | None:
-        """Return the next message of any host, or None at the deadline. Meanwhile send all hosts signs of life."""
+        """Return the next message of any host, or None at the deadline. Send heartbeats while waiting."""
         while True:
             now_s = time.monotonic()
             if now_s >= self._beat_s:

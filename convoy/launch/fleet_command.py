@@ -1,4 +1,4 @@
-"""`--fleet` of convoy run, train and measure: turn options into one command for every host. Each returns the exit status.
+"""Runs `--fleet` of convoy run, train and measure: one command for every host. Each function returns the exit status.
 
 Errors are those of the settings and of :func:`run_on_fleet`.
 """
@@ -14,7 +14,7 @@ from convoy.comm.environment import is_loopback, is_own, resolve, route_to
 from convoy.comm.job_key import variables_to_paste
 from convoy.config.checks import check
 from convoy.config.run_file import RunSettings
-from convoy.config.settings import key_of
+from convoy.config.train_options import key_of
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
 from convoy.launch.batch_files import Command, jobset, line_to_paste, sbatch_file
@@ -22,9 +22,9 @@ from convoy.launch.fleet import run_on_fleet, startable
 from convoy.launch.host_job import DEFAULTS, JobOptions, host_jobs
 from convoy.plan.presets import AUTO, PLANS
 
-PASTED_PORT = 29_500  # where pasted lines meet without --port: nobody can look for a free one beforehand
+PASTED_PORT = 29_500  # rendezvous port of pasted lines without --port: a free port cannot be found in advance
 
-PRINTED = ("shell", "slurm", "kubernetes")  # what `convoy run --print` can write
+PRINTED = ("shell", "slurm", "kubernetes")  # formats of `convoy run --print`
 
 
 def fleet_to_start(path: Path | None, print_lines: bool) -> Fleet | None:
@@ -32,14 +32,14 @@ def fleet_to_start(path: Path | None, print_lines: bool) -> Fleet | None:
     fleet = startable(path)
     if fleet is None and print_lines:
         raise InputError(
-            "--print without hosts: give --fleet FILE whose [[host]] sections have an address each; this machine's own "
+            "--print without hosts: give --fleet FILE with an address in each [[host]] section; this machine's own "
             "devices need no lines"
         )
     return fleet
 
 
 def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool) -> int:
-    """Run `convoy train` on every device of a fleet. The hosts get the settings as options: none needs the run file."""
+    """Run `convoy train` on every device of a fleet. The hosts get the settings as options, not the run file."""
     settings = run.settings
     _refuse_devices(run.sources["devices"] != "default", fleet)
     names = ",".join(name for job in host_jobs(fleet) for name in job.names)
@@ -48,7 +48,7 @@ def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool) -> int:
     argv, files = ["train"], [] if settings.plan in (*PLANS, AUTO) else [Path(settings.plan)]
     for name, source in run.sources.items():
         value, key = getattr(settings, name), key_of(name)
-        # The file has started the fleet; only the planner reads it again.
+        # The fleet file started the hosts; only the planner reads it again.
         if source == "default" or value is None or (name == "fleet" and not planned):
             continue
         if isinstance(value, bool):
@@ -64,7 +64,7 @@ def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool) -> int:
 def measure_on_fleet(
     fleet: Fleet, path: Path | None, argv: Sequence[str], devices_given: bool, print_lines: bool, *, port: int | None
 ) -> int:
-    """Run `convoy measure` on every device of a fleet. `argv` is the command line, from the verb on."""
+    """Run `convoy measure` on every device of a fleet. `argv` is the command line, starting with the verb."""
     _refuse_devices(devices_given, fleet)
     argv = [word for word in argv if word != "--print"]
     return _start(fleet, argv, JobOptions(port=port), [] if path is None else [path], print_lines)
@@ -83,14 +83,14 @@ def script_on_fleet(
     """Run `convoy run` on every device of a fleet.
 
     Args:
-        script: arguments of `python`: a script, or -m and a module, and its options.
-        print_for: one of PRINTED: print its file or lines and start nothing.
-        image: of the containers in Kubernetes.
-        files: further files that must be the same on every host.
-        listen: HOST:PORT, of the host of device 0, where joining devices ask.
+        script: arguments of `python`: a script, or -m and a module, with options.
+        print_for: one of PRINTED: print its file or lines, and start nothing.
+        image: container image for Kubernetes.
+        files: more files that must be the same on every host.
+        listen: HOST:PORT on device 0's host for join requests.
     """
     if os.path.isabs(script[0]) and Path.cwd() in Path(script[0]).parents:
-        script = [os.path.relpath(script[0]), *script[1:]]  # hosts may have the folder elsewhere
+        script = [os.path.relpath(script[0]), *script[1:]]  # hosts may have another path to the folder
     if print_for not in (None, *PRINTED):
         raise unknown_name("--print", print_for, PRINTED)
     if (image is None) == (print_for == "kubernetes"):
@@ -104,7 +104,7 @@ def script_on_fleet(
         print(sbatch_file(host_jobs(fleet), command), end="")
         return 0
     if image is not None:
-        name = f"convoy-{secrets.token_hex(3)}"  # two jobs of one cluster have two names
+        name = f"convoy-{secrets.token_hex(3)}"  # unique in the cluster
         command = Command(argv, options.port or PASTED_PORT, further=_further(fleet))
         print(jobset(host_jobs(fleet), command, name, image), end="")
         return 0
@@ -125,7 +125,7 @@ def _start(fleet: Fleet, argv: Sequence[str], options: JobOptions, files: Sequen
     first = jobs[0].host
     if not print_lines:
         if not is_own(str(first.address)):
-            print(f"Device 0 is on host {first.name}: files that the job writes lie there.", flush=True)
+            print(f"Device 0 is on host {first.name}: the job writes its files there.", flush=True)
         return run_on_fleet(fleet, argv, options, files=files)
     address = _meeting_address(fleet)
     command = Command(argv, options.port or PASTED_PORT, sys.executable, os.getcwd(), _further(fleet))
@@ -140,7 +140,7 @@ def _further(fleet: Fleet) -> dict[str, str]:
     further = variables_to_paste(os.environ)
     if not further and len(fleet.hosts) > 1:
         print(
-            "note: what starts there needs a key: make one with `convoy fleet key FILE`, bring it to every host, and add "
+            "note: the devices need a key: make one with `convoy fleet key FILE`, copy it to every host, and add "
             "--job-key FILE here (or --trust-network)",
             file=sys.stderr,
         )
@@ -148,7 +148,7 @@ def _further(fleet: Fleet) -> dict[str, str]:
 
 
 def _meeting_address(fleet: Fleet) -> str:
-    """Return the address of device 0's host, as far as it is known here without asking anybody."""
+    """Return the address of device 0's host, as far as this machine knows it."""
     first, *others = (str(job.host.address) for job in host_jobs(fleet))
     if not others:
         return "127.0.0.1"
@@ -157,6 +157,6 @@ def _meeting_address(fleet: Fleet) -> str:
     address = str(resolve(first, 9, socket.SOCK_STREAM)[0][1][0])
     if is_loopback(address):
         raise InputError(
-            f"address = {first!r} is {address} here, which leads to this machine: give its address in the network"
+            f"address = {first!r} is {address} here, which is this machine: give its address in the network"
         )
     return address

@@ -1,4 +1,4 @@
-"""The devices that each host of a fleet starts, and their environments. Pure."""
+"""Computes the devices that each host of a fleet starts, and their environments. Pure."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from convoy.machine.launch_env import RANK_VARIABLES
 
-if TYPE_CHECKING:  # the agent on a host knows no fleet, and should not load the reader of its file
+if TYPE_CHECKING:  # the agent on a host needs no fleet, and should not load the file's reader
     from convoy.fleet import Device, Fleet, Host
 
 CONVOY_COMMAND = (sys.executable, "-m", "convoy")
@@ -22,14 +22,14 @@ _LARGEST_BYTES = str(2**31 - 1)
 
 @dataclass(frozen=True)
 class JobOptions:
-    """How the devices of a job meet and end, here or on the hosts of a fleet.
+    """The options of a job's rendezvous and end, on this machine or on a fleet.
 
     Attributes:
-        port: where they meet, on the host of device 0; None: a free one.
+        port: rendezvous port on device 0's host; None: a free port.
         logs: a folder on each host for the output of its devices, except device 0.
-        goes_on: the devices continue without those that are lost. The output of all is shown: scripts use `convoy.print`.
+        goes_on: the devices continue without lost devices. The output of all is shown: scripts use `convoy.print`.
         silence_s: with `goes_on`, kill a device that is stopped for this long: the others have lost it by then.
-        grace_s: once one has failed, or after Ctrl-C, how long the others may take to end by themselves.
+        grace_s: seconds for devices to end by themselves after one has failed, or after Ctrl-C.
     """
 
     port: int | None = None
@@ -49,7 +49,7 @@ class HostJob:
     Attributes:
         ranks: indices of its devices in the fleet.
         names: their torch devices.
-        own: further variables of each, without those of its rank.
+        own: more variables of each, without those of its rank.
         memory_bytes: memory that plans may use on its CPU devices; 0: unknown.
     """
 
@@ -65,9 +65,9 @@ class HostJob:
 
 
 def host_jobs(fleet: "Fleet") -> list[HostJob]:
-    """Return the hosts, that of device 0 first.
+    """Return the jobs of all hosts, starting with device 0's.
 
-    The accelerators of a host are its cuda:0, cuda:1, ... (or as torch calls them) in the order of the file.
+    The accelerators of a host are cuda:0, cuda:1, ... (or another kind) in the order of the file.
     """
     made = []
     for host in fleet.hosts:
@@ -102,25 +102,25 @@ def device_environments(
     hosted: bool = False,
     own: Sequence[Mapping[str, str]] = (),
 ) -> list[dict[str, str]]:
-    """Return all variables of each device that one machine starts.
+    """Return the full environment of each device that one machine starts.
 
     Args:
-        base: variables of the process that starts them.
+        base: variables of the launching process.
         ranks, names: index in the job and torch device of each.
-        total: devices of the whole job, on all machines.
-        hosted: the launcher keeps the store where all meet; otherwise device 0 does.
-        own: further variables of each.
+        total: number of devices in the job, on all machines.
+        hosted: the launcher hosts the rendezvous store; otherwise device 0 does.
+        own: more variables of each.
     """
     kept = {name: value for name, value in base.items() if name not in (*RANK_VARIABLES, "TORCHELASTIC_RESTART_COUNT")}
     kept |= memory_environment(base)
-    # Torch warns of names and connections that Convoy does not need or reports itself.
+    # Torch warns about names and connections that Convoy does not need or reports itself.
     kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     accelerators = [name for name in names if not name.startswith(("cpu", "auto"))]
     if len(set(accelerators)) < len(accelerators):  # named twice on purpose
         kept.setdefault("CONVOY_SHARED_ACCELERATOR", "1")
     if on_cpu := sum(name.startswith("cpu") for name in names):
-        # Each process would take all cores otherwise. A core is left to the thread that launches the kernels of each
-        # accelerator: OpenMP splits loops evenly, so all threads would wait for the one that shares its core.
+        # By default each process would use all cores. Leave one core per accelerator to the thread that launches its
+        # kernels: OpenMP splits loops evenly, so all threads would wait for a thread that shares its core.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         kept.setdefault("OMP_NUM_THREADS", str(max(1, (cores - len(accelerators)) // on_cpu)))
     return [
@@ -145,12 +145,12 @@ def rank_variables(rank: int, local: int, total: int, local_total: int, address:
 
 
 def memory_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return variables by which a device reuses the memory of freed tensors, except where `base` chose otherwise.
+    """Return variables that make a device reuse the memory of freed tensors, unless `base` sets them.
 
     glibc's malloc returns freed blocks of 32 MB or more to the kernel, which zeroes new pages for the next step: a tenth of
-    a step of two-conv 150:800 with 52 samples. Large thresholds keep them. PyTorch asks for huge pages (2 MB instead of
-    4 KB) for large tensors; without, the gradients of a wide Linear alone took a third of a step. Both read their variables
-    once, so whoever starts the process has to set them.
+    a step of two-conv 150:800 with 52 samples. Large thresholds keep them. PyTorch requests huge pages (2 MB instead of
+    4 KB) for large tensors; without them, the gradients of a wide Linear took a third of a step. Both read their variables
+    once at startup, so the launcher must set them.
     """
     chosen = any(base.get(name) for name in _CHOSEN)
     malloc = {} if chosen else dict.fromkeys(MALLOC_NAMES, _LARGEST_BYTES)

@@ -1,4 +1,4 @@
-"""Start all devices of this machine as child processes, and end them together."""
+"""Starts all devices of this machine as child processes, and ends them together."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_
 from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, to_stdout
 from convoy.machine.launch_env import hidden
 
-KILLED_GRACE_S = 0.5  # seconds that the others get to end by themselves once a device was killed
+KILLED_GRACE_S = 0.5  # seconds for the others to end by themselves after a device was killed
 
 
 def launch_local(
@@ -31,19 +31,19 @@ def launch_local(
 ) -> int:
     """Run ``command argv`` once per device, as one job, and wait for all of them.
 
-    Device 0 has the terminal. The others' error output is kept and shown where it explains a failure; their standard
-    output is dropped. Every device finds its rank in torchrun's variables and its hardware in CONVOY_DEVICE.
+    Device 0 has the terminal. The others' error output is shown only if it explains a failure; their standard output is
+    dropped. Every device finds its rank in torchrun's variables and its hardware in CONVOY_DEVICE.
 
     Args:
         devices: a torch device for each process, such as ``("cpu", "cuda:0")``.
-        host: the address where they meet.
-        environment: further variables for every device.
-        command: the program to start instead of this Python's convoy. This process then hosts the store at which the devices
-            meet, since a program may need one before it joins. Otherwise device 0 does, and this process needs no torch.
-        script: it is the user's own: the ranks are in Convoy's own variables, so that it sees one device.
+        host: the rendezvous address.
+        environment: more variables for every device.
+        command: the program to start instead of this Python's convoy. Then this process hosts the rendezvous store, because
+            the program may need it before it joins. Otherwise device 0 hosts it, and this process needs no torch.
+        script: the program is a user script: it gets its rank in Convoy's own variables only, and sees one device.
 
     Returns:
-        0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
+        0 after success, 2 if devices ended with a printed error, 128 + n after signal n: 130 after Ctrl-C.
 
     Raises:
         InputError: no devices, no such command, or the port is taken.
@@ -91,19 +91,19 @@ def launch_local(
                     "convoy.prepare (or convoy.join) in it",
                     file=sys.stderr,
                 )
-            # A signal says which device was the cause: errors of the others would add nothing.
+            # A killed device is the cause: errors of the others would add nothing.
             killed = any(ending.status < 0 for ending in processes.endings)
             processes.end(min(KILLED_GRACE_S, options.grace_s) if killed else options.grace_s)
         except OSError as error:
             raise InputError(f"cannot start {command[0]!r}: {error.strerror}; give a program that exists") from None
         except Signalled as interrupted:
             print(interrupted.text(len(processes.running)), file=sys.stderr, flush=True)
-            with suppress(Signalled):  # a second one: no more waiting
+            with suppress(Signalled):  # a second signal ends the wait
                 if interrupted.after_step:
                     processes.end_after_step(len(processes.running))
-                # Ctrl-C has reached the devices, too.
+                # The devices also got Ctrl-C.
                 processes.end(options.grace_s if interrupted.signum == signal.SIGINT else 0.0)
             return interrupted.status
         finally:
-            del store  # the store closes with it, also where an exception keeps this frame
+            del store  # closes the store even if an exception keeps this frame
     return conclude(processes.endings, goes_on=options.goes_on)

@@ -1,4 +1,4 @@
-"""Run a cell of a notebook as a script on several devices: `%%convoy --devices 4`, after `%load_ext convoy`."""
+"""Runs a notebook cell as a script on several devices: `%%convoy --devices 4`, after `%load_ext convoy`."""
 
 import shlex
 import signal
@@ -11,25 +11,25 @@ from typing import Any
 
 from convoy.errors import ConvoyError
 
-GRACE_S = 10.0  # seconds that the devices get to end by themselves after an interrupt
+GRACE_S = 10.0  # seconds for the devices to end by themselves after an interrupt
 
 
 def notebook(source: str, options: str = "") -> None:
     """Run Python source as a script on several devices of this machine or a fleet, and print the output of device 0.
 
-    The source is a program of its own. It shares no variables with the notebook, whose process may hold threads and devices
-    that no other process can take over. Results come back as files.
+    The source is a separate program without the notebook's variables, because threads and devices of the notebook's process
+    cannot be shared. Return results as files.
 
     Args:
         options: of `convoy run`, such as "--devices 4" or "--fleet lab.toml".
 
     Raises:
-        ConvoyError: it did not end well; the reason has been printed.
+        ConvoyError: the script failed; the reason has been printed.
     """
     with tempfile.TemporaryDirectory(prefix="convoy-cell-") as folder:
         script = Path(folder) / "cell.py"
         script.write_text(source, encoding="utf-8")
-        # A cell shows the output of this process, not of its children.
+        # A cell shows only the output of this process.
         process = subprocess.Popen(
             [sys.executable, "-m", "convoy", "run", *shlex.split(options), str(script)], stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
@@ -50,9 +50,9 @@ def notebook(source: str, options: str = "") -> None:
                 process.kill()
                 process.wait()
     if status:
-        raise ConvoyError(f"the cell ended with status {status} on its devices; what went wrong is printed above")
+        raise ConvoyError(f"the cell ended with status {status} on its devices; the reason is printed above")
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Make `%%convoy` known to a notebook (`%load_ext convoy`)."""
+    """Register `%%convoy` in a notebook (`%load_ext convoy`)."""
     shell.register_magic_function(lambda line, cell: notebook(cell, line), magic_kind="cell", magic_name="convoy")

@@ -1,6 +1,6 @@
-"""The call of ssh, and the remedies for its error messages. Pure.
+"""Builds the ssh command line, and finds remedies for ssh's error messages. Pure.
 
-Keys, agents, jump hosts and further names are in ~/.ssh/config. CONVOY_SSH gives another program or other options, e.g.
+Keys, agents, jump hosts and aliases are in ~/.ssh/config. CONVOY_SSH sets another program or other options, e.g.
 `CONVOY_SSH="ssh -F lab.config"`.
 """
 
@@ -13,35 +13,35 @@ from convoy.fleet import Host
 
 CONNECT_S = 10
 ALIVE_S, ALIVE_TIMES = 5, 3
-"""Seconds after which ssh asks a silent host for a sign of life, and how often before it gives up."""
+"""Interval of ssh's keep-alive messages to a silent host, and the number of unanswered messages before it gives up."""
 
 _OPTIONS = (
-    "BatchMode=yes",  # nobody is there to type a password for every host
+    "BatchMode=yes",  # never ask for a password
     f"ConnectTimeout={CONNECT_S}",
     f"ServerAliveInterval={ALIVE_S}",
     f"ServerAliveCountMax={ALIVE_TIMES}",
     "ForwardX11=no",
-    "ControlMaster=no",  # a master would outlive the job, and keep its files open
+    "ControlMaster=no",  # a master would outlive the job and keep its files open
 )
 
 _REMEDIES = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its key is another one than before. If you know why, forget the old key: ssh-keygen -R {address}",
+        "its host key has changed. If you know why, remove the old key: ssh-keygen -R {address}",
     ),
     (
         r"Host key verification failed",
-        "this machine does not know its key: connect once by hand and compare the fingerprint: {call}",
+        "this machine does not know its host key: connect once by hand and compare the fingerprint: {call}",
     ),
     (
         r"Permission denied \(",
-        "it does not accept your key: let it know yours (ssh-copy-id {target}), name another user in its [[host]], or give ssh "
+        "it does not accept your key: copy your key to it (ssh-copy-id {target}), name another user in its [[host]], or set "
         "the key in ~/.ssh/config",
     ),
     (r"Could not resolve hostname", "correct its address in the fleet file, or add a Host to ~/.ssh/config"),
     (
         r"Connection refused|timed out|No route to host|Network is unreachable|Connection closed|Connection reset",
-        "see whether the machine is on, its address and ssh_port are right, and its ssh server runs: {call}",
+        "check that the machine is on, its address and ssh_port are right, and its ssh server runs: {call}",
     ),
     (
         r"No module named '?convoy",
@@ -56,7 +56,7 @@ _REMEDIES = (
 
 
 def ssh_program(environment: Mapping[str, str]) -> list[str]:
-    """Return ssh, or the command line in CONVOY_SSH. InputError if that is none."""
+    """Return ssh, or the command line in CONVOY_SSH. Raise InputError if it cannot be parsed."""
     text = environment.get("CONVOY_SSH") or "ssh"
     try:
         return shlex.split(text)
@@ -72,7 +72,7 @@ def ssh_call(program: Sequence[str], host: Host, command: str) -> list[str]:
 
 
 def ssh_words(program: Sequence[str], host: Host) -> list[str]:
-    """Return the call of ssh without the address, for programs that start ssh themselves."""
+    """Return the ssh command line without the address, for programs that start ssh themselves."""
     options = [word for option in _OPTIONS for word in ("-o", option)]
     user = [] if host.user is None else ["-l", host.user]
     port = [] if host.ssh_port is None else ["-p", str(host.ssh_port)]
@@ -80,7 +80,7 @@ def ssh_words(program: Sequence[str], host: Host) -> list[str]:
 
 
 def by_hand(host: Host) -> str:
-    """Return the call that a person types."""
+    """Return the command line for a person to type."""
     return shlex.join(["ssh", *([] if host.ssh_port is None else ["-p", str(host.ssh_port)]), _target(host)])
 
 
@@ -89,13 +89,13 @@ def _target(host: Host) -> str:
 
 
 def agent_command(host: Host, python: str, folder: str) -> str:
-    """Return the command for a host's login shell. It uses quotes, && and exec only, which all common shells know."""
+    """Return the command for a host's login shell. It uses only quotes, && and exec, which all common shells support."""
     start = shlex.join([host.python or python, "-m", "convoy.launch.agent"])
     return f"cd {shlex.quote(host.folder or folder)} && exec {start}"
 
 
 def remedy(host: Host, printed: str, python: str, folder: str) -> str:
-    """Return the remedy for a host that cannot be used, from the output of ssh and the host's shell."""
+    """Return the remedy for an unusable host, from the output of ssh and the host's shell."""
     text = next((text for pattern, text in _REMEDIES if re.search(pattern, printed)), "try it by hand: {call}")
     return text.format(
         address=host.address, target=_target(host), call=by_hand(host), python=host.python or python,

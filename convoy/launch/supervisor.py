@@ -1,4 +1,4 @@
-"""Start processes, read their output, and end all of them. One thread; every wait is bounded."""
+"""Starts processes, reads their output, and ends all of them. Uses one thread; every wait is bounded."""
 
 import codecs
 import os
@@ -24,23 +24,23 @@ from convoy.machine.process import END, LEAVE_TOO
 
 TERMINATE_S = 2.0  # seconds between SIGTERM and SIGKILL
 KILL_S = 5.0  # seconds that the kernel may take to end a killed process
-LEAVE_S = 60.0  # seconds that devices have to finish their step after SIGTERM
+LEAVE_S = 60.0  # seconds for devices to finish their step after SIGTERM
 LOOK_S = 2.0  # seconds between two searches for stopped devices
-POLL_S = 0.1  # seconds until the end of a process, or a signal to this one, is noticed
+POLL_S = 0.1  # seconds between two checks for ended processes and signals
 
 TAIL_BYTES = CHUNK_BYTES = 65_536
 LAST_CHUNKS = 16
-"""Chunks read from a pipe after its process has ended: more than a pipe holds. A grandchild may write to it for ever."""
+"""Chunks read from a pipe after its process has ended: more than a pipe holds. A grandchild could write forever."""
 
 Sink = Callable[[bytes], None]
-"""Receives output chunk by chunk. An empty chunk is the end."""
+"""Receives output in chunks. An empty chunk marks the end."""
 
 Output = int | Sink | Literal["keep"] | None
-"""Where output goes: a file or a constant of `subprocess`, a sink, the process's tail; None: where this process's goes."""
+"""Target of output: a file descriptor or `subprocess` constant, a sink, or the process's tail; None: inherited."""
 
 
 class Signalled(Exception):  # noqa: N818 - it is a request, not an error
-    """A signal asked this process to end."""
+    """A request by signal to end this process."""
 
     def __init__(self, signum: signal.Signals) -> None:
         super().__init__(signum.name)
@@ -49,19 +49,19 @@ class Signalled(Exception):  # noqa: N818 - it is a request, not an error
 
     @property
     def after_step(self) -> bool:
-        """Whether devices finish their step first. Ctrl-C and a closed terminal end all at once: devices get them too."""
+        """Whether devices finish their step first. Ctrl-C and a closed terminal also reach devices, and end all at once."""
         return self.signum is signal.SIGTERM
 
     def text(self, count: int) -> str:
-        """Describe what happens now to `count` devices."""
-        how = ": where they train after the step, at once after a second one" if self.after_step else ""
+        """Describe what happens to `count` devices."""
+        how = ": training devices end after the step; send a second signal to end now" if self.after_step else ""
         return f"{self.signum.name}: ending {count} device{'s' * (count != 1)}{how}"
 
 
 class Interrupts:
-    """Records SIGINT, SIGTERM and SIGHUP while the context lasts; `check` raises them where nothing is left half done.
+    """A context that records SIGINT, SIGTERM and SIGHUP; `check` raises them at safe points.
 
-    A signal that this process ignores stays ignored. Python handles signals in the main thread only; in another one the
+    A signal that this process ignores stays ignored. Python handles signals only in the main thread; in other threads the
     context does nothing.
     """
 
@@ -83,7 +83,7 @@ class Interrupts:
             signal.signal(signum, handler)
 
     def check(self) -> None:
-        """Raise Signalled for the first signal that was not raised yet."""
+        """Raise Signalled for the next recorded signal, if any."""
         if self._noted:
             raise Signalled(self._noted.pop(0))
 
@@ -106,7 +106,7 @@ class Tail:
 
 
 def decoded(write: Callable[[str], object]) -> Sink:
-    """Return a sink that passes UTF-8 on as text. A character may be split over two chunks."""
+    """Return a sink that decodes UTF-8 for `write`. A character may be split over two chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def sink(chunk: bytes) -> None:
@@ -117,7 +117,7 @@ def decoded(write: Callable[[str], object]) -> Sink:
 
 
 def by_line(take: Callable[[bytes], None]) -> Sink:
-    """Return a sink that passes whole lines on, without line ends; at the end also an unfinished one."""
+    """Return a sink that gives whole lines to `take`, without line ends, and at the end an unfinished line."""
     rest = b""
 
     def sink(chunk: bytes) -> None:
@@ -137,7 +137,7 @@ def to_stdout(chunk: bytes) -> None:
 
 
 def _log_sink(path: Path) -> Sink:
-    """Return a sink that writes a new file. InputError if that cannot be written."""
+    """Return a sink that writes a new file. Raise InputError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("wb").close()
@@ -145,7 +145,7 @@ def _log_sink(path: Path) -> Sink:
         raise InputError(f"cannot write {path}: {error.strerror}; give another folder for the logs, or none") from None
 
     def write(chunk: bytes) -> None:
-        # Open it for each chunk: nothing is lost however this process ends. A full disk ends the log, not the job.
+        # Reopened for each chunk, so that nothing is lost if this process is killed. A full disk ends the log, not the job.
         with suppress(OSError), path.open("ab") as file:
             file.write(chunk)
 
@@ -157,15 +157,15 @@ def _log_sink(path: Path) -> Sink:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How to start a process.
+    """The settings of a process to start.
 
     Attributes:
         environment: all its variables; None: those of this process.
-        lifeline: it can notice the end of this process, however that ends, by `convoy.machine.process.watch_parent`.
-        key: of the job, handed over through a pipe: no argument or variable holds it.
-        own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order. Its children
+        lifeline: it detects the end of this process by `convoy.machine.process.watch_parent`.
+        key: the job's key, sent through a pipe, never in an argument or variable.
+        own_session: Ctrl-C in the terminal reaches only the launcher, which then ends the process. Its children
             get the same signals.
-        log: a file that gets a copy of its output, unless that goes to the terminal.
+        log: a file for a copy of its output, unless the output goes to the terminal.
     """
 
     device: int
@@ -188,7 +188,7 @@ class Process:
     """A started process.
 
     Attributes:
-        pipes: its output that is read here, and the sinks.
+        pipes: its output pipes, each with its sinks.
         stopped: the supervisor ended it.
     """
 
@@ -205,9 +205,9 @@ class Process:
 
 
 class Supervisor:
-    """Running processes. Leaving the context kills them and closes all pipes and files.
+    """The processes of a launcher. Leaving the context kills them and closes all pipes and files.
 
-    Methods that wait raise Signalled when this process is asked to end.
+    Methods that wait raise Signalled after a signal to end this process.
 
     Args:
         on_end: called with each Ending.
@@ -240,16 +240,16 @@ class Supervisor:
 
     @property
     def running(self) -> list[Process]:
-        """Processes whose end was not noticed yet, in the order of their start."""
+        """Processes whose end was not detected yet, in starting order."""
         return [process for process in self._processes if not process.ended]
 
     def start(self, start: Start) -> Process:
-        """Start a process. OSError: no such program or folder. InputError: the log cannot be written."""
+        """Start a process. Raise OSError without such a program or folder, InputError if the log cannot be written."""
         variables = dict(os.environ if start.environment is None else start.environment)
         variables.pop(KEY_PIPE, None)
         pass_fds = list(start.pass_fds)
         if start.lifeline:
-            # Only this process holds the write end: the others read its end however this process ends.
+            # Only this process holds the write end, so the pipe closes however this process ends.
             self._lifeline = self._lifeline or os.pipe()
             variables["CONVOY_PARENT_PIPE"] = str(self._lifeline[0])
             pass_fds.append(self._lifeline[0])
@@ -281,7 +281,7 @@ class Supervisor:
         return process
 
     def watch(self, file: int, sink: Sink, at_end: Callable[[], None]) -> None:
-        """Read a file of this process's own while listening."""
+        """Also read a file descriptor of this process while listening."""
 
         def read() -> None:
             try:
@@ -296,7 +296,7 @@ class Supervisor:
         self._selector.register(file, selectors.EVENT_READ, read)
 
     def listen(self, until: Callable[[], object], limit_s: float = float("inf")) -> bool:
-        """Read output and note ends until `until` is true, for at most `limit_s`. Return whether it is true."""
+        """Read output and detect ended processes until `until` is true, at most `limit_s`. Return whether it is true."""
         deadline_s = time.monotonic() + limit_s
         while True:
             self._interrupts.check()
@@ -324,33 +324,33 @@ class Supervisor:
                 return
 
     def end_after_step(self, started: int, over: Callable[[], object] = lambda: False) -> None:
-        """Let devices that train finish their step within `LEAVE_S`; end the others at once.
+        """Let training devices finish their step within `LEAVE_S`; end the others at once.
 
-        Where devices that joined later remain, these leave and the job continues. Otherwise the job ends.
+        If devices remain that joined later, these devices leave and the job continues. Otherwise the job ends.
 
         Args:
-            started: how many training devices were started together with these.
-            over: whether to end all of them now.
+            started: number of training devices started together with these.
+            over: return whether to end all of them now.
         """
         running = self.running
         members = _members(*running)
         if any(members):
-            for process, those in zip(running, members, strict=True):
-                signum = signal.SIGTERM if not those else END if len(those) <= started else LEAVE_TOO
-                process.stopped |= not those
+            for process, training in zip(running, members, strict=True):
+                signum = signal.SIGTERM if not training else END if len(training) <= started else LEAVE_TOO
+                process.stopped |= not training
                 with suppress(ProcessLookupError):
                     os.kill(process.popen.pid, signum)
             self.listen(lambda: not self.running or over(), LEAVE_S)
         self.end(0.0)
 
     def over(self, goes_on: bool, silence_s: float) -> bool:
-        """Return whether all devices have ended, or must end because one has failed.
+        """Return whether all devices have ended, or must end because a device failed.
 
-        Where the others go on without a lost device, kill those that are stopped (SIGSTOP, a debugger) for `silence_s`.
+        With `goes_on`, kill devices that are stopped (SIGSTOP, a debugger) for `silence_s`.
         """
         now_s, last_s = time.monotonic(), self._looked_s
         if goes_on and now_s - last_s >= LOOK_S:
-            # After a longer pause this process was stopped too (Ctrl-Z) and cannot know since when the devices are.
+            # After a longer pause this process was stopped too (Ctrl-Z), so the recorded times are invalid.
             before = self._stopped_since_s if now_s - last_s < 2 * LOOK_S else {}
             self._looked_s = now_s
             self._stopped_since_s = {each: before.get(each, now_s) for each in self.running if _is_stopped(each)}
@@ -400,6 +400,6 @@ def _is_stopped(process: Process) -> bool:
 
 
 def _members(*processes: Process) -> list[tuple[int, ...]]:
-    """Return, for each process, the devices that train with it; none before it trains."""
+    """For each process, return the devices that train with it; empty before training."""
     rows = roster.of_processes([process.popen.pid for process in processes])
     return [() if row is None else row.members for row in rows]

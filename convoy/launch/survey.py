@@ -1,4 +1,4 @@
-"""Ask hosts over ssh for their hardware, and make a fleet of the answers. Nothing needs to be installed there."""
+"""Queries hosts over ssh for their hardware, and builds a fleet from the answers. Hosts need no installation."""
 
 import os
 import re
@@ -16,14 +16,14 @@ from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import DeviceClass, names, plain_name
 from convoy.launch.ssh import remedy, ssh_call, ssh_program
 
-ANSWER_S = 30.0  # a host that has not answered by then is reported as silent
+ANSWER_S = 30.0  # limit for a host's answer
 ASSUMED_BYTES_PER_S = 125e6  # 1 Gbit/s, for a NIC that does not report its speed
 
 ASSUMED_LATENCY_S = 1e-4
 
-USED = 0.8  # part of a host's memory that plans may fill, where the catalogue has no figure
+USED = 0.8  # fraction of a host's memory that plans may use, if the catalogue has no figure
 
-# For any POSIX shell; one fact per line. A system leaves out what it does not have.
+# For any POSIX shell; one fact per line. Systems omit unknown facts.
 QUESTIONS = r"""
 echo survey 1
 echo system "$(uname -s)"
@@ -45,8 +45,8 @@ class Answer:
     """The hardware of a host.
 
     Attributes:
-        server: the address and port at which its ssh server was reached; None for this machine.
-        bytes_per_s, latency_s: of its NIC, and of the path there; None where unknown.
+        server: the address and port of its ssh server; None for this machine.
+        bytes_per_s, latency_s: of its NIC, and of the path to it; None if unknown.
     """
 
     system: str
@@ -60,7 +60,7 @@ class Answer:
 
 
 def read_answer(text: str) -> Answer | None:
-    """Read the answers to QUESTIONS; None if there are none. Ignore other output of a login shell."""
+    """Read the answers to QUESTIONS, and ignore other output of a login shell; return None without answers."""
     facts: dict[str, list[str]] = {}
     for line in text.splitlines():
         key, _, value = line.strip().partition(" ")
@@ -85,7 +85,7 @@ def _number(text: str | None) -> int | None:
 
 
 def host_of(text: str) -> Host:
-    """Read a host as people write it: name, user@name, name:port; `.` is this machine. InputError for anything else."""
+    """Parse a host: name, user@name or name:port; `.` is this machine. Raise InputError for other text."""
     found = re.fullmatch(r"(?:(?P<user>[^@\s]+)@)?(?P<address>\[[^\]]+\]|[^@:\s]+)(?::(?P<port>[0-9]{1,5}))?", text)
     if found is None:
         raise InputError(f"host {shown(text)}: write a name or address, user@name or name:port; . is this machine")
@@ -97,25 +97,25 @@ def host_of(text: str) -> Host:
 
 
 def _name(address: str) -> str:
-    """Return a host's name for the file: the first part of a host name, or a whole IP address."""
+    """Return a host's name in the file: the first part of a host name, or a whole IP address."""
     plain = address if re.fullmatch(r"[\d.:a-fA-F]*[.:][\d.:a-fA-F]*", address) else address.partition(".")[0]
     return re.sub(r"[^A-Za-z0-9-]", "-", plain)
 
 
 def ask(hosts: Sequence[Host]) -> list[Answer]:
-    """Ask all hosts at once. InputError names all that could not be asked, each with the remedy."""
+    """Query all hosts at once. Raise InputError with all failed hosts and remedies."""
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
         found = list(threads.map(ask_one, hosts))
-    troubles = [
+    problems = [
         f"host {host.name}: {answer}" for host, answer in zip(hosts, found, strict=True) if isinstance(answer, str)
     ]
-    if troubles:
-        raise InputError("\n".join(troubles))
+    if problems:
+        raise InputError("\n".join(problems))
     return [each for each in found if isinstance(each, Answer)]
 
 
 def ask_one(host: Host) -> Answer | str:
-    """Return the answer of a host, or the problem and its remedy."""
+    """Return a host's answer, or the problem and its remedy."""
     here = host.address == "127.0.0.1"
     command = ["sh", "-s"] if here else ssh_call(ssh_program(os.environ), host, "sh -s")
     try:
@@ -135,7 +135,7 @@ def ask_one(host: Host) -> Answer | str:
 
 
 def latency_to(server: tuple[str, int]) -> float | None:
-    """Return the one-way seconds to a server: half of the shortest time to connect; None if nobody answers."""
+    """Return the latency to a server: half of the shortest time to connect; None if no connection succeeds."""
     times = []
     for _ in range(5):
         begin_s = time.perf_counter()
@@ -145,9 +145,9 @@ def latency_to(server: tuple[str, int]) -> float | None:
 
 
 def fleet_of(hosts: Sequence[Host], answers: Sequence[Answer]) -> tuple[Fleet, list[str]]:
-    """Return the hosts with their devices, and notes on assumed figures. InputError for two hosts of one name.
+    """Return the fleet of these hosts, and notes on assumed figures. Raise InputError for two hosts of one name.
 
-    Each GPU is a device, and so are the cores of a host together. Known devices get the figures of the catalogue.
+    Each GPU is a device, and all cores of a host are one device. Known devices get the figures of the catalogue.
     """
     notes: list[str] = []
     devices: list[Device] = []
@@ -185,13 +185,13 @@ _NOISE = re.compile(
     r"\((r|tm|c)\)|@.*|\b(nvidia|geforce|tesla|amd|radeon|intel|graphics|gpu|cpu|processor|generation|\d+-core)\b"
     r"|\b(\d+th gen|hbm\de?|sxm\d?)\b"
 )
-"""Words of product names that are not part of a class's name."""
+"""Parts of product names that are not in a class's name."""
 
 
 def class_of(product: str) -> DeviceClass | None:
     """Return the catalogue's class of a product: `rtx3060` for "NVIDIA GeForce RTX 3060"; None if there is none.
 
-    The whole name must match, so that no 3060 Ti is taken for a 3060. Only the memory size and the slot may be left out.
+    The whole name must match, so that a 3060 Ti is not a 3060. Only the memory size and the slot may be omitted.
     """
     words = _NOISE.sub(" ", product.lower())
     without_slot = re.sub(r"\bpcie\b", " ", words)

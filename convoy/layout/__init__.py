@@ -1,1 +1,1 @@
-"""Where the parts of one tensor lie on the devices, and which transfers bring it from one layout to another."""
+"""Describe the layout of a tensor on the devices, and the transfers that move it to another layout."""

@@ -1,16 +1,16 @@
-"""The dtype of messages. Options and plan files call it `wire`.
+"""Define the dtype of messages. Options and plan files call it `wire`.
 
-`exact` sends tensors as they are. `inexact-bf16` sends float32 and float64 as bfloat16: the range of float32 with 8 bits of
-precision, a relative error of at most 2^-8. Replicas stay bitwise equal, because a sender of copies keeps the rounded numbers.
-Summands are rounded for sending and added in their own dtype; if one round makes a replicated sum, a device rounds its own
-summand too. Weights, buffers, statistics of batch norms and other dtypes are sent as they are.
+`exact` sends tensors unchanged. `inexact-bf16` sends float32 and float64 as bfloat16: the range of float32 with 8 bits of
+precision, a relative error of at most 2^-8. Replicas stay bitwise equal, because a device that sends copies keeps the rounded
+numbers too. Summands are rounded for sending and added in their own dtype; if one round computes a replicated sum, each device
+also rounds its own summand. Weights, buffers, batch norm statistics and other dtypes are always sent unchanged.
 """
 
 from typing import Literal, cast, get_args
 
 from convoy.errors import unknown_name
+from convoy.layout.collectives import Schedule
 from convoy.layout.layout import Layout, Replicated
-from convoy.layout.redistribute import Schedule
 
 CommDtype = Literal["exact", "inexact-bf16"]
 COMM_DTYPES: tuple[str, ...] = get_args(CommDtype)
@@ -23,7 +23,7 @@ NARROW_DTYPE, NARROW_BYTES = "bfloat16", 2
 
 
 def parse_comm_dtype(name: str) -> CommDtype:
-    """Return a comm dtype by its name, or by "bf16" for short. InputError for an unknown name lists the choices."""
+    """Return a comm dtype by its name, or by the short name "bf16". InputError for an unknown name lists the choices."""
     full = _SHORT.get(name, name)
     if full not in COMM_DTYPES:
         raise unknown_name("wire format", name, COMM_DTYPES)
@@ -31,7 +31,7 @@ def parse_comm_dtype(name: str) -> CommDtype:
 
 
 def comm_dtype_of(dtype: str, wire: CommDtype) -> CommDtype:
-    """Return how a tensor of a dtype (torch's name: "float32") is sent with option `wire`."""
+    """Return the format in which a tensor of a dtype (torch's name: "float32") is sent with option `wire`."""
     return wire if dtype in _WIDE else "exact"
 
 
@@ -51,6 +51,6 @@ def narrow_dtype(dtype: str) -> str:
 
 
 def rounds_own_copy(wire: CommDtype, schedule: Schedule, dst: Layout) -> bool:
-    """Return whether a move also rounds the sender's own copy: other replicas arrive rounded, and all must be equal."""
+    """Return whether a move also rounds the sender's own copy, so that it equals the rounded replicas."""
     sends = any(t.sender != t.receiver for transfers in schedule.rounds for t in transfers)
     return wire != "exact" and isinstance(dst, Replicated) and sends

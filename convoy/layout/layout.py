@@ -1,7 +1,7 @@
-"""Layouts: the part of a tensor that each device holds.
+"""Define layouts: the part of a tensor that each device holds.
 
-A *box* is a tuple of half-open ranges, one per axis, in the coordinates of the whole tensor. Every layout gives each
-device at most one box. The vocabulary is DTensor's, with unequal shares; the data path is not (see docs/decisions).
+A *box* is a tuple of half-open ranges, one per axis, in the coordinates of the whole tensor. In every layout each device holds
+at most one box. The terms are DTensor's, with unequal shares; the implementation is not (see docs/decisions).
 """
 
 import math
@@ -85,7 +85,7 @@ def box(layout: Layout, device: int, shape: Shape) -> Box | None:
 
 
 def local_shape(layout: Layout, device: int, shape: Shape) -> Shape:
-    """Return the shape of a shard. A device without one has zero entries along the split (or first) axis."""
+    """Return the shape of a device's shard. Without one, it has zero entries along the split (or first) axis."""
     here = box(layout, device, shape)
     if here is not None:
         return tuple(stop - start for start, stop in here)
@@ -111,7 +111,7 @@ def single(layout: Layout) -> bool:
 
 def holds(layout: Layout, device: int) -> bool:
     """Return whether a device holds something."""
-    # Planning asks this a million times, and a match takes twice as long.
+    # Planning calls this a million times, and `match` takes twice as long.
     if isinstance(layout, Split):
         return layout.shares[device] > 0
     return layout.device == device if isinstance(layout, OnOne) else device in layout.devices
@@ -129,8 +129,8 @@ def held_entries(layout: Layout, device: int, shape: Shape) -> int:
 def dual(layout: Layout) -> Layout:
     """Return the layout of the gradient of a tensor in `layout`.
 
-    Each copy of a value collects a part of its gradient, so the gradient of copies is a pending sum, and the gradient of a
-    pending sum is the same for every summand. Shards and single owners keep their place.
+    Each copy of a value collects a summand of its gradient, so the gradient of copies is a pending sum. The gradient of a
+    pending sum is the same for every summand, so it is replicated. Shards and single owners keep their layout.
     """
     match layout:
         case Replicated(devices):

@@ -1,7 +1,7 @@
-"""Divides the extent of an axis into whole shares, one per device, in proportion to their speeds.
+"""Divide the extent of an axis into integer shares, one per device, in proportion to their speeds.
 
-Speeds become shares by the largest remainder (Hamilton's method): Marques' rule K_i = K * s_i / sum(s), rounded to whole
-numbers. Limits: a minimum and a maximum per device, and a quantum if every share must be a multiple of it.
+Shares follow Marques' rule K_i = K * s_i / sum(s), rounded by the largest remainder (Hamilton's method). Limits: a minimum
+and a maximum per device, and a quantum that every share is a multiple of.
 """
 
 import math
@@ -22,13 +22,13 @@ def apportion(
     at_least: Sequence[int] | None = None,
     at_most: Sequence[int] | None = None,
 ) -> Shares:
-    """Return whole shares of `total` in proportion to `weights`, by largest remainder.
+    """Return integer shares of `total` in proportion to `weights`, by largest remainder.
 
     Args:
-        total: extent of the axis to be divided.
-        weights: one per device, e.g. its speed; zero gives the device nothing unless `at_least` asks for it
-            or the others are full.
-        quantum: every share is a multiple of this (filters of one convolution group, say).
+        total: extent of the axis.
+        weights: one per device, e.g. its speed; a device with weight zero gets nothing unless `at_least` requires it or the
+            others are at their maximum.
+        quantum: every share is a multiple of this, e.g. the filters of one convolution group.
         at_least, at_most: limits per device, in entries of the axis.
 
     Returns:
@@ -41,7 +41,7 @@ def apportion(
     if count == 0 or any(not math.isfinite(w) or w < 0 for w in weights) or (total > 0 and not any(weights)):
         raise PlanError(
             f"cannot share {total} by the weights {tuple(weights)}: "
-            "weights are finite, not negative and not all zero; give one positive speed at least"
+            "weights must be finite, not negative and not all zero; give at least one positive speed"
         )
     if total < 0 or total % quantum:
         raise PlanError(
@@ -62,9 +62,9 @@ def apportion(
 
 
 def _in_proportion(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[int] | None:
-    """Return the largest-remainder shares if no limit matters; None if one does.
+    """Return the largest-remainder shares, or None if a limit applies.
 
-    Floats are whole multiples of one power of two, so this is as exact as fractions, and a hundred times as fast.
+    Floats are integer multiples of one power of two, so this is as exact as fractions and a hundred times faster.
     """
     pairs = [float(w).as_integer_ratio() for w in weights]
     finest = max(denominator for _, denominator in pairs)
@@ -89,7 +89,7 @@ def _in_proportion(units: int, weights: Sequence[float], low: Sequence[int], hig
 def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[Fraction]:
     """Return shares before rounding: clamp(level * w, low, high), with the level at which they sum to `units`.
 
-    Fractions, because speeds may differ as much as floats allow, and every device must compute the same shares.
+    Fractions are exact for any range of speeds, so every device computes the same shares.
     """
     rates = [Fraction(float(w)) for w in weights]
     total = sum(rates)
@@ -105,12 +105,12 @@ def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: 
     def filled(level: Fraction) -> Fraction:
         return sum(clamped(level), Fraction(0))
 
-    # The sum grows with the level, in a straight line between levels at which a device meets one of its limits.
+    # The sum grows with the level, linearly between the levels at which a device meets one of its limits.
     meets = (Fraction(limit) / rate for rate, *pair in zip(rates, low, high, strict=True) if rate for limit in pair)
     levels = sorted({Fraction(0), *meets})
     i = bisect_left(levels, Fraction(units), key=filled)
     if i == 0 or i == len(levels):
-        # All devices are at their lower limit; or at their upper one, and the rest goes to devices of weight zero.
+        # All devices are at their lower limit, or at their upper limit; then devices of weight zero get the rest.
         return clamped(levels[min(i, len(levels) - 1)])
     below, above = levels[i - 1 : i + 1]
     return clamped(below + (above - below) * (units - filled(below)) / (filled(above) - filled(below)))
@@ -120,7 +120,7 @@ def _largest_remainder(units: int, exact: Sequence[Fraction], high: Sequence[int
     whole = [math.floor(e) for e in exact]
     missing = units - sum(whole)
     order = sorted(range(len(exact)), key=lambda i: (whole[i] - exact[i], i))
-    # More than one round only where the devices with a weight are full: the others then share what is left.
+    # Several rounds are needed only if the devices with a weight are full: the others then share the rest.
     while missing > 0:
         for i in order:
             if missing and whole[i] < high[i]:
@@ -154,7 +154,7 @@ def holders(shares: Shares) -> tuple[int, ...]:
 
 
 def check(shares: Shares, total: int, devices: int, what: str) -> None:
-    """Refuse shares that do not fit an axis.
+    """Check that shares fit an axis.
 
     Raises:
         PlanError: wrong number of devices, a negative share, or a sum that is not the extent.

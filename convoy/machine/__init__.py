@@ -1,7 +1,7 @@
-"""This machine and this process: its devices, its rank, the signals it handles, and the user's other processes.
+"""This machine and this process: devices, rank, signals, and the user's other processes.
 
 accelerator.py  devices, their memory and their modes
-process.py      the end of its launcher, waits with a limit, signals that ask a device to leave or to end
-launch_env.py   the rank that torchrun, srun or mpirun gave this process
+process.py      waits with a limit, the end of the launcher, signals to leave or to end
+launch_env.py   the rank of this process from torchrun, srun or mpirun
 roster.py       the processes of this user's jobs
 """

@@ -1,6 +1,6 @@
-"""The devices of this machine, through torch's accelerator interface: CUDA, ROCm, XPU, MPS or any other kind.
+"""Accesses the devices of this machine through torch's accelerator interface: CUDA, ROCm, XPU, MPS or any other kind.
 
-All other code asks here. It distinguishes the CPU from an accelerator, but never one kind of accelerator from another.
+All other code uses this file. It distinguishes the CPU from accelerators, but not one kind of accelerator from another.
 """
 
 import os
@@ -19,7 +19,7 @@ from convoy.errors import InputError, shortened, shown
 
 
 def accelerator() -> str | None:
-    """Return the kind of this machine's accelerators, such as "cuda". None: torch can use none."""
+    """Return the kind of this machine's accelerators, such as "cuda"; None if torch can use none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and torch.accelerator.device_count() else None
 
@@ -54,7 +54,7 @@ def check_device(name: str) -> torch.device:
     """Return the device of that name without using it: the first use of an accelerator costs seconds and memory.
 
     Raises:
-        InputError: this machine has no such device, or torch knows none of that name.
+        InputError: this machine has no such device, or torch does not know the name.
     """
     try:
         device = torch.device(name)
@@ -77,7 +77,7 @@ def _no_device(name: str, reason: str) -> InputError:
 
 
 def enter(device: torch.device) -> None:
-    """Make a device the current one of this thread, for calls that name none. Do nothing for a CPU."""
+    """Make a device this thread's current accelerator. Do nothing for a CPU."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
 
@@ -116,7 +116,7 @@ def modes() -> dict[str, str]:
         try:
             value = attrgetter(name)(torch)
             found[f"torch.{name}"] = str(value() if callable(value) else value)
-        # AttributeError: not in this torch. RuntimeError: its old and its new name contradict each other.
+        # AttributeError: not in this torch. RuntimeError: the old and the new setting contradict each other.
         except (AttributeError, RuntimeError):
             found[f"torch.{name}"] = "unknown"
     return found
@@ -127,7 +127,7 @@ def set_modes(tf32: bool | None, deterministic: bool) -> None:
 
     Args:
         tf32: whether matrix products and convolutions may round float32 to TF32. None: unchanged.
-        deterministic: use only deterministic algorithms. torch raises where there is none.
+        deterministic: use only deterministic algorithms. torch raises an error if there is none.
     """
     if tf32 is not None:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -141,7 +141,7 @@ def set_modes(tf32: bool | None, deterministic: bool) -> None:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until an accelerator has completed its queue. Do nothing for a CPU, which has none."""
+    """Wait until an accelerator has completed its queue. Do nothing for a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -159,14 +159,14 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 def hardware_name(device: torch.device) -> str:
     """Return the accelerator's name, or the machine's architecture for a CPU."""
-    with suppress(AttributeError, RuntimeError):  # not every kind has a name
+    with suppress(AttributeError, RuntimeError):  # some kinds have no name
         if device.type != "cpu":
             return str(torch.get_device_module(device).get_device_name(device))
     return platform.machine()
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """Return the driver's id of an accelerator, such as "GPU-6c5c...". None on a CPU and where torch does not know it."""
+    """Return the driver's id of an accelerator, such as "GPU-6c5c..."; None on a CPU or if torch does not know it."""
     if device.type != "cpu":
         with suppress(AttributeError, RuntimeError, NotImplementedError):
             found = str(torch.get_device_module(device).get_device_properties(device).uuid)
@@ -177,7 +177,7 @@ def uuid_of(device: torch.device) -> str | None:
 def memory_of(device: torch.device) -> tuple[int, int]:
     """Return the free and the total bytes of a device's memory, within the limit that `limit_memory` has set.
 
-    Where torch does not know an accelerator's memory, return the host's, within the limits of control groups.
+    If torch does not know an accelerator's memory, return the host's, within the limits of control groups.
     """
     free_bytes, total_bytes = _memory_of(device)
     limit = _limits_bytes.get(str(device), total_bytes)
@@ -196,7 +196,7 @@ def _memory_of(device: torch.device) -> tuple[int, int]:
 
 
 def process_bytes(device: torch.device) -> int:
-    """Return this process's resident memory that no file backs. 0 for an accelerator, and on systems other than Linux."""
+    """Return this process's anonymous resident memory; 0 for an accelerator, and on systems other than Linux."""
     if device.type == "cpu":
         with suppress(OSError, ValueError, IndexError):
             rows = Path("/proc/self/status").read_text().splitlines()
@@ -208,7 +208,7 @@ ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] | None:
-    """Return the free and the total bytes of the tightest control group of this process. None: no group has a limit.
+    """Return the free and the total bytes of this process's tightest control group; None if no group has a limit.
 
     Inactive file cache counts as free: the kernel reclaims it first.
     """
@@ -230,7 +230,7 @@ def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] 
 
 
 def control_groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[tuple[Path, int]]:
-    """Yield this process's groups for a controller and those above, innermost first, with their version (1 or 2)."""
+    """Yield this process's control groups and their parents, innermost first, with their version (1 or 2)."""
     for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):
@@ -243,7 +243,7 @@ _limits_bytes: dict[str, int] = {}
 
 
 def limit_memory(device: torch.device, most_bytes: float | None) -> None:
-    """Limit how much of a device's memory this process may use. None: no limit.
+    """Limit the memory of a device that this process may use. None: no limit.
 
     `memory_of` returns the limit, so plans respect it. On CUDA, torch also refuses to allocate more.
 
@@ -267,7 +267,7 @@ def limit_memory(device: torch.device, most_bytes: float | None) -> None:
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Return the bytes of an accelerator's memory that tensors use. None on a CPU and where torch does not know."""
+    """Return the bytes of an accelerator's memory that tensors use; None on a CPU or if torch does not know."""
     if device.type == "cpu":
         return None
     try:

@@ -1,4 +1,4 @@
-"""The environment variables of launchers, converted to torchrun's. Pure.
+"""Converts the environment variables of launchers to torchrun's. Pure.
 
 ::
 
@@ -8,8 +8,8 @@
     srun                           SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
     convoy run, to a script        CONVOY_RANK, CONVOY_WORLD_SIZE, ...: torchrun's with a prefix (see `hidden`)
 
-An inner launcher wins over an outer one: mpirun over Slurm, torchrun over both. MASTER_ADDR and MASTER_PORT win over the
-addresses that are derived here.
+An inner launcher takes precedence over an outer one: mpirun over Slurm, torchrun over both. MASTER_ADDR and MASTER_PORT
+take precedence over the derived address.
 """
 
 import re
@@ -38,7 +38,7 @@ _FIRST_PORT, _PORTS = 15_000, 15_000
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The variables of one kind of mpirun, and its option to pass a variable on."""
+    """The variables of one kind of mpirun, and its option to set a variable."""
 
     launcher: str
     rank: str
@@ -64,9 +64,9 @@ def is_one_of_job(environment: Mapping[str, str]) -> bool:
 
 
 def hidden(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a script: without launchers' variables, with the same under Convoy's own names.
+    """Return the environment for a script: launchers' variables are replaced by the same under Convoy's names.
 
-    Scripts that find RANK or SLURM_PROCID would divide the samples and wrap the model themselves.
+    A script that finds RANK or SLURM_PROCID would split the samples and wrap the model itself.
     """
     known = as_torchrun(environment)
     kept = {name: value for name, value in environment.items() if not _OF_LAUNCHERS.fullmatch(name)}
@@ -79,7 +79,7 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     It is unchanged without a launcher, for a job of one process, and outside a Slurm step (batch script, allocation).
 
     Raises:
-        InputError: variables are missing, not numbers or out of range; or several machines have no address to meet at.
+        InputError: variables are missing, not numbers or out of range, or several machines have no rendezvous address.
     """
     rank: dict[str, str] = {}
     if not (environment.get("RANK") or environment.get("WORLD_SIZE")):
@@ -97,7 +97,7 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def whole(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
-    """Return a variable as a whole number. InputError unless it is one from `least` to `most`."""
+    """Return a variable as a whole number from `least` to `most`, or raise an InputError."""
     text = environment[name]
     if not (text.isdecimal() and len(text) <= 20) or not least <= int(text) <= most:
         raise InputError(f"{name}={shown(text)} in the environment: it must be a whole number from {least} to {most}")
@@ -120,10 +120,10 @@ def _from_mpi(environment: Mapping[str, str], names: _Names) -> dict[str, str]:
     address = environment.get("MASTER_ADDR") or (_LOOPBACK if here == size else None)
     if address is None:
         raise InputError(
-            f"{names.launcher} started {size} processes, {here} of them on this machine, and does not say where those of "
-            f"several machines can meet: set MASTER_ADDR to the address of the machine of process 0, e.g. {names.passing}"
+            f"{names.launcher} started {size} processes, {here} of them on this machine, but gave no rendezvous "
+            f"address: set MASTER_ADDR to the address of the machine of process 0, e.g. {names.passing}"
         )
-    # Only Open MPI names its jobs. Otherwise two jobs on one machine need their own MASTER_PORT.
+    # Only Open MPI names its jobs. With others, two jobs on one machine need different MASTER_PORTs.
     number = zlib.crc32(environment.get("PMIX_NAMESPACE", "").encode())
     return {
         "RANK": str(whole(environment, names.rank, 0, size - 1)),
@@ -154,7 +154,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     here = tasks_on(environment["SLURM_STEP_TASKS_PER_NODE"], whole(environment, "SLURM_NODEID", 0, MAX_PROCESSES))
     local = whole(environment, "SLURM_LOCALID", 0, here - 1)
     job = step = 0
-    if not environment.get("MASTER_PORT"):  # the same port for all processes of a step; steps and jobs differ
+    if not environment.get("MASTER_PORT"):  # one port per step and job
         job, step = (whole(environment, name, 0, 1 << 40) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return {
         "RANK": str(whole(environment, "SLURM_PROCID", 0, size - 1)),

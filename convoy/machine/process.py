@@ -1,8 +1,8 @@
-"""This process: waits that signals can interrupt, the launcher whose end also ends it, and signals that ask it to leave.
+"""Handles this process's waits with a limit, the end of its launcher, and signals to leave or end.
 
 SIGTERM makes a device leave after the step, SIGUSR1 ends the training on all devices. A machine that shuts down sends SIGTERM
-to every process: to a device and to its launcher. The launcher therefore forwards its own as SIGUSR2, which a device does not
-count as a second SIGTERM.
+to every process, to a device and to its launcher. So the launcher forwards its SIGTERM as SIGUSR2, which does not count as
+a second SIGTERM.
 """
 
 import os
@@ -21,7 +21,7 @@ LEAVE, END, LEAVE_TOO = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Return the result of ``work``, run on a thread so that a signal or the limit can end the wait for it.
+    """Run ``work`` on a thread and return its result; a signal or the limit can end the wait.
 
     Raises:
         TimeoutError: it took longer. The thread continues, but does not keep the process alive.
@@ -45,11 +45,11 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def watch_parent() -> None:
-    """End this process as soon as the launcher that started it has ended, even if it was killed.
+    """End this process when its launcher ends or is killed.
 
-    The launcher alone holds the other end of a pipe, whose number is in CONVOY_PARENT_PIPE. Without it, do nothing.
+    Only the launcher holds the write end of a pipe; CONVOY_PARENT_PIPE has the number of the read end. Without it, do nothing.
     """
-    # Taken out of the environment: in a process started from here the number would mean another file.
+    # Removed from the environment: in a child process the number would be another file.
     number = os.environ.pop("CONVOY_PARENT_PIPE", "")
     if not number.isdecimal():
         return
@@ -65,14 +65,14 @@ def watch_parent() -> None:
         while os.read(pipe, 1):
             pass
         with suppress(OSError):  # the launcher may have been the reader
-            os.write(2, b"error: the launcher of this device is gone, so it ends too\n")
+            os.write(2, b"error: the launcher of this device has ended, so the device ends\n")
         os._exit(2)
 
     threading.Thread(target=watch, name="convoy-parent", daemon=True).start()
 
 
 class SignalTarget(Protocol):
-    """A membership that takes requests to leave and to end. Its `generation` is None before it trains."""
+    """A membership that accepts requests to leave and to end. Its `generation` is None before training."""
 
     @property
     def generation(self) -> object: ...
@@ -84,10 +84,10 @@ class SignalTarget(Protocol):
 
 @contextmanager
 def handle_signals(members: SignalTarget) -> Iterator[None]:
-    """Within the block, pass the signals on to `members`.
+    """Inside the context, forward the signals to `members`.
 
-    The second SIGTERM or SIGUSR1 ends the process. So does the first if the device does not train yet. Signals that the
-    process ignores or handles itself stay as they are.
+    The second SIGTERM or SIGUSR1 ends the process. So does the first one before training. Signals that the process ignores
+    or handles itself are unchanged.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,7 +1,7 @@
-"""The processes of this user's jobs on this machine: one file per process, so that `convoy leave` and `stop` find them.
+"""Lists the processes of this user's jobs on this machine, one file per process, for `convoy leave` and `stop`.
 
-The operating system authenticates who asks: only the user can read the folder, and only the same user may send signals to a
-process. The row of a killed process stays until somebody reads the rows.
+The operating system protects it: only the user can read the folder, and only the same user may send signals to a
+process. The row of a killed process stays until the next read.
 """
 
 import atexit
@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 from convoy.errors import InputError
 
 SHARED = Path("/tmp")
-"""Every user may make a folder here, and nobody can remove or rename another user's."""
+"""Every user may create a folder here, and no user can remove or rename another user's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class JobProcess:
     """One process of a job.
 
     Attributes:
-        job: HOST:PORT of the first rendezvous. For a job of one device: its process.
+        job: HOST:PORT of the first rendezvous; for a job of one device, its process.
         pid, began: the process and its start time, because the system reuses pids.
         network: the network namespace, which distinguishes emulated hosts.
         device: its id in the job.
         kind: the torch device.
-        members: ids of all devices that train, once it accepts requests between steps; else empty.
-        run: the run's folder. Empty: not logged, or not known yet.
+        members: ids of all training devices; empty until the process accepts requests between steps.
+        run: the run's folder; empty if not logged, or not known yet.
     """
 
     job: str
@@ -46,14 +46,14 @@ class JobProcess:
     run: str = ""
 
     def is_named(self, name: str) -> bool:
-        """Return whether a user means this job by `name`."""
+        """Return whether `name` identifies this job."""
         return name in (self.job, self.run, Path(self.run).name) or (
             bool(self.run) and Path(name).absolute() == Path(self.run).absolute()
         )
 
 
 def enter(job: str, device: int, kind: str) -> None:
-    """Write this process's row. It is removed when the process ends. If it cannot be written, the device trains without."""
+    """Write this process's row, which is removed when the process ends. Ignore write errors."""
     global _mine
     pid = os.getpid()
     with suppress(OSError, InputError, psutil.Error):
@@ -74,7 +74,7 @@ def update(**changes: Any) -> None:
 
 
 def job() -> str:
-    """Return the job of this process. Empty: it has no row."""
+    """Return the job of this process; empty without a row."""
     return "" if _mine is None else _mine.job
 
 
@@ -132,7 +132,7 @@ def _read(path: Path) -> JobProcess | None:
 
 
 def _began(pid: int) -> float:
-    """Return a process's start time. On Linux in ticks since boot, which do not depend on the clock."""
+    """Return a process's start time. On Linux, in ticks since boot, which clock changes do not affect."""
     stat_file = Path(f"/proc/{pid}/stat")
     if stat_file.exists():
         return float(stat_file.read_text().rpartition(")")[2].split()[19])
@@ -140,10 +140,10 @@ def _began(pid: int) -> float:
 
 
 def _folder() -> Path:
-    """Return this user's folder, and make it if needed. It is in /tmp because several machines may share a home.
+    """Return this user's folder, and create it if needed. It is in /tmp because several machines may share a home.
 
     Raises:
-        InputError: another user made it.
+        InputError: another user created it.
     """
     path = SHARED / f"convoy-{os.geteuid()}"
     with suppress(FileExistsError):
@@ -152,7 +152,7 @@ def _folder() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise InputError(
             f"{path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}: the list of a user's devices "
-            "must be in a folder that is this user's alone; have it removed"
+            "must be in a folder that only this user can access; have it removed"
         )
     return path
 

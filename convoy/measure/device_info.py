@@ -1,4 +1,4 @@
-"""The devices of a job as they describe themselves, and the fleet that they form."""
+"""Describes the devices of a job, and builds the job's fleet from them."""
 
 import os
 import platform
@@ -17,15 +17,15 @@ from convoy.measure.other_load import machine_name
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One device and its process, as the process sees them.
+    """A device and its process, as the process reports them.
 
     Attributes:
-        name: of its host.
-        machine: distinguishes hosts: the boot of the kernel and the network namespace.
-        cores: threads it computes with; None for an accelerator.
-        memory_bytes: of an accelerator; for a CPU what is free on the host, and what this process already has.
+        name: the host's name.
+        machine: identifies the host: the kernel's boot id and the network namespace.
+        cores: number of compute threads; None for an accelerator.
+        memory_bytes: an accelerator's memory; for a CPU, the host's free memory plus what this process already holds.
         slowdown: the factor by which it computes more slowly than its hardware.
-        process_bytes: see `convoy.machine.accelerator.process_bytes`; the model is included.
+        process_bytes: see `convoy.machine.accelerator.process_bytes`; includes the model.
     """
 
     name: str
@@ -50,7 +50,7 @@ def describe_device(device: torch.device, slowdown: float) -> DeviceInfo:
 
 
 def fleet_of(rows: Sequence[DeviceInfo]) -> Fleet:
-    """Return the fleet that the devices of a job form; its links are not measured yet."""
+    """Return the fleet of a job's devices, with links that are not measured yet."""
     hosts: dict[str, str] = {}  # machine -> name
     for row in rows:
         name = re.sub(r"[^A-Za-z0-9._-]", "-", row.name.split(".")[0]).lstrip("._-")[:40] or "host"
@@ -69,16 +69,16 @@ def fleet_of(rows: Sequence[DeviceInfo]) -> Fleet:
                 memory_bytes=memory_bytes,
             )
         )  # fmt: skip
-    # Fleets of several hosts need a NIC; measured ones replace it.
+    # A fleet of several hosts needs a NIC. Measured NICs replace this one.
     network = Nic(1.0, 1.0, 0.0) if len(hosts) > 1 else None
     return Fleet(tuple(Host(name) for name in hosts.values()), tuple(devices), network)
 
 
 def fit(fleet: Fleet, rows: Sequence[DeviceInfo]) -> Fleet:
-    """Return the fleet of a file with the slow-downs in force, if it is the fleet of this job.
+    """Check that a file's fleet is the fleet of this job; return it with the job's slow-downs.
 
     Raises:
-        InputError: another number of devices, another kind, hosts that are not the machines of the job.
+        InputError: the number of devices, their kinds or their hosts differ.
     """
     if len(fleet.devices) != len(rows):
         raise InputError(
@@ -91,8 +91,8 @@ def fit(fleet: Fleet, rows: Sequence[DeviceInfo]) -> Fleet:
                 f"device {index} ({device.name}) is {device.kind} in the fleet file, but computes on {row.kind}: start the "
                 "processes in the order of the file, each on its device"
             )
-        for other, there in zip(fleet.devices[:index], rows[:index], strict=True):
-            if (device.host == other.host) != (row.machine == there.machine):
+        for other, other_row in zip(fleet.devices[:index], rows[:index], strict=True):
+            if (device.host == other.host) != (row.machine == other_row.machine):
                 together = "one host" if device.host == other.host else "two hosts"
                 raise InputError(
                     f"{other.name} and {device.name} are on {together} in the fleet file, but not in this job: start the "

@@ -1,7 +1,7 @@
-"""Joules by the counters of the machine: RAPL of processor packages, NVML of GPUs. Nothing is estimated.
+"""Reads energy in joules from hardware counters: RAPL of processor packages, NVML of GPUs. Nothing is estimated.
 
-RAPL counts whole packages, with everything that runs on them; Linux shows it under `POWERCAP`. NVML counts a whole GPU.
-A meter without a counter says why.
+RAPL counts whole packages, including other programs; Linux shows it under `POWERCAP`. NVML counts a whole GPU.
+A meter without a counter gives the reason.
 """
 
 import importlib
@@ -26,25 +26,25 @@ class _UnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A counter of energy in units of `unit_j` joules, which wraps at `range_units` (0: never)."""
+    """An energy counter in units of `unit_j` joules that wraps at `range_units` (0: never)."""
 
     read: Callable[[], int]
     unit_j: float
     range_units: int = 0
 
     def joules(self, before: int, now: int) -> float:
-        """Return the energy between two readings. A counter without a range that fell was reset."""
+        """Return the energy between two readings. If a counter without a range fell, it was reset."""
         if self.range_units:
             return (now - before) % self.range_units * self.unit_j
         return (now - before if now >= before else now) * self.unit_j
 
 
 class EnergyMeter:
-    """The energy that one device uses, by counters that are added.
+    """The energy meter of one device: the sum of its counters.
 
     Args:
-        source: what measures, for messages; the reason if there are no counters.
-        key: of the counters; devices with the same key share them.
+        source: name of the counters, for messages; without counters, the reason.
+        key: identifies the counters; devices with the same key share them.
     """
 
     def __init__(self, source: str, key: str = "", counters: Sequence[Counter] = ()) -> None:
@@ -53,12 +53,12 @@ class EnergyMeter:
         self.joules()
 
     def joules(self) -> float | None:
-        """Return the joules since the previous call, at first since the meter was made; None if nothing measures them."""
+        """Return the joules since the previous call (first: since construction); None without counters."""
         if not self.counters:
             return None
         try:
             now = [each.read() for each in self.counters]
-        except Exception as error:  # NVML's share no base class, and a failing meter must not end a training
+        except Exception as error:  # NVML errors share no base class, and a failing meter must not stop training
             self.counters, self.key, self.source = (), "", f"{ABSENT}: {_reason(error)}"
             return None
         before, self._before = self._before or now, now
@@ -76,7 +76,7 @@ def meter_of(device: torch.device, powercap: Path | None = None) -> EnergyMeter:
 def once_each(
     keys: Sequence[str], sources: Sequence[str], values: Sequence[float | None]
 ) -> list[tuple[float | None, str]]:
-    """Return each device's value and its source; shared counters count for the first of their devices only."""
+    """Return each device's value and source; only the first device of shared counters has a value."""
     rows = []
     for device, (key, source, value) in enumerate(zip(keys, sources, values, strict=True)):
         first = keys.index(key) if key else device
@@ -90,7 +90,7 @@ def counted_with(device: int) -> str:
 
 
 def _package_meter(powercap: Path) -> EnergyMeter:
-    """Return the meter of all packages. (psys counts them again with the rest of the machine; core and dram are parts.)"""
+    """Return the meter of all packages. (psys would count them twice; core and dram are parts of them.)"""
     counters, names = [], []
     try:
         for zone in sorted(powercap.glob("intel-rapl:*")):
@@ -114,7 +114,7 @@ def _package_meter(powercap: Path) -> EnergyMeter:
 def _gpu_meter(device: torch.device) -> EnergyMeter:
     uuid = uuid_of(device)
     if uuid is None:
-        raise _UnavailableError(f"{device} has no UUID by which NVML would know it")
+        raise _UnavailableError(f"{device} has no UUID, which NVML needs to find it")
     try:
         nvml: Any = importlib.import_module(NVML)
     except ImportError:

@@ -1,6 +1,6 @@
 """Times the layers of a model on one device, at several numbers of samples, outputs and input channels.
 
-A layer at one size runs on random numbers, as the executor runs it.
+Each layer runs as in the executor, on random inputs.
 """
 
 import math
@@ -32,24 +32,24 @@ from convoy.runtime.precision import dtype_named
 from convoy.simulate.compute import bytes_moved, shape_s
 
 DRAWN = 1 << 16
-"""Random numbers of an input at most; a larger one repeats them."""
+"""The most random numbers drawn for one input; a larger input repeats them."""
 
 
 class LayerTimer:
-    """Times the layers of one model on one device.
+    """The timer of one model's layers on one device.
 
     Args:
-        traced: the model in training mode; `model` itself, whole, which stays as it is.
+        traced: the traced whole `model`, in training mode; `model` stays unchanged.
         batch: the global batch, the largest number of samples that is timed.
-        rounds: of each size in one turn.
-        precision: what the layers compute in; see `convoy.runtime.precision`.
+        rounds: rounds per size and turn.
+        precision: number format of the layers; see `convoy.runtime.precision`.
 
     Attributes:
-        alike: for each layer of a step, in order, the first that computes the same on the same shapes: it is timed for both.
+        alike: for each layer of a step, in order, the first layer with equal computation and shapes; only that one is timed.
         timings: by layer and size.
-        grids: the sizes of each layer's grid, which its first turn chooses.
-        plan_sizes: further sizes, which plans use.
-        wall_s, processor_s: wall-clock seconds of timing, and processor seconds of this process meanwhile.
+        grids: the sizes of each layer's grid, chosen in its first turn.
+        plan_sizes: more sizes, which plans use.
+        wall_s, processor_s: wall-clock seconds spent timing, and this process's processor seconds in that time.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LayerTimer:
         if operation.call == "module":
             call = repr(self.model.get_submodule(str(operation.target)))
         else:
-            # A local function has no other name than its address, so it is like no other.
+            # The address distinguishes functions without a name, so that none is equal to another.
             target = getattr(operation.target, "__qualname__", operation.target)
             call = repr((operation.call, target, operation.args, dict(operation.kwargs)))
         inputs = [(self.traced.graph[i].shape, self.traced.graph[i].dtype) for i in layer.inputs]
@@ -90,7 +90,7 @@ class LayerTimer:
         return repr((row, self.wants[name], name in self.trained, call))
 
     def turn(self, name: str, allowance_s: float, wall: Now = time.monotonic) -> None:
-        """Time the sizes of a layer's grid once more, as far as they are not known yet and the allowance reaches.
+        """Time the sizes of a layer's grid that need more rounds, within the allowance.
 
         The first turn chooses the grid, one or two rectangles of sizes (see `Axes`), and times all of it.
         """
@@ -112,13 +112,13 @@ class LayerTimer:
         known_s = self.time(name, known)
 
         def expected_s(size: LocalSize) -> float:
-            # A roofline: in proportion to the entries, a Linear that reads its weights seems to take far too long.
+            # By roofline: scaling by entries overestimates a Linear, since small sizes mostly read weights.
             return known_s * shape_s(layer, size) / shape_s(layer, known)
 
         samples, outputs = (axis[len(axis) // 2] for axis in (full.samples, full.outputs))
         middle = LocalSize(samples, outputs, whole.inputs)
         if middle != known and expected_s(middle) < min(POINT_LIMIT_S, allowance_s) / 4:
-            known_s = self.time(name, middle)  # says more about the largest size
+            known_s = self.time(name, middle)  # closer to the largest size
             known = middle
         axes = choose_axes(full, whole, expected_s, allowance_s, self.timer.slice_s)
         sizes = axes.sizes(whole)
@@ -127,13 +127,13 @@ class LayerTimer:
         return sizes
 
     def unknown(self, name: str) -> list[LocalSize]:
-        """Return the sizes of a layer's grid whose time further rounds would improve."""
+        """Return the sizes of a layer's grid that need more rounds."""
         return [size for size in self.grids[name] if not self.timings[name, size].is_known]
 
     def time(self, name: str, size: LocalSize) -> float:
-        """Time a layer at one size for some more rounds; return its seconds, forward and backward."""
+        """Time more rounds of a layer at one size; return its forward + backward seconds."""
         layer, backward = self.traced.graph[name], name in self.trained
-        # As in training, where autograd is off around the executor and layers that need it turn it on.
+        # As in training: the executor turns autograd off, and layers that need it turn it on.
         with (
             torch.no_grad(),
             workload(
@@ -149,7 +149,7 @@ class LayerTimer:
         return times.forward_s + times.backward_s
 
     def rows(self, factor: float = 1.0) -> dict[str, list[list[Any]]]:
-        """Return all points by layer, as the values of a `LayerPoint` after device and layer, with seconds times `factor`."""
+        """Return each layer's points as `LayerPoint` values without device and layer, seconds times `factor`."""
         rows: dict[str, list[list[Any]]] = {name: [] for name in self.grids}
         for sizes, beside in ((self.grids, False), (self.plan_sizes, True)):
             for name, each in sizes.items():
@@ -161,7 +161,7 @@ class LayerTimer:
         return rows
 
     def reached(self) -> dict[str, float]:
-        """Return FLOP/s of the weighted layers and bytes/s of the others, at the largest size of each; 0: there is none."""
+        """Return FLOP/s of the weighted layers and bytes/s of the others, each at its largest size; 0 without such layers."""
         work = work_s = moved = moved_s = 0.0
         for name, first in self.alike.items():
             layer = self.traced.graph[name]
@@ -181,7 +181,7 @@ class LayerTimer:
 
 
 class SharedStatistics:
-    """A batch norm as it runs where the batch is split over several devices, without the exchange of statistics."""
+    """A batch norm of a split batch, without the exchange of statistics."""
 
     def __init__(self, model: nn.Module, traced: TracedModel, layer: Layer) -> None:
         self.norm = GlobalBatchNorm(model.get_submodule(str(traced.operations[layer.name].target)), layer)
@@ -208,10 +208,10 @@ def workload(
     backward: bool,
     precision: str = "float32",
 ) -> Iterator[Workload]:
-    """Give a layer's arithmetic at one size. Until the context ends, `model` holds only the local shard of its weights.
+    """Yield a layer's arithmetic at one size. Inside the context, `model` holds only the local shard of its weights.
 
     Args:
-        model: a copy on the device that is timed.
+        model: a copy on the timed device.
         size: its outputs are a multiple of the layer's `granule`.
         wants: which inputs need a gradient.
     """
@@ -233,7 +233,7 @@ def workload(
 
 
 def placement_of(graph: Graph, layer: Layer, size: LocalSize) -> Placement:
-    """Place a layer on two devices, so that the first one has this size of it."""
+    """Place a layer on two devices so that the first one computes this size."""
     whole = whole_size(layer, 1)
     if size.inputs < whole.inputs:
         return place(graph, layer, Channel((size.inputs, whole.inputs - size.inputs)), size.samples, 2)
@@ -267,7 +267,7 @@ def _sliced(model: nn.Module, layer: Layer, placed: Placement) -> Iterator[None]
 def _inputs(
     model: nn.Module, traced: TracedModel, layer: Layer, size: LocalSize, placed: Placement, device: torch.device
 ) -> list[Any]:
-    """Return random inputs. Only a layer with several outputs itself knows their shapes, so it is run on random inputs."""
+    """Return random inputs. A source layer with several outputs is run, because only it knows their shapes."""
     graph, inputs = traced.graph, list[Any]()
     for layout, name in zip(placed.takes, layer.inputs, strict=True):
         source = graph[name]

@@ -1,8 +1,8 @@
 """Measures the network of a job: every pair of hosts alone, each NIC with all others, and the processor time of traffic.
 
-Everything goes through `convoy.comm.group.Group`, as in training, so what the group costs is included. The first device of a
-host speaks for it, and the host's other devices are measured against it. Clocks of two machines cannot be compared, so a
-latency is half of a round trip.
+All messages go through `convoy.comm.group.Group`, as in training, so its overhead is included. The first device of a host
+represents the host, and the host's other devices are measured against it. Clocks of two machines cannot be compared, so
+a latency is half of a round trip.
 """
 
 import statistics
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Group, Message
 from convoy.fleet import Fleet, Link, NetworkSegment, Nic
 from convoy.measure.timing import plain_torch, spread_of, typical
 from convoy.simulate.table import LinkSpread
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)
-"""Bytes of the messages of a pair: the first, and the largest that its time allows."""
+"""Message sizes in bytes. A pair uses the first, and the largest that its time allows."""
 
 ACK_BYTES = 8
-PROBE_S = 1.0  # a message that is expected to take longer is not tried
+PROBE_S = 1.0  # longer messages are not tried
 PAUSE_S = 0.1  # longer than the pauses of a quota
 REPEATS, NIC_REPEATS = (3, 20), 3  # the fewest and the most messages of one size
 PAIR_S = 1.0
@@ -31,7 +31,7 @@ PAIR_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PairLink:
-    """The link from one device to another, used alone. Spreads are (slowest - fastest) / typical."""
+    """The link from one device to another, without other traffic. Spreads are (slowest - fastest) / typical."""
 
     source: int
     target: int
@@ -43,7 +43,7 @@ class PairLink:
 
 @dataclass(frozen=True, slots=True)
 class NicRates:
-    """The rates of one host with all other hosts at once."""
+    """The rates of one host to and from all other hosts at once."""
 
     send_bytes_per_s: float
     receive_bytes_per_s: float
@@ -51,7 +51,7 @@ class NicRates:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Seconds of a device's processor, at its share of one, per byte and per message of any size."""
+    """A device's seconds per byte sent, per byte received and per message, at its share of a processor."""
 
     send_s_per_byte: float
     receive_s_per_byte: float
@@ -60,14 +60,14 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class WireTimes:
-    """The measured network: pairs in both directions, NICs if there are several hosts, and the traffic of every device."""
+    """The measured network: pairs in both directions, NICs if there are several hosts, and each device's traffic cost."""
 
     pairs: tuple[PairLink, ...]
     nics: tuple[NicRates, ...]
     traffic: tuple[Traffic, ...]
 
     def into(self, fleet: Fleet) -> Fleet:
-        """Return the fleet with measured NICs, links and uplinks in place of the described ones."""
+        """Return the fleet with measured NICs, links and uplinks."""
         host = [device.host for device in fleet.devices]
         links = tuple(
             Link(*ends, statistics.median(p.bytes_per_s for p in pairs), statistics.median(p.latency_s for p in pairs))
@@ -80,7 +80,7 @@ class WireTimes:
         for entry, rates in zip(fleet.hosts, self.nics, strict=True):
             out = [pair for pair in self.pairs if host[pair.source] == entry.name != host[pair.target]]
             into = [pair for pair in self.pairs if host[pair.target] == entry.name != host[pair.source]]
-            # A NIC carries at least what one of its links carries alone.
+            # A NIC is at least as fast as each of its links.
             nic = Nic(
                 send_bytes_per_s=max(rates.send_bytes_per_s, *(pair.bytes_per_s for pair in out)),
                 receive_bytes_per_s=max(rates.receive_bytes_per_s, *(pair.bytes_per_s for pair in into)),
@@ -90,7 +90,7 @@ class WireTimes:
         return replace(fleet, hosts=tuple(hosts), network=None, links=links, segments=segments)
 
     def spreads(self, fleet: Fleet) -> tuple[LinkSpread, ...]:
-        """Return how far the repetitions of each link of `into` differ."""
+        """Return the spread of repetitions of each link of `into`."""
         return tuple(
             LinkSpread(*ends, max(p.latency_spread for p in pairs), max(p.bandwidth_spread for p in pairs))
             for ends, pairs in self._by_hosts(fleet).items()
@@ -126,7 +126,7 @@ def _measured_segment(fleet: Fleet, segment: NetworkSegment, links: Sequence[Lin
 
 
 class Stage(NamedTuple):
-    """Messages of one size, as one end timed them: seconds of each with its acknowledgement, and seconds of its processor."""
+    """Messages of one size, timed at one end: seconds of each with its acknowledgement, and processor seconds."""
 
     size: int
     seconds: list[float]
@@ -134,7 +134,7 @@ class Stage(NamedTuple):
 
 
 class _Messages:
-    """Sends, receives and times messages of this device."""
+    """A sender, receiver and timer of this device's messages."""
 
     def __init__(self, group: Group, now: Callable[[], float], processor: Callable[[], float]) -> None:
         self.group, self.now, self.processor = group, now, processor
@@ -144,13 +144,13 @@ class _Messages:
         return [Message(peer, torch.zeros(size, dtype=torch.uint8, device=device)) for peer, size in sizes.items()]
 
     def fan(self, centre: int, out: Mapping[int, int], into: Mapping[int, int], repeats: int) -> Stage:
-        """Let one device send to others at once and then receive from all of them, several times.
+        """Send from one device to others at once, then back from all of them, several times.
 
         Args:
             out, into: bytes to and from each of the others. The same on all of them.
 
         Returns:
-            all but the first time, which finds cold buffers; nothing on a device that takes no part.
+            all repetitions but the first, which finds cold buffers; nothing on a device without messages.
         """
         me, found = self.group.device, Stage(max(out.values()), [], [])
         if me == centre:
@@ -174,7 +174,7 @@ class _Messages:
         return self.fan(self.group.device, {peer: size}, {peer: ACK_BYTES}, count) if size else Stage(0, [], [])
 
     def follow(self, peer: int) -> list[Stage]:
-        """Answer the messages of `lead` on the other device."""
+        """Answer the messages of the peer's `lead`."""
         stages: list[Stage] = []
         while True:
             order = torch.zeros(2, dtype=torch.int64, device=self.group.torch_device)
@@ -186,12 +186,12 @@ class _Messages:
             stages.append(Stage(size, [], self.fan(peer, {me: size}, {me: ACK_BYTES}, count).processor_s))
 
     def lead(self, peer: int, allowance_s: float) -> list[Stage]:
-        """Send small messages, and large ones of the largest size that the time allows. Only this end reads the time."""
+        """Time small messages, and messages of the largest size that the time allows. Only this end measures time."""
 
         def count(each_s: float) -> int:
             return min(REPEATS[1], max(REPEATS[0], round(allowance_s / 4 / max(each_s, 1e-9))))
 
-        # The first ones find cold connections; they only say how many more fit.
+        # The first messages find cold connections; they only determine how many more fit.
         first_s = statistics.median(self._stage(peer, SIZES[0], REPEATS[0]).seconds)
         small = self._stage(peer, SIZES[0], count(first_s))
         fastest_s, size, longer_s = min(small.seconds), SIZES[0], 0.0
@@ -211,11 +211,11 @@ class _Messages:
 
 
 def pairs_to_measure(host: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the pairs of devices in the order of their measurements, and the device that speaks for each host."""
-    speakers = [host.index(h) for h in sorted(set(host))]
-    pairs = [(a, b) for i, a in enumerate(speakers) for b in speakers[i + 1 :]]
-    pairs += [(speakers[h], d) for d, h in enumerate(host) if d not in speakers]
-    return pairs, speakers
+    """Return the pairs of devices in measuring order, and the first device of each host."""
+    firsts = [host.index(h) for h in sorted(set(host))]
+    pairs = [(a, b) for i, a in enumerate(firsts) for b in firsts[i + 1 :]]
+    pairs += [(firsts[h], d) for d, h in enumerate(host) if d not in firsts]
+    return pairs, firsts
 
 
 @plain_torch(torch.float32)
@@ -233,14 +233,14 @@ def measure_links(
 
     Args:
         host: index of each device's host.
-        share: how much of a processor this device has; see `convoy.measure.overhead_probe`.
+        share: this device's share of a processor; see `convoy.measure.overhead_probe`.
         budget_s: approximate seconds, half for pairs and half for NICs.
         now, processor: read seconds of the wall clock and of this process's processor.
 
     Raises:
         DeviceLostError: a device did not answer within the group's time limit.
     """
-    pairs, speakers = pairs_to_measure(host)
+    pairs, firsts = pairs_to_measure(host)
     messages = _Messages(group, now, processor)
     allowance_s = min(PAIR_S, budget_s / 2 / max(1, len(pairs)), group.timeout_s / 8)
     links: list[PairLink] = []
@@ -257,26 +257,24 @@ def measure_links(
             elif group.device == target:
                 received += messages.follow(source)
         rows = gather(group, f"link {a} {b}", own)
-        there, back = ([Stage(*row) for row in rows[device]] for device in (a, b))
-        links += _both_ways(a, b, there, back)
-        trips[frozenset((a, b))] = min(*there[0].seconds, *back[0].seconds)
+        out_stages, back_stages = ([Stage(*row) for row in rows[device]] for device in (a, b))
+        links += _both_directions(a, b, out_stages, back_stages)
+        trips[frozenset((a, b))] = min(*out_stages[0].seconds, *back_stages[0].seconds)
     nics = []
-    if len(speakers) > 1:
+    if len(firsts) > 1:
         rate = {
-            (link.source, link.target): link.bytes_per_s
-            for link in links
-            if {link.source, link.target} <= set(speakers)
+            (link.source, link.target): link.bytes_per_s for link in links if {link.source, link.target} <= set(firsts)
         }
-        each_s = min(budget_s / len(speakers), group.timeout_s) / 16 / NIC_REPEATS
-        size = min(SIZES[-1], max(SIZES[0], round(each_s * max(rate.values()) / len(speakers))))
-        for centre in speakers:
+        each_s = min(budget_s / len(firsts), group.timeout_s) / 16 / NIC_REPEATS
+        size = min(SIZES[-1], max(SIZES[0], round(each_s * max(rate.values()) / len(firsts))))
+        for centre in firsts:
             progress(f"NIC of device {centre}'s host")
-            others = [device for device in speakers if device != centre]
-            # Each peer gets what its own link carries in the same time, so that a slow peer does not hide a fast NIC.
+            others = [device for device in firsts if device != centre]
+            # Bytes in proportion to each peer's link, so that a slow peer does not hide a fast NIC.
             out = _in_proportion({other: rate[centre, other] for other in others}, size)
             into = _in_proportion({other: rate[other, centre] for other in others}, size)
             acks = dict.fromkeys(others, ACK_BYTES)
-            timed = [messages.fan(centre, *ways, NIC_REPEATS).seconds for ways in ((out, acks), (acks, into))]
+            timed = [messages.fan(centre, *sizes, NIC_REPEATS).seconds for sizes in ((out, acks), (acks, into))]
             out_s, into_s = gather(group, f"NIC {centre}", timed)[centre]
             trip_s = max(trips[frozenset((centre, other))] for other in others)
             send, receive = (
@@ -288,25 +286,25 @@ def measure_links(
     return WireTimes(tuple(links), tuple(nics), tuple(Traffic(**row) for row in rows))
 
 
-def _both_ways(a: int, b: int, there: Sequence[Stage], back: Sequence[Stage]) -> list[PairLink]:
-    """Return both links of a pair. A round trip takes both latencies, the message one way and the acknowledgement the other."""
-    forth, home = _bandwidth(there), _bandwidth(back)
+def _both_directions(a: int, b: int, out_stages: Sequence[Stage], back_stages: Sequence[Stage]) -> list[PairLink]:
+    """Return both links of a pair. A round trip contains the latencies of the message and of its acknowledgement."""
+    out_rate, back_rate = _bandwidth(out_stages), _bandwidth(back_stages)
     trips = [
         statistics.median(stages[0].seconds) - stages[0].size / out - ACK_BYTES / into
-        for stages, out, into in ((there, forth, home), (back, home, forth))
+        for stages, out, into in ((out_stages, out_rate, back_rate), (back_stages, back_rate, out_rate))
     ]
     latency_s = max(0.0, statistics.fmean(trips) / 2)
-    spread = spread_of([*there[0].seconds, *back[0].seconds])
+    spread = spread_of([*out_stages[0].seconds, *back_stages[0].seconds])
     return [
         PairLink(source, target, rate, latency_s, spread_of(stages[-1].seconds), spread)
-        for source, target, rate, stages in ((a, b, forth, there), (b, a, home, back))
+        for source, target, rate, stages in ((a, b, out_rate, out_stages), (b, a, back_rate, back_stages))
     ]
 
 
 def _bandwidth(stages: Sequence[Stage]) -> float:
-    """Return bytes/s by what the largest messages take longer than the fastest small one.
+    """Return bytes/s from the extra time of the largest messages over the fastest small one.
 
-    The other small messages waited for a busy processor, which a large one does not wait for as well.
+    The slower small messages waited for a busy processor; large messages contain that wait only once.
     """
     small, large = stages[0], stages[-1]
     large_s = typical(large.seconds)
@@ -322,7 +320,7 @@ def _in_proportion(rates: Mapping[int, float], largest: int) -> dict[int, int]:
 
 
 def _traffic(sent: Sequence[Stage], received: Sequence[Stage], share: float) -> Traffic:
-    """Return seconds per byte by the largest messages, whose price per message hardly counts."""
+    """Return seconds per byte from the largest messages, whose cost per message is negligible."""
     rows = []
     for stages in (sent, received):
         size = max((stage.size for stage in stages), default=0)

@@ -1,7 +1,7 @@
-"""The measuring job: every device times its layers, all at the same time, then the links, then the sizes that plans use.
+"""Measures the devices of a job: layers on all devices at once, then links, then the sizes that plans use.
 
-Layer by layer the devices wait for each other, so that they load a shared machine as in training, and a lost device is noticed
-soon.
+The devices wait for each other after each layer. So they load a shared machine as in training, and notice a lost device
+early.
 """
 
 import datetime
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from convoy._version import __version__
-from convoy.comm.collectives import check_same, from_first, gather
+from convoy.comm.control_messages import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.fleet import Fleet
 from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices
@@ -40,7 +40,7 @@ GRID_FRACTION = 2 / 3
 """The fraction of the layers' seconds for the grids; the rest is for the sizes that plans use."""
 
 OTHER_SLICES, POINT_SLICES, POINTS = 550, 10, 7
-"""Slices of everything but layers and links, and of one size of a layer; and sizes of a layer, if its calls are short."""
+"""Slices for everything but layers and links; slices per size of a layer; sizes of a layer with short calls."""
 
 SHORTEST_S = 2e-3
 """The shortest slice: enough for some calls of a short layer."""
@@ -48,19 +48,19 @@ SHORTEST_S = 2e-3
 
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
-    """How a model is measured.
+    """The settings of a measurement.
 
     Attributes:
         net: the model's name in messages and files.
-        fleet: a description of the fleet, whose NICs and links are replaced by measured ones; None: the devices describe
+        fleet: a description of the fleet, for which NICs and links are measured; None: the devices describe
             themselves.
         budget_s: approximate wall-clock seconds of the whole job. Every layer is timed at one size at least.
         links_budget_s: seconds for the links, in addition; None: a quarter of `budget_s`.
         slowdown: the factor by which this device computes more slowly than its hardware.
         precision: of the layers; see `convoy.runtime.precision`.
-        slice_s: see `convoy.measure.timing`; None: as the budget allows.
+        slice_s: see `convoy.measure.timing`; None: chosen by the budget.
         wall: clock of the budget.
-        processor: clock of the seconds that `slowdown` multiplies; None: as the kind of device has it.
+        processor: clock of the seconds that `slowdown` multiplies; None: the default for its kind of device.
     """
 
     net: str
@@ -86,11 +86,11 @@ def measure_job(
     """Measure a model on the devices of a group, and the links between them. All devices call it and get the same value.
 
     Args:
-        traced: the model in training mode; `model` itself, whole, which stays as it is.
+        traced: the traced whole `model`, in training mode; `model` stays unchanged.
         batch: the global batch, the largest number of samples that is timed.
 
     Raises:
-        InputError: a fleet that is not this job's; a precision that a device or the model does not have.
+        InputError: the fleet is not this job's; a device or the model does not support the precision.
         MismatchError: the devices were started with different models, batches or fleets.
         DeviceLostError: a device did not answer within the group's time limit.
     """
@@ -120,12 +120,12 @@ def measure_job(
 
     hosts = host_indices(fleet)
     wire = measure_links(group, hosts, share, budget_s=links_s, progress=progress)
-    progress("what a step costs in addition to its layers")
+    progress("overheads of a step")
     now, outputs = timer.now, loss_shapes(traced.graph, batch)
     update_s = time_update(device, now, slice_s)
     overheads = measure_overheads(device, now, slice_s, wire.traffic[me].message_s, share, outputs)
     every = [Overheads(**row) for row in gather(group, "overheads", asdict(overheads))]
-    progress("exchanges between devices that compute")
+    progress("exchanges during computation")
     sync = measure_sync(group, clock, wire, every, slice_s, quota)
     own = {"update_s_per_entry": update_s, "process_bytes": process_bytes, **layers.reached()}
     own_rows = gather(group, "costs of a step", own)
@@ -165,10 +165,10 @@ def measure_job(
 
 
 def slice_of(budget_s: float, layers: int) -> float:
-    """Return the slice with which everything takes two thirds of a budget if its calls are short.
+    """Return the slice length with which short calls take two thirds of a budget.
 
     Args:
-        layers: those that differ.
+        layers: number of distinct layers.
     """
     slices = OTHER_SLICES + POINTS * POINT_SLICES * layers
     return min(SLICE_S, max(SHORTEST_S, GRID_FRACTION * budget_s / slices))
@@ -194,7 +194,7 @@ def _time_grids(
 ) -> float | None:
     """Time the grids of all layers, turn by turn, until all are known or the time is up; return this device's watts.
 
-    A disturbance of a second is then in one turn of many. Waiting for slower devices uses up the time too.
+    A brief disturbance then affects only one of many turns. Waiting for slower devices counts as time.
     """
     names, left_s, joules, metered_s = list(dict.fromkeys(layers.alike.values())), budget_s, 0.0, 0.0
     for turn in itertools.count(1):
@@ -215,7 +215,7 @@ def _time_grids(
 
 
 def _time_plan_sizes(group: Group, layers: LayerTimer, measured: Measurement, budget_s: float, wall: Now) -> None:
-    """Time the sizes that plans use, turn by turn, as many as fit. Planning counts too."""
+    """Time as many of the plans' sizes as the budget allows, turn by turn. Planning counts too."""
     start_s = wall()
     rows = from_first(
         group,

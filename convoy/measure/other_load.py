@@ -1,7 +1,7 @@
 """Detects other programs on a machine while it is measured, and CPU quotas.
 
-Processor time of the whole machine minus that of the job's own processes is what other programs used. It slows the job only if
-both together want more cores than the machine has.
+Other programs used the machine's processor time minus that of the job's processes. They slow the job only if both
+together need more cores than the machine has.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.machine.accelerator import OWN, ROOT, control_groups
 
@@ -23,12 +23,12 @@ NOTICED = 1.1
 """A slowdown above this factor is reported; the kernel's own work stays below it."""
 
 LEAST_FRACTION = 0.05
-"""On a machine that others fill, a program gets at least this fraction of what it wants."""
+"""Even on a fully loaded machine, a program gets at least this fraction of the cores it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Wall-clock seconds, busy seconds of all processors, and processor seconds of this process, each since some start."""
+    """Wall-clock seconds, busy seconds of all processors, and processor seconds of this process. Only differences count."""
 
     wall_s: float
     busy_s: float
@@ -43,11 +43,11 @@ def read_usage() -> Reading:
 
 
 Usage = tuple[str, float, float, float, float]
-"""What a device saw: the name of its machine, that machine's cores, the cores that it wants, busy cores, cores that it used."""
+"""A device's report: machine name, cores of the machine, cores the device needs, busy cores, cores the device used."""
 
 
 def slowed_by_others(group: Group, topic: str, begin: Reading) -> tuple[float, ...]:
-    """Return for each device the factor by which other programs slowed it since `begin`. All devices call it."""
+    """Return each device's slowdown by other programs since `begin`. All devices call it."""
     now = read_usage()
     wall_s = max(1e-9, now.wall_s - begin.wall_s)
     busy, own = (now.busy_s - begin.busy_s) / wall_s, (now.own_s - begin.own_s) / wall_s
@@ -57,7 +57,7 @@ def slowed_by_others(group: Group, topic: str, begin: Reading) -> tuple[float, .
 
 
 def slowdowns(usages: Sequence[Usage]) -> tuple[float, ...]:
-    """Return the slowdown of each device: the job's devices on a machine lose the cores that no longer fit next to others."""
+    """Return each device's slowdown. Other programs take cores from a machine's devices, unless cores are idle."""
     result = []
     for machine, cores, *_ in usages:
         _, _, wanted, busy, own = zip(*(each for each in usages if each[0] == machine), strict=True)
@@ -68,14 +68,14 @@ def slowdowns(usages: Sequence[Usage]) -> tuple[float, ...]:
 
 
 def machine_name() -> str:
-    """Return what identifies this machine: the boot id on Linux, else its network name."""
+    """Return an identifier of this machine: the boot id on Linux, else its network name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()
 
 
 def quota_cores(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Return the CPU quota of this process in cores: the tightest of its control groups. None: no quota.
+    """Return this process's CPU quota in cores, the tightest of its control groups; None without a quota.
 
     An emulated host does not see the control groups of the machine, so `convoy emulate` sets CONVOY_CPU_QUOTA.
     """

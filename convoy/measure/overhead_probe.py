@@ -5,8 +5,8 @@
   functions, as the executor calls them. The caches are cold, because a step does each of these once, between layers.
 - Synchronisation. A link is measured at rest. In a step both ends compute before they exchange: the earlier one waits for the
   later one, and the calls find cold caches. So the devices compute tasks of equal length, first alone, then with an exchange
-  after each. What an exchange takes beyond its price is jitter. Its processor time divided by that of an exchange at rest is
-  the call factor.
+  after each. Jitter is the time of such an exchange beyond its cost at rest. The call factor is its processor time divided
+  by that of an exchange at rest.
 - The noise model of devices under a CPU quota (`convoy.simulate.noise`): emulated hosts, and containers with a CPU limit.
 """
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Arrived, Group, Message, Pending
 from convoy.layout.layout import Split, everywhere
 from convoy.measure.layer_timer import workload
@@ -55,15 +55,15 @@ from convoy.simulate.network import SHARE
 from convoy.simulate.noise import QuotaNoise
 
 LAYERS, TENSORS, PEERS = (1, 9), (1, 33), (1, 5)
-"""Linear layers, parameters and peers of the two cases whose difference is the cost of one more."""
+"""Numbers of Linear layers, parameters and peers in two timed cases. Their difference gives the cost of one more."""
 
 COPIED_BYTES = 4 << 20
-"""More than a core's cache holds, and less than what the system must provide anew each time."""
+"""More than a core's cache, and less than the size from which the system provides new memory each time."""
 
 BATCH, QUEUED, UPDATED = 2, 100, 1 << 20
 
 LOSS_ENTRIES = 1 << 22
-"""Most entries of the outputs that a loss is timed on; at least one sample."""
+"""The most output entries that a loss is timed on; at least one sample."""
 
 
 @plain_torch(torch.float32)
@@ -75,23 +75,23 @@ def measure_overheads(
     share: float = 1.0,
     outputs: Sequence[Sequence[int]] = (),
 ) -> Overheads:
-    """Time everything but messages, a few seconds with the usual slice.
+    """Time all overheads except messages. Takes a few seconds with the default slice.
 
     Args:
         message_s: seconds of this device's processor for one small message, at its share of a processor.
-        share: of a processor that this device has. A measured latency contains one message's processor time at full speed,
-            since its devices mostly wait and no quota holds them back; so that is subtracted from a round.
-        outputs: shapes of the model's outputs that a loss is computed of, samples first.
+        share: this device's share of a processor. A measured latency already contains one message's processor time at
+            full speed (its devices mostly wait, so no quota limits them); a round's time excludes it.
+        outputs: shapes of the model's outputs that the loss reads, samples first.
     """
     timer = RoundTimer(Clock(device), now, slice_s)
     core, processor = (ColdCaches(device, now, each) for each in (CORE_BYTES, PROCESSOR_BYTES))
 
     def seconds(work: Callable[[], object], cold: ColdCaches = processor) -> float:
-        # In longer slices than the layers', since differences are taken.
+        # Slices are longer than for layers, because differences are taken.
         return statistics.median(cold.seconds(work, 2 * slice_s))
 
     def line(counts: tuple[int, int], build: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
-        """Return the seconds of one more and of none."""
+        """Return the seconds of one more item, and of none (extrapolated)."""
         few_s, many_s = (seconds(build(count), core) for count in counts)
         each_s = (many_s - few_s) / (counts[1] - counts[0])
         return each_s, few_s - counts[0] * each_s
@@ -107,7 +107,7 @@ def measure_overheads(
     x_NCF = torch.zeros(16, 2, COPIED_BYTES // 64, device=device)
     large = torch.zeros(FRESH_BYTES // 4 + 4096, device=device)
     fresh_s = seconds(lambda: large.new_zeros(len(large))) - seconds(large.zero_)
-    # What the model's loss takes longer than the one that is in `step_s` already.
+    # Only the difference to the small loss that `step_s` already contains.
     loss_bytes = 4 * (sum(map(math.prod, outputs)) - 2 * BATCH)
     loss_s = 0.0
     if loss_bytes > 0:
@@ -136,13 +136,13 @@ def time_update(device: torch.device, now: Now, slice_s: float) -> float:
 
 
 def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the outputs that have values for each sample, with at most `LOSS_ENTRIES`."""
+    """Return the shapes of batched outputs, with at most `LOSS_ENTRIES` entries."""
     each = [graph[name].shape for name in graph.outputs if graph[name].batched and graph[name].shape]
     samples = max(1, min(batch, LOSS_ENTRIES // max(1, sum(map(math.prod, each)))))
     return [(samples, *shape) for shape in each]
 
 
-# --- what is timed -------------------------------------------------------------------------------------------------------
+# --- timed work ----------------------------------------------------------------------------------------------------------
 
 
 def _optimizer(sizes: Sequence[int], device: torch.device) -> torch.optim.Optimizer:
@@ -175,7 +175,7 @@ class _FillingClock(Clock):
         super().__init__(device)
         self.cold = cold
 
-    def stretch(self, expected_s: Mapping[str, float], phase: str) -> "_Filling":
+    def segment(self, expected_s: Mapping[str, float], phase: str) -> "_Filling":
         return _Filling(self, expected_s, phase)
 
 
@@ -188,7 +188,7 @@ class _Filling(Computing):
 
 
 def _training(layers: int, device: torch.device, cold: ColdCaches) -> Callable[[], object]:
-    """Return a step of `convoy.train.loop` on one of two devices that have half of each layer's outputs.
+    """Return a step of `convoy.train.loop` on one of two devices, each with half of every layer's outputs.
 
     It copies images, normalises them, and reads the loss (on a CPU immediately). Each layer leaves the caches cold.
     """
@@ -216,7 +216,7 @@ def _training(layers: int, device: torch.device, cold: ColdCaches) -> Callable[[
 
 
 class _SilentGroup(Group):
-    """A group whose messages arrive immediately, so that only the executor's own time of a round remains."""
+    """A group with messages that arrive immediately, to time only the executor's work of a round."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         self._admit(sends, receives, lane)
@@ -240,7 +240,7 @@ def _round(peers: int, device: torch.device) -> Callable[[], object]:
 
 @contextmanager
 def _chain_layer(kind: str, device: torch.device) -> Iterator[Workload]:
-    """Give the last layer of this kind in a chain."""
+    """Yield the last layer of this kind in a chain."""
     model = _chain(1).to(device)
     traced = trace(model, torch.zeros(1, 4, 1, 1, device=device))
     layer = [layer for layer in traced.graph.layers.values() if layer.kind == kind][-1]
@@ -268,28 +268,28 @@ TASK_SLICES = 2  # 40 ms with the usual slice, about as long as a layer of the b
 BLOCKS, TASKS, CALIBRATIONS, RESTED_TASKS, RINGS = 12, 5, 2, 2, 4
 SIDE = 96  # of the multiplied matrices: small, so that a task ends soon after its time
 MESSAGE_BYTES = 256
-RING_S, RING_BYTES = 0.01, 1 << 20  # a round in a ring has the bytes of these seconds of the slowest NIC, at most these
+RING_S, RING_BYTES = 0.01, 1 << 20  # bytes of a ring round: those of the slowest NIC in RING_S, at most RING_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The CPU quota of this device: its share of one processor, and whether it computes in its bursts."""
+    """The CPU quota of this device: its share of one processor, and whether a quota limits it."""
 
     share: float
     limited: bool
 
     def clock(self, slowdown: float) -> Now | None:
-        """Return the clock that layers are timed by: processor time over the share. None: the wall clock.
+        """Return the clock for timing layers: processor time divided by the share. None: the wall clock.
 
-        A short call meets a whole pause of a quota or none, by chance; its processor time is steady. That of several threads
-        would be their sum, and a slow-down that sleeps is not in it.
+        By chance, a short call contains a whole pause of the quota or none; its processor time is steady. Processor time is
+        wrong for several threads (it adds them up) and for a slow-down that sleeps (it leaves it out).
         """
         if not self.limited or torch.get_num_threads() > 1 or slowdown > 1:
             return None
         return lambda: time.process_time() / self.share
 
     def contention(self, wall_s: float, processor_s: float, others: float) -> float:
-        """Return the factor by which layers take longer because all devices of a machine compute at once; at least 1.
+        """Return the slowdown of layers when all devices of a machine compute at once; at least 1.
 
         `others` is the factor by which other programs slowed the timed rounds.
         """
@@ -313,9 +313,9 @@ class Blocks:
         alone_s: of a task without exchanges.
         together_s: of a task and its exchange.
         own_s: of each task before an exchange.
-        calls_s, rest_calls_s: of this process's processor for an exchange, after computing and at rest.
-        rested_s: of a task after a rest; only with a quota, as the following.
-        ring_s, overlapped_ring_s: of a round in a ring, at rest and while all devices compute.
+        calls_s, rest_calls_s: processor seconds of an exchange, after computing and at rest.
+        rested_s: of a task after a rest; only with a quota.
+        ring_s, overlapped_ring_s: of a round in a ring, at rest and while all devices compute; only with a quota.
     """
 
     share: float = 1.0
@@ -331,18 +331,18 @@ class Blocks:
 
     @property
     def call_factor(self) -> float:
-        """Processor time of an exchange after computing over that of one at rest, at least 1."""
+        """Processor time of an exchange after computing, divided by that at rest; at least 1."""
         rest_s = statistics.median(self.rest_calls_s) if self.rest_calls_s else 0.0
         return max(1.0, statistics.median(self.calls_s) / rest_s) if rest_s > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SyncOverhead:
-    """What synchronisation costs each device.
+    """The synchronisation costs of each device.
 
     Attributes:
-        jitter_s: seconds by which it delays an exchange beyond its price.
-        overheads: with the calls of exchanges as they are after computing.
+        jitter_s: seconds by which the device delays an exchange.
+        overheads: overheads with the call times of exchanges after computing.
         noise: of a device under a quota; None for every other one.
     """
 
@@ -360,7 +360,7 @@ def measure_sync(
     slice_s: float = SLICE_S,
     quota: Quota | None = None,
 ) -> SyncOverhead:
-    """Measure what synchronisation costs. All devices call it and get the same value.
+    """Measure the cost of synchronisation. All devices call it and get the same value.
 
     Args:
         clock: of this device; its slow-down counts.
@@ -386,23 +386,23 @@ def measure_sync(
 def sync_overhead(
     devices: Sequence[Blocks], wire: WireTimes, overheads: Sequence[Overheads], ring_bytes: int
 ) -> SyncOverhead:
-    """Return what follows from the seconds of all devices."""
+    """Compute the synchronisation costs from the times of all devices."""
     costs = [
         replace(own, round_s=own.round_s * each.call_factor, message_s=own.message_s * each.call_factor)
         for own, each in zip(overheads, devices, strict=True)
     ]
-    # The prices of both exchanges as the simulator has them. A device that computes moves bytes with half of its processor.
+    # The simulator's costs of both exchanges. A device that computes moves bytes with half of its processor.
     calls_s = max(each.calls_s(2 * (len(costs) - 1)) for each in costs)
     exchange_s = calls_s + max((link.latency_s for link in wire.pairs), default=0.0)
     moving_s = max(ring_bytes * (each.send_s_per_byte + each.receive_s_per_byte) / SHARE for each in wire.traffic)
     ring_s = max(each.round_s + each.message_s for each in costs) + max(moving_s, ring_bytes / _slowest_nic(wire))
 
     alone_s = max(typical(each.alone_s) for each in devices)
-    jitter_s = _charged(_slowest([each.together_s for each in devices]) - alone_s - exchange_s, devices)
+    jitter_s = _delays(_slowest([each.together_s for each in devices]) - alone_s - exchange_s, devices)
     delays_s = (0.0,) * len(devices)
     if all(each.ring_s for each in devices):
         ring_s = max(ring_s, _slowest([each.ring_s for each in devices]))
-        delays_s = _charged(_slowest([each.overlapped_ring_s for each in devices]) - ring_s, devices)
+        delays_s = _delays(_slowest([each.overlapped_ring_s for each in devices]) - ring_s, devices)
     noise = (
         QuotaNoise(delay_s, max(0.0, typical(each.alone_s) - typical(each.rested_s)), 1 / each.share)
         if each.limited
@@ -417,14 +417,14 @@ def _slowest_nic(wire: WireTimes) -> float:
 
 
 def _slowest(blocks_s: Sequence[Sequence[float]]) -> float:
-    """Return the typical seconds of the slowest device in each block."""
+    """Return the typical value, over blocks, of the slowest device's seconds."""
     return typical([max(block) for block in zip(*blocks_s, strict=True)])
 
 
-def _charged(late_s: float, devices: Sequence[Blocks]) -> tuple[float, ...]:
-    """Return the delay charged to each device: all of it to the one whose tasks vary most, to others in proportion.
+def _delays(late_s: float, devices: Sequence[Blocks]) -> tuple[float, ...]:
+    """Charge the delay to the device whose task times vary most, and less to others in proportion.
 
-    Of two steady devices and one that is often interrupted, the steady ones exchange in time.
+    Steady devices exchange in time; a device that is often interrupted delays the others.
     """
     deviations_s = [statistics.pstdev(each.own_s) for each in devices]
     most_s = max(deviations_s)
@@ -435,7 +435,7 @@ def _time_block(group: Group, found: Blocks, task: Callable[[], None], now: Now,
     others = [peer for peer in range(group.devices) if peer != group.device]
     out = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=group.torch_device)
     sends, receives = [Message(d, out) for d in others], [Message(d, torch.zeros_like(out)) for d in others]
-    # Where one thread computes, its own time leaves out the threads that move messages.
+    # With one compute thread, thread time excludes the threads that move messages.
     computing = time.thread_time if torch.get_num_threads() == 1 else time.process_time
     group.agree(f"tasks {block}", "")
     start_s = now()
@@ -485,7 +485,7 @@ def _time_noise(
 
     for rings_s, computes in ((found.ring_s, False), (found.overlapped_ring_s, True)):
         group.agree("rounds in a ring", "")
-        # On a thread of their own, as gradient sums. Every wait in it has the group's time limit.
+        # In a separate thread, like gradient sums. Every wait in it has the group's time limit.
         with ThreadPoolExecutor(1, thread_name_prefix="convoy-rings") as pool:
             future = pool.submit(rounds_s)
             while computes and not future.done():
@@ -494,7 +494,7 @@ def _time_noise(
 
 
 def _task(group: Group, clock: Clock, now: Now, slice_s: float) -> Callable[[], None]:
-    """Return a computation of about `TASK_SLICES`, measured while all devices compute."""
+    """Return a computation of about `TASK_SLICES` slices, calibrated while all devices compute."""
     a = torch.ones(SIDE, SIDE, device=group.torch_device)
     out = torch.empty_like(a)
 
@@ -507,7 +507,7 @@ def _task(group: Group, clock: Clock, now: Now, slice_s: float) -> Callable[[], 
     start_s = now()
     products(10)
     count = max(1, math.ceil(10 * TASK_SLICES * slice_s / max(now() - start_s, 1e-9)))
-    # A device under a quota needs a while to show its speed, and a longer task than the others' would hide how those vary.
+    # A device under a quota shows its mean speed only after a while, and unequal tasks would hide how devices vary.
     for attempt in range(CALIBRATIONS):
         group.agree(f"length of a task, attempt {attempt}", "")
         start_s = now()

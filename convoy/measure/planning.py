@@ -1,4 +1,4 @@
-"""make_plans: measures the devices of a job, and lets device 0 plan."""
+"""Measures the devices of a job and plans on device 0 (`make_plans`)."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from typing import Any, Unpack, overload
 
 from torch import Tensor, nn
 
-from convoy.comm.collectives import agree_on_modes, from_first
+from convoy.comm.control_messages import agree_on_modes, from_first
 from convoy.comm.group import Group
 from convoy.errors import InputError, PlanError
 from convoy.machine.accelerator import random_state_kept
@@ -24,7 +24,7 @@ from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import check_alone, choice_lines, choose
 from convoy.planner.request import PlanOptions, PlanRequest
-from convoy.planner.spare import SparePrice, spare_price
+from convoy.planner.snapshot_cost import SparePrice, spare_price
 from convoy.runtime.clock import Clock
 from convoy.simulate.interval import Within, around
 from convoy.simulate.memory import MemoryLimits
@@ -38,10 +38,10 @@ class PlansOptions(PlanOptions, total=False):
     """Keyword arguments of `make_plans`: those of `make_plan`, and more for "auto".
 
     Attributes:
-        optimizer: whose state counts as memory: "sgd", "sgd-momentum" or "adam".
-        net: the model's name in messages and files; None: that of its class.
+        optimizer: "sgd", "sgd-momentum" or "adam"; its state counts as memory.
+        net: the model's name in messages and files; None: its class name.
         micro_batches: the number of micro-batches of `batch` samples per step (see `Distributed.no_sync`).
-        progress: called with what is measured now; None: device 0 prints to standard error what it waits for.
+        progress: called with the name of each stage; None: device 0 prints progress to standard error.
     """
 
     optimizer: str
@@ -52,13 +52,13 @@ class PlansOptions(PlanOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Plans(Sequence[Plan]):
-    """The plan to train by, then those that are predicted to take nearly as long.
+    """The best plan, followed by plans that are predicted to be nearly as fast.
 
     Attributes:
-        request: for which they were made, with what is known of the devices.
-        step_s: predicted seconds of a micro-batch by each plan; empty if nothing was predicted.
-        spread: the factor within which nine of ten measurements of each lie.
-        spare: the cost of snapshots for recovery, by the first plan; None if it is not known.
+        request: the plans' request, with the knowledge about the devices.
+        step_s: each plan's predicted seconds per micro-batch; empty if nothing was predicted.
+        spread: for each plan, the factor within which nine of ten measurements lie.
+        spare: the cost of snapshots for recovery with the first plan; None if unknown.
     """
 
     plans: tuple[Plan, ...]
@@ -69,15 +69,15 @@ class Plans(Sequence[Plan]):
 
     @property
     def speeds(self) -> Speeds:
-        """Samples/s of each device alone, or as they were given."""
+        """Solo throughput of each device in samples/s, or the given speeds."""
         assert self.request.fleet.speeds is not None
         return self.request.fleet.speeds
 
     def anew(self, rebalancer: Rebalancer | None = None) -> Replanner:
-        """Return a planner for other devices: `Members(model, optimizer, replan=plans.anew())`.
+        """Return a planner for changed devices: `Members(model, optimizer, replan=plans.anew())`.
 
         Args:
-            rebalancer: corrects what was measured.
+            rebalancer: corrects measured times.
         """
         return Replanner(self.request, rebalancer)
 
@@ -92,11 +92,11 @@ class Plans(Sequence[Plan]):
         return self.plans[index]
 
     def predicted_s(self, plan: Plan) -> float | None:
-        """Return the predicted seconds of a micro-batch by one of the plans; None for any other plan."""
+        """Return a plan's predicted seconds per micro-batch; None if it is not one of these plans."""
         return next((step_s for each, step_s in zip(self.plans, self.step_s, strict=False) if each == plan), None)
 
     def within(self, plan: Plan) -> Within | None:
-        """Return the interval of nine of ten measurements of it; None for any other plan."""
+        """Return the interval that holds nine of ten measured step times; None if the plan is not in `plans`."""
         rows = zip(self.plans, self.step_s, self.spread, strict=False)
         return next((around(step_s, spread) for each, step_s, spread in rows if each == plan), None)
 
@@ -109,23 +109,23 @@ def make_plans(
     plan: str | Plan = AUTO,
     **options: Unpack[PlansOptions],
 ) -> Plans:
-    """Return the plan of `make_plan`, and for "auto" those that are predicted to take nearly as long with fewer messages.
+    """Return the plan of `make_plan`, and for "auto" also plans that are nearly as fast with fewer messages.
 
     A `Rebalancer` tries them: `Rebalancer(model, optimizer, others=plans[1:])`. The result also holds the devices' speeds, and
     for "auto" the predicted seconds of a step. Errors: see `make_plan`.
 
     Args:
-        plan: a name; or a plan, as from a file: then only speeds are measured, and `reduce`, `wire` and `outputs` replace
-            its own.
+        plan: a name, or a plan (for example from a file): then only speeds are measured, and `reduce`, `wire` and
+            `outputs` replace the plan's own.
         options: see `PlansOptions`.
     """
     known_options = PlansOptions.__optional_keys__
     if unknown := set(options) - known_options:
-        raise TypeError(f"unknown option {min(unknown)!r}: choose of {', '.join(sorted(known_options))}")
+        raise TypeError(f"unknown option {min(unknown)!r}: choose from {', '.join(sorted(known_options))}")
     if batch < 1:
         raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
     if getattr(group, "entrance", None) is not None:
-        # It joins a job that has a plan: until it is admitted, it is alone.
+        # A joining device gets the job's plan on admission; until then it is alone.
         plan, options = "data", {**options, "speeds": None, "fleet": None, "reduce": None, "wire": None}
     agree_on_modes(group)  # before the seconds of measuring
     traced = trace(model, example)
@@ -146,7 +146,7 @@ def make_plans(
     known = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
     made(known).check(traced.graph, group.devices)  # before the seconds of measuring
     if speeds is None and group.devices > 1:
-        _say(group, options, "every device times the model's layers ...")
+        _print(group, options, "every device times the model's layers ...")
         clock, precision = Clock(group.torch_device, options.get("slowdown", 1.0)), options.get("precision", "float32")
         progress = options.get("progress") or (lambda _: None)
         with random_state_kept(group.torch_device):
@@ -172,7 +172,7 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
     precision, slowdown = options.get("precision", "float32"), options.get("slowdown", 1.0)
     progress = options.get("progress") or (lambda _: None)
     work = f"planning for {group.devices} devices"
-    _say(group, options, f"{work} ..." if file else f"measuring and {work}, about {max(1, round(budget_s))} s ...")
+    _print(group, options, f"{work} ..." if file else f"measuring and {work}, about {max(1, round(budget_s))} s ...")
 
     def read() -> FleetKnowledge:
         if file is not None:
@@ -187,14 +187,14 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
     if known.measured is None:
         net = options.get("net") or type(model).__name__
         how = MeasureOptions(net, known.described, budget_s, slowdown=slowdown, precision=precision)
-        # Timing draws random numbers; the script's must stay those of one device.
+        # Timing draws random numbers, which must not change the script's random state.
         with random_state_kept(group.torch_device):
             measured = measure_job(group, traced, model, request.batch, how, progress)
-        group.clear_counters()  # what measuring sent is no part of the training
-    else:  # every device gets the times of a file: any of them may have to plan again
+        group.clear_counters()  # traffic of measuring does not count as training traffic
+    else:  # every device keeps the file's times, because any of them may plan later
         measured = known.measured
     request = replace(request, fleet=replace(request.fleet, measured=measured))
-    progress("the plans that these times allow")
+    progress("comparing plans")
 
     def answer() -> dict[str, Any]:
         rows = choose(request)
@@ -212,18 +212,18 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
         SparePrice(**row["spare"] | {name: tuple(row["spare"][name]) for name in ("memory_bytes", "overfull")}),
     )
     first, within = plans[0], plans.within(plans[0])
-    _say(group, options, *choice_lines(first, request.graph, plans.speeds, plans.step_s[0], within))
+    _print(group, options, *choice_lines(first, request.graph, plans.speeds, plans.step_s[0], within))
     return plans
 
 
-def _say(group: Group, options: PlansOptions, *lines: str) -> None:
-    """Print to a script's standard error, on device 0 of several; `progress` stands for a screen of the caller's."""
+def _print(group: Group, options: PlansOptions, *lines: str) -> None:
+    """Print to standard error on device 0 of several, unless the caller gave `progress`."""
     for line in lines if options.get("progress") is None and group.device == 0 and group.devices > 1 else ():
         print(f"convoy: {line}", file=sys.stderr, flush=True)
 
 
 def _alone(group: Group, request: PlanRequest, known: FleetKnowledge, slowdown: float) -> Plans:
-    """Return the only plan of one device, without measuring.
+    """Return the plan of a single device, without measuring.
 
     Raises:
         PlanError: it does not fit the device's memory.

@@ -1,10 +1,10 @@
-"""Plans again for a running job whose devices change, with what rebalancing has measured since."""
+"""Plans again when the devices of a running job change, with the times that rebalancing has measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from convoy.comm.collectives import from_first
+from convoy.comm.control_messages import from_first
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
@@ -19,16 +19,16 @@ from convoy.train.controller import Rebalancer
 
 
 class Replanner:
-    """Makes the plan for a job's current devices, from the same values on each of them.
+    """The planner of a running job. Every device holds one with the same values.
 
     Args:
-        request: with which the job was started.
-        rebalancer: corrects what was measured before.
+        request: the job's original request.
+        rebalancer: corrects earlier measurements.
 
     Attributes:
-        known: all devices so far, and what was measured of them.
+        known: all devices so far, and their measurements.
         found: the latest plan, on the device that planned.
-        prepared: the plan, devices, new devices and speeds for which a plan was made in advance, and that plan.
+        prepared: a plan made in advance, after the plan, devices, new devices and speeds that it was made for.
     """
 
     def __init__(self, request: PlanRequest, rebalancer: Rebalancer | None = None) -> None:
@@ -43,7 +43,7 @@ class Replanner:
         return replace(self._request, fleet=self.known)
 
     def note(self, model: Distributed, before: Sequence[int]) -> None:
-        """Keep what only the running plan has shown. Called on every device before planning."""
+        """Record the slowdowns seen under the running plan. Every device calls it before planning."""
         state = None if self.rebalancer is None else self.rebalancer.state
         graph = model.traced[True].graph
         fleet = replace(self.known, slower={}).of(before)
@@ -57,13 +57,13 @@ class Replanner:
         """Return the plan for the devices `now`."""
         ready, self.prepared = self.prepared, None
         if ready is not None and ready[:4] == (model.plan, tuple(before), tuple(now), self.known.speeds):
-            self.found = ready[4]  # made while all trained; a new search would delay them
+            self.found = ready[4]  # made during training; a new search would delay all devices
         else:
             self.found = plan_anew(self.request, model.plan, before, now)
         return self.found.plan
 
     def message(self) -> str:
-        """Return a message about the latest plan, once, on the device that planned; empty elsewhere."""
+        """Return a message about the latest plan, once, on the device that planned; else an empty string."""
         found, self.found = self.found, None
         if found is None or found.step_s is None:
             return ""
@@ -76,7 +76,7 @@ class Replanner:
         return {**{name: getattr(self._request, name) for name in names}, "known": self.known.to_json()}
 
     def learn(self, row: Mapping[str, Any]) -> None:
-        """Continue as another device of the job, which sent this.
+        """Take over the state that another device of the job sent.
 
         Raises:
             InputError: its measurement cannot be used.
@@ -86,10 +86,10 @@ class Replanner:
 
 
 def expect_measured(part: Distributed, measured: Measurement | None) -> None:
-    """Give every device the measured seconds of its layers, by which the time of a fused segment is divided.
+    """Give every device its layers' measured seconds, used to divide a fused segment's measured time.
 
     Args:
-        measured: None: the layers' arithmetic counts. All devices call it.
+        measured: None: divide by the layers' arithmetic instead. All devices call it.
     """
     graph = part.traced[True].graph
     steps = part.steps(part.plan.batch)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from convoy.comm.collectives import agree_on, gather
+from convoy.comm.control_messages import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.measure.layer_timer import LayerTimer
@@ -29,7 +29,7 @@ def measure_speeds(
     precision: str = "float32",
     progress: Progress = lambda _: None,
 ) -> Speeds:
-    """Time the model's layers on every device, all at the same time as in training. All devices get all speeds.
+    """Time the model's layers on all devices at once, as in training. Every device gets all speeds.
 
     Raises:
         MismatchError: the devices have different models.
@@ -48,7 +48,7 @@ def measure_speeds(
 
 
 def time_layers(layers: LayerTimer, progress: Progress = lambda _: None) -> dict[str, float]:
-    """Return the seconds per sample of each layer that has a batch, at a quarter of the batch, on this device."""
+    """Return this device's seconds per sample of each batched layer, timed at a quarter of the batch."""
     graph, samples, seconds = layers.traced.graph, max(2, layers.batch // 4), dict[str, float]()
     for name, first in layers.alike.items():
         if not graph[name].batched or graph[name].kind == "pick":
@@ -61,7 +61,7 @@ def time_layers(layers: LayerTimer, progress: Progress = lambda _: None) -> dict
 
 
 def given_speeds(numbers: Sequence[float], devices: int) -> Speeds:
-    """Return the speeds that a user gives in place of measured ones.
+    """Return the speeds that a user gives instead of measured ones.
 
     Raises:
         InputError: not one positive number per device.

@@ -1,6 +1,7 @@
-"""Chooses the sizes at which layers are timed: a grid that fits the time, and the sizes that plans give each device.
+"""Chooses the sizes to time: for each layer a grid that fits the time, and the sizes in plans.
 
-A grid reaches from one sample to the global batch, so with little time it is coarse. A prediction needs few sizes, exactly.
+A grid reaches from one sample to the global batch, so it is coarse if time is short. A prediction needs exact times of a
+few sizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +24,16 @@ from convoy.simulate.table import Measurement
 
 DIVISORS = (16, 8, 4, 2, 1)
 ENDS_SLICES = 175
-"""The ends of each axis may take this many slices, whatever time is left: seven sizes of short calls, with a margin of 2.5."""
+"""Slices that the ends of each axis may always take: seven sizes of short calls, with a margin of 2.5."""
 
 POINT_LIMIT_S = 1.5
 """A size that would take longer is not timed; its time is extrapolated from smaller ones (`convoy.simulate.compute`)."""
 
 CANDIDATES = 3
-"""The planner's best plans whose sizes are timed: the times may still change their order."""
+"""Number of best plans whose sizes are timed, because new times may change their order."""
 
 LEAST_FRACTION = 0.01
-"""A layer that is a smaller fraction of a device's computing is not timed at a plan's size."""
+"""A plan's size is timed only if the layer takes more than this fraction of the device's compute time."""
 
 Expected = Callable[[LocalSize], float]
 """Return the expected seconds of a size."""
@@ -71,7 +72,7 @@ def full_axes(graph: Graph, layer: Layer, batch: int) -> Axes:
 
 
 def granule(graph: Graph, layer: Layer) -> int | None:
-    """Return the number of outputs whose multiples a plan can give a device; None: no plan splits the outputs."""
+    """Return the unit in which plans can split a layer's outputs; None if no plan splits them."""
     if not layer.batched or not layer.shape or layer.shared:
         return None
     cut = next((cut for cut in cuts(graph, layer) if cut.axis == layer.feature_axis), None)
@@ -96,13 +97,13 @@ def choose_axes(
 ) -> Axes:
     """Return the axes that fit the time: the largest sizes first, then as many as possible.
 
-    Samples and channels shrink in turn, so that neither is extrapolated far. The ends of short axes are always timed, since a
-    single small size is mostly overhead: a layer's largest size was extrapolated eight times too long from it.
+    Samples and channels shrink in turn, so that neither is extrapolated far. The ends of short axes are always timed: a
+    single small size is mostly overhead, and extrapolating from it gave eight times the true seconds.
     """
     for drop in range(len(full.samples) + len(full.outputs)):
         samples = full.samples[: max(1, len(full.samples) - (drop + 1) // 2)]
         outputs = full.outputs[: max(1, len(full.outputs) - drop // 2)]
-        # As many filters fewer as input channels: either way the largest point computes the same.
+        # Reduce inputs by the same factor as outputs, so that both largest points compute the same amount.
         most = whole.inputs * outputs[-1] / whole.outputs
         inputs = tuple(i for i in full.inputs if i <= most) or full.inputs[:1]
         if expected_s(LocalSize(samples[-1], outputs[-1], whole.inputs)) > POINT_LIMIT_S:
@@ -132,7 +133,7 @@ def first_allowance_s(graph: Graph, names: Sequence[str], budget_s: float) -> fl
 
 @dataclass(frozen=True, slots=True)
 class PlanSize:
-    """A size of a layer that a plan gives a device, and about how long it takes, forward and backward."""
+    """A layer's size on one device of a plan, with its approximate forward + backward seconds."""
 
     layer: str
     size: LocalSize
@@ -140,17 +141,17 @@ class PlanSize:
 
 
 def sizes_of_plans(measured: Measurement, graph: Graph, batch: int, alike: Mapping[str, str]) -> list[list[PlanSize]]:
-    """Return for each device the sizes of the named plans and of the planner's best that are not timed yet, longest first.
+    """For each device, return the untimed sizes of the named and the best plans, longest first.
 
     Args:
-        measured: by the grids alone.
-        alike: for each layer the one that is timed for it.
+        measured: from the grids only.
+        alike: for each layer, the layer that is timed for it.
     """
     costs = measured.costs(graph)
     known = {(p.device, p.layer, p.samples, p.outputs, p.inputs) for p in measured.layer}
     request = PlanRequest(graph, batch, FleetKnowledge(measured=measured, given=costs))
     plans = [request.named(name) for name in PLANS]
-    with suppress(PlanError):  # no plan fits the memory: the planner will say so
+    with suppress(PlanError):  # no plan fits the memory; the planner reports it
         # By formula: simulations take seconds on eight devices, and change shares only a little.
         plans += [each.plan for each in candidates(request, simulated=False)[:CANDIDATES]]
     names = [device.name for device in measured.fleet.devices]
@@ -175,7 +176,7 @@ def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapp
             continue
         layer = graph[step.layer]
         whole = local_size(step, layer, device)
-        # Shared statistics are timed over samples alone, and each number of samples is on the grid's line.
+        # Shared statistics depend on samples only, and the grid interpolates those.
         if whole is None or not whole.samples or whole.shares_statistics:
             continue
         unit = granule(graph, layer)

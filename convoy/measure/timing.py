@@ -18,29 +18,29 @@ from convoy.runtime.kernels import Arithmetic
 
 Now = Callable[[], float]
 Progress = Callable[[str], object]
-"""Is called with what is measured now."""
+"""Called with the name of the current stage."""
 
 SLICE_S = 0.02
-"""Calls are timed together for this long, twice the usual period of a quota: a short call meets a whole pause or none."""
+"""Seconds of calls timed together: twice a quota's usual period, since a short call contains a whole pause or none."""
 
 ROUNDS, TURN_ROUNDS = 5, 2
-"""Rounds of a workload timed once, and in each of several turns with others in between: a disturbance hits one turn of many."""
+"""Rounds of a workload that is timed once, and per turn if it is timed in several turns."""
 
 KNOWN_TO, LEAST_KNOWN = 0.02, 6
-"""Relative standard error at which seconds are known, and the least rounds."""
+"""Times count as known at this relative standard error and this number of rounds."""
 
 MOST_ROUNDS, MOST_CALLS = 50, 10_000
 LONG = 15.0  # a call of this many slices spans enough periods of a quota and runs only twice
 HELD_BYTES, ACCELERATOR_HELD_BYTES = 64 << 20, 1 << 30  # that forward calls may keep for their backward calls
 
 FRESH_BYTES, MOST_FRESH = 4 << 20, 3
-"""A round in which the process grew by this much does not count, at most this often: the kernel clears new pages, which no
-step does again. Layers with large outputs then took up to ten times as long."""
+"""A round is dropped if the process grew by this much, at most this often: the kernel clears new pages only once, which
+made layers with large outputs up to ten times slower."""
 
 
 @contextmanager
 def plain_torch(dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Compute with gradients and without anomaly mode, and with `dtype` as the default; restore the caller's settings."""
+    """Turn gradients on and anomaly mode off, and make `dtype` the default; restore the caller's settings on exit."""
     before = torch.get_default_dtype()
     with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
         try:
@@ -104,8 +104,8 @@ class Timing:
         """Return the seconds of a call, with the spread that five rounds of the same error would have.
 
         Args:
-            steady: the clock leaves out the pauses of a quota. Then a longer round was disturbed, and the median is best. On a
-                wall clock each round has a pause or none, and the mean has them as a step has.
+            steady: the clock leaves out a quota's pauses. Then a longer round was disturbed, and the median is best. A wall
+                clock includes pauses, as a step does, so the mean is best.
         """
         estimate = statistics.median if steady else typical
         spread = median_error(self.rounds_s) / ERROR_OF_SPREAD if steady else spread_of(self.rounds_s)
@@ -120,11 +120,11 @@ class Timing:
 
 COLD_ROUNDS = 9
 CORE_BYTES, LAYERS_BYTES, PROCESSOR_BYTES = 4 << 20, 16 << 20, 32 << 20
-"""More than a core's caches hold; what other layers replace in a processor's caches; about what those hold."""
+"""More than a core's caches; the part of a processor's caches that other layers replace; about all of those caches."""
 
 
 class ColdCaches:
-    """Fills the caches with other bytes, as the layers of a step do. Its clock stands still meanwhile.
+    """A cache filler that acts like the other layers of a step. Its clock stops while it fills.
 
     A step calls most things once, between layers that take milliseconds, and finds neither code nor data in a cache. On an
     EPYC, cold copies took 2.2 times as long, additions 1.6 times, the optimizer 1.8 times. Accelerators need no filling.
@@ -135,7 +135,7 @@ class ColdCaches:
         self._bytes = torch.zeros(filled_bytes // 4) if device.type == "cpu" else torch.zeros(0)
 
     def fill(self, made: Iterable[Any] = ()) -> None:
-        """Replace what the caches hold, except what the previous layer has just `made`."""
+        """Replace the contents of the caches, except tensors that the previous layer has just `made`."""
         start_s = self._clock()
         self._bytes.add_(1.0)
         for tensor in made:
@@ -149,7 +149,7 @@ class ColdCaches:
     def seconds(self, work: Callable[[], object], slice_s: float = SLICE_S) -> list[float]:
         """Time single calls, each with cold caches: as many as fit into five slices, at least `COLD_ROUNDS`.
 
-        On an accelerator a slice of queued calls is timed as a whole, since waiting for each would count.
+        On an accelerator, a slice of queued calls is timed as a whole, because waiting for each call would add time.
         """
         work()  # allocates, and chooses kernels
         each_s: list[float] = []
@@ -168,7 +168,7 @@ class ColdCaches:
 
 
 class RoundTimer:
-    """Times workloads on one device, round by round.
+    """A timer of workloads on one device, round by round.
 
     Args:
         clock: of the device; its slow-down counts.
@@ -266,7 +266,7 @@ class RoundTimer:
 
 
 MOST_QUEUED = 100
-"""Calls that are queued together: an accelerator's queue holds about a thousand kernels."""
+"""The most calls queued together: an accelerator's queue holds about a thousand kernels."""
 
 PLUG_SIDE, MOST_PLUG_SIDE, PLUG_S, MOST_PLUG_S = 512, 8192, 3e-4, 0.02
 """Matrix sides to try; seconds that one product should take (launching it takes the host 1e-5); most seconds of products."""
@@ -305,7 +305,7 @@ def _queued_round(work: Workload, device: torch.device, calls: tuple[int, int]) 
 
 @cache
 def _plug(device: torch.device) -> tuple[torch.Tensor, float]:
-    """Return a square matrix whose product with itself takes the device longer than the host, and the seconds it takes."""
+    """Return a square matrix and the seconds of its product with itself, which take longer on the device than on the host."""
     side, each_s = PLUG_SIDE, 0.0
     while each_s < PLUG_S and side <= MOST_PLUG_SIDE:
         matrix = torch.ones(side, side, device=device)
@@ -323,7 +323,7 @@ def _plug(device: torch.device) -> tuple[torch.Tensor, float]:
 def queued_seconds(
     device: torch.device, calls: int, work: Callable[[], object], plug_s: float = 0.0
 ) -> tuple[float, float]:
-    """Return the device's seconds of some calls, and the host's to queue them.
+    """Return the device's seconds of `calls` calls, and the host's seconds to queue them.
 
     The device has other work for `plug_s` first, so that it does not wait for the host between calls.
     """
@@ -376,7 +376,7 @@ def typical(values: Sequence[float]) -> float:
 
 
 def median_error(values: Sequence[float]) -> float:
-    """Return the relative standard error of the median: n / 2 values lie below it, give or take sqrt(n) / 2."""
+    """Return the relative standard error of the median: n / 2 values are below it, plus or minus sqrt(n) / 2."""
     rows, middle, away = sorted(values), (len(values) - 1) / 2, len(values) ** 0.5 / 2
 
     def at(place: float) -> float:

@@ -1,1 +1,1 @@
-"""The model as a graph of layers, how it is traced from an nn.Module, and networks by name."""
+"""The model as a graph of layers, its tracing from an nn.Module, and networks by name."""

@@ -1,4 +1,4 @@
-"""Import and call functions of the user that are named by a text: "my_package.my_module:build"."""
+"""Imports and calls user functions by name, such as "my_package.my_module:build"."""
 
 import difflib
 import importlib
@@ -22,9 +22,9 @@ def names_callable(text: str) -> bool:
 
 
 def lies_here(text: str) -> bool:
-    """Return whether the module of a callable lies directly in the working folder. Nothing is imported to find out."""
+    """Return whether the module of a callable is directly in the working folder, without importing it."""
     name, here = text.partition(":")[0].split(".")[0], Path.cwd().resolve()
-    # In the order in which `find_callable` looks: what is installed comes first.
+    # In the search order of `find_callable`: installed modules come first.
     spec = importlib.util.find_spec(name) or importlib.machinery.PathFinder.find_spec(name, [str(here)])
     if spec is None:
         return False
@@ -33,13 +33,13 @@ def lies_here(text: str) -> bool:
 
 
 def find_callable(text: str, wanted: str) -> Callable[..., Any]:
-    """Import the callable that a text names, from an installed module or one in the working folder.
+    """Import a callable by its name, from an installed module or a module in the working folder.
 
     Args:
-        wanted: an example of what to write, e.g. "def build(): it returns a data set".
+        wanted: an example for the error message, such as "def build(): it returns a data set".
 
     Raises:
-        InputError: no such module or callable (near names are suggested), or the module does not import.
+        InputError: no such module or callable (suggests similar names), or the module does not import.
     """
     place, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
@@ -49,7 +49,7 @@ def find_callable(text: str, wanted: str) -> Callable[..., Any]:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             raise InputError(
-                f"{text}: there is no module {error.name!r}; name one that is installed or lies in the working folder"
+                f"{text}: there is no module {error.name!r}; name one that is installed or in the working folder"
             ) from None
         raise InputError(f"{text}: the module does not import ({where(error)}); correct it there") from error
     found = getattr(module, name, None)
@@ -89,10 +89,10 @@ def import_package(name: str, extra: str, purpose: str) -> Any:
 
 
 def call(text: str, function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call the function, and turn what it raises into an InputError.
+    """Call the function, and convert its exceptions to an InputError.
 
     Raises:
-        InputError: it raised something; the message says where.
+        InputError: the function raised an exception; the message names the place.
     """
     try:
         return function(**arguments)
@@ -103,7 +103,7 @@ def call(text: str, function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def where(error: Exception) -> str:
-    """Return type, first line and place of an error in other code."""
+    """Describe an error in user code: type, first line and place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     line = (str(error).splitlines() or [""])[0][:160]
     return f"{type(error).__name__}: {line}, {os.path.basename(frame.filename)} line {frame.lineno}"

@@ -1,4 +1,4 @@
-"""A model as a graph of layers: inputs, shapes per sample, parameters and FLOP of each, without tensors or modules.
+"""Describes a model as a graph of layers with inputs, shapes, parameters and FLOP, without tensors or modules.
 
 `tracing/` makes it from an `nn.Module`.
 """
@@ -20,17 +20,17 @@ Kind = Literal[
     "conv",  # Conv1d/2d/3d; groups > 1 splits only in step with its input
     "conv_transpose",  # ConvTranspose1d/2d/3d; its filters are the second axis of the weight
     "linear",
-    "filters",  # computes every filter alone, as a convolution does, but in another way: `Layer.cuts` has the axes
+    "filters",  # computes each filter separately, like a convolution: `Layer.cuts` has the axes
     "batch_norm",
     "elementwise",  # one input, entry by entry: activations, dropout, scaling by a number
-    "pool",  # each channel alone, whatever it does to the axes after the channels
+    "pool",  # each channel separately, with any operation on the later axes
     "flatten",  # channels and all axes after them become one axis of features
-    "parts",  # computes shards of some axes alone, as group norm does and attention: `Layer.cuts` has the axes
+    "parts",  # computes shards of some axes separately, like group norm or attention: `Layer.cuts` has the axes
     "join",  # several inputs, entry by entry: residual sums, gates
     "cat",
     "parameter",  # a bare parameter or buffer of a module, without a batch axis
-    "pick",  # one item of a layer that gives several tensors
-    "opaque",  # anything else: whole samples in, whole samples out
+    "pick",  # one item of a layer with several output tensors
+    "opaque",  # any other layer: whole samples in, whole samples out
 ]
 
 
@@ -50,13 +50,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """An axis of a layer's output along which devices may compute shards without each other.
+    """An axis of a layer's output along which devices can compute shards independently.
 
     Attributes:
         axis: of the output, counted with the batch axis.
-        parts: number of equal parts that stay whole: groups of channels, heads, or single entries.
-        inputs: per input, the axis that is cut alike; None: it is read whole.
-        parameters: key -> axis of each parameter or buffer that is cut alike; the others are copies.
+        parts: number of equal, indivisible parts: groups of channels, heads, or single entries.
+        inputs: per input, the axis that is cut in the same parts; None: read whole.
+        parameters: key -> axis of each parameter or buffer that is cut in the same parts; the others are copied.
     """
 
     axis: int
@@ -70,31 +70,31 @@ class Layer:
     """One operation of the model.
 
     Attributes:
-        name: the module's path where it is a module ("layer1.0.conv1"), else a name from the trace ("add_1").
-        kind: how it may be split; `plan/strategy.py` has the table.
-        inputs: names of the layers whose outputs it reads, in the order of its arguments.
+        name: the module's path ("layer1.0.conv1"); without a module, a name from the trace ("add_1").
+        kind: determines the possible splits; `plan/strategy.py` has the table.
+        inputs: names of its input layers, in the order of its arguments.
         shape: of the output *per sample*, without the batch axis; the whole shape if not `batched`.
         batched: whether the output has a batch axis; a bare parameter has none and is on every device.
-        parameters: its own, keyed relative to the layer ("weight", "bias", "running_mean").
-        cuts: where it may be cut, for kinds whose axes follow from nothing else ("parts", "filters").
+        parameters: its parameters, by key relative to the layer ("weight", "bias", "running_mean").
+        cuts: its possible cuts, for kinds that do not determine them ("parts", "filters").
         axis: the axis of `cat`, counted with the batch axis.
         per_sample: False if samples depend on each other or there is no batch axis: then it runs on one device.
         several: its output is several tensors; only `pick` reads it.
         flop: forward FLOP per sample, as torch.utils.flop_counter counts (a multiply-add is two).
         dtype: of the output, as torch names it.
         differentiable: False for integers, `x.detach()`, and calls under `torch.no_grad()`.
-        reason: why a layer is opaque, or runs whole; shown by `explain`.
+        reason: why the layer is opaque or not split; shown by `explain`.
         shared: another layer uses the same parameters, or they have hooks: never split, on every device.
         random: it draws random numbers in this mode (dropout), so copies on several devices would differ.
-        statistics: a batch norm that normalises by the statistics of the batch (not by its running ones).
-        everywhere: every device computes it for the global batch, because hooks or its own Python state depend on that.
-        called_everywhere: every device must call it in every step, since a call changes its Python state, or counts in a
-            buffer. If a device has no samples of it, all compute it for the global batch.
-        unfusable: its backward does not work as a part of another, so it is in no fused segment (a reentrant checkpoint).
-        no_gradient_to: indices of the inputs that get no gradient from it.
+        statistics: a batch norm that normalises by batch statistics (not by running statistics).
+        everywhere: every device computes it for the global batch, because hooks or its Python state depend on that.
+        called_everywhere: every device must call it in every step, because a call changes its Python state or a counter
+            buffer. If a device has no samples for it, all devices compute it for the global batch.
+        unfusable: its backward cannot be part of a segment (a reentrant checkpoint).
+        no_gradient_to: indices of the inputs without a gradient.
         changes_state: a call changes its Python state, its buffers or its parameters.
-        batch_axes: of a value of the global batch, the axes that are as long as it (both of a matrix of all pairs of samples).
-            They are 1 in `shape`.
+        batch_axes: for a value of the global batch, the axes with the batch's length (both axes of a matrix of all pairs of
+            samples). They are 1 in `shape`.
         input_entries: of all batched inputs together, per sample. A `Graph` sets it.
     """
 
@@ -144,7 +144,7 @@ class Layer:
 
     @property
     def channels_in(self) -> int:
-        """Input channels of all groups together; 1 if no device sums over a shard of them."""
+        """Input channels of all groups together; 1 if they are never split."""
         if self.kind == "filters":
             return 1
         weight = self.parameters["weight"].shape
@@ -157,7 +157,7 @@ class Layer:
 
     @cached_property
     def extents(self) -> tuple[int, int]:
-        """Outputs (filters, features) and inputs of the whole layer; without weights, its channels twice."""
+        """Outputs (filters, features) and inputs of the whole layer; without weights, both are its channels."""
         if self.weighted:
             return self.channels_out, self.channels_in
         channels = self.shape[0] if self.shape else 1
@@ -180,12 +180,12 @@ class Layer:
 
     @cached_property
     def multiplies(self) -> bool:
-        """Whether the gradients of its input and of its weight are two separate products."""
+        """Whether the gradients of input and weight are two separate products."""
         return self.kind in ("conv", "conv_transpose", "linear")
 
     @cached_property
     def weighted(self) -> bool:
-        """Whether it consists of filters, as convolutions and Linears do: the layers that plans list."""
+        """Whether it consists of filters, like convolutions and Linears: the layers that plans list."""
         return self.multiplies or self.kind == "filters"
 
 
@@ -236,20 +236,22 @@ class Graph:
 
     @cached_property
     def before(self) -> tuple[tuple[str, frozenset[str]], ...]:
-        """Per layer, the layers that must run before it: its inputs and, if calls keep their order, the last such one."""
+        """Per layer, the layers that must run before it: its inputs and, if it keeps its order, the last such layer."""
         rows = []
         last: frozenset[str] = frozenset()
         for layer in self.layers.values():
-            # A call may depend on an earlier one: by random numbers, Python state, shared buffers.
-            meets = layer.random or layer.changes_state or layer.called_everywhere or layer.everywhere or layer.shared
-            in_order = meets or layer.kind in ("opaque", "parameter")
+            # A call may depend on an earlier call: by random numbers, Python state, shared buffers.
+            has_state = (
+                layer.random or layer.changes_state or layer.called_everywhere or layer.everywhere or layer.shared
+            )
+            in_order = has_state or layer.kind in ("opaque", "parameter")
             rows.append((layer.name, last.union(layer.inputs) if in_order else frozenset(layer.inputs)))
             last = frozenset((layer.name,)) if in_order else last
         return tuple(rows)
 
     @property
     def unshared(self) -> str:
-        """One line: how much of the arithmetic needs the global batch, and why; "" if it is under 1 %."""
+        """One line on the fraction of arithmetic that needs the global batch, and why; "" if under 1 %."""
         rows = [layer for layer in self.layers.values() if layer.kind == "opaque" and not layer.per_sample]
         part = sum(layer.flop for layer in rows) / max(1, sum(layer.flop for layer in self.layers.values()))
         if part < 0.01:
@@ -259,21 +261,21 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short hash of everything a plan relies on: the layers, their inputs, shapes and parameters."""
+        """Short hash of everything that a plan depends on: layers, inputs, shapes and parameters."""
         rows = [asdict(layer) for layer in self.layers.values()]
         uses = Counter(key for layer in self.layers.values() for key in {p.key for p in layer.parameters.values()})
         for row, layer in zip(rows, self.layers.values(), strict=True):
-            row["shared"] = any(uses[p.key] > 1 for p in layer.parameters.values())  # hooks may come after a plan
-            # A plan holds in any precision; the others follow from the rest, or do not matter to a plan.
+            row["shared"] = any(uses[p.key] > 1 for p in layer.parameters.values())  # hooks may be added after planning
+            # A plan is valid in any precision; the other fields are derived, or irrelevant to a plan.
             for name in ("reason", "dtype", "input_entries", "unfusable", "changes_state", "no_gradient_to"):
                 del row[name]
-            # Plan files have the fingerprints of older names, and of layers without these.
+            # Existing plan files have fingerprints with the older names, and without empty fields.
             row["each"], row["across"] = row.pop("called_everywhere"), row.pop("batch_axes")
             for name in ("each", "across", "cuts"):
                 if not row[name]:
                     del row[name]
             if row["kind"] == "opaque":
-                # Python that branches on values may take another path with the weights of another device.
+                # Data-dependent branches may run other operations with another device's weights.
                 row["flop"] = 0
         text = json.dumps([rows, self.outputs], sort_keys=True, default=list)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""The call of each layer of a traced model, and how it is made.
+"""Describes and makes the call of each layer of a traced model.
 
-`graph.py` holds what a plan must know of a layer; an `Operation` holds the module or function to call, with its arguments.
+`graph.py` holds a layer's properties for plans; an `Operation` holds the module or function to call, with its arguments.
 """
 
 import itertools
@@ -27,18 +27,18 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class BatchExtent:
-    """Placeholder for `multiple` times the number of samples present: `x.size(0)` in the model's source."""
+    """Placeholder for `multiple` times the number of local samples: `x.size(0)` in the model's source."""
 
     multiple: int
 
 
 @dataclass(frozen=True, slots=True)
 class PartExtent:
-    """Placeholder for a number that follows the shard of an axis that is present: `count` where all of it is.
+    """Placeholder for a number in proportion to the local shard of an axis: `count` for the whole axis.
 
     Attributes:
-        extent: of the whole axis.
-        of: the i-th input tensor, or a parameter of the layer's module, by its key.
+        extent: extent of the whole axis.
+        of: index of an input tensor, or key of a parameter of the layer's module.
     """
 
     count: int
@@ -54,7 +54,7 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Placeholder for an object of a class that holds values: a named tuple, a dataclass."""
+    """Placeholder for an object that holds values: a named tuple, a dataclass."""
 
     make: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -66,11 +66,11 @@ class Operation:
     """One call of a traced model.
 
     Attributes:
-        call: "module" (target: its path), "batch_norm" (target: path of a batch norm whose own forward does more: only its
-            normalisation), "function" (target: the callable), "method" (target: the name), "attribute" (target: path of a
-            parameter or buffer), "constant" (target: a tensor), "region" (target: a `Region`) or "input".
+        call: "module" (target: its path), "batch_norm" (target: path of a batch norm with a custom forward, of which only
+            the normalisation runs), "function" (target: the callable), "method" (target: the name), "attribute" (target:
+            path of a parameter or buffer), "constant" (target: a tensor), "region" (target: a `Region`) or "input".
         args, kwargs: as in the source, with placeholders for tensors and for numbers that differ between devices.
-        attributes: numbers of the module that follow its shard: the groups of a group norm.
+        attributes: numbers of the module that are scaled with its shard: the groups of a group norm.
     """
 
     call: Literal["module", "batch_norm", "function", "method", "attribute", "constant", "region", "input"]
@@ -89,12 +89,12 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Calls that make up one layer, because the values between them are not rows of the batch.
+    """Calls that form one layer, because the values between them have no batch axis.
 
     Attributes:
-        calls: in order; `Ref(i)` among their arguments is the layer's input i, or the output of call i - (number of inputs).
+        calls: in order; `Ref(i)` in their arguments is the layer's input i, or the output of call i - (number of inputs).
         graded: per call, whether gradients flow (not under torch.no_grad()).
-        gives: the outputs, numbered like the refs.
+        gives: indices of the outputs, numbered like `Ref`.
         several: the output is a tuple.
     """
 
@@ -111,9 +111,9 @@ class TracedModel:
     Attributes:
         operations: layer -> its call.
         result: the model's result, with `Ref(i)` for the i-th of `graph.outputs`.
-        seen: paths of the modules that the trace sees through: their Python ran once, when it was made.
-        whole: paths of the modules that stay whole, except torch's own; "" is the model itself.
-        modes: path -> in training, for modules that may differ in training and evaluation.
+        seen: paths of the modules that the trace enters: their Python ran once, during tracing.
+        whole: paths of the modules that stay one layer, except torch's own; "" is the model itself.
+        modes: path -> whether in training mode, for modules that may differ between training and evaluation.
     """
 
     graph: Graph
@@ -133,7 +133,7 @@ def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any]
                 values.append(call_operation(model, call, values, batch))
         given = tuple(values[i] for i in region.gives)
         return given if region.several else given[0]
-    here = _Surroundings(inputs, batch, model)
+    here = _PlaceholderValues(inputs, batch, model)
     args, kwargs = here.fill(tuple(operation.args)), here.fill(dict(operation.kwargs))
     y: Any
     match operation.call, operation.target:
@@ -155,7 +155,7 @@ def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any]
 
 
 def _shard_of(module: nn.Module, operation: Operation, inputs: Sequence[Any]) -> nn.Module:
-    """Return the module, or for a shard one with the same parameters and other numbers."""
+    """Return the module, or for a shard, a copy with the same parameters and scaled numbers."""
     numbers = {}
     for name, each in operation.attributes.items():
         present = inputs[each.of] if isinstance(each.of, int) else operator.attrgetter(each.of)(module)
@@ -168,10 +168,10 @@ def _shard_of(module: nn.Module, operation: Operation, inputs: Sequence[Any]) ->
 
 
 def _in_one_format(y: Any) -> Any:
-    """Return the output of a call, made contiguous if torch could take it for channels-last.
+    """Return the output of a call, made contiguous if torch could mistake it for channels-last.
 
-    That is a single sample with permuted axes. torch 2.13 gives wrong gradients of its batch norm if the input, or the gradient
-    of the output, is one: on a device with one sample, but not on one device with all of them.
+    This happens for a single sample with permuted axes. torch 2.13 then computes wrong gradients of batch norm if the input
+    or the output's gradient is such a tensor: on a device with one sample, but not on a device with all samples.
     """
     if not isinstance(y, Tensor) or y.dim() not in _CHANNELS_LAST or len(y) != 1:
         return y
@@ -205,14 +205,14 @@ def bind_operation(model: nn.Module, operation: Operation) -> Callable[[Sequence
 def arguments(
     operation: Operation, inputs: Sequence[Any], batch: int, model: nn.Module
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a layer's call; `inputs` may be stand-ins for tensors if no size of them is needed."""
-    here = _Surroundings(inputs, batch, model)
+    """Return the arguments of a layer's call; `inputs` may be placeholders if no tensor size is needed."""
+    here = _PlaceholderValues(inputs, batch, model)
     return here.fill(tuple(operation.args)), here.fill(dict(operation.kwargs))
 
 
 @dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """The values that placeholders stand for."""
+class _PlaceholderValues:
+    """The values of all placeholders."""
 
     inputs: Sequence[Any]
     batch: int
@@ -224,8 +224,8 @@ class _Surroundings:
         return next((t.device for t in held if isinstance(t, Tensor)), torch.device("cpu"))
 
     def fill(self, arg: Any) -> Any:
-        """Return an argument with values for its placeholders."""
-        # No recursive closure: as a reference cycle it would keep the inputs (activations) alive until Python collects it.
+        """Return an argument with its placeholders replaced by values."""
+        # No recursive closure: its reference cycle would keep the inputs (activations) alive until garbage collection.
         match arg:
             case Ref(index):
                 return self.inputs[index]
@@ -251,12 +251,12 @@ class _Surroundings:
 
 
 def fill_result(traced: TracedModel, outputs: Sequence[Tensor]) -> Any:
-    """Return the model's result from its outputs: in its own types, which the caller may change."""
-    return _Surroundings(outputs, 0).fill(traced.result)
+    """Return the model's result with its outputs filled in, as new objects that the caller may change."""
+    return _PlaceholderValues(outputs, 0).fill(traced.result)
 
 
 def disable_in_place(model: nn.Module) -> nn.Module:
-    """Turn off `inplace` everywhere: layers keep their inputs for backward, so nothing may overwrite them."""
+    """Turn off `inplace` in all modules, because it would overwrite inputs that layers keep for backward."""
     for module in model.modules():
         if getattr(module, "inplace", False):
             module.inplace = False  # type: ignore[assignment]

@@ -1,1 +1,1 @@
-"""What each layer does on which devices, as a value, and the steps and device programs that follow from it."""
+"""Plans as values: which device computes which part of each layer, and the resulting steps and device programs."""

@@ -1,12 +1,12 @@
-"""compile_device: from the step list to the program of one device.
+"""Compiles the step list into the program of one device (`compile_device`).
 
-Every device follows the list in order. An exchange starts where it stands; the first step that names it in `after` waits for
-it, or the end of its phase. Gradients are summed on the second lane.
+Every device follows the list in order. An exchange starts at its position. The first step that names it in `after` waits
+for it, or else the end of its phase. Gradients are summed on the second lane.
 
-Layers that a device computes one after another, in forward and backward, with no exchange between them, are a *segment*:
-autograd gets it as one graph, as in plain PyTorch. Gradient sums run beside a segment and do not end it. Every other exchange
-of the device ends it. So does a wait for an exchange that its first layer does not wait for, and a layer whose backward is two
-steps, so that one gradient is sent while the other is computed.
+A *segment* is a run of layers that a device computes in forward and backward without an exchange between them: autograd
+gets it as one graph, as in plain PyTorch. Gradient sums overlap with a segment and do not end it. These end it: any other
+exchange of the device, a wait for an exchange that its first layer does not wait for, and a layer with two backward steps,
+which sends one gradient while it computes the other.
 """
 
 from collections import Counter, deque
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from convoy.errors import PlanError
+from convoy.layout.collectives import chunks
 from convoy.layout.layout import Layout, dual, entries, held_entries, holds, local_shape
-from convoy.layout.redistribute import chunks
 from convoy.model.graph import Graph
 from convoy.plan import device_program as ops
 from convoy.plan import exchange_program as exchange
@@ -26,7 +26,7 @@ from convoy.plan.exchange_program import MoveSpec, StartedRound, finish, operati
 from convoy.plan.steps import ComputeStep, Move, Step, StepList, SumGradients
 
 SUMS_AT_ONCE = 1
-"""Gradient sums of freed parameters that may be under way when the next layer's backward begins."""
+"""The most unfinished gradient sums of freed parameters when the next layer's backward begins."""
 
 
 def compile_all(steps: StepList, graph: Graph, *, overlap: bool = True) -> list[DeviceProgram]:
@@ -48,12 +48,12 @@ def compile_device(
     """Return the program of one device.
 
     Args:
-        fuse: give segments to autograd as one graph; False: every layer by itself.
-        overlap: False: wait for everything where it stands in the list, to see what overlap gains.
-        stage: of inexact mixing, which counts its stages over training steps.
-        missing: outputs that the loss does not depend on, by their place in `steps.outputs`. Backward leaves out the steps
-            that no gradient reaches; forward is the same.
-        left: parameters with unsummed gradients from earlier micro-batches; they are summed in any case.
+        fuse: give segments to autograd as one graph; False: every layer separately.
+        overlap: False: wait for each exchange at its position in the list, to measure the gain of overlap.
+        stage: the stage of inexact mixing, counted over training steps.
+        missing: indices in `steps.outputs` of outputs that the loss does not depend on. Backward omits the steps
+            without a gradient; forward is the same.
+        left: parameters with unsummed gradients from earlier micro-batches; they are always summed.
     """
     end = len(steps.steps)
     found = segments(steps, graph, device) if fuse else ()
@@ -133,9 +133,9 @@ class Segment:
 
     Attributes:
         steps: in forward, in order.
-        back: in backward, in order: the steps of those of the layers that have a gradient.
-        reads: keys of values from outside -> whether each has a gradient.
-        writes: keys of the values that are used outside on this device.
+        back: backward steps of its layers with a gradient, in order.
+        reads: keys of input values -> whether each has a gradient.
+        writes: keys of the values that are used outside the segment on this device.
     """
 
     steps: tuple[ComputeStep, ...]
@@ -145,11 +145,11 @@ class Segment:
 
 
 def segments(steps: StepList, graph: Graph, device: int) -> tuple[Segment, ...]:
-    """Return all segments of a device, in the order of the list. A single layer gains nothing and is none."""
+    """Return all segments of a device, in the order of the list. A single layer is no segment: it would gain nothing."""
     forward = [step for step in steps.phase("forward") if _takes_part(step, device)]
-    # Gradient sums run on the second lane, and the gradient of an output is there at once.
-    beside = (SumGradients, st.ReturnGradient)
-    backward = [s for s in steps.phase("backward") if not isinstance(s, beside) and _takes_part(s, device)]
+    # Gradient sums run on the second lane, and the gradient of an output needs no exchange.
+    ignored = (SumGradients, st.ReturnGradient)
+    backward = [s for s in steps.phase("backward") if not isinstance(s, ignored) and _takes_part(s, device)]
     places: dict[str, list[int]] = {}  # layer -> the places of its steps in backward
     for place, step in enumerate(backward):
         if isinstance(step, ComputeStep):
@@ -164,7 +164,7 @@ def segments(steps: StepList, graph: Graph, device: int) -> tuple[Segment, ...]:
     found = []
     for row in _rows(forward, backward, places, device, whole):
         names = {step.layer for step in row}
-        # A layer with several outputs and the layers that pick from it are in one segment, or in none.
+        # A layer with several outputs and the layers that pick from it must be in the same segment, or in none.
         if len(row) > 1 and not any((pick.name in names) != (pick.inputs[0] in names) for pick in picks):
             back = [backward[place] for place in sorted(p for step in row for p in places.get(step.layer, ()))]
             found.append(_segment(row, [step for step in back if isinstance(step, ComputeStep)], readers))
@@ -174,7 +174,7 @@ def segments(steps: StepList, graph: Graph, device: int) -> tuple[Segment, ...]:
 def _rows(
     forward: Sequence[Step], backward: Sequence[Step], places: dict[str, list[int]], device: int, whole: set[str]
 ) -> Iterator[list[ComputeStep]]:
-    """Yield runs of layers that may be computed as one graph; `whole` are the layers that may not be in any."""
+    """Yield runs of layers that may form one graph; layers in `whole` may not be in any."""
     row: list[ComputeStep] = []
     first: int | None = None  # the row's first place in backward
     waits = _first_waits(backward)
@@ -185,7 +185,7 @@ def _rows(
             and step.chunks == 1
             and step.layer not in whole
             and all(holds(value.layout, device) for value in step.reads)
-            # If backward is two steps, the gradient of the first is sent during the second.
+            # With two backward steps, the gradient of the first is sent during the second.
             and len(at) <= 1
         )
         follows = fits and not waiting and (not at or first is None or (at[0] == first - 1 and not waits[first]))
@@ -199,7 +199,7 @@ def _rows(
 
 
 def _first_waits(steps: Sequence[Step]) -> list[bool]:
-    """Return for each step whether it waits for a move or gather that no earlier step waited for."""
+    """For each step, return whether it waits for a move or gather that no earlier step waited for."""
     moves = {step.id for step in steps if isinstance(step, Move | st.GatherWeights)}
     done: set[int] = set()
     found = []
@@ -211,7 +211,7 @@ def _first_waits(steps: Sequence[Step]) -> list[bool]:
 
 
 def _segment(row: Sequence[ComputeStep], back: Sequence[ComputeStep], readers: Counter[str]) -> Segment:
-    """Return the segment of a row of layers; `readers` counts the forward steps that read each value, and the caller."""
+    """Return the segment of a run of layers; `readers` counts each value's readers: forward steps and the caller."""
     made = dict.fromkeys(step.writes.key for step in row)
     reads: dict[str, bool] = {}
     inside: Counter[str] = Counter()
@@ -227,7 +227,7 @@ def _segment(row: Sequence[ComputeStep], back: Sequence[ComputeStep], readers: C
 
 
 class _Compiler:
-    """Compiles the program of one device, step by step."""
+    """A compiler for the program of one device, step by step."""
 
     def __init__(
         self,
@@ -241,13 +241,13 @@ class _Compiler:
     ) -> None:
         self.steps, self.graph, self.device = steps, graph, device
         self.overlap, self.stage = overlap, stage
-        self.end = end  # the step of waits at the end of a phase
+        self.end = end  # the step id of waits at the end of a phase
         self.main: list[Operation] = []
         self.sums: list[Operation] = []
         self.under_way: dict[int, deque[StartedRound]] = {}
         self.begun: list[SumGradients] = []
         self.last_rounds: list[Operation] = []  # waits for the last rounds of sums
-        self.of_freed: list[int] = []  # the sums under way whose parameters are freed after use
+        self.of_freed: list[int] = []  # unfinished sums of parameters that are freed after use
         self.users = {k: s.devices for s in steps.steps if isinstance(s, st.GatherWeights) for k in s.keys}
         self.freed = {k for s in steps.steps if isinstance(s, ComputeStep) for k in s.frees}
         self.merged: set[str] = set()
@@ -337,7 +337,7 @@ class _Compiler:
             self._await(step.after, step.id)
             self.main.append(operation)
             return
-        # The input is still arriving: compute each chunk of rows as soon as it is there.
+        # The input arrives in chunks: compute each chunk of rows as soon as it has arrived.
         shape = local_shape(step.writes.layout, self.device, step.writes.shape)
         parts = []
         for rows in chunks(shape[0], step.chunks):
@@ -354,7 +354,7 @@ class _Compiler:
     def _computation(self, step: ComputeStep) -> ops.Compute:
         """Return the operation of a layer in forward or backward."""
         size = self.sizes.get(step.layer)
-        if size is None:  # in backward it is what it was in forward
+        if size is None:  # backward has the same size as forward
             size = ops.local_size(step, self.graph[step.layer], self.device)
             assert size is not None
             self.sizes[step.layer] = size
@@ -378,12 +378,12 @@ class _Compiler:
         elif step.part != "weight":
             for value, wanted in zip(step.reads, step.wants, strict=True):
                 if wanted and step.id in self.givers.get(value.key, ()):
-                    # It holds the value but computed nothing from it, so its part of the gradient is zero.
+                    # The device holds the value but computed nothing from it, so its part of the gradient is zero.
                     shape, made = local_shape(value.layout, self.device, value.shape), self._gives(value.key, step.id)
                     self.main.append(ops.Make(step.id, made, shape, zeros=True, result=True))
 
     def _segment(self, steps: Sequence[Step], number: int, computes: Sequence[ComputeStep]) -> None:
-        """Compile a segment, with the steps that lie inside it."""
+        """Compile a segment, including the steps inside it."""
         phase, first, segment = steps[0].phase, steps[0].id, self.segments[number]
         row = {step.id: step for step in computes}
         if phase == "backward":
@@ -413,23 +413,23 @@ class _Compiler:
             self._sum(each)
 
     def _free(self, steps: Sequence[ComputeStep]) -> None:
-        """Free the whole parameters that these steps were the last to use."""
+        """Free the whole parameters after these steps, their last users."""
         if keys := tuple(key for step in steps for key in step.frees if self.device in self.users.get(key, ())):
-            # A device without samples of this batch computes nothing and has not waited for them yet.
+            # A device without samples in this batch computes nothing and has not waited for the parameters yet.
             self._await([after for step in steps if step.frees for after in step.after], steps[-1].id)
             self.main.append(ops.FreeWeights(steps[-1].id, keys))
 
     def _limit_sums(self, at: int) -> None:
-        """Limit the whole gradients that are in memory at once, if parameters are freed to save memory."""
+        """Limit the number of whole gradients in memory, if parameters are freed to save memory."""
         while len(self.of_freed) > SUMS_AT_ONCE:
             self.main.append(ops.WaitSum(at, self.of_freed.pop(0)))
 
     # --- gradients of values -----------------------------------------------------------------------------------------
 
     def _givers(self) -> tuple[dict[str, list[int]], dict[str, st.Value]]:
-        """Return for each value the steps that give a part of its gradient on this device, and the values by key.
+        """For each value, return the steps that give a part of its gradient on this device; and the values by key.
 
-        All layers of a segment give one part, named after its first step: autograd adds between them.
+        A segment gives one part, named after its first step: autograd adds within it.
         """
         givers: dict[str, list[int]] = {}
         zeros: dict[str, list[int]] = {}
@@ -460,7 +460,7 @@ class _Compiler:
         return f"{GRADIENT}{key} from {self.given_by.get(step, step)}" if several else GRADIENT + key
 
     def _merge(self, key: str, step: int) -> None:
-        """Add up the parts of a gradient before it is read for the first time."""
+        """Add up the parts of a gradient before its first use."""
         ids = self.givers.get(key, ())
         if len(ids) > 1 and key not in self.merged:
             self.merged.add(key)
@@ -470,7 +470,7 @@ class _Compiler:
     # --- exchanging --------------------------------------------------------------------------------------------------
 
     def _await(self, steps: Iterable[int], at: int) -> None:
-        """Finish those of these exchanges that are under way."""
+        """Finish these exchanges if they have started."""
         for step in steps:
             self.main += finish(self.under_way.pop(step, ()), at)
 
@@ -488,7 +488,7 @@ class _Compiler:
                 self._await([step.id], step.id)
 
     def _statistics(self, step: st.GatherStatistics) -> None:
-        """Exchange each member's row of sums; in forward, combine the rows to the statistics of the global batch."""
+        """Exchange each member's row of sums; in forward, combine them into the statistics of the global batch."""
         self._await(step.after, step.id)
         backward = step.phase == "backward"
         of = [GRADIENT + name if backward else name for name in step.layers]
@@ -503,7 +503,7 @@ class _Compiler:
             self.main.append(ops.Compute(step.id, "forward", name, read, made, part="combine"))
 
     def _gather(self, step: st.GatherWeights) -> None:
-        """Start to gather shards; the step that waits for them finds whole parameters."""
+        """Start to gather shards; the step that waits for them gets whole parameters."""
         size, uses = st.joined(step.shares)[self.device], self.device in step.devices
         if step.held:
             self.main.append(ops.HaveWeights(step.id, step.keys, step.shares, size, own_only=not uses))
@@ -538,7 +538,7 @@ class _Compiler:
         schedule = step.stage(self.stage)
         partner = next((t.receiver for t in schedule.rounds[0] if t.sender == self.device), None)
         both = [self.device] if partner is None else [self.device, partner]
-        # The gradient parts are sums over samples, divided by the global batch: scale those of two devices to a whole batch.
+        # A device's gradient is a sum over its samples divided by the global batch: scale the sum of two to the whole batch.
         samples = sum(step.samples[d] for d in both)
         scale = sum(step.samples) / samples if samples else 0.0
         self.main.append(replace(pack, alone=False, mixed_over=len(both)))
@@ -548,7 +548,7 @@ class _Compiler:
     def _begin_sum(self, step: SumGradients) -> list[ops.Pack | ops.BeginSum]:
         """Return the main lane's part of a sum; its rounds go to the second lane.
 
-        The last rounds receive in place. So they are waited for behind all sums, and the next sum begins meanwhile.
+        The last rounds receive in place. So the lane waits for them after all sums, and the next sum starts earlier.
         """
         flat = _flat(step)
         rounds = list(exchange.sum_operations(step.id, step.schedule, self.device, flat, step.wire, lane=1))
@@ -576,7 +576,7 @@ def _pack(step: SumGradients) -> ops.Pack:
 
 
 def _own_shard(step: SumGradients, device: int) -> list[Operation]:
-    """Copy this device's shard of a sum to memory of its own, so that the whole gradients can be freed."""
+    """Copy this device's shard of a sum to separate memory, so that the whole gradients can be freed."""
     if not step.into:
         return []
     kept = st.joined(step.into)
@@ -598,10 +598,10 @@ def _unpack(step: SumGradients, device: int) -> ops.Unpack:
 
 
 def check_programs(programs: Sequence[DeviceProgram]) -> None:
-    """Refuse programs whose messages do not match. Each pair of devices must start its messages in one order on each lane.
+    """Refuse programs with messages that do not match. A pair of devices must use the same order on each lane.
 
     Raises:
-        PlanError: a message that nobody sends or receives, or in another order or size than the other end expects.
+        PlanError: a message without a sender or receiver, or with another order or size at the other end.
     """
     sent: dict[tuple[int, int, int], list[tuple[ops.ExchangeRound, ops.PlannedMessage]]] = {}
     received: dict[tuple[int, int, int], list[tuple[ops.ExchangeRound, ops.PlannedMessage]]] = {}
@@ -617,8 +617,8 @@ def check_programs(programs: Sequence[DeviceProgram]) -> None:
         sender, receiver, lane = pair
         for out, into in zip_longest(sent.get(pair, ()), received.get(pair, ())):
             texts = [
-                end and f"{ops.message_text(way, end[1])} (round {end[0].number} of step {end[0].step})"
-                for way, end in (("to", out), ("from", into))
+                end and f"{ops.message_text(direction, end[1])} (round {end[0].number} of step {end[0].step})"
+                for direction, end in (("to", out), ("from", into))
             ]
             if out is None or into is None:
                 at, verb = (receiver, "sends") if out is None else (sender, "receives")

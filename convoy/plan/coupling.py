@@ -1,9 +1,9 @@
-"""Plans with other shares: which shares must change together, and the plan for other devices.
+"""Changes the shares of a plan: finds shares that must change together, and rescales a plan to other devices.
 
 All layers that split samples alike are coupled. A layer that splits filters is coupled with the layers that follow it, with a
-`channel` layer that takes its shards as they lie, and with another filter-split layer that is added to it. So every tensor
-still lies where its reader takes it. Coupled shares are counted in *units*: the smallest parts of the axes that leave all
-counts whole, and groups uncut.
+`channel` layer that reads its shards in place, and with another filter-split layer that is added to it. So changes add no
+move. Coupled shares are counted in *units*: the smallest parts of the axes that leave all counts whole, and groups
+uncut.
 """
 
 import math
@@ -18,7 +18,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Sharding, Strategy
 
 PROPORTIONS = 1000
-"""The least sum of a sharding's proportions after they have followed speeds."""
+"""The least sum of a sharding's proportions after an adjustment to speeds."""
 
 OTHERS = ""
 """Stands for `Plan.otherwise` among the names of a plan's strategies."""
@@ -29,10 +29,10 @@ class CoupledAxes:
     """Shares that change together.
 
     Attributes:
-        layers: the layers whose work these shares decide, in order.
+        layers: the layers that these shares split, in order.
         strategies: the entries of `Plan.layers` that hold these shares; `OTHERS` for `Plan.otherwise`.
-        units: of each device.
-        counted: what a person counts: samples, filters or channels.
+        units: units of each device.
+        counted: the name of the unit for users: samples, filters or channels.
     """
 
     layers: tuple[str, ...]
@@ -51,11 +51,11 @@ class CoupledAxes:
 
 
 _Decider = str | Shares
-"""What decides on a layer's shares: the layer with this name and a strategy of its own, or the shares of samples."""
+"""The source of a layer's shares: the name of a layer with its own strategy, or the shares of samples."""
 
 
 def coupled_axes(plan: Plan, graph: Graph) -> tuple[CoupledAxes, ...]:
-    """Return the shares of a plan that can be changed, grouped by which change together, in the order of the model.
+    """Return the changeable shares of a plan in groups that change together, in the order of the model.
 
     Raises:
         PlanError: the plan does not fit the graph.
@@ -86,7 +86,7 @@ def coupled_axes(plan: Plan, graph: Graph) -> tuple[CoupledAxes, ...]:
 
 
 def _decides(plan: Plan, graph: Graph, placed: Mapping[str, Placement]) -> dict[str, _Decider]:
-    """Return for each split layer what decides on its shares."""
+    """For each split layer, return the source of its shares."""
     result: dict[str, _Decider] = {}
     for layer in graph.layers.values():
         own, gives = own_strategy(plan, layer), placed[layer.name].gives
@@ -109,7 +109,7 @@ def _of_channels(
         if layer.groups > 1:
             extents.append(layer.groups)
         here = placed[layer.name]
-        # Groups and heads stay whole, which the extents alone do not say.
+        # Groups and heads stay whole; the extents alone do not show them.
         extents += [cut.parts for cut in layer.cuts if isinstance(here.gives, Split) and cut.axis == here.gives.axis]
         extents += [sum(layout.shares) for layout in (*here.takes, here.gives) if isinstance(layout, Split)]
     leading = plan.layers[strategies[0]]
@@ -121,17 +121,17 @@ def _of_channels(
 
 
 def shares_of(plan: Plan, axes: CoupledAxes) -> Shares:
-    """Return the shares of coupled axes as their first strategy counts them."""
+    """Return the shares of coupled axes, in the counts of their first strategy."""
     strategy = plan.otherwise if axes.strategies[0] == OTHERS else plan.layers[axes.strategies[0]]
     assert not isinstance(strategy, One)
     return strategy.shares
 
 
 def with_units(plan: Plan, axes: CoupledAxes, units: Shares) -> Plan:
-    """Return the plan with other units on one group of its axes.
+    """Return the plan with other units for one group of its axes.
 
-    If samples move, the shares of sharded weights follow: a device that takes over half of another's samples has the time to
-    update more. A device without samples keeps its share.
+    If samples move, the shares of sharded weights follow, since faster devices can also update more. A device without
+    samples keeps its share.
     """
     layers, sharded = dict(plan.layers), dict(plan.sharded)
     for name in axes.strategies:
@@ -153,11 +153,11 @@ def with_units(plan: Plan, axes: CoupledAxes, units: Shares) -> Plan:
 def plan_for(plan: Plan, graph: Graph, devices: Sequence[int | None], speeds: Sequence[float] | None = None) -> Plan:
     """Return the plan with the same strategies and proportions for other devices.
 
-    If no device is left that had a share, all get one.
+    If no remaining device had a share, all devices get one.
 
     Args:
-        devices: for each new device its index in the old plan; None: it joined.
-        speeds: of the new devices, for the shares of those that joined; None: they get a mean share.
+        devices: for each new device, its index in the old plan; None for a joining device.
+        speeds: of the new devices, for the shares of joining devices; None: they get a mean share.
     """
     kept = [i for i, old in enumerate(devices) if old is not None]
     by = (1.0,) * len(devices) if speeds is None else speeds

@@ -1,15 +1,15 @@
-"""The device program: everything one device does in one micro-batch, as a list of operations.
+"""Defines the device program: all operations of one device in one micro-batch.
 
 `compile.py` compiles it once from the step list, for each plan, batch size and mode. The executor runs it, the simulator plays
 it, the cost and memory models price it, and `--explain` prints it. So the predicted bytes are the bytes sent.
 
-Operations work on *buffers*, tensors with a name. A value of the forward pass has the key that it has in the step list,
-its gradient that key behind ``d:``. Names only tell buffers apart: everything else about a buffer is a field of an operation.
-`step` is the id in the step list. Sizes are in entries. `narrow` marks numbers that are sent in fewer bits.
+Operations work on *buffers*, which are named tensors. The name of a forward value is its key in the step list; ``d:`` plus
+the key names its gradient. Names only identify buffers; operations hold all other properties. `step` is the id in the step
+list. Sizes are in entries. `narrow` marks numbers that are sent in fewer bits.
 
 A program has two lanes. The main lane computes, in the order of the step list. Gradient sums run on the second lane, one after
-the other: `BeginSum` gives the second lane the summands, `TakeSum` waits for them, `EndSum` marks the result, and `WaitSum` or
-`FinishSums` waits for that.
+the other: `BeginSum` gives it the summands, `TakeSum` waits for them, `EndSum` marks the result, and `WaitSum` or `FinishSums`
+waits for the result.
 """
 
 from collections import Counter
@@ -17,19 +17,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from convoy.layout.collectives import chunks
 from convoy.layout.comm_dtype import narrow_itemsize
 from convoy.layout.layout import Box, Layout, Shape, Split, holders, holds
-from convoy.layout.redistribute import chunks
 from convoy.layout.shares import Shares
 from convoy.model.graph import Layer
 from convoy.plan.steps import ComputeStep, MicroBatch, Phase
 
 GRADIENT = "d:"
-"""The name of a value's gradient is this and the value's key."""
+"""Prefix of a gradient's name, followed by the value's key."""
 
 
 def output_gradient(output: int) -> str:
-    """Return the buffer of the gradient of an output, which the caller gives."""
+    """Return the name of the buffer with an output's gradient, which the caller provides."""
     return f"{GRADIENT}output {output}"
 
 
@@ -38,11 +38,11 @@ def output_gradient(output: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LocalSize:
-    """One device's part of a layer: the sizes that its time depends on.
+    """The size of one device's part of a layer, on which its time depends.
 
     Attributes:
-        outputs: filters or features that it computes; all, if the layer is not split by filter.
-        inputs: input channels or features that it sums over; all, if the layer is not split by channel.
+        outputs: computed filters or features; all if the layer is not split by filter.
+        inputs: input channels or features to sum over; all if the layer is not split by channel.
         shares_statistics: a batch norm over samples on several devices, which exchanges its sums (`runtime/batch_norm.py`).
     """
 
@@ -57,7 +57,7 @@ def whole_size(layer: Layer, samples: int) -> LocalSize:
 
 
 def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None:
-    """Return what a device computes in a step; None: it has no part in it."""
+    """Return the size of a device's part of a step; None if it has no part."""
     gives = step.writes.layout
     if not holds(gives, device):
         return None
@@ -74,7 +74,7 @@ def local_size(step: ComputeStep, layer: Layer, device: int) -> LocalSize | None
 
 
 def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
-    """Return how many outputs of a layer a device computes, along whichever axis is split."""
+    """Return the number of a layer's outputs that a device computes, along the split axis."""
     outputs = layer.extents[0]
     if not isinstance(layout, Split) or layout.axis == 0:
         return outputs
@@ -82,7 +82,7 @@ def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
 
 
 def shares_statistics(layer: Layer, layout: Layout) -> bool:
-    """Whether a layer is a batch norm whose batch lies on several devices."""
+    """Return whether a layer is a batch norm with its batch split over several devices."""
     return layer.statistics and isinstance(layout, Split) and layout.axis == 0 and len(holders(layout)) > 1
 
 
@@ -95,7 +95,7 @@ def flop(layer: Layer, size: LocalSize) -> float:
 
 
 def sizes_in_chunks(size: LocalSize, count: int) -> list[LocalSize]:
-    """Return what a device computes at a time, if its input arrives in chunks."""
+    """Return the sizes of a device's computations if its input arrives in chunks."""
     return [replace(size, samples=stop - start) for start, stop in chunks(size.samples, count)] if count > 1 else [size]
 
 
@@ -119,11 +119,11 @@ class Compute:
 
     Attributes:
         reads: in forward, the layer's inputs; in backward, the gradient of its output.
-        writes: in forward, the output; in backward, the gradient of each input, "" where none is wanted.
+        writes: in forward, the output; in backward, the gradient of each input, "" if not wanted.
         wants: which of the layer's inputs have a gradient.
         part: "all"; in backward "input" or "weight" for that gradient alone; "statistics" and "combine" before and after
             the exchange of a batch norm's sums.
-        last: in backward, whether the layer's saved tensors are not needed after it.
+        last: in backward, whether the layer's saved tensors can be freed afterwards.
         rows: in forward, the rows of the input that have arrived, if the input arrives in chunks.
     """
 
@@ -146,10 +146,10 @@ class Fused:
     Attributes:
         number: the same in forward and backward.
         reads: in forward, values from outside; in backward, the gradient of each of the forward segment's `writes`, ""
-            where none arrives.
+            for none.
         writes: in forward, values used outside; in backward, the gradient of each of the forward segment's `reads`, ""
-            where none is wanted.
-        operations: computations; in backward also `Pack` and `BeginSum` of gradient sums that begin meanwhile.
+            for none.
+        operations: computations; in backward also `Pack` and `BeginSum` of gradient sums that start inside.
     """
 
     step: int
@@ -170,8 +170,8 @@ class Make:
     Attributes:
         result: a value or a gradient, not an intermediate of an exchange.
         like: a buffer of the same dtype; "": the dtype of the step's layer.
-        flat: an exchange sums in it.
-        slot: of the summands of a round. Rounds with other slots may run at the same time; every step reuses the memory.
+        flat: the buffer of an in-place sum.
+        slot: number of the memory for a round's summands. Rounds with different slots may overlap; every step reuses it.
     """
 
     step: int
@@ -197,7 +197,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy one part to another, converted if one of them is narrow."""
+    """A copy from one part to another, converted if one of them is narrow."""
 
     step: int
     source: Part
@@ -207,7 +207,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Add one part to another, widened first if it is narrow."""
+    """An addition of one part to another, widened first if it is narrow."""
 
     step: int
     source: Part
@@ -218,7 +218,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Add the parts of a gradient, one from each reader of its value, in new memory."""
+    """The sum of a gradient's parts, one from each reader of its value, in new memory."""
 
     step: int
     buffer: str
@@ -241,7 +241,7 @@ class PlannedMessage:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRound:
-    """Start this device's messages of one round, in one call.
+    """The start of this device's messages of one round, in one call.
 
     Until the round has been waited for, sent parts must not change and received parts must not be used.
     """
@@ -254,7 +254,7 @@ class ExchangeRound:
 
 @dataclass(frozen=True, slots=True)
 class WaitRound:
-    """For step `step`, wait for the messages of round `number` of step `begun`."""
+    """A wait before step `step` for the messages of round `number` of step `begun`."""
 
     step: int
     begun: int
@@ -266,15 +266,15 @@ class WaitRound:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Join gradients of parameters to one flat buffer, with zeros for those that this device has no part in.
+    """A copy of gradients into one flat buffer, with zeros for those that this device did not compute.
 
     Attributes:
         keys, sizes: of the parameters, and their entries.
-        flags: trailing entries that say which parameters were used on this device; 0: none.
-        alone: the one gradient itself is the buffer, without a copy.
+        flags: number of trailing entries that mark the parameters used on this device; 0: none.
+        alone: a single gradient itself is the buffer, without a copy.
         mixed_over: INEXACT mixing: weights are sent with the gradients, divided by this number of devices; 0: exact sum.
-        into: for each sharded parameter the entries of every device: the buffer has the shards of device 0 of all of them,
-            then those of device 1, and so on.
+        into: for each sharded parameter, the entries of every device. The buffer has all shards of device 0,
+            then all of device 1, and so on.
     """
 
     step: int
@@ -293,7 +293,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class BeginSum:
-    """Main lane: give the second lane the summands in `buffer`."""
+    """Main lane: the transfer of the summands in `buffer` to the second lane."""
 
     step: int
     buffer: str
@@ -301,7 +301,7 @@ class BeginSum:
 
 @dataclass(frozen=True, slots=True)
 class TakeSum:
-    """Second lane: wait for the summands in `buffer`; the next operations sum them in place."""
+    """Second lane: a wait for the summands in `buffer`. The following operations sum them in place."""
 
     step: int
     buffer: str
@@ -309,7 +309,7 @@ class TakeSum:
 
 @dataclass(frozen=True, slots=True)
 class EndSum:
-    """Second lane: the sum is complete, in `result`."""
+    """Second lane: a signal that the sum in `result` is complete."""
 
     step: int
     result: str
@@ -317,7 +317,7 @@ class EndSum:
 
 @dataclass(frozen=True, slots=True)
 class WaitSum:
-    """Main lane: wait for one gradient sum, before step `step`."""
+    """Main lane: a wait for one gradient sum, before step `step`."""
 
     step: int
     sum: int
@@ -325,7 +325,7 @@ class WaitSum:
 
 @dataclass(frozen=True, slots=True)
 class FinishSums:
-    """Main lane: wait for all these gradient sums, at the end of backward."""
+    """Main lane: a wait for all these gradient sums, at the end of backward."""
 
     step: int
     sums: tuple[int, ...]
@@ -333,12 +333,12 @@ class FinishSums:
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """Take the gradients of parameters from a flat buffer; fields as in `Pack`.
+    """A copy of gradients out of a flat buffer; fields as in `Pack`.
 
     Attributes:
-        sizes: of the parameters, or of this device's shards of them.
+        sizes: of the parameters, or of this device's shards.
         scale: mixing: the factor from the samples of two devices to the global batch.
-        copied: each gets its own memory at the end of the step.
+        copied: each gradient gets its own memory at the end of the step.
     """
 
     step: int
@@ -356,15 +356,15 @@ class Unpack:
 
 @dataclass(frozen=True, slots=True)
 class PackWeights:
-    """Copy this device's shards of parameters to their place in a flat buffer, which receives the others' shards.
+    """A copy of this device's shards into a flat buffer, which also receives the other devices' shards.
 
     Attributes:
-        shares: of each parameter, the entries of every device.
+        shares: for each parameter, the entries of every device.
         size: entries of this device's shards.
         alone: there is one parameter, and the buffer is its memory.
-        own_only: this device computes nothing with them: the buffer has its shards alone.
-        fresh: the memory of the whole parameters was freed after their last use, and is allocated anew.
-        stays: the buffer stays until the next micro-batch, which compares the shards with it.
+        own_only: this device does not compute with them, so the buffer has only its shards.
+        fresh: the memory of the whole parameters was freed after their last use, so it is allocated again.
+        stays: the buffer is kept for the next micro-batch, which compares the shards with it.
     """
 
     step: int
@@ -385,7 +385,7 @@ class PackWeights:
 
 @dataclass(frozen=True, slots=True)
 class UnpackWeights:
-    """Use gathered parameters: each of several gets its own memory. Fields as in `PackWeights`."""
+    """The use of gathered parameters. Each of several gets its own memory. Fields as in `PackWeights`."""
 
     step: int
     buffer: str
@@ -400,7 +400,7 @@ class UnpackWeights:
 
 @dataclass(frozen=True, slots=True)
 class HaveWeights:
-    """Reuse parameters that the first micro-batch gathered. It is an error if this device's shards have changed since."""
+    """The reuse of parameters gathered in the first micro-batch. It fails if this device's shards have changed."""
 
     step: int
     keys: tuple[str, ...]
@@ -411,7 +411,7 @@ class HaveWeights:
 
 @dataclass(frozen=True, slots=True)
 class FreeWeights:
-    """Free the memory of whole parameters that were gathered from shards."""
+    """The release of whole parameters that were gathered from shards."""
 
     step: int
     keys: tuple[str, ...]
@@ -425,13 +425,13 @@ Operation = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceProgram:
-    """What one device does in one micro-batch.
+    """The program of one device for one micro-batch.
 
     Attributes:
-        inputs: buffers of the local batch, which the loader provides.
-        outputs: buffers that the caller gets.
-        output_gradients: the outputs whose gradients the caller gives to backward, see `output_gradient`.
-        input_gradients: for each input, the buffer that the caller gets from backward; "" if this device has no part in it.
+        inputs: buffers of the local batch, provided by the loader.
+        outputs: buffers returned to the caller.
+        output_gradients: indices of the outputs with gradients from the caller, see `output_gradient`.
+        input_gradients: for each input, the buffer returned from backward; "" if this device has no part of it.
         forward, backward: the main lane.
         sums: the second lane; empty in the first and middle micro-batches of a step.
     """
@@ -489,7 +489,7 @@ def reads_of(operation: Operation) -> tuple[str, ...]:
 
 
 def writes_of(operation: Operation) -> tuple[str, ...]:
-    """Return the buffers that an operation makes, fills or changes; those of a round are filled after the wait for it."""
+    """Return the buffers that an operation makes, fills or changes. A round fills its buffers before its wait ends."""
     match operation:
         case Compute(writes=writes) | Fused(writes=writes):
             return tuple(name for name in writes if name)
@@ -522,7 +522,7 @@ def program_lines(program: DeviceProgram) -> list[str]:
 
 
 def operation_line(operation: Operation) -> str:
-    """Return an operation as text, without the fields that have their default."""
+    """Return an operation as text, without fields that have their default."""
     values = []
     for each in fields(operation):
         value: Any = getattr(operation, each.name)

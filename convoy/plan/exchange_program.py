@@ -1,8 +1,8 @@
-"""The operations of one exchange on one device: a move between two layouts, or the rounds of a sum.
+"""Compiles the operations of one exchange on one device: a move between two layouts, or the rounds of a sum.
 
-A part that is one block of memory is sent, and received into, without a copy; any other is copied into a block or out of one.
-Summands are received into memory of their own, because a summand must not be overwritten while it is being sent. They are added
-in the order of the devices that sent them, so that every run gives the same bits.
+A part that is one block of memory is sent and received without a copy; other parts are copied into or out of a block.
+Summands are received into separate memory, because a buffer must not change while it is being sent. They are added in the
+order of their senders, so that every run gives the same bits.
 """
 
 import math
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from convoy.layout.collectives import Round, Schedule, Transfer, forget_schedules
 from convoy.layout.comm_dtype import CommDtype, rounds_own_copy
 from convoy.layout.layout import Box, Layout, Partial, Replicated, Shape, box, covers, entries, local_shape
-from convoy.layout.redistribute import Round, Schedule, Transfer, forget_schedules
 from convoy.layout.shares import ranges
 from convoy.plan import device_program as ops
 from convoy.plan.device_program import Operation, Part, PlannedMessage
@@ -26,8 +26,8 @@ class StartedRound(NamedTuple):
 
     Attributes:
         step: id in the step list.
-        number: of the round to wait for; None: this device has no message in it.
-        after: operations on what has arrived.
+        number: the round to wait for; None: this device has no message in it.
+        after: operations on the received parts.
     """
 
     step: int
@@ -36,7 +36,7 @@ class StartedRound(NamedTuple):
 
 
 class ExchangeOperations(NamedTuple):
-    """One device's part of an exchange: what starts it, up to the first wait, and the rounds to finish afterwards."""
+    """One device's part of an exchange: the operations up to the first wait, and the rounds to finish later."""
 
     begin: Sequence[Operation] = ()
     started: Sequence[StartedRound] = ()
@@ -79,7 +79,7 @@ class MoveSpec:
             return ExchangeOperations()
         if not self.schedule.in_place:
             return _DirectMove(self, own, wanted).operations()
-        # Every copy of a sum is computed once and then copied, so all are equal to the last bit.
+        # Each entry of a sum is computed once and then copied, so all copies are bit-identical.
         flat = f"message {self.step}.flat"
         operations: list[Operation] = [ops.Make(self.step, flat, self.schedule.shape, flat=True)]
         if own is not None:
@@ -92,18 +92,18 @@ class MoveSpec:
 
 @lru_cache(maxsize=8192)
 def operations_of(move: MoveSpec) -> ExchangeOperations:
-    """Return the operations of a move. Cached: the plans that a planner compares have most moves in common."""
+    """Return the operations of a move. Cached, because plans that a planner compares share most moves."""
     return move.operations()
 
 
 def clear_move_cache() -> None:
-    """Forget moves and schedules, after the devices have changed: the old ones are never used again."""
+    """Clear cached moves and schedules. Call it after the devices have changed."""
     operations_of.cache_clear()
     forget_schedules()
 
 
 class _DirectMove:
-    """A move whose boxes go straight to their readers."""
+    """A move that sends each box directly to its readers."""
 
     def __init__(self, move: MoveSpec, own: Box | None, wanted: Box | None) -> None:
         self.move, self.own, self.wanted = move, own, wanted
@@ -120,7 +120,7 @@ class _DirectMove:
         keeps = [t for t in transfers if t.sender == t.receiver]
         arrives = any(t.receiver == self.device != t.sender for t in transfers)
         if self.rounds_own and own is not None and any(t.sender == self.device for t in transfers):
-            # What is kept is then made of the same numbers as what is sent.
+            # The kept part then has the same rounded numbers as the sent part.
             self.shard = f"message {step}.own"
             self.begin.append(ops.Make(step, self.shard, _extent(own), narrow=True))
             self.begin.append(ops.Copy(step, Part(self.move.source), Part(self.shard), entries(own)))
@@ -133,7 +133,7 @@ class _DirectMove:
                 self.begin.append(ops.View(step, result, here, _extent(wanted)))
             keeps = []
         elif wanted is not None:
-            # From zero where only a part of the box is written: a pending sum, or a box that nobody fills.
+            # Start with zeros if only a part of the box is written: a pending sum, or a box without a sender.
             zeros = isinstance(self.move.dst, Partial) or any(t.adds for t in transfers if t.receiver == self.device)
             self.begin.append(ops.Make(step, result, _extent(wanted), zeros=zeros, result=True))
         for number, each in enumerate(rounds):
@@ -168,7 +168,7 @@ class _DirectMove:
         return Part(self.shard, _local_box(t.box, self.own))
 
     def _packed(self, name: str, t: Transfer) -> Part:
-        """Return the part to send: the source if it is one block of the numbers to send, else a copy called `name`."""
+        """Return the part to send: the source itself if it is one block and not rounded, else a copy called `name`."""
         if is_block(t.box, self.own) and (self.rounds_own or not self.narrow):
             return self._source(t)
         self.begin.append(ops.Make(self.step, name, _extent(t.box), narrow=self.narrow))
@@ -185,7 +185,7 @@ class _DirectMove:
 def sum_operations(
     step: int, schedule: Schedule, device: int, flat: str, wire: CommDtype, lane: int
 ) -> Iterator[Operation]:
-    """Yield the rounds of a collective, in place on a flat buffer. Every step reuses the memory where summands arrive."""
+    """Yield the rounds of a collective, in place on a flat buffer. Every step reuses the memory for received summands."""
     under_way: deque[StartedRound] = deque()
     for number, transfers in enumerate(schedule.involving(device)):
         if len(under_way) == schedule.window:
@@ -198,10 +198,10 @@ def sum_operations(
 
 
 def gather_operations(step: int, schedule: Schedule, device: int, flat: str, *, own_only: bool) -> ExchangeOperations:
-    """Return the one round that gathers shards, in place on a flat buffer: nothing is copied or made.
+    """Return the round that gathers shards in place on a flat buffer, without copies.
 
     Args:
-        own_only: the buffer has this device's shards alone, which it sends.
+        own_only: the buffer has only this device's shards, to send.
     """
     (transfers,) = schedule.involving(device)
     begin, started = _flat_round((step, 0), transfers, device, flat, narrow=False, slot=(0, 0))
@@ -214,11 +214,11 @@ def gather_operations(step: int, schedule: Schedule, device: int, flat: str, *, 
 def _flat_round(
     of: tuple[int, int], transfers: Round, device: int, flat: str, narrow: bool, slot: tuple[int, int]
 ) -> tuple[list[Operation], StartedRound]:
-    """Return what starts a round on a flat buffer, and how it is finished.
+    """Return the operations that start a round on a flat buffer, and the started round.
 
     Args:
         of: step and number of the round.
-        slot: lane, and place of the memory for summands.
+        slot: lane, and number of the memory for summands.
     """
     (step, number), begin = of, list[Operation]()
     leaving = [t for t in transfers if t.sender == device and entries(t.box)]
@@ -237,12 +237,12 @@ def _flat_round(
     for place, t in enumerate(arriving):
         target, size = Part(flat, t.box), entries(t.box)
         if t.adds or narrow:
-            landed = Part(f"slot {slot[0]}.{slot[1]}.{place}")
-            begin.append(ops.Make(step, landed.buffer, _extent(t.box), narrow=narrow, like=flat, slot=slot[1]))
+            received = Part(f"slot {slot[0]}.{slot[1]}.{place}")
+            begin.append(ops.Make(step, received.buffer, _extent(t.box), narrow=narrow, like=flat, slot=slot[1]))
             after.append(
-                ops.Add(step, landed, target, size, narrow) if t.adds else ops.Copy(step, landed, target, size)
+                ops.Add(step, received, target, size, narrow) if t.adds else ops.Copy(step, received, target, size)
             )
-            target = landed
+            target = received
         receives.append(PlannedMessage(t.sender, target, size, narrow))
     if not leaving and not receives:
         return begin, StartedRound(step, None, after)
@@ -252,10 +252,10 @@ def _flat_round(
 
 
 def shared_rows(step: GatherStatistics, device: int, of: Sequence[str]) -> Iterator[Operation]:
-    """Yield the exchange of each device's row of batch norm sums. Several norms share one message.
+    """Yield the exchange of batch norm sums, one row per device. Several norms share one message.
 
     Args:
-        of: names of the buffers of each norm, in front of "row" and "rows".
+        of: each norm's prefix of the buffer names "row" and "rows".
     """
     row, rows = (f"{of[0]} row", f"{of[0]} rows") if len(of) == 1 else (f"sums {step.id}", f"sums {step.id} of all")
     spans = list(ranges(step.sizes))
@@ -275,7 +275,7 @@ def shared_rows(step: GatherStatistics, device: int, of: Sequence[str]) -> Itera
 
 
 def _local_box(part: Box, of: Box | None) -> Box | None:
-    """Return a box in the coordinates of the shard `of`; None: it is the whole shard."""
+    """Return a box in the coordinates of the shard `of`; None for the whole shard."""
     assert of is not None
     if part == of:
         return None
@@ -287,7 +287,7 @@ def _extent(of: Box) -> Shape:
 
 
 def is_block(part: Box, of: Box | None) -> bool:
-    """Whether a part of a tensor is one block of memory, given that the tensor `of` is one."""
+    """Return whether a part of a tensor is one block of memory, if the tensor `of` is one."""
     if of is None:
         return True
     extents = [(stop - start, end - origin) for (start, stop), (origin, end) in zip(part, of, strict=True)]

@@ -1,4 +1,4 @@
-"""A plan as text: each device's part of each layer, and the step list line by line."""
+"""Describes a plan as text: each device's part of each layer, and the step list line by line."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from convoy.plan.steps import ComputeStep, Step, StepList, traffic
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """One line of the table of a plan.
+    """One line of a plan's table.
 
     Attributes:
         strategy: "filter", "batch", "channel", "one" or "copies".
         parts: each device's samples, filters (or features) or input channels; "all" or "-".
-        bytes_: sent in one step for the moves into this layer, forward and backward, and for its gradient sums.
-        note: why a layer is not split, or not as it could be.
+        bytes_: bytes sent per step for moves into this layer, forward and backward, and for its gradient sums.
+        note: why a layer is not split, or not split further.
     """
 
     layer: str
@@ -48,7 +48,7 @@ def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
 
 
 def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
-    """Return each device's fraction of the forward FLOP of a step; of its layers, if no layer has FLOP."""
+    """Return each device's fraction of the forward FLOP of a step; without FLOP, its fraction of the layers."""
     computed = [step for step in steps.phase("forward") if isinstance(step, ComputeStep)]
     flop = [graph[step.layer].flop for step in computed]
     weights = flop if any(flop) else [1] * len(computed)
@@ -115,7 +115,6 @@ def _strategy(layout: Layout) -> str:
 
 
 def _fraction(step: ComputeStep, device: int) -> float:
-    """Return a device's fraction of a layer's arithmetic."""
     # A sum over input channels is split like its input.
     value = step.reads[0] if isinstance(step.writes.layout, Partial) else step.writes
     here = box(value.layout, device, value.shape) if holds(step.writes.layout, device) else None

@@ -1,4 +1,4 @@
-"""lower(plan): from strategies per layer to one list of steps for one batch size."""
+"""Lowers a plan, the strategies of all layers, to one list of steps for one batch size (`lower`)."""
 
 import heapq
 import itertools
@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from convoy.layout import redistribute
+from convoy.layout import collectives
 from convoy.layout.comm_dtype import comm_dtype_of
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, everywhere, held_entries, holders
 from convoy.layout.shares import Shares, rescale
@@ -19,10 +19,10 @@ from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Move, Phas
 from convoy.plan.strategy import Batch, One, Placement, parameter_holders
 
 BUCKET_ENTRIES = 500_000
-"""Entries that start a gradient sum: large enough for full bandwidth, small enough to overlap."""
+"""A bucket with this many entries is summed: large enough for full bandwidth, small enough to overlap."""
 
-BESIDE_ENTRIES = 125_000
-"""A bucket with this many entries is summed with a full one: later it would be alone on the wire."""
+COMPANION_ENTRIES = 125_000
+"""A bucket with this many entries is summed together with a full one. Later it would have no traffic to overlap with."""
 
 
 def lower(
@@ -36,8 +36,8 @@ def lower(
     """Return the steps of one micro-batch of `plan`, for a global batch of `batch` samples (default: the plan's).
 
     Args:
-        input_gradients: for each input of the graph, where its gradient goes; empty: none has one.
-        kept: layouts of parameters, by key, that differ from this plan's: all devices with copies get their gradients.
+        input_gradients: for each input of the graph, the destination of its gradient; empty: no gradients.
+        kept: by key, layouts of parameters that differ from this plan's. All devices with copies get their gradients.
 
     Raises:
         PlanError: the plan does not fit the graph.
@@ -62,11 +62,11 @@ class GatherBucket:
 
 
 def _gather_buckets(graph: Graph, used: Mapping[str, Layout], freed: Collection[str]) -> list[GatherBucket]:
-    """Return the parameters that are gathered, in buckets, in the order in which they are used.
+    """Return buckets of the gathered parameters, in order of use.
 
     Args:
-        used: the layouts in which layers compute with gathered parameters, by key.
-        freed: keys of those that are freed after use.
+        used: by key, the layouts of gathered parameters in computations.
+        freed: keys of parameters that are freed after use.
     """
     found: list[GatherBucket] = []
     filled: dict[tuple[tuple[int, ...], bool], list[tuple[Parameter, str]]] = {}
@@ -95,17 +95,17 @@ def _gather_buckets(graph: Graph, used: Mapping[str, Layout], freed: Collection[
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Around one layer: the buckets to gather before it, and the keys of parameters to free after it."""
+    """The buckets to gather before a layer, and the keys of parameters to free after it."""
 
     begins: list[GatherBucket] = field(default_factory=list)
     frees: list[str] = field(default_factory=list)
 
 
 def _turns(buckets: Sequence[GatherBucket], order: Sequence[str]) -> dict[str, Turn]:
-    """Return by layer which freed buckets start and end there. Each starts when the one before it is first used.
+    """For each layer, return the freed buckets that start and end there. Each starts at the first use of the previous one.
 
     Args:
-        order: the layers, in the order in which they are computed.
+        order: the layers, in computing order.
     """
     places = {name: place for place, name in enumerate(order)}
     spans = []
@@ -147,7 +147,7 @@ class _Lowering:
         self.values: dict[str, Value] = {}
         self.versions: dict[tuple[str, Layout], Value] = {}
         self.made_by: dict[str, int] = {}
-        self.moved_for: dict[str, list[Move]] = {}  # layer -> the moves that were made for it
+        self.moved_for: dict[str, list[Move]] = {}  # layer -> the moves of its inputs
         self.ready: dict[str, list[int]] = {}  # value key -> steps that contributed to its gradient
         self.trains = trains(graph, self.wanted)
         self.statistics = {name: how for name in graph.layers if (how := self._statistics(graph[name]))}
@@ -168,7 +168,7 @@ class _Lowering:
         forward = list(self.steps)
         for i, (name, value) in enumerate(zip(self.graph.outputs, outputs, strict=True)):
             if name in self.trains:
-                # Of a sharded output a device has its shard of the gradient, and moves go back as usual.
+                # For a sharded output each device has its shard of the gradient, and moves go back as usual.
                 returned = value if isinstance(value.layout, Split | OnOne) else self.values[name]
                 step = st.ReturnGradient(self._id, i, value, returned, self._after([value]))
                 self.ready.setdefault(returned.key, []).append(self._add(step))
@@ -178,7 +178,7 @@ class _Lowering:
         return StepList(self.batch, self.plan.devices, inputs, outputs, steps, gradients, self.micro_batch, later)
 
     def _output_layout(self) -> dict[str, Layout]:
-        """Return each output's layout for the caller: copies everywhere, or all split by samples alike."""
+        """Return each output's layout for the caller: copies everywhere, or the same split by samples for all."""
         everyone = everywhere(self.plan.devices)
         own = {name: self.values[name].layout for name in self.graph.outputs if self.graph[name].batched}
         if self.plan.outputs == "everywhere" or not own:
@@ -203,7 +203,7 @@ class _Lowering:
         return tuple(sorted({self.made_by[v.key] for v in values if v.key in self.made_by}))
 
     def _gather(self, bucket: GatherBucket, phase: Phase) -> None:
-        """Gather sharded parameters for their layers; later micro-batches may still have them."""
+        """Gather sharded parameters for their layers, unless they are still held from an earlier micro-batch."""
         keys, shares = tuple(p.key for p in bucket.parameters), tuple(map(self.entries_of_shards, bucket.parameters))
         held = not bucket.freed and self.micro_batch in ("middle", "last")
         step = self._add(st.GatherWeights(self._id, phase, keys, shares, bucket.devices, held=held))
@@ -262,7 +262,7 @@ class _Lowering:
         if self.plan.chunks == 1 or layer.kind != "conv" or (layer.inputs[0], placed.takes[0]) in self.versions:
             return 1
         source = self.values[layer.inputs[0]]
-        schedule = redistribute.schedule(source.layout, placed.takes[0], source.shape, self.plan.collective)
+        schedule = collectives.schedule(source.layout, placed.takes[0], source.shape, self.plan.collective)
         spans = all(t.box[0] == (0, self.batch) for transfers in schedule.rounds for t in transfers)
         return min(self.plan.chunks, self.batch) if spans and not schedule.in_place else 1
 
@@ -271,18 +271,18 @@ class _Lowering:
         gives = self.placed[layer.name].gives
         if not layer.statistics or not isinstance(gives, Split) or gives.axis != 0:
             return None
-        # By the nominal batch: a device without a sample of this (small) batch keeps its running statistics up to date.
+        # By the plan's batch: a device without samples in this (small) batch still updates its running statistics.
         members = parameter_holders(layer, self.nominal[layer.name].gives, self.plan.devices)
         return (2 * layer.shape[0], members) if len(members) > 1 else None
 
     def _version(self, name: str, layout: Layout, chunks: int = 1) -> Value:
-        """Return a layer's output in a layout, moved there at first use."""
+        """Return a layer's output in a layout; add the move at first use."""
         known = self.versions.get((name, layout))
         if known is not None:
             return known
         source, layer = self.values[name], self.graph[name]
         value = self.versions[name, layout] = Value(f"{name}@{layout}", source.shape, layout, name)
-        # Without a batch axis it is a parameter or a buffer, or made of those, and they are never rounded.
+        # Values without a batch axis come from parameters and buffers, which are never rounded.
         wire = comm_dtype_of(layer.dtype, self.plan.wire) if layer.batched else "exact"
         step = Move(self._id, "forward", source, value, self.plan.collective, self._after([source]), chunks, wire)
         self.made_by[value.key] = self._add(step)
@@ -291,7 +291,7 @@ class _Lowering:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def _backward(self, forward: list[Step], freed: Sequence[GatherBucket]) -> tuple[Value | None, ...]:
-        """Lower backward. Return for each input the value with its gradient; None: it has none."""
+        """Lower backward. For each input, return the value with its gradient; None without a gradient."""
         sums = _SumBuckets(self)
         with_gradient = reached(self.graph, self.trains)
         order = [name for name in reversed(self.row_of) if name in with_gradient]
@@ -306,18 +306,18 @@ class _Lowering:
         return gradients
 
     def _sum(self, sums: "_SumBuckets", *, everything: bool) -> None:
-        """Add the sums that are due; all but the last micro-batch leave them to it."""
+        """Add the sums that are due; earlier micro-batches leave them to the last one."""
         for step in sums.take(everything=everything):
-            # Sums into shards do not wait: each device would have to keep a whole gradient.
+            # Sums into shards cannot wait: each device would have to keep a whole gradient.
             waits = self.micro_batch in ("first", "middle") and not step.into
             (self.later if waits else self.steps).append(replace(step, id=self._id))
 
     def _input_gradient(self, layer: Layer) -> Value | None:
-        """Return the value whose gradient the caller gets: the input, or a value that its gradient is moved to."""
+        """Return the value with the caller's gradient: the input, or the target of the gradient's move."""
         after, value, how = self.ready.get(layer.name), self.values[layer.name], self.wanted.get(layer.name)
         if after is None or how is None:
             return None
-        # The gradient of a pending sum is known whole to each of its devices.
+        # For a pending sum, each of its devices has the whole gradient.
         if how == "part" and not isinstance(value.layout, Replicated):
             return value
         devices = tuple(range(self.plan.devices)) if how == "whole" else holders(value.layout)
@@ -327,7 +327,7 @@ class _Lowering:
         return whole
 
     def _return(self, step: Move) -> None:
-        """Move a gradient back, once, when every reader of the moved value has contributed."""
+        """Move a gradient back once all readers of the moved value have contributed."""
         after = self.ready.pop(step.writes.key, None)
         if after is not None:
             back = Move(self._id, "backward", step.writes, step.reads, step.reduce, tuple(after), wire=step.wire)
@@ -360,9 +360,9 @@ class _Lowering:
                 self._sum(sums, everything=False)
 
     def _returned_statistics(self, step: ComputeStep) -> int:
-        """Return the exchange of a norm in backward, with its partners of forward that have a gradient.
+        """Return the exchange of a norm in backward, shared with its forward partners that have a gradient.
 
-        Partners are neighbours in forward, before all their readers: when the last has its gradient, all have.
+        Partners are adjacent in forward, before all their readers: when the last one has its gradient, all have.
         """
         if step.layer not in self.returned_by:
             names = [name for name in self.row_of[step.layer] if name in self.ready]
@@ -372,9 +372,9 @@ class _Lowering:
         return self.returned_by[step.layer]
 
     def _parts(self, step: ComputeStep, sums: "_SumBuckets") -> tuple[st.Part, ...]:
-        """Split a layer's backward so that the gradient that must be sent leaves while the other is computed.
+        """Split a layer's backward so that one gradient is sent while the other is computed.
 
-        An input gradient goes first, because the layers below wait for it. Weights go first only if they fill a bucket.
+        Input gradients go first, because earlier layers wait for them. Weights go first only if they fill a bucket.
         """
         layer = self.graph[step.layer]
         if not layer.multiplies or not layer.trainable or not any(step.wants):
@@ -385,12 +385,12 @@ class _Lowering:
 
 
 def by_samples(layout: Layout) -> bool:
-    """Whether every sample of a value is whole, and on one device alone."""
+    """Return whether each sample of a value is whole and on exactly one device."""
     return isinstance(layout, OnOne) or (isinstance(layout, Split) and layout.axis == 0)
 
 
 def trains(graph: Graph, inputs: Collection[str] = ()) -> set[str]:
-    """Return the layers whose output has a gradient: something before them is trainable, or `inputs` wants one."""
+    """Return the layers whose output has a gradient: they depend on a trainable layer or on one of `inputs`."""
     result = set(inputs)
     for layer in graph.layers.values():
         if layer.trainable or result.intersection(itertools.compress(layer.inputs, layer.traced_back)):
@@ -399,7 +399,7 @@ def trains(graph: Graph, inputs: Collection[str] = ()) -> set[str]:
 
 
 def reached(graph: Graph, trains: set[str]) -> set[str]:
-    """Return the layers whose backward runs: a gradient reaches them from an output."""
+    """Return the layers whose backward runs, because a gradient from an output reaches them."""
     result = trains.intersection(graph.outputs)
     for layer in reversed(list(graph.layers.values())):
         if layer.name in result:
@@ -424,8 +424,8 @@ class _SumBucket:
 
 
 _Name = tuple[tuple[int, ...], tuple[int, ...], bool, str]
-"""A bucket: devices with summands; for mixing, the samples of each; whether it is summed into shards; the key of a gradient
-that is alone in it."""
+"""A bucket's key: devices with summands; for mixing, the samples of each; whether it is summed into shards; the parameter
+if it is the only one."""
 
 
 class _SumBuckets:
@@ -447,13 +447,13 @@ class _SumBuckets:
                 continue
             bucket = self.open.setdefault(self._bucket_of(step, parameter), _SumBucket())
             bucket.parameters.append(parameter)
-            # Only a layer with Python of its own may leave a parameter unused on one device and not on another.
+            # Only an opaque layer may use a parameter on one device and not on another.
             bucket.flagged |= layer.kind == "opaque"
             if step.id not in bucket.after[-1:]:
                 bucket.after.append(step.id)
 
     def would_fill(self, step: ComputeStep) -> bool:
-        """Whether this layer's weight gradients fill a bucket."""
+        """Return whether this layer's weight gradients fill a bucket."""
         filled: Counter[_Name] = Counter()
         for parameter in self.graph[step.layer].trainable:
             if self.uses[parameter.key] == 1 and self._is_summed(parameter.key):
@@ -461,14 +461,14 @@ class _SumBuckets:
         return any(n + self.open.get(name, _SumBucket()).entries >= BUCKET_ENTRIES for name, n in filled.items())
 
     def _bucket_of(self, step: ComputeStep, parameter: Parameter) -> _Name:
-        """Return the bucket of a gradient. One that fills a bucket is alone in it, if its memory is its own: no copy."""
+        """Return the bucket of a gradient. A gradient that fills a bucket gets its own, without a copy if possible."""
         layer, layout = self.graph[step.layer], step.writes.layout
         alone = layer.multiplies and parameter.key not in self.read_by_others and not self.plan.mixes
         name = parameter.key if alone and parameter.entries >= BUCKET_ENTRIES else ""
         samples: tuple[int, ...] = ()
         if self.plan.mixes:
             # Mixing weighs gradients by samples, so only layers with the same samples share a bucket.
-            if not layer.batched and isinstance(self.plan.otherwise, Batch):  # all other layers' samples read it
+            if not layer.batched and isinstance(self.plan.otherwise, Batch):  # read by all other layers' samples
                 layout = Split(0, rescale(self.plan.otherwise.shares, self.lowering.batch))
             whole = (self.lowering.batch if d in holders(layout) else 0 for d in range(self.plan.devices))
             samples = layout.shares if isinstance(layout, Split) and layout.axis == 0 else tuple(whole)
@@ -480,11 +480,11 @@ class _SumBuckets:
         return key in self.lowering.gathered or (isinstance(layout, Replicated) and len(layout.devices) > 1)
 
     def take(self, *, everything: bool) -> Iterator[SumGradients]:
-        """Yield the sums that are due, without their numbers."""
+        """Yield the sums that are due, without ids."""
         entries = {name: bucket.entries for name, bucket in self.open.items()}
         is_full = any(n >= BUCKET_ENTRIES for n in entries.values())
         for name, bucket in list(self.open.items()):
-            if everything or entries[name] >= (min(BESIDE_ENTRIES, BUCKET_ENTRIES) if is_full else BUCKET_ENTRIES):
+            if everything or entries[name] >= (min(COMPANION_ENTRIES, BUCKET_ENTRIES) if is_full else BUCKET_ENTRIES):
                 del self.open[name]
                 devices, samples, is_sharded, alone = name
                 keys, sizes = (tuple(row) for row in zip(*((p.key, p.entries) for p in bucket.parameters), strict=True))
@@ -498,15 +498,15 @@ class _SumBuckets:
 # --- order -----------------------------------------------------------------------------------------------------------
 
 Row = tuple[str, ...]
-"""A layer; or batch norms that exchange together, in the order of the net."""
+"""A layer, or batch norms that exchange together, in the order of the net."""
 
 
 def rows_of(graph: Graph, exchanged: Mapping[str, Hashable]) -> tuple[Row, ...]:
-    """Return the layers in the order in which they are computed, with norms that exchange together as one row.
+    """Return the layers in computing order, with norms that exchange together as one row.
 
-    A net that branches (Inception, ResNet at its shortcuts) has norms whose inputs are ready at about the same time. One
-    message then has the sums of all of them. A norm's level is the number of exchanges on the longest way to it, its own
-    included. Norms of one level do not depend on each other; those of one level and kind exchange together.
+    In a net with branches (Inception, ResNet at its shortcuts), the inputs of several norms are ready at about the same
+    time, and one message can have the sums of all of them. A norm's level is the number of exchanges on the longest path up
+    to and including it. Norms of one level do not depend on each other; norms of one level and kind exchange together.
 
     Args:
         exchanged: the norms that exchange sums, with the kind of each.
@@ -522,9 +522,9 @@ def rows_of(graph: Graph, exchanged: Mapping[str, Hashable]) -> tuple[Row, ...]:
 
 @lru_cache(maxsize=64)
 def _ordered(before: tuple[tuple[str, frozenset[str]], ...], met: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Return the graph's order with each row in the place of its last layer and its readers behind it (Kahn's algorithm).
+    """Return the graph's order with each row at the position of its last layer, before its readers (Kahn's algorithm).
 
-    Cached, because a planner asks for the same order often.
+    Cached, because planners need the same order often.
     """
     row_of: dict[str, Row] = {name: (name,) for name, _ in before} | {name: row for row in met for name in row}
     if not met:

@@ -1,8 +1,8 @@
-"""The layout in which each layer of a plan works, and in which parameters are used and kept.
+"""Computes the layout of each layer of a plan, and the layouts in which parameters are used and kept.
 
-In evaluation every layer computes where training keeps its parameters. A model may differ there: dropout passes its input on, a
-layer no longer looks at the whole batch, an auxiliary output is gone. Layers that follow their input could then be placed on
-devices without their parameters; `pin` gives those a strategy of their own.
+In evaluation every layer computes on the devices that keep its parameters in training. The evaluation graph may differ:
+dropout becomes an identity, a layer no longer reads the global batch, an auxiliary output is missing. Layers that follow
+their input could then be placed on devices without their parameters; `pin` gives these layers their own strategy.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:
 
 
 def used_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:
-    """Return the layouts that layers compute with, by key: parameters as they are kept, or gathered from their shards."""
+    """Return the layouts in which layers use parameters, by key: as kept, or gathered from shards."""
     return {
         graph[name].parameters[key].key: layout
         for name, each in placed.items()
@@ -55,7 +55,7 @@ def used_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Lay
 
 
 def kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of parameters between steps, which layers compute with in the layouts `used`."""
+    """Return the layouts of parameters between steps; layers use them in the layouts `used`."""
     kept = dict(used)
     for name, how in plan.sharded.items():
         for p in graph[name].trainable:
@@ -66,19 +66,19 @@ def kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[s
 
 
 def is_gathered(kept: Layout, used: Layout) -> bool:
-    """Whether a parameter is gathered from shards before it is used."""
+    """Return whether a parameter is gathered from shards before its use."""
     return isinstance(kept, Split) and isinstance(used, Replicated)
 
 
 def own_strategy(plan: Plan, layer: Layer) -> Strategy | None:
-    """Return a layer's own strategy. A second call of one module has the first one's: they share weights."""
+    """Return a layer's own strategy. Later calls of a module have that of the first call: they share weights."""
     return plan.layers.get(layer.name) or plan.layers.get(layer.name.partition("#")[0])
 
 
 def unnamed(
     graph: Graph, layer: Layer, leading: Layout | None, otherwise: Strategy, batch: int, devices: int
 ) -> tuple[Strategy | None, Placement]:
-    """Place a layer without a strategy of its own: it follows its input (None), or takes the plan's `otherwise`.
+    """Place a layer without its own strategy: it follows its input (None), or uses the plan's `otherwise`.
 
     Args:
         leading: layout of its first batched input; None: it has none.
@@ -88,14 +88,14 @@ def unnamed(
     """
     if leading is not None and layer.kind == "pick":
         return None, Placement((leading,), leading)
-    # Without a batched input it is made from parameters alone: every device has it.
+    # Without a batched input the layer depends only on parameters: every device computes it.
     reads_batch = leading is not None and layer.batched
     if leading is not None and reads_batch and (not layer.weighted or layer.groups > 1):
         followed = follow(graph, layer, leading, devices)
         if followed is not None:
             return None, followed
     if isinstance(otherwise, Batch) and not layer.per_sample:
-        # The device with the most samples is the fastest by the plan's own account.
+        # In the plan, the device with the most samples is the fastest.
         otherwise = One(otherwise.shares.index(max(otherwise.shares)))
     placed = place(graph, layer, otherwise, batch, devices)
     if reads_batch:
@@ -105,7 +105,7 @@ def unnamed(
 
 
 def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
-    """Place an input where the first layers read it, so that no image is sent."""
+    """Place an input where its first readers are, so that no image is sent."""
     wants = _wants(plan, graph, layer, batch, {})
     if len(wants) == 1:
         (only,) = wants
@@ -114,13 +114,13 @@ def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
         return Replicated(holders(only))
     if not wants:
         return place(graph, layer, plan.otherwise, batch, plan.devices).gives
-    # The devices of a whole batch, for a smaller one too: those that a small one leaves out would miss its running statistics.
+    # Use the devices of a full batch for a smaller batch too: devices left out would miss its running statistics.
     wants |= _wants(plan, graph, layer, max(batch, plan.batch), {})
     return Replicated(tuple(sorted({d for layout in wants for d in holders(layout)})))
 
 
 def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, set[Layout]]) -> set[Layout]:
-    """Return the layouts in which later layers read `layer`'s output, looking through layers that follow."""
+    """Return the layouts in which later layers read `layer`'s output, ignoring layers that follow their input."""
     if layer.name in known:
         return known[layer.name]
     wants: set[Layout] = set()
@@ -143,13 +143,13 @@ def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, 
 
 
 def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
-    """Return the plan for the graph of evaluation, with a strategy for each layer that would leave its parameters.
+    """Return the plan for the evaluation graph, with a strategy for each layer that would be placed without its parameters.
 
     Raises:
-        PlanError: the plan does not fit the graph of training.
+        PlanError: the plan does not fit the training graph.
     """
     known = {name: s for name, s in plan.layers.items() if name in evaluation.layers}
-    # Sharded parameters are gathered wherever evaluation uses them whole: see `lower`'s `kept`.
+    # Sharded parameters are gathered if evaluation uses them whole: see `lower`'s `kept`.
     pinned = replace(plan, model=evaluation.fingerprint, layers=known, sharded={})
     placed = placements(plan, training)
     homes = {name: placed[name].gives for name, layer in training.layers.items() if layer.parameters}
@@ -162,12 +162,12 @@ def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
 
 
 def borrowed(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> dict[str, Layout]:
-    """Return layouts in evaluation of parameters that no strategy brings to their layers; none in ordinary models.
+    """Return evaluation layouts of parameters that no strategy can provide to their layers. Ordinary models have none.
 
-    Example: a layer that is whole in evaluation only, while training splits its inside.
+    Example: a layer that is whole in evaluation, while training splits its inside.
 
     Raises:
-        PlanError: two such layers want the same parameter in different parts.
+        PlanError: two such layers need different parts of the same parameter.
     """
     result: dict[str, Layout] = {}
     strays = _strays(pinned, training, evaluation, plan).values()
@@ -184,7 +184,7 @@ def borrowed(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> di
 
 
 def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> dict[str, list[tuple[str, Layout, bool]]]:
-    """Return the layers of evaluation that miss parameters; for each parameter its key, wanted layout, and if it is there."""
+    """Return the evaluation layers that miss parameters, with (key, wanted layout, is there) of each parameter."""
     kept, found = used_layouts(training, placements(plan, training)), {}
     for name, placed in placements(pinned, evaluation).items():
         rows = []
@@ -200,7 +200,7 @@ def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> dic
 
 
 def _strategy_at(layer: Layer, home: Layout, plan: Plan) -> Strategy:
-    """Return the strategy that computes a layer where its output lies in training."""
+    """Return the strategy that computes a layer on the devices of its output in training."""
     match home:
         case OnOne(device):
             return One(device)

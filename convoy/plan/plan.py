@@ -1,4 +1,4 @@
-"""Plan: a strategy with shares for every layer; a value, and a file that a person can read, edit and run."""
+"""Defines the plan, a strategy with shares for every layer, and its file, which a person can read, edit and run."""
 
 import json
 from collections import Counter
@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from convoy.errors import PlanError, shown, unknown_name
 from convoy.files import parse_json, read_text
 from convoy.layout import shares as share_rules
+from convoy.layout.collectives import SUMS, Reduce, Sum
 from convoy.layout.comm_dtype import COMM_DTYPES, CommDtype
-from convoy.layout.redistribute import SUMS, Reduce, Sum
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
 from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, Strategy
@@ -21,14 +21,14 @@ from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, St
 FORMAT = 1
 
 OutputPlace = Literal["everywhere", "where-computed"]
-"""Where the model's outputs are after forward: all of them on every device, or each on the device that computed it."""
+"""Where the model's outputs are after forward: all outputs on every device, or each on the device that computed it."""
 
 
 def parse_outputs(text: str) -> OutputPlace:
     """Return the place of outputs of this name.
 
     Raises:
-        InputError: unknown; the choices are listed.
+        InputError: unknown name; lists the choices.
     """
     if text not in get_args(OutputPlace):
         raise unknown_name("place of outputs", text, get_args(OutputPlace))
@@ -40,18 +40,18 @@ class Plan:
     """A strategy with shares for every layer.
 
     Attributes:
-        name: only for people.
-        model: fingerprint of the graph it was made for.
+        name: for users only.
+        model: fingerprint of the plan's graph.
         devices: the number of devices.
         batch: the global batch that `Batch` shares sum to; other batches are split in the same proportions.
         layers: strategies by layer name. Layers that are not named follow their first input.
-        otherwise: strategy of layers that can neither follow nor have a strategy of their own: `Batch` or `One`.
+        otherwise: strategy of layers that neither follow an input nor have their own strategy: `Batch` or `One`.
         reduce: the collective that sums gradients and `Partial` outputs.
-        chunks: a convolution that reads whole outputs receives them in this number of chunks of the batch, and begins with
-            the first. Files call it "pieces".
+        chunks: a convolution that reads whole outputs receives them in this number of chunks of the batch, and starts
+            with the first. Files call it "pieces".
         wire: number format in which activations and gradients are sent.
-        sharded: layers whose parameters are kept in shards and gathered for use, by name. Files call it "in_shares".
-        outputs: where the model's outputs are; if they stay with their samples, `convoy.loss` computes the loss.
+        sharded: by name, layers with parameters kept in shards and gathered for use. Files call it "in_shares".
+        outputs: where the model's outputs are. With "where-computed", `convoy.loss` computes the loss.
     """
 
     name: str
@@ -82,12 +82,12 @@ class Plan:
 
     @property
     def mixes(self) -> bool:
-        """Whether the copies of a weight differ from device to device."""
+        """Whether the copies of a weight differ between devices."""
         return self.reduce == "inexact-butterfly-mixing"
 
     @property
     def collective(self) -> Reduce:
-        """The collective for everything but gradients that are mixed."""
+        """The collective for everything except mixed gradients."""
         return "butterfly" if self.reduce == "inexact-butterfly-mixing" else self.reduce
 
     def named(self, name: str) -> "Plan":
@@ -153,10 +153,10 @@ class Plan:
         rows = {"format": FORMAT, "name": self.name, "model": self.model, "devices": self.devices, "batch": self.batch}
         rows |= {"reduce": self.reduce, "wire": self.wire, "pieces": self.chunks}
         rows |= {"otherwise": _as_row(self.otherwise)}
-        rows |= {"outputs": self.outputs} if self.outputs != "everywhere" else {}  # as it was before there was a choice
+        rows |= {"outputs": self.outputs} if self.outputs != "everywhere" else {}  # omit the default, as in older files
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
         tables = {"layers": {name: _as_row(each) for name, each in self.layers.items()}}
-        if self.sharded:  # as it was before there were any
+        if self.sharded:  # omit it if empty, as in older files
             tables["in_shares"] = {name: asdict(each) for name, each in self.sharded.items()}
         for key, table in tables.items():
             body = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in table.items())
@@ -168,8 +168,8 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: not JSON, another format version, a key that is unknown, missing or repeated, a wrong type;
-                the field is named.
+            PlanError: not JSON, another format version, a key that is unknown, missing or repeated, a wrong type.
+                The message names the field.
         """
         try:
             raw = parse_json(text, _unique)
@@ -257,7 +257,7 @@ def _as_row(strategy: Strategy) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse repeated keys: JSON itself would silently keep the last of two layers of one name."""
+    """Refuse repeated keys: json.loads would silently keep the last of two layers with the same name."""
     counts = Counter(key for key, _ in pairs)
     if repeated := [key for key, count in counts.items() if count > 1]:
         raise ValueError(f"the key {shown(repeated[0])} occurs twice")

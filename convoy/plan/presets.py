@@ -1,11 +1,11 @@
-"""The plans by name: the works Convoy grew from, and what an expert does by hand.
+"""Builds plans by name: those of earlier works, and those that experts use.
 
 `data`           PyTorch's DistributedDataParallel: the batch in even shares.
-`data-by-speed`  the batch in shares by measured speed: what is tuned by hand today.
+`data-by-speed`  the batch in shares by measured speed: what experts tune by hand.
 `sharded`        as `data-by-speed`, with weights and optimizer state in shards by speed (ZeRO and FSDP: even ones).
 `master`         Marques, Falcao, Alexandre 2018: only convolutions are distributed, filters by measured speed; everything else
                  runs on the fastest device.
-`model`          model parallelism as Castello et al. 2021 study it: every weighted layer by filter, evenly.
+`model`          model parallelism of Castello et al. 2021: every weighted layer by filter, evenly.
 `hybrid`         Jin et al. 2018, Krizhevsky 2014: convolutions by batch, fully connected layers by filter, butterfly sums.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from convoy.errors import PlanError, unknown_name
-from convoy.layout.redistribute import SUMS, Sum
+from convoy.layout.collectives import SUMS, Sum
 from convoy.layout.shares import apportion, even
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
@@ -30,12 +30,12 @@ SHARE_UNITS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Speeds, the larger the faster.
+    """The speeds of all devices; larger is faster.
 
     Attributes:
         devices: samples/s of each device on the whole model.
-        layers: samples/s of each device on one layer, by layer name, where measured.
-        measured: False: only their proportions count.
+        layers: by name of a measured layer, samples/s of each device on it.
+        measured: False: only the proportions count.
     """
 
     devices: tuple[float, ...]
@@ -55,7 +55,7 @@ def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Sum 
         reduce: how gradients are summed; default: butterfly for `hybrid`, ring for the others.
 
     Raises:
-        InputError: unknown name or reduce; the choices are listed.
+        InputError: unknown name or reduce; lists the choices.
         PlanError: a batch below 1.
     """
     if name not in PLANS:
@@ -90,6 +90,6 @@ def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Sum 
 
 
 def _by_filter(layer: Layer, speeds: Speeds) -> Filter:
-    """Split K filters by speed: K_i = K * s_i / sum(s), whole, and whole groups."""
+    """Split K filters by speed: K_i = K * s_i / sum(s), in whole groups of filters."""
     quantum = layer.channels_out // layer.groups if layer.groups > 1 else 1
     return Filter(apportion(layer.channels_out, speeds.layers.get(layer.name, speeds.devices), quantum=quantum))

@@ -1,10 +1,10 @@
-"""The step list: all computations and exchanges of one training step, in an order that every device follows.
+"""Defines the step list: all computations and exchanges of one training step, in the same order on every device.
 
-A computation occupies its device until it is done. An exchange starts where it stands in the list. The first step that names it
-in `after` waits for it, or else the end of its phase. So the list alone says what overlaps.
+A computation occupies its device until it is done. An exchange starts at its position in the list. The first step that names
+it in `after` waits for it, or else the end of its phase. So the list alone determines what overlaps.
 
-A *value* is a layer's output in one layout; a move gives the same numbers in another layout another key. Backward steps name
-the values whose gradients they handle: a backward move reads the gradient of its target value.
+A *value* is a layer's output in one layout, with its own key. Backward steps refer to values and handle their gradients: a
+backward move reads the gradient of its target value.
 """
 
 from collections import Counter
@@ -12,30 +12,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from convoy.layout import redistribute
+from convoy.layout import collectives
+from convoy.layout.collectives import Reduce, Schedule, Sum
 from convoy.layout.comm_dtype import CommDtype, sent_itemsize
 from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, dual
-from convoy.layout.redistribute import Reduce, Schedule, Sum
 from convoy.layout.shares import Shares, holders
 
 Phase = Literal["forward", "backward"]
 
 InputGradient = Literal["none", "part", "whole"]
-"""Where the gradient of an input goes: nowhere; each device gets that of its local shard; every device gets all of it."""
+"""Where an input's gradient goes: nowhere; each device gets that of its local shard; every device gets all of it."""
 
 MicroBatch = Literal["only", "first", "middle", "last"]
-"""Which micro-batch of a training step. The first gathers sharded weights that stay whole between uses. Gradients of replicated
-parameters stay on their devices until the last one, which sums them."""
+"""The position of a micro-batch in a training step. The first gathers sharded weights that stay whole between uses. The last
+sums the gradients of replicated parameters, which stay on their devices until then."""
 
 SEGMENT_ENTRIES = 1 << 19
-"""A sum with longer messages is cut in two: 2 MiB of float32 take many times a message's latency."""
+"""A sum with longer messages is cut in two: 2 MiB of float32 take much longer than a message's latency."""
 
 Part = Literal["all", "input", "weight"]
-"""Which gradients a backward step computes: both, those of the layer's inputs, or those of its parameters."""
+"""The gradients that a backward step computes: all, those of the layer's inputs, or those of its parameters."""
 
 
 def micro_batches(count: int) -> dict[MicroBatch, int]:
-    """Return how many micro-batches of each kind a step of `count` has, in order."""
+    """Return the number of micro-batches of each kind in a step of `count`, in order."""
     kinds: dict[MicroBatch, int] = {"only": 1} if count == 1 else {"first": 1, "middle": count - 2, "last": 1}
     return {kind: number for kind, number in kinds.items() if number}
 
@@ -46,7 +46,7 @@ class Value:
 
     Attributes:
         shape: of the whole (global) tensor.
-        layer: that makes it; by default the key is the layer's name.
+        layer: the layer that makes it; default: `key`.
     """
 
     key: str
@@ -69,10 +69,10 @@ class ComputeStep:
             that `wants` marks, and of the layer's parameters.
         parameters: layout of each parameter of the layer.
         after: ids of the steps that must have finished.
-        part: a layer may have two backward steps, so that the gradient of the first is sent during the second.
+        part: a layer may have two backward steps, to send the first gradient during the second step.
         last: whether it is the last step of the layer's backward.
-        chunks: in forward, above 1: it begins with the first rows of its input while the others arrive.
-        frees: gathered parameters whose whole copies are freed after it, by key.
+        chunks: in forward, above 1: start with the first rows of the input while the others arrive.
+        frees: keys of gathered parameters whose whole copies are freed afterwards.
     """
 
     id: int
@@ -95,7 +95,7 @@ class Move:
     """Redistribution of a value to another layout. In backward `reads` is the later value: its gradient goes back.
 
     Attributes:
-        chunks: the number of chunks of the batch, one after the other, in which it is sent.
+        chunks: the number of chunks of the batch, sent one after the other.
     """
 
     id: int
@@ -110,18 +110,18 @@ class Move:
     @property
     def schedule(self) -> Schedule:
         if self.phase == "forward":
-            whole = redistribute.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
-            return whole if self.chunks == 1 else redistribute.in_chunks(whole, self.chunks)
-        return redistribute.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
+            whole = collectives.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
+            return whole if self.chunks == 1 else collectives.in_chunks(whole, self.chunks)
+        return collectives.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnGradient:
-    """The gradient of an output enters backward.
+    """The entry of an output's gradient into backward.
 
-    Every device computes the loss from a copy of the output. So it knows the whole gradient, takes its shard, and nothing is
-    sent. (A move back from copies would sum the gradient, once per device too often.) If the output stays sharded, each device
-    has the gradient of its shard, and `reads` and `writes` are the same.
+    Every device computes the loss from a copy of the output. So it has the whole gradient and takes its shard; nothing is
+    sent. (A move back from copies would sum the copies of the gradient.) If the output stays sharded, each device has the
+    gradient of its shard, and `reads` and `writes` are the same.
     """
 
     wire: ClassVar[CommDtype] = "exact"
@@ -134,17 +134,17 @@ class ReturnGradient:
 
     @property
     def schedule(self) -> Schedule:
-        return redistribute.schedule(self.reads.layout, dual(self.writes.layout), self.reads.shape)
+        return collectives.schedule(self.reads.layout, dual(self.writes.layout), self.reads.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class GatherStatistics:
     """All-gather of batch norm sums: means and squared deviations in forward, two sums for the gradient in backward.
 
-    They are few, and small differences of them matter, so they are never rounded.
+    They are few, and their small differences matter, so they are never rounded.
 
     Attributes:
-        layers: norms that exchange together: each device sends one row with the sums of all of them.
+        layers: norms that exchange together: each device sends one row with the sums of all norms.
         reads: the input of each.
         sizes: entries of each.
     """
@@ -173,7 +173,7 @@ class GatherStatistics:
 
     @property
     def schedule(self) -> Schedule:
-        return redistribute.schedule(self.layout, Replicated(self.members), self.shape)
+        return collectives.schedule(self.layout, Replicated(self.members), self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +182,12 @@ class SumGradients:
 
     Attributes:
         keys: of the parameters; sizes: entries of each.
-        flags: trailing entries that say which parameters were used (layers with Python of their own).
-        devices: that compute with the parameters.
+        flags: number of trailing entries that mark used parameters (for opaque layers).
+        devices: the devices that compute with the parameters.
         samples: of each device, for mixing only.
         reduce: the collective, or mixing instead.
-        alone: a single gradient in memory of its own, which is summed in place.
-        into: for each sharded parameter the entries of every device: each device gets the sum of its shard only.
+        alone: a single gradient that is summed in place in its own memory.
+        into: for each sharded parameter, the entries of every device. Each device gets only the sum of its shard.
     """
 
     id: int
@@ -205,7 +205,7 @@ class SumGradients:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The devices with a summand, and those that keep a shard of the sum."""
+        """The devices with a summand or a shard of the sum."""
         return tuple(sorted({*self.devices, *holders(joined(self.into))}))
 
     @property
@@ -221,26 +221,26 @@ class SumGradients:
         if self.mixes:
             return self.stage(0)
         if self.into:
-            return redistribute.sum_into_shares(self.devices, joined(self.into))
+            return collectives.sum_into_shares(self.devices, joined(self.into))
         (n,) = self.shape
         segments = 2 if n // len(self.devices) >= SEGMENT_ENTRIES else 1
-        return redistribute.sum_in_segments(self.devices, n, self.reduce, segments)
+        return collectives.sum_in_segments(self.devices, n, self.reduce, segments)
 
     def stage(self, stage: int) -> Schedule:
         """Return one stage of the mixing butterfly, for gradients and weights together."""
-        return redistribute.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
+        return collectives.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
 
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights:
     """All-gather of sharded parameters, to the devices that compute with them.
 
-    They are one flat tensor: the shards of device 0 of all parameters, then those of device 1, and so on.
+    The parameters are one flat tensor: all shards of device 0, then all of device 1, and so on.
 
     Attributes:
         keys: of the parameters; shares: of each, the entries of every device.
-        devices: that compute with them.
-        held: the first micro-batch has gathered them. Nothing is sent; each device checks that its shards are unchanged.
+        devices: the devices that compute with them.
+        held: already gathered in the first micro-batch. Nothing is sent; each device checks that its shards are unchanged.
     """
 
     wire: ClassVar[CommDtype] = "exact"
@@ -269,11 +269,11 @@ class GatherWeights:
     def schedule(self) -> Schedule:
         if self.held:
             return Schedule((), self.shape, in_place=True)
-        return redistribute.gather_shares(joined(self.shares), self.devices)
+        return collectives.gather_shares(joined(self.shares), self.devices)
 
 
 def joined(shares: Sequence[Shares]) -> Shares:
-    """Return the entries of each device, of several parameters together."""
+    """Return the entries of each device, summed over parameters."""
     return tuple(map(sum, zip(*shares, strict=True)))
 
 
@@ -283,7 +283,7 @@ Step = ComputeStep | Exchange
 
 def traffic(step: Exchange, itemsize: int) -> Counter[tuple[int, int]]:
     """Return the bytes that each (sender, receiver) pair sends in one exchange, for numbers of `itemsize` bytes."""
-    return redistribute.traffic(step.schedule, sent_itemsize(step.wire, itemsize))
+    return collectives.traffic(step.schedule, sent_itemsize(step.wire, itemsize))
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +294,8 @@ class StepList:
         batch: global batch of the micro-batch.
         inputs: the values that the loader provides.
         outputs: the values that the model returns: copies on every device, or sharded by samples.
-        input_gradients: for each input, the value whose gradient the caller gets; None: it has none. Empty: no input has one.
-        later: the gradient sums that are left to the last micro-batch.
+        input_gradients: for each input, the value whose gradient the caller gets, or None. Empty: no input has a gradient.
+        later: gradient sums that the last micro-batch computes.
     """
 
     batch: int
@@ -319,7 +319,7 @@ class StepList:
 
     @property
     def joins_losses(self) -> bool:
-        """Whether each device has the loss of its samples only, and these are summed between forward and backward."""
+        """Whether each device computes the loss of its samples, and the losses are summed between forward and backward."""
         stays = any(
             isinstance(v.layout, OnOne) or (isinstance(v.layout, Split) and v.layout.axis == 0) for v in self.outputs
         )
@@ -329,7 +329,7 @@ class StepList:
         return tuple(step for step in self.steps if step.phase == phase)
 
     def first_readers(self) -> dict[str, str]:
-        """Return the layer that reads each value first, by the value's key."""
+        """Return the first reader of each value, by the value's key."""
         computes = [step for step in self.phase("forward") if isinstance(step, ComputeStep)]
         return {value.key: step.layer for step in reversed(computes) for value in step.reads}
 

@@ -1,7 +1,7 @@
-"""Strategies: what one layer does, and where each kind of layer may be cut.
+"""Defines the strategies of layers, and the cuts that each kind of layer allows.
 
-A strategy and a layer give a *placement*: the layouts of inputs, output and parameters. Layers without a strategy of
-their own follow the layout of their first input where their cuts allow it.
+A strategy and a layer give a *placement*: the layouts of inputs, output and parameters. Layers without their own strategy
+follow the layout of their first input if their cuts allow it.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from convoy.model.graph import Cut, Graph, Layer
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Each device computes its samples. Weights are copies; their gradients are summed."""
+    """A split by samples. Weights are copies; their gradients are summed."""
 
     shares: Shares
     name: ClassVar[str] = "batch"
@@ -25,7 +25,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Each device computes its output filters (or features) of every sample, from copies of the input."""
+    """A split by output filters (or features), computed for every sample from copies of the input."""
 
     shares: Shares
     name: ClassVar[str] = "filter"
@@ -33,7 +33,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Each device computes what its input channels (or features) contribute; the output is a pending sum."""
+    """A split by input channels (or features). Each device computes partial sums; the output is a pending sum."""
 
     shares: Shares
     name: ClassVar[str] = "channel"
@@ -41,7 +41,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """One device computes the layer."""
+    """The whole layer on one device."""
 
     device: int
     name: ClassVar[str] = "one"
@@ -55,13 +55,13 @@ Form = Literal["keep", "free"]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Parameters and optimizer state, kept in unequal shards and gathered for the devices that compute with them.
+    """Parameters and optimizer state in unequal shards, gathered for the devices that compute with them.
 
     Attributes:
-        shares: proportions, one per device; each parameter is cut along its first axis into whole rows by them. A device that
-            computes nothing of the layer may keep a shard.
-        form: "keep": whole copies stay until they are gathered again in the next step; "free": they are freed after use, in
-            forward and in backward, and gathered in both.
+        shares: one proportion per device, by which each parameter is cut along its first axis into whole rows. A device
+            that does not compute the layer may keep a shard.
+        form: "keep": whole copies stay until they are gathered again in the next step; "free": they are gathered
+            and freed in forward and again in backward.
     """
 
     shares: Shares
@@ -74,7 +74,7 @@ class Placement:
 
     Attributes:
         parameters: by key within the layer.
-        note: for the user, e.g. why the layer could not keep a split.
+        note: for the user, for example why the layer could not keep a split.
     """
 
     takes: tuple[Layout, ...]
@@ -87,7 +87,7 @@ def check(layer: Layer, strategy: Strategy, batch: int, devices: int) -> None:
     """Refuse a strategy that does not fit a layer.
 
     Raises:
-        PlanError: wrong shares, a device that is not there, or a layer that cannot be split this way.
+        PlanError: wrong shares, a device that does not exist, or a layer that cannot be split like this.
     """
     what = f"layer {layer.name!r}, strategy {strategy.name!r}"
     if layer.shared and isinstance(strategy, Filter | Channel):
@@ -119,10 +119,10 @@ def check(layer: Layer, strategy: Strategy, batch: int, devices: int) -> None:
 
 
 def check_sharding(layer: Layer, strategy: Strategy | None, shares: Shares, devices: int) -> None:
-    """Refuse to shard the parameters of a layer if that would not be exact, or changes nothing.
+    """Refuse to shard the parameters of a layer if that would not be exact or would change nothing.
 
     Args:
-        strategy: the layer's own; None: it has none.
+        strategy: the layer's own strategy, if any.
 
     Raises:
         PlanError: wrong shares, or a layer whose parameters cannot be sharded.
@@ -130,7 +130,7 @@ def check_sharding(layer: Layer, strategy: Strategy | None, shares: Shares, devi
     what = f"layer {layer.name!r}, in shares"
     share_rules.check(shares, sum(shares), devices, what)
     if not any(shares):
-        raise PlanError(f"{what}: shares {shares} are all zero: give one device a share at least")
+        raise PlanError(f"{what}: shares {shares} are all zero: give at least one device a share above 0")
     if isinstance(strategy, Filter | Channel | One):
         raise PlanError(
             f"{what}: its strategy is {strategy.name!r}, so no device uses a copy: give it the strategy 'batch', or take it out"
@@ -140,7 +140,7 @@ def check_sharding(layer: Layer, strategy: Strategy | None, shares: Shares, devi
 
 
 def can_shard(layer: Layer) -> bool:
-    """Whether the parameters of a layer may be sharded, if several devices use them whole."""
+    """Return whether replicated parameters of a layer may be sharded."""
     return not _why_whole(layer)
 
 
@@ -150,15 +150,15 @@ def _why_whole(layer: Layer) -> str:
     if layer.shared:
         return "its parameters belong to another layer too, or have hooks"
     if layer.kind == "opaque" or layer.unfusable or layer.changes_state or not layer.batched:
-        return f"it is {layer.kind} (Python of its own may use its parameters or not, or change them)"
+        return f"it is {layer.kind} (its Python code may use its parameters or not, or change them)"
     return ""
 
 
 def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: int) -> Placement:
-    """Place a layer that has a strategy of its own, for a global batch of `batch` samples.
+    """Place a layer with its own strategy, for a global batch of `batch` samples.
 
     Raises:
-        PlanError: the layer cannot keep this split (a concatenation along the split axis, say).
+        PlanError: the layer cannot keep this split (for example, a concatenation along the split axis).
     """
     match strategy:
         case Batch(shares):
@@ -184,7 +184,7 @@ def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: i
 
 
 def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placement | None:
-    """Place a layer whose first batched input lies in `leading`; None: that must be moved first."""
+    """Place a layer whose first batched input has layout `leading`; None if that input must be moved first."""
     match leading:
         case Partial():
             return None
@@ -202,7 +202,7 @@ def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placeme
 
 
 def _along(graph: Graph, layer: Layer, cut: Cut, shares: Shares) -> Placement | None:
-    """Place a layer along a cut; None: the shares do not fall between its parts."""
+    """Place a layer along a cut; None if the shares do not match its parts."""
     entries = sum(shares) // cut.parts if cut.parts else 0
     if not entries or any(share % entries for share in shares):
         return None
@@ -234,7 +234,7 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
     everyone = everywhere(devices)
     if not layer.batched:
         return Placement((everyone,) * len(layer.inputs), everyone, dict.fromkeys(layer.parameters, everyone))
-    # A call may change parameters or buffers, e.g. the running statistics of a batch norm.
+    # A call may change parameters or buffers, such as the running statistics of a batch norm.
     changes = layer.statistics and any(p.buffer for p in layer.parameters.values())
     changes = changes or layer.changes_state or (layer.kind == "opaque" and not layer.per_sample)
     note = ""
@@ -259,7 +259,7 @@ _CUT_KINDS = (
 
 
 def cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    """Return where a layer may be cut, batch axis aside, so that a split input need not move."""
+    """Return a layer's possible cuts, except along the batch axis, that need no move of a split input."""
     axes = range(1, len(layer.shape) + 1)
     if not layer.inputs:
         return ()
@@ -271,10 +271,10 @@ def cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
         case "flatten":
             return (Cut(1, graph[layer.inputs[0]].shape[0], (1,)),)
         case "batch_norm":
-            # num_batches_tracked has no channels: every device that holds some counts for itself.
+            # num_batches_tracked has no channels: every device with channels counts separately.
             return (Cut(1, layer.shape[0], (1,), {key: 0 for key, p in layer.parameters.items() if p.shape}),)
         case "conv" | "conv_transpose" | "linear":
-            # Several groups stay split if the split falls between groups (depthwise: always); one group reads all channels.
+            # Several groups can be split between groups (depthwise: always); one group reads all channels.
             transposed = layer.kind == "conv_transpose" and layer.groups == 1
             parameters = {"weight": 1 if transposed else 0, "bias": 0}
             parts, reads = (layer.groups, 1) if layer.groups > 1 else (layer.channels_out, None)
@@ -290,7 +290,7 @@ def cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
 
 
 def _join_cut(graph: Graph, layer: Layer, axis: int) -> Cut:
-    """Return the cut of a broadcast operation along an axis of its output; smaller inputs are read whole."""
+    """Return the cut of a broadcast operation along an output axis; smaller inputs are read whole."""
     extent, read = layer.shape[axis - 1], list[int | None]()
     for name in layer.inputs:
         shape = graph[name].batch_shape(1)

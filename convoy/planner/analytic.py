@@ -1,6 +1,6 @@
-"""Analytic cost model: seconds of a layer's arithmetic, its moves, its gradient sums and its memory, without simulating a step.
+"""Estimates the seconds of layers, moves, gradient sums and memory by formula, without simulating a step.
 
-Layers with the same roofline are priced once, and so are devices with the same times. Results are cached for all searches of
+Layers with the same roofline and devices with the same times are priced once. Results are cached for all searches of
 one request. `convoy.layout` lists every transfer of a move; a planner that compares thousands of moves over hundreds of devices
 needs only their sums, which `loads` returns in closed form (a test compares both).
 """
@@ -15,9 +15,9 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from convoy.layout.collectives import Reduce, is_collective
 from convoy.layout.comm_dtype import sent_itemsize
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual, holders
-from convoy.layout.redistribute import Reduce, is_collective
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import LocalSize, part_of_outputs, shares_statistics, whole_size
@@ -31,7 +31,7 @@ from convoy.simulate.memory import optimizer_named
 from convoy.simulate.network import Network
 
 DIRECT_DEVICES = 16
-"""Up to this number of devices plans are searched for with direct sums. With more, each device sends too many messages."""
+"""The search uses direct sums up to this number of devices. With more, each device sends too many messages."""
 
 Side = Literal["outputs", "inputs"]
 Vector = npt.NDArray[np.float64]
@@ -50,7 +50,7 @@ class MemoryPenalty:
     s_per_byte: tuple[float, ...]
 
     def limits(self, total: int, active: Sequence[int]) -> list[int] | None:
-        """Return the largest shares of an axis, enlarged in proportion if they do not cover the axis; None: no limits."""
+        """Return the largest shares of an axis, scaled up if they do not cover it; None without limits."""
         room = sum(self.parts[d] for d in active)
         if not room or all(self.parts[d] >= 1 for d in active):
             return None
@@ -120,7 +120,7 @@ def loads(src: Layout, dst: Layout, shape: Shape, devices: int, reduce: Reduce =
 
 
 def _from_copies(src: Layout, dst: Layout, total: float, devices: int) -> Loads:
-    """Every reader without a copy receives its part from one holder, the same as in the schedule."""
+    """Return the loads if each reader without a copy receives from one holder, as in the schedule."""
     assert isinstance(src, Replicated | OnOne)
     holders = (src.device,) if isinstance(src, OnOne) else src.devices
     wanted = _parts(dst, total, devices)
@@ -199,8 +199,8 @@ def _kept_entries(src: Split, dst: Split, total: float, devices: int) -> Vector:
 def move_s(load: Loads, network: Network, itemsize: int) -> float:
     """Return the seconds of a move: the busiest NIC or processor, and the largest latency for each round.
 
-    With several hosts all traffic counts as leaving its host, since loads do not say between which devices it is. Each message
-    of a segment's hosts goes to any other host with the same probability, which gives the traffic of its uplink.
+    With several hosts all traffic counts as leaving its host, because loads do not contain pairs of devices. For uplinks,
+    each message of a segment goes to all other hosts with equal probability.
 
     Args:
         itemsize: bytes of one number on the wire.
@@ -252,7 +252,7 @@ def content(plan: Plan) -> tuple[object, ...]:
 
 
 class CostModel:
-    """Seconds of the parts of a step for one request, as a mean over its micro-batches. Nothing overlaps."""
+    """The analytic cost model of one request: seconds per micro-batch on average, without overlap."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
@@ -275,7 +275,7 @@ class CostModel:
         self.lowered: dict[tuple[object, ...], StepList] = {}
 
     def with_reduce(self, reduce: Reduce) -> Self:
-        """Return the model with another way to sum. Both share the cached layer times."""
+        """Return the model with another collective. Both share the cached layer times."""
         if reduce == self.reduce:
             return self
         other = copy.copy(self)
@@ -290,13 +290,13 @@ class CostModel:
         return self.lowered[key]
 
     def like(self, layer: Layer) -> Layer:
-        """Return the layer that is priced in its place."""
+        """Return the first layer with the same price."""
         return self.firsts.get(layer.name, layer)
 
     # --- arithmetic --------------------------------------------------------------------------------------------------
 
     def layer_s(self, layer: Layer, device: int, size: LocalSize) -> float:
-        """Return the seconds of a part of a layer, forward and backward, overheads included."""
+        """Return forward + backward seconds of a part of a layer, including overheads."""
         if size.samples == 0 or size.outputs == 0 or size.inputs == 0:
             return 0.0
         phases = 2 if layer.name in self.trains else 1
@@ -312,7 +312,7 @@ class CostModel:
     def _arithmetic_s(self, layer: Layer, device: int, size: LocalSize) -> float:
         layer, device = self.like(layer), self.alike[device]
         if layer.statistics and size.samples < self.batch:
-            # The rest of the batch lies on other devices.
+            # Other devices hold the rest of the batch.
             size = replace(size, shares_statistics=True)
         key = (layer.name, device, size)
         if key not in self.arithmetic:
@@ -340,7 +340,7 @@ class CostModel:
         """Return the seconds of a layer on all samples, for each number of filters (output features) or input channels.
 
         Args:
-            points: always the same ones for a layer and a side.
+            points: must be the same for each call with this layer and side.
         """
         key = (self.like(layer).name, side, self.alike[device])
         if key not in self.curves:
@@ -390,7 +390,7 @@ class CostModel:
 
     def _exchange_s(self, load: Loads) -> float:
         seconds = move_s(load, self.costs.network, sent_itemsize(self.request.wire, self.costs.itemsize))
-        # A device that has computed is late for the first round only.
+        # Jitter delays only the first round.
         return seconds + load.rounds * self.round_overhead_s + (self.jitter_s if load.rounds else 0.0)
 
     def sums_s(self, layer: Layer, placed: Placement, how: Sharding | None = None) -> float:
@@ -427,9 +427,9 @@ class CostModel:
         return (kept + seconds) / self.request.micro_batches
 
     def memory_s(self, layer: Layer, placed: Placement, penalty: MemoryPenalty, how: Sharding | None = None) -> float:
-        """Return the price of a layer's memory beyond each device's fraction: parameters with gradient and state, its output.
+        """Return the price of a layer's memory beyond each device's fraction: parameters, gradients, state and output.
 
-        If all memory had a price, whole tensors would only change places; this way they are split.
+        A price on all memory would only move whole tensors; this price splits them.
         """
         numbers = 2 + optimizer_named(self.request.optimizer).state
         rows: list[tuple[Layout, tuple[int, ...], int]] = []
@@ -451,7 +451,7 @@ class CostModel:
 
 
 def uses_copies(layer: Layer, placed: Placement) -> bool:
-    """Return whether several devices use the layer's whole parameters for their own samples, so that they can be sharded."""
+    """Return whether a layer's parameters can be sharded: several devices use all of them for their own samples."""
     gives = placed.gives
     if not can_shard(layer) or not isinstance(gives, Split) or gives.axis != 0 or len(holders(gives)) < 2:
         return False
@@ -459,7 +459,7 @@ def uses_copies(layer: Layer, placed: Placement) -> bool:
 
 
 def _held(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return (device, entries) of each device that holds a part."""
+    """Return (device, entries) of each device that holds entries."""
     entries = math.prod(shape)
     if isinstance(layout, Split):
         behind = entries // max(1, shape[layout.axis])

@@ -1,7 +1,6 @@
-"""A lower bound on the step time of every exact plan, whatever its shares.
+"""Computes a lower bound on the step time of every exact plan with any shares.
 
-It holds for the cost model: no plan that `lower` takes is simulated to be shorter, by the same costs. Two bounds are computed,
-and the larger one counts.
+The bound holds for the cost model: with the same costs, no simulated plan is shorter. It is the larger of two bounds.
 
 **Computing.** Every entry of a layer is computed on at least one device, every trained entry is updated on one, and every
 output's loss is computed on one. Let device d take at least r(l, d) seconds for all of item l, and at least f r(l, d) for a
@@ -13,11 +12,11 @@ by any weights w(d) >= 0 that sum to 1, and add:
 
 This holds for *any* weights, so the search for good ones needs no proof.
 
-**One NIC.** Take a device that is alone on its host, and a path of weighted layers, each dependent on the one before. Each
-layer is all on this device ("own"), all on the others, or split by samples, filters or channels. Between two layers, each pair
-of these sends entries through the NIC (`_CROSSINGS`); splitting by samples sends the layer's gradients and weights. If the
-device gives away g seconds of its work, it computes for the rest, and the others together take at least g / k seconds for g.
-Here k is their speed relative to the device, at the item that suits them best. Dynamic programming over the path finds the
+**One NIC.** Take a device that is alone on its host, and a path of weighted layers, each dependent on the previous one. Each
+layer is on this device ("own"), on the others, or split by samples, filters or channels. Between two layers, each pair of
+these placements sends entries through the NIC (`_CROSSINGS`); splitting by samples sends the layer's gradients and weights. If
+the device gives away g seconds of its work, it computes the rest, and the others together take at least g / k seconds for g.
+Here k is their speed relative to the device, at their best item. Dynamic programming over the path finds the
 fewest entries for each g, counted in units. A sum of s units is counted as floor(s). Adding r to it moves the count by
 floor(r) or ceil(r), so no plan is missed. Other layers may be given away without messages.
 """
@@ -39,13 +38,13 @@ from convoy.simulate.costs import Costs
 ROUNDS = 300  # of the search for weights
 
 MORE = 1e-3
-"""The NIC is named if its bound is larger by this fraction. Both are equal if all work can be shared."""
+"""The NIC's bound counts if it is larger by this fraction. Both are equal if all work can be distributed."""
 
 NICS = 4
-"""The NICs of this number of devices are looked at, those of the fastest."""
+"""Number of fastest devices whose NICs are examined."""
 
 MOST_HOSTS = 64
-"""In larger fleets no NIC is looked at."""
+"""In larger fleets no NIC is examined."""
 
 UNITS = 128
 """Units of work in the dynamic programming."""
@@ -61,18 +60,18 @@ _CROSSINGS: Mapping[tuple[_Place, _Place], int] = {
     **{("channels", after): 1 for after in _PLACES},
     ("channels", "filters"): 2,
 }
-"""How often a tensor between two weighted layers goes through the NIC, sent or received. So does its gradient.
+"""How often a tensor between two weighted layers crosses the NIC, sent or received. Its gradient crosses as often.
 
-Filters read the whole input on both sides, so each side's part goes to the other. Channels make summands of every entry on both
-sides; they meet on one side, or before filters on both. In every other pair, shares can be chosen so that next to nothing is
-sent. The smallest tensor between the two layers counts, since each of its entries depends on the other side. Where the net
-branches this still holds: an entry of a sum is nowhere without its summands or itself.
+With filters, both sides read the whole input, so each side sends its part. With channels, both sides compute summands of
+every entry and add them on one side, or before filters on both. For all other pairs, some shares send almost nothing. The
+smallest tensor between the two layers counts, since each of its entries depends on the other side. With branches this
+still holds: to have an entry of a sum, a device needs the entry or its summands.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """The seconds that no exact plan can go below, per micro-batch on average.
+    """The lower bound of exact plans, in seconds per micro-batch on average.
 
     Attributes:
         layers_s, updates_s, apart_s, loss_s: parts of the computing bound: layers, optimizer, overheads, loss.
@@ -97,7 +96,7 @@ class LowerBound:
 
 
 def lower_bound(request: PlanRequest) -> LowerBound:
-    """Return the bound for one micro-batch, on average over those of a step."""
+    """Return the bound per micro-batch, on average over a step."""
     work, network = _work_of(request), request.costs.network
     best = _computing(work)
     path = _path_of(request) if 1 < len(network.send_bytes_per_s) <= MOST_HOSTS else None
@@ -117,7 +116,7 @@ class _Work:
     """The items of a step and the least seconds of each on every kind of device.
 
     Attributes:
-        names: of the layers, which are the first items. Then come the loss, if any, and the updates.
+        names: of the layers, the first items. The loss, if any, and the updates follow.
         losses: 1 if there is a loss.
         seconds: `seconds[item, kind]`.
         apart_s: overhead of a step, by kind.
@@ -158,10 +157,10 @@ def _layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool) ->
 
 
 def _computing(work: _Work) -> LowerBound:
-    """Return the largest computing bound of the weights that are tried: even in time, then by multiplicative steps."""
+    """Return the largest computing bound over weights: first even in time, then by multiplicative steps."""
     seconds, rows, layers = work.seconds, np.arange(len(work.seconds)), len(work.names)
     weights = 1 / np.maximum(seconds.sum(axis=0), 1e-300)
-    best = LowerBound(0.0, apart_s=float(work.apart_s.max(initial=0.0)))  # also of a device without a part
+    best = LowerBound(0.0, apart_s=float(work.apart_s.max(initial=0.0)))  # also for a device without work
     for step in range(ROUNDS):
         weights = weights / (weights * work.count).sum()
         priced = weights * seconds
@@ -178,9 +177,9 @@ def _computing(work: _Work) -> LowerBound:
 
 
 def _path_of(request: PlanRequest) -> list[list[Layer]] | None:
-    """Return the path through the net that takes longest: weighted layers, each with the layers up to the next one.
+    """Return the longest path through the net: weighted layers, each with the layers up to the next one.
 
-    None if layers have rules of their own, for which `_CROSSINGS` does not hold.
+    Return None if layers have special rules that `_CROSSINGS` does not cover.
     """
     graph = request.graph
     longest: dict[str, tuple[float, str]] = {}
@@ -196,23 +195,23 @@ def _path_of(request: PlanRequest) -> list[list[Layer]] | None:
     if len(graph.inputs) != 1 or not ends:
         return None
     name, groups = max(ends, key=lambda end: longest[end][0]), list[list[Layer]]()
-    behind: list[Layer] = []
+    group: list[Layer] = []
     while name:
         layer = graph[name]
         odd = layer.shared or layer.everywhere or layer.called_everywhere or layer.several or bool(layer.no_gradient_to)
         odd = odd or layer.groups > 1 or not layer.batched or not layer.differentiable
         if odd or layer.kind in ("opaque", "pick", "parameter") or (not layer.weighted and layer.inputs[0] in fed):
             return None
-        behind.insert(0, layer)
+        group.insert(0, layer)
         if layer.weighted:
-            groups.insert(0, behind)
-            behind = []
+            groups.insert(0, group)
+            group = []
         name = longest[name][1]
     return groups
 
 
 def _wire_s(request: PlanRequest, path: list[list[Layer]], work: _Work, device: int) -> float:
-    """Return the least seconds of a step by the NIC and the processor of one device."""
+    """Return the least seconds of a step by one device's NIC and processor."""
     own, network = work.kinds[device], request.costs.network
     itemsize = sent_itemsize(request.wire, request.costs.itemsize)
     whole_s = float(work.seconds[:, own].sum())
@@ -234,7 +233,7 @@ def _wire_s(request: PlanRequest, path: list[list[Layer]], work: _Work, device: 
 
 
 def _fewest_entries(request: PlanRequest, path: list[list[Layer]], units: list[float]) -> Floats:
-    """Return the fewest entries through the NIC for each number of units of work that the device gives away.
+    """For each amount of work given away (in units), return the fewest tensor entries through the device's NIC.
 
     Args:
         units: of each weighted layer of the path.
@@ -243,7 +242,7 @@ def _fewest_entries(request: PlanRequest, path: list[list[Layer]], units: list[f
     nothing = np.full(UNITS + 1, np.inf)
     nothing[0] = 0.0
     fewest = dict.fromkeys(_PLACES, nothing)
-    smallest = 0  # entries between two layers; every device loads what it wants of the inputs
+    smallest = 0  # entries between two layers; every device loads its inputs itself
     for group, amount in zip(path, units, strict=True):
         layer, following = group[0], dict[_Place, Floats]()
         weights = sum(p.entries for p in layer.trainable) if layer.name in back else 0
@@ -258,6 +257,6 @@ def _fewest_entries(request: PlanRequest, path: list[list[Layer]], units: list[f
             following[here] = np.min(moved, axis=0) + sent
         fewest = following
         smallest = request.batch * min(math.prod(each.shape) for each in group) * (2 if layer.name in back else 1)
-    # What channels make at the end is summed somewhere.
+    # Summands of channels at the end must be added on some device.
     fewest["channels"] = fewest["channels"] + request.batch * min(math.prod(each.shape) for each in path[-1])
     return np.asarray(np.min(list(fewest.values()), axis=0))

@@ -1,4 +1,4 @@
-"""FleetKnowledge: everything that is known of a fleet's devices when plans are made."""
+"""Holds everything that is known about a fleet's devices when plans are made (`FleetKnowledge`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,17 +16,17 @@ from convoy.simulate.table import GIGABIT, Measurement, read_fleet_file
 
 @dataclass(frozen=True, slots=True)
 class FleetKnowledge:
-    """The devices of a fleet as described, as measured, or by their solo speeds alone.
+    """The knowledge about a fleet: a description, a measurement, or solo speeds only.
 
-    In a running job the value is the same on every device.
+    In a running job it is the same on every device.
 
     Attributes:
-        described: the fleet as a file or a person describes it; None if it is measured, or if only speeds are known.
-        measured: layer times, links and overheads, and the fleet they belong to.
-        given: costs to use in place of both.
+        described: the described fleet; None if it is measured, or if only speeds are known.
+        measured: layer times, links and overheads, with their fleet.
+        given: costs that replace both.
         ids: device ids of a running job, in the order of `measured` and `speeds`.
         speeds: solo speed of each device; None before anything was timed.
-        slower: by device id, the measured factor by which it computes more slowly than in `measured`.
+        slower: by device id, its measured slowdown relative to `measured`.
     """
 
     described: Fleet | None = None
@@ -77,14 +77,14 @@ class FleetKnowledge:
         """Return the best costs known for a model: measured with it, measured with another one, or described.
 
         Raises:
-            InputError: a device of which nothing is known.
+            InputError: nothing is known about a device.
             MismatchError: see `Measurement.best_costs`.
         """
         if self.given is not None:
             return self.given
         if self.fleet is None:
             raise InputError(
-                "only speeds are known of these devices: measure them (convoy measure), or describe the fleet"
+                "only the speeds of these devices are known: measure them (convoy measure), or describe the fleet"
             )
         if self.measured is None:
             return described_costs(self.fleet, optimizer=optimizer)
@@ -94,7 +94,7 @@ class FleetKnowledge:
         return replace(costs, times=CachedTimes(costs.times, [self.slower.get(d, 1.0) for d in self.ids]))
 
     def of(self, ids: Sequence[int]) -> Self | None:
-        """Return what is known of some devices, in this order; None if one of them is unknown."""
+        """Return the knowledge about some devices, in this order; None if one of them is unknown."""
         if any(device not in self.ids for device in ids):
             return None
         rows = [self.ids.index(device) for device in ids]
@@ -103,15 +103,15 @@ class FleetKnowledge:
         return replace(self, given=None, ids=tuple(ids), measured=measured, speeds=speeds)
 
     def corrected(self, slower: Mapping[int, float]) -> Self:
-        """Return it with the slowdowns that rebalancing has measured since."""
+        """Return the knowledge with newer slowdowns from rebalancing."""
         return replace(self, slower={**self.slower, **slower})
 
     def with_device(self, device: int, joining: Self, nic: Nic = GIGABIT) -> Self:
-        """Return it with a device that joins. If that device was in the job before, its old times are forgotten.
+        """Return the knowledge with a joining device. Its times from an earlier membership are dropped.
 
         Args:
             device: its id.
-            joining: of this device alone. Without a measurement the result has none either.
+            joining: knowledge about this device only. Without a measurement the result has none either.
             nic: see `Measurement.with_device`.
 
         Raises:
@@ -146,7 +146,7 @@ class FleetKnowledge:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:
-        """Read what another device of the same version sent over an authenticated connection.
+        """Read the `to_json` of another device with the same version, from an authenticated connection.
 
         Raises:
             InputError: its measurement cannot be used.

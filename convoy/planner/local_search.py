@@ -1,7 +1,7 @@
-"""Local search: changes a plan step by step while its simulated time gets shorter.
+"""Improves a plan by local search: applies small changes while the simulated time gets shorter.
 
-The analytic model adds up layers. A simulation knows which device waits for which, and that messages take processor time, more
-of one device than of another. So strategies, then sums, chunks and shares are changed in turn. Shares change by coupled axes
+The analytic model adds up layers. A simulation also contains waiting, and the processor time of messages on each
+device. So the search changes strategies, then sums, chunks and shares. Shares change by coupled axes
 (`convoy.plan.coupling`), so that no change adds a move.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from convoy.layout.collectives import Reduce
 from convoy.layout.layout import holders
-from convoy.layout.redistribute import Reduce
 from convoy.layout.shares import apportion
 from convoy.plan.coupling import coupled_axes, with_units
 from convoy.plan.placing import placements
@@ -26,16 +26,16 @@ from convoy.simulate.compute import CachedTimes
 from convoy.simulate.simulator import computing_s, layers_s, simulate
 
 CHUNKS = (2, 4, 8, 16, 32)
-"""The tried numbers of chunks of a move."""
+"""Numbers of chunks per move to try."""
 
 SOME_CHUNKS = 8
-"""The number of chunks with which other strategies are tried."""
+"""Number of chunks used when trying other strategies."""
 
 ROUNDS = 4
-"""Corrections of shares at most."""
+"""The most corrections of shares."""
 
 NEIGHBOURS = 48
-"""Small changes of shares at most: a simulation of a deep net takes a tenth of a second."""
+"""The most small changes of shares: simulating a deep net takes a tenth of a second."""
 
 PARTS = 64
 """A small change moves this fraction of coupled axes, or one unit."""
@@ -50,7 +50,7 @@ GAIN = 1e-3
 """Smaller gains are noise."""
 
 Better = Iterator[tuple[float, Plan]]
-"""Plans with their simulated seconds, each shorter than the one before; none if nothing helps."""
+"""Plans with their simulated seconds, each faster than the previous one; empty if no change helps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Simulated:
 
 
 class LocalSearch:
-    """Changes plans of one model on one fleet.
+    """A local search over plans of one model on one fleet.
 
     Args:
         fits: whether a plan may be used, for example whether it fits the devices' memory.
-        reduces: the tried ways to sum.
+        reduces: collectives to try.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class LocalSearch:
         self.known: dict[tuple[object, ...], Simulated] = {}
 
     def simulated(self, plan: Plan) -> Simulated:
-        """Simulate a plan, once."""
+        """Simulate a plan; results are cached."""
         found = self._simulated(plan)
         assert found is not None
         return found
 
     def _simulated(self, plan: Plan, limit_s: float = math.inf) -> Simulated | None:
-        """Simulate a plan, once; None if a device computes for longer than the limit."""
+        """Simulate a plan (cached); return None if a device computes for longer than the limit."""
         graph, costs = self.model.graph, self.costs
-        # A weighted layer that is named for what it would do unnamed makes no other plan.
+        # Naming a weighted layer's default strategy does not change the plan.
         same = {name for name, how in plan.layers.items() if how == plan.otherwise and graph[name].weighted}
         named = {n: how for n, how in plan.layers.items() if n not in same or graph[n].groups > 1}
         key = content(replace(plan, layers=named))
@@ -116,12 +116,12 @@ class LocalSearch:
         return self.known[key]
 
     def shorter(self, plan: Plan, than_s: float) -> Simulated | None:
-        """Return the simulation of a plan that may be used, if its step is shorter than that."""
+        """Return the simulation of a plan if its step is shorter than `than_s` and the plan may be used."""
         found = self._simulated(plan, than_s)
         return found if found is not None and found.step_s < than_s and self.fits(plan) else None
 
     def change_strategies(self, plan: Plan, active: Sequence[int]) -> Better:
-        """Change the strategies of one or two layers at a time, with and without chunks, as long as that helps."""
+        """Change the strategies of one or two layers at a time, with and without chunks, while it helps."""
         names = [layer.name for layer in self.model.graph.weighted if layer.groups == 1]
         kinds = {name: plan.layers[name].name for name in names if name in plan.layers}
         least_s, tried, changed = self.simulated(plan).step_s, {tuple(kinds.values())}, True
@@ -140,12 +140,12 @@ class LocalSearch:
                         yield least_s, other
 
     def _has_chunks(self, plan: Plan, chunks: int) -> bool:
-        """Return whether chunks make a difference."""
+        """Return whether chunks change the steps."""
         steps = self.model.steps(replace(plan, chunks=min(chunks, plan.batch))).steps
         return any(isinstance(step, ComputeStep) and step.chunks > 1 for step in steps)
 
     def change_exchanges_and_shares(self, plan: Plan) -> Better:
-        """Try other sums, moves in chunks, and shares divided by how long each device is busy."""
+        """Try other sums, moves in chunks, and shares divided by each device's busy time."""
         found = self.simulated(plan)
         changes: list[dict[str, Any]] = [{"reduce": reduce} for reduce in self.reduces if reduce != plan.reduce]
         if self._has_chunks(plan, CHUNKS[0]):
@@ -163,14 +163,14 @@ class LocalSearch:
             yield found.step_s, plan
 
     def balanced(self, plan: Plan, busy_s: Sequence[float]) -> Plan:
-        """Divide every share by the time that its device is busy."""
+        """Divide every share by its device's busy time."""
         for axes in coupled_axes(plan, self.model.graph):
             weights = [n / busy if busy else 0.0 for n, busy in zip(axes.units, busy_s, strict=True)]
             plan = with_units(plan, axes, apportion(sum(axes.units), weights))
         return plan
 
     def _improve(self, plan: Plan, others: Callable[[Plan], Iterator[Plan]]) -> Better:
-        """Take each of some plans that is clearly shorter, and continue with it."""
+        """Yield each of the other plans that is clearly faster than the best so far."""
         least_s = self.simulated(plan).step_s
         for other in others(plan):
             if better := self.shorter(other, least_s * (1 - GAIN)):
@@ -178,10 +178,10 @@ class LocalSearch:
                 yield least_s, other
 
     def keep_otherwise(self, plan: Plan, speeds: Sequence[float]) -> Better:
-        """Try weights that several devices use whole as copies, or sharded over those that compute or over all devices.
+        """Try to keep replicated weights as copies, or sharded over the computing devices or over all devices.
 
         Args:
-            speeds: of all devices; shards are tried in proportion, and even.
+            speeds: of all devices; the search tries proportional and even shards.
         """
 
         def others(plan: Plan) -> Iterator[Plan]:
@@ -202,10 +202,10 @@ class LocalSearch:
         return self._improve(plan, others)
 
     def move_units(self, plan: Plan) -> Better:
-        """Move a sample or a few filters from one device to another, as long as that helps.
+        """Move a sample or a few filters from one device to another, while it helps.
 
-        `balanced` overshoots where a sample is a tenth of a device's work, and leaves a device with little work its messages.
-        So this tries all pairs of devices, first from the one that waits least to the one that waits most.
+        `balanced` overshoots if a sample is a tenth of a device's work, and never removes a device with little work. So this
+        tries all pairs of devices, first from the one that waits least to the one that waits most.
         """
         found = self.simulated(plan)
         tried = {content(plan)}
@@ -224,7 +224,7 @@ class LocalSearch:
                 return
 
     def _neighbours(self, plan: Plan, found: Simulated) -> Iterator[Plan]:
-        """Yield plans with a little of some coupled axes moved, unless that is too little work to count."""
+        """Yield plans with a few units of coupled axes moved, unless the moved work is negligible."""
         every = itertools.permutations(range(plan.devices), 2)
         pairs = sorted(every, key=lambda pair: found.waits_s[pair[0]] - found.waits_s[pair[1]])
         longest = layers_s(self.model.steps(plan), self.model.graph, self.costs)

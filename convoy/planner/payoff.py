@@ -1,6 +1,6 @@
-"""Whether a fleet pays: the planner's answer with its interval, and the effect of another batch, link or device.
+"""Predicts whether a fleet is worth using, and the effect of another batch, link or device.
 
-The answer is the planner's best plan, simulated. Other batches, links and devices are compared by the analytic model.
+The answer simulates the planner's best plan. Other batches, links and devices are compared by the analytic model.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from convoy.simulate.memory import memory_of
 _T = TypeVar("_T")
 
 WORTH = 1.02
-"""A fleet pays if its speedup over its fastest device alone is at least this."""
+"""A fleet pays off if its speedup over its fastest device alone is at least this."""
 
 BATCHES = tuple(1 << power for power in range(2, 15))
 
@@ -53,7 +53,7 @@ class FleetChange:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Whether a fleet pays for one net and batch.
+    """The answer whether a fleet pays off for one net and batch.
 
     Attributes:
         request: of one micro-batch, if the batch must be divided to fit on the fastest device alone.
@@ -62,8 +62,8 @@ class Forecast:
         fastest: index of the fastest device alone.
         gain: speedup of the shared plan over that device; 1 if there is none.
         alone_within: samples/s of each device alone.
-        from_batch: the smallest of `BATCHES` at which the fleet pays; None if there is none that fits.
-        from_link: bytes/s of the slowest of `LINKS` at which it pays; None if there is none, or hosts have links of their own.
+        from_batch: the smallest of `BATCHES` for which the fleet pays off; None if none fits.
+        from_link: the slowest of `LINKS` (bytes/s) for which it pays off; None if there is none, or if links are given.
     """
 
     request: PlanRequest
@@ -81,26 +81,26 @@ class Forecast:
 
     @property
     def verdict(self) -> Literal["yes", "perhaps", "probably not", "no"]:
-        """Yes if even the low end of the interval is a gain; no if even the high end is none."""
+        """Yes if the whole interval is a gain; no if none of it is."""
         if self.best.workers == 1 or self.gain < WORTH:
             return "no" if self.gain_within.high < WORTH else "probably not"
         return "yes" if self.gain_within.low >= 1 else "perhaps"
 
 
 def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None) -> Forecast:
-    """Return the answer for a fleet that is described or measured.
+    """Return the forecast for a described or measured fleet.
 
     Args:
         say: called with a description of the work in progress.
 
     Raises:
         PlanError: no plan fits the devices' memory.
-        InputError: a device of which nothing is known.
+        InputError: nothing is known about a device.
     """
     fleet = request.fleet.fleet
     assert fleet is not None
     if (more := _more_samples(request)) < 1:
-        # Divide the batch until the fastest device alone can hold a part, to have something to compare with.
+        # Divide the batch until the fastest device alone can hold a micro-batch, for the comparison.
         counts = (n for n in range(1, request.batch + 1) if request.batch % n == 0 and 1 / n <= more)
         request = request.split(next(counts, 1))
     errors = request.costs.errors
@@ -117,7 +117,7 @@ def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None
         from_batch = _first(sizes, lambda size: _pays(replace(request, batch=size), fleet))
     if asked_links:
         from_link = _first(LINKS, lambda rate: _pays(request, _with_link(fleet, rate)))
-    if best.workers > 1 and gain >= WORTH:  # the simulation knows better than the analytic model
+    if best.workers > 1 and gain >= WORTH:  # the simulation is more exact than the analytic model
         if fleet.network is not None and from_link is not None:
             from_link = min(from_link, fleet.network.send_bytes_per_s)
         if errors.basis == "described":
@@ -132,14 +132,14 @@ def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None
 
 
 def _best(request: PlanRequest) -> tuple[PlanPrediction, PlanPrediction | None]:
-    """Return the planner's plan, and its best with several devices; for a deep net, the best of a few of its quick search."""
+    """Return the best plan, and the best with several devices; for a deep net, simulate only a few of the quick search."""
     if len(request.graph.weighted) <= SHALLOW:
         found, most = candidates(request), 1
     else:
         few = len(request.names) <= COMPARED_DEVICES
         found, most = quick_candidates(request, MOST_PLANS if few else SIMULATED), SIMULATED
-        found = found or candidates(request)[:1]  # this search saves memory where it must
-    # If one device is faster than several, the best plan of several devices may be one of only some of them.
+        found = found or candidates(request)[:1]  # this search can save memory
+    # If one device is faster than several, the best plan of several may use only some devices.
     several = islice((each for each in found if len(working(each.plan, request.graph)) > 1), most)
     tried = found[:most] + [each for each in several if each not in found[:most]]
     rows = [predict_plan(each.plan.named("auto"), request) for each in tried]
@@ -163,10 +163,7 @@ def _more_samples(request: PlanRequest) -> float:
 
 
 def _rates(request: PlanRequest, fleet: Fleet) -> tuple[float, float] | None:
-    """Return the samples/s of a fleet by the analytic model: of its best plan, and of its fastest device alone.
-
-    None: no plan fits.
-    """
+    """Return samples/s of a fleet's best plan and of its fastest device alone (analytic model); None if no plan fits."""
     here = replace(request, fleet=FleetKnowledge(fleet))
     found = quick_candidates(here)
     return (here.batch / found[0].step_s, max(here.speeds.devices)) if found else None
@@ -190,7 +187,6 @@ def _first(values: Sequence[_T], holds: Callable[[_T], bool]) -> _T | None:
 
 
 def _with_link(fleet: Fleet, bytes_per_s: float) -> Fleet:
-    """Return the fleet with all hosts on NICs of another rate."""
     card = fleet.network or next(host.card for host in fleet.hosts if host.card is not None)
     hosts = tuple(replace(host, card=None) for host in fleet.hosts)
     network = replace(card, send_bytes_per_s=bytes_per_s, receive_bytes_per_s=bytes_per_s)
@@ -206,7 +202,7 @@ def _changes(request: PlanRequest, fleet: Fleet) -> tuple[FleetChange, ...]:
         kind = (device.class_name, device.peak_flop_per_s, device.memory_bytes_per_s)
         if kind not in seen and len(fleet.hosts) > 1:
             seen.add(kind)
-            # Like this one, on a host of its own.
+            # An equal device on a new host.
             host = next(host for host in fleet.hosts if host.name == device.host)
             name = f"{device.name[:56]}-more"
             hosts = (*fleet.hosts, replace(host, name=name))

@@ -1,9 +1,9 @@
-"""The planner: strategies, shares and participating devices for the shortest predicted step.
+"""Chooses strategies, shares and devices for the shortest predicted step.
 
 Dynamic programming (`search.py`) with an analytic cost model finds plans for the fastest device alone, the two fastest, and so
-on. Plans that do not fit into memory are left out; if the fastest does not fit, the search is repeated with a price on memory,
-and last with all weights freed after use. The best plans are simulated and improved by local search (`local_search.py`). Where
-simulations take long, the analytic model alone compares the plans.
+on. Plans that do not fit into memory are dropped. If the fastest plan does not fit, the search is repeated with a price on
+memory, and finally with all weights freed after use. The best plans are simulated and improved by local search
+(`local_search.py`). If simulations take too long, only the analytic model compares the plans.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.errors import PlanError
-from convoy.layout.redistribute import Reduce
+from convoy.layout.collectives import Reduce
 from convoy.layout.shares import apportion
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, SHARE_UNITS, Speeds, named_plan
@@ -25,23 +25,23 @@ from convoy.planner.search import Found, Search, batch_shares, in_order, model_s
 from convoy.simulate.memory import memory_of, memory_of_steps, micro_batch_words, most_bytes
 
 SIMULATION_WORK = 300_000
-"""Limit on layers times devices^4 for simulation. Its time grows with the layers, and with the concurrent messages, each of
-which shares the network with all others."""
+"""Limit on layers times devices^4 for simulation. Its time grows with the layers, and with the concurrent messages that
+share the network."""
 
 NAMED_DEVICES = 16
-"""Up to this number of devices named plans are compared: each is priced by a search over all devices."""
+"""Named plans are compared up to this number of devices: each is priced by a search over all devices."""
 
 SEARCHED_WORK = 400
-"""Up to this many devices times layers, every number of devices is searched."""
+"""Up to this product of devices and layers, every number of devices is searched."""
 
 SHALLOW = 4
-"""In nets with more weighted layers strategies stay as the search chose them."""
+"""In nets with more weighted layers, local search does not change strategies."""
 
 ALL_WORK = 600
-"""Up to this many plans times layers, all plans of the search are simulated."""
+"""Up to this product of plans and layers, all plans of the search are simulated."""
 
 SIMULATED, SIMULATED_SHARDED = 12, 4
-"""The number of simulated plans, the best by the analytic model, without and with sharded weights."""
+"""Numbers of plans to simulate, without and with sharded weights: the best by the analytic model."""
 
 FAR = 3.0
 """In nets with more than `DEEP` layers, a named plan is simulated only if the analytic model predicts at most this multiple
@@ -51,10 +51,10 @@ IMPROVED = 6
 """The number of plans whose exchanges and shares local search changes."""
 
 MORE_MICRO_BATCHES = 3
-"""The smallest numbers of micro-batches that fit are compared: with a few more, a faster plan may fit."""
+"""Number of micro-batch counts to compare, smallest first: with a few more micro-batches, a faster plan may fit."""
 
 MEMORY_ATTEMPTS = 8
-"""Attempts to save memory, each at a higher price, for each set of devices."""
+"""Attempts per set of devices to save memory, each at a higher price."""
 
 Needs = tuple[int, ...]
 """Bytes by device."""
@@ -80,14 +80,14 @@ def plan_auto(request: PlanRequest) -> Plan:
 def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidate]:
     """Return plans for some numbers of devices, and the named plans, the shortest predicted step first.
 
-    The order is deterministic. Either all times are simulated, or all are of the analytic model. For deep nets, named plans
-    that are clearly slower are left out.
+    The order is deterministic. Either all times are simulated, or all are from the analytic model. For deep nets, clearly
+    slower named plans are dropped.
 
     Args:
-        simulated: False: use the analytic model alone, which is quick and less exact.
+        simulated: False: use only the analytic model, which is quick and less exact.
 
     Raises:
-        PlanError: no plan fits; the message names the device that lacks least.
+        PlanError: no plan fits; the message describes the closest attempt.
     """
     model = CostModel(request)
     order = _fastest_first(request)
@@ -103,9 +103,9 @@ def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidat
 
 
 def quick_candidates(request: PlanRequest, enough: int = 1) -> list[Candidate]:
-    """Return up to `enough` plans that fit, by the analytic model: for questions that are asked many times.
+    """Return up to `enough` plans that fit, by the analytic model: for callers that plan many times.
 
-    If none fits, plans that free weights after use are tried. If none of these fits either, the list is empty.
+    If none fits, try plans that free weights after use. If none of these fits either, return an empty list.
     """
     model = CostModel(request)
     order = _fastest_first(request)
@@ -143,9 +143,9 @@ def _simulates(model: CostModel) -> bool:
 
 
 def _searched(model: CostModel, order: Sequence[int]) -> list[Found]:
-    """Search for plans of the fastest device alone, the two fastest, ...: each number if that is quick, else some.
+    """Search plans of the fastest device alone, the two fastest, ...: every number if that is quick, else some.
 
-    Then search with sharded weights: for each of these numbers, or for the best.
+    Then search with sharded weights for each of these numbers, or only for the best.
     """
     quick = len(order) * len(model.graph.layers) <= SEARCHED_WORK
     counts = list(range(1, len(order) + 1)) if quick else _some_counts(len(order))
@@ -189,7 +189,7 @@ def in_micro_batches(request: PlanRequest) -> tuple[PlanRequest, Candidate] | No
 
 
 def _remedy(request: PlanRequest) -> str:
-    """Return the number of micro-batches with which a step fits, in words; empty if there is none."""
+    """Describe the number of micro-batches with which a step fits; empty if there is none."""
     found = in_micro_batches(request)
     if found is None:
         return ""
@@ -214,7 +214,7 @@ def _needs(plan: Plan, model: CostModel) -> Needs:
     most = most_bytes(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
     if not request.limits.excess(most):
         return most
-    # The first micro-batch keeps gathered weights. Those in the middle need less than it or the last.
+    # The first micro-batch keeps gathered weights. Middle ones never need most.
     kinds = [kind for kind in micro_batches(request.micro_batches if plan.sharded else 1) if kind != "middle"]
     lists = [model.steps(plan, kind) for kind in kinds]
     memory = memory_of_steps(lists, graph, optimizer=request.optimizer, itemsize=itemsize)
@@ -222,7 +222,7 @@ def _needs(plan: Plan, model: CostModel) -> Needs:
 
 
 def _that_fit(model: CostModel, found: Sequence[Found], order: Sequence[int]) -> list[Found]:
-    """Return the plans that fit. If the fastest one does not, search for more that save memory.
+    """Return the plans that fit. If the fastest one does not fit, also search plans that save memory.
 
     Raises:
         PlanError: no plan fits.
@@ -239,11 +239,11 @@ def _that_fit(model: CostModel, found: Sequence[Found], order: Sequence[int]) ->
         return fitting
     largest = sorted(order, key=lambda d: (-limits.bytes_of(d), order.index(d)))
     counts = _some_counts(len(order))
-    # Only the set matters, and the device that works alone if one does.
+    # Only the set matters, and the first device, which may work alone.
     active = dict.fromkeys((ranking[0], *sorted(ranking[1:n])) for ranking in (order, largest) for n in counts)
     for some in active:
         for keepers in ((), tuple(order)):
-            # With many devices each sends a shard to each: only if nothing else fits.
+            # With many devices, all-to-all shards are a last resort.
             if not (keepers and fitting and len(order) > DIRECT_DEVICES):
                 saving = list(_saving_memory(model.with_reduce(lean), some, keepers))
                 needs += saving
@@ -257,14 +257,14 @@ def _that_fit(model: CostModel, found: Sequence[Found], order: Sequence[int]) ->
 
 
 def _saving_memory(model: CostModel, active: Sequence[int], keepers: Sequence[int]) -> Iterator[tuple[Found, Needs]]:
-    """Yield plans of these devices that save more and more memory, up to the first that fits.
+    """Yield plans of these devices that save increasing amounts of memory, up to the first that fits.
 
     Args:
         keepers: devices that may keep shards of weights that others use.
     """
     plain, limits = Search(model, active), model.request.limits
     alone_s = model.samples_s(active[0], model.batch)
-    # One device alone holds everything; the shares of an axis are limited to the fraction of that which fits on a device.
+    # Shares of an axis are limited to the fraction of one device's total memory that fits on a device.
     alone = Plan("alone", model.graph.fingerprint, model.devices, model.batch, {}, One(active[0]))
     memory = memory_of(alone, model.graph, optimizer=model.request.optimizer, itemsize=model.costs.itemsize)
     everything = max(each.total_bytes for each in memory)
@@ -280,13 +280,13 @@ def _saving_memory(model: CostModel, active: Sequence[int], keepers: Sequence[in
             return
         for device, over in excess.items():
             price[device] = max(4 * price[device], alone_s / limits.bytes_of(device))
-            # A high price turns copies and whole layers into splits; only then do smaller shares of them help.
+            # First a high price turns copies and whole layers into splits; then smaller shares help.
             if attempt >= MEMORY_ATTEMPTS // 2:
                 budget[device] = max(budget[device] - over, budget[device] / 2)
 
 
 def _freeing_weights(model: CostModel, order: Sequence[int]) -> list[tuple[Found, Needs]]:
-    """Return plans in which all weights are sharded and freed after use, with the bytes that each needs.
+    """Return plans that shard all weights and free them after use, with their bytes per device.
 
     Samples move from overfilled devices to others until the plan fits.
     """
@@ -323,7 +323,7 @@ def _freeing_weights(model: CostModel, order: Sequence[int]) -> list[tuple[Found
 
 
 def _by_simulation(model: CostModel, found: Sequence[Found], order: Sequence[int]) -> list[Candidate]:
-    """Simulate the best plans found, improve them by local search, and return all of them, the fastest first."""
+    """Simulate the best plans, improve them by local search, and return all of them, fastest first."""
     reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.sums is None else ()
     local = LocalSearch(model, lambda plan: _fits(plan, model), reduces)
     ordered = in_order(found)
@@ -331,14 +331,14 @@ def _by_simulation(model: CostModel, found: Sequence[Found], order: Sequence[int
     deep = len(model.graph.layers) > DEEP
     shortlist = copies
     if len(copies) * len(model.graph.layers) > ALL_WORK:
-        # The best, and the best of each number of devices: the model is least exact about what many devices wait for.
+        # The best, and the best of each number of devices: the model is least exact about waiting of many devices.
         best_of = {each.working: each for each in reversed(copies)}
         others = [each for _, each in sorted(best_of.items())]
-        # The model is inexact for small batches, where moves and sums are short: named plans must not be crowded out.
+        # The model is inexact for small batches with short moves and sums, so named plans always take part.
         most_s = FAR * ordered[0].model_s if deep else math.inf
         others += [each for each in copies if each.plan.name != "auto" and each.model_s <= most_s]
         shortlist = copies[:SIMULATED] + [each for each in others if each not in copies[:SIMULATED]]
-    # Sharded plans are added, so that they crowd out none.
+    # Sharded plans come in addition to the others.
     shortlist += [each for each in ordered if each.plan.sharded][: 1 if deep else SIMULATED_SHARDED]
     rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in shortlist]
     if len(model.graph.weighted) <= SHALLOW and model.devices <= 8:

@@ -1,4 +1,4 @@
-"""Predictions of plans on a fleet, and the choice of a plan by them."""
+"""Predicts plans on a fleet, and chooses a plan by its prediction."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,15 +28,15 @@ from convoy.simulate.simulator import simulate
 
 @dataclass(frozen=True, slots=True)
 class PlanPrediction:
-    """The prediction for one plan on one fleet, per micro-batch: the mean over all of a step.
+    """The prediction of one plan on one fleet: the mean over a step's micro-batches.
 
     Attributes:
         step_s: predicted seconds.
-        spread: the factor within which nine of ten measurements of it lie.
+        spread: the factor within which nine of ten measurements lie.
         gain_spread: the same for the speedup over the fastest device alone.
         efficiency: samples/s divided by the sum of solo speeds.
         sent_bytes, received_bytes: on the wire, by device.
-        overfull: the devices whose memory the plan overfills, in words.
+        overfull: descriptions of the devices whose memory the plan overfills.
         energy: None if the fleet gives no watts.
         timeline: of the last micro-batch.
         bound: the busiest resource: "computing on b-cpu", "sending from the host of a".
@@ -58,7 +58,7 @@ class PlanPrediction:
 
     @property
     def within(self) -> Within:
-        """The seconds between which nine of ten measurements lie."""
+        """The interval of seconds that contains nine of ten measurements."""
         return around(self.step_s, self.spread)
 
     @property
@@ -68,12 +68,12 @@ class PlanPrediction:
 
     @property
     def workers(self) -> int:
-        """The number of devices that have a part in any layer."""
+        """The number of devices that compute."""
         return sum(memory.weights_bytes + memory.activations_bytes > 0 for memory in self.memory)
 
 
 def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
-    """Simulate one plan, each kind of micro-batch that a step has."""
+    """Simulate one plan, for each kind of micro-batch in a step."""
     graph, costs, limits = request.graph, request.costs, request.limits
     kinds = micro_batches(request.micro_batches)
     lists = [lower(plan, graph, micro_batch=kind) for kind in kinds]
@@ -116,7 +116,7 @@ def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
 
 
 def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
-    """Return the resource that is busy longest; "waiting" if none is busy for half of the step."""
+    """Name the resource that is busy longest; "waiting" if none is busy for half of the step."""
     network, names = request.costs.network, request.names
     first = {host: names[device] for device, host in reversed(list(enumerate(network.host)))}
     busy_s = {f"computing on {names[timeline.busiest]}": timeline.compute_s[timeline.busiest]}
@@ -126,16 +126,16 @@ def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
             sends, receives = f"sending from the host of {first[a]}", f"receiving at the host of {first[b]}"
             busy_s[sends] = busy_s.get(sends, 0.0) + size / network.send_bytes_per_s[a]
             busy_s[receives] = busy_s.get(receives, 0.0) + size / network.receive_bytes_per_s[b]
-    words = max(busy_s, key=lambda each: busy_s[each])
+    busiest = max(busy_s, key=lambda each: busy_s[each])
     rounds = sum(len(step.schedule.rounds) for step in steps.steps if not isinstance(step, ComputeStep))
-    return words if busy_s[words] > timeline.step_s / 2 else f"waiting: {rounds} rounds of messages"
+    return busiest if busy_s[busiest] > timeline.step_s / 2 else f"waiting: {rounds} rounds of messages"
 
 
 def predict_all(request: PlanRequest, least_energy_s: float | None = None) -> list[PlanPrediction]:
     """Predict every named plan, and last `auto`: the shortest step, or the least energy within a limit.
 
     Args:
-        least_energy_s: choose by joules per image, among plans whose step takes at most this long.
+        least_energy_s: choose by joules per image, among plans with at most these seconds per step.
 
     Raises:
         PlanError: no plan fits the devices' memory, or none is fast enough.
@@ -177,7 +177,7 @@ def rates_by_devices(request: PlanRequest) -> list[tuple[int, float]]:
 
 
 def working(plan: Plan, graph: Graph) -> frozenset[int]:
-    """Return the devices that compute a part of some layer."""
+    """Return the devices that compute."""
     steps = lower(plan, graph)
     return frozenset(d for s in steps.phase("forward") if isinstance(s, ComputeStep) for d in holders(s.writes.layout))
 
@@ -185,16 +185,16 @@ def working(plan: Plan, graph: Graph) -> frozenset[int]:
 # --- plans worth a trial ---------------------------------------------------------------------------------------------
 
 REACH, TRIED, FEWER = 0.25, 3, 0.75
-"""Plans worth autotuning take at most this fraction longer than the best; their number, with the best; and the fraction of the
-previous plan's messages that each may have."""
+"""Autotuned plans: the most extra time relative to the best; their number, including the best; the largest fraction of the
+previous plan's messages."""
 
 REACH_ALONE = 0.6
-"""The same for one device alone. It is larger because such a plan was a quarter faster than one that was predicted a third
-shorter (a ResNet-8 on three devices)."""
+"""The most extra time for one device alone. It is larger, because such a plan was a quarter faster than a plan with a
+predicted time a third shorter (a ResNet-8 on three devices)."""
 
 
 def choose(request: PlanRequest) -> list[PlanPrediction]:
-    """Return the planner's choice, and the plans worth autotuning with it; see `worth_trying`.
+    """Return the planner's choice, followed by the plans worth autotuning; see `worth_trying`.
 
     Raises:
         PlanError: no plan fits the devices' memory.
@@ -202,8 +202,8 @@ def choose(request: PlanRequest) -> list[PlanPrediction]:
     rows = [predict_plan(each.plan.named("auto"), request) for each in worth_trying(candidates(request), request.graph)]
     if request.reduce != "inexact-butterfly-mixing":
         return rows
-    # Mixing sends weights with the gradients, so it may not fit where a sum did. Copies that differ cannot change plans, so
-    # there are no others.
+    # Mixing sends weights with the gradients, so it may need more memory than a sum. Copies that differ cannot change
+    # plans, so the result has no other plans.
     mixing = predict_plan(replace(rows[0].plan, reduce=request.reduce), request)
     if mixing.overfull:
         raise PlanError(
@@ -214,9 +214,9 @@ def choose(request: PlanRequest) -> list[PlanPrediction]:
 
 
 def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
-    """Return the best candidate, and those that are better if messages cost more than predicted.
+    """Return the best candidate, and candidates that are better if messages cost more than predicted.
 
-    Predictions err most in messages. So each plan has clearly fewer of them than the faster ones before it.
+    Predictions err most in messages. So each plan has clearly fewer messages than the faster plans before it.
 
     Args:
         found: the shortest predicted step first.
@@ -254,11 +254,11 @@ def check_alone(request: PlanRequest, plan: Plan, limits: MemoryLimits) -> None:
 
 
 UNCERTAIN = 2.0
-"""If the high end of an interval is above this multiple of its low end, the user is told."""
+"""The user gets a warning if an interval's high end exceeds this multiple of its low end."""
 
 
 def choice_lines(plan: Plan, graph: Graph, speeds: Speeds, step_s: float, within: Within | None) -> list[str]:
-    """Return lines for a person: the planner's choice, the measured speeds, and the prediction."""
+    """Describe the planner's choice, the measured speeds, and the prediction."""
     used, fastest = working(plan, graph), speeds.fastest
     names = ", ".join(map(str, sorted(used)))
     lines = [

@@ -1,7 +1,7 @@
-"""Plans for a job whose devices change: for those that are left, or for more than before.
+"""Plans again when devices leave or join a job.
 
-The devices wait for this plan, so it is found quickly: the running plan is continued in proportion and compared with a few
-plans of the quick search. The search of `planner.py` takes ten times as long and gains a few per cent.
+The devices wait for this plan, so planning is quick: it rescales the running plan and compares it with a few plans of the
+quick search. The search of `planner.py` takes ten times as long and gains a few per cent.
 """
 
 import math
@@ -21,10 +21,10 @@ from convoy.planner.search import model_s
 from convoy.simulate.memory import memory_of_steps
 
 SIMULATED_WORK = 1500
-"""Layers times devices^2 up to which plans are compared by simulation, which then takes half a second."""
+"""Plans are compared by simulation up to this product of layers and devices^2: it then takes half a second."""
 
 TRIED = 2
-"""The number of plans of the search that are compared with the running one."""
+"""Number of searched plans that are compared with the running one."""
 
 BETTER = 0.97
 """Another plan replaces the running one only if its predicted time is at most this fraction."""
@@ -32,12 +32,12 @@ BETTER = 0.97
 
 @dataclass(frozen=True, slots=True)
 class NewPlan:
-    """A plan for other devices.
+    """A plan for changed devices.
 
     Attributes:
-        step_s: predicted seconds of a micro-batch, with the slowdowns that rebalancing has measured; None if some device was
+        step_s: predicted seconds of a micro-batch, including measured slowdowns; None if a device was
             not measured.
-        overfull: the devices whose memory it overfills, in words: none of the compared plans fits.
+        overfull: descriptions of overfilled devices, if none of the compared plans fits.
     """
 
     plan: Plan
@@ -46,14 +46,14 @@ class NewPlan:
 
 
 def plan_anew(request: PlanRequest, plan: Plan, before: Sequence[int], now: Sequence[int]) -> NewPlan:
-    """Return the plan for the devices `now` after those of `before` ran `plan`.
+    """Return the plan for the devices `now`, after the devices `before` ran `plan`.
 
-    If the job was started with "auto" and all devices are measured, another plan may be found. If it was started with a plan
-    by name and still runs it, the result is the plan of that name. Otherwise strategies and proportions of shares stay; a
-    device that is new gets a share by its speed, or else an average one.
+    A job started with "auto" may get another plan if all devices are measured. A job that still runs the named plan it was
+    started with gets the plan of that name. Otherwise strategies and proportions stay; a new device gets a share by its
+    speed, or an average share.
 
     Args:
-        request: as the job was started; `fleet` holds what is known of all devices today.
+        request: the job's original request, with the current knowledge in `fleet`.
         before, now: device ids, in the order of the plan's shares.
     """
     devices = [before.index(d) if d in before else None for d in now]
@@ -70,7 +70,7 @@ def plan_anew(request: PlanRequest, plan: Plan, before: Sequence[int], now: Sequ
         searched = (each.plan.named(plan.name) for each in quick_candidates(here, TRIED))
         others = [_predicted(each, here) for each in searched if each != same]
     first = _predicted(same, here)
-    # The running plan stays, unless another one is clearly faster, or fits if the running one does not.
+    # Keep the running plan unless another one is clearly faster, or only the other one fits.
     fitting = [each for each in others if not each.overfull]
     best = min(fitting, key=lambda each: each.step_s or 0.0, default=first)
     limit_s = math.inf if first.overfull else BETTER * (first.step_s or 0.0)
@@ -80,9 +80,9 @@ def plan_anew(request: PlanRequest, plan: Plan, before: Sequence[int], now: Sequ
 def with_joining_device(
     request: PlanRequest, plan: Plan, now: Sequence[int], joining: int
 ) -> tuple[NewPlan, float | None]:
-    """Return the plan of the devices `now`, which train by `plan`, with one more device, and the predicted speedup.
+    """Return the plan for the devices `now` (which run `plan`) plus a joining device, and the predicted speedup.
 
-    The speedup is None if one of them was not measured.
+    The speedup is None if a device was not measured.
     """
     without, together = (plan_anew(request, plan, now, ids) for ids in (now, sorted({*now, joining})))
     gain = None if without.step_s is None or together.step_s is None else without.step_s / together.step_s
@@ -101,7 +101,7 @@ def _predicted(plan: Plan, request: PlanRequest) -> NewPlan:
 
 
 def _by_name(request: PlanRequest, plan: Plan, before: Sequence[int], speeds: Speeds | None) -> Plan | None:
-    """Return the plan of the name that the job was started with; None if the running plan is another one."""
+    """Return the named plan that the job was started with; None if it runs another plan."""
     had = request.fleet.of(before)
     if request.name not in PLANS or had is None or had.speeds is None or speeds is None:
         return None

@@ -1,4 +1,4 @@
-"""PlanRequest: the question that the planner answers."""
+"""Defines the planner's input (`PlanRequest`) and its options."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Self, TypedDict
 
 from convoy.errors import PlanError
+from convoy.layout.collectives import Reduce, Sum
 from convoy.layout.comm_dtype import CommDtype
-from convoy.layout.redistribute import Reduce, Sum
 from convoy.model.graph import Graph
 from convoy.plan.device_program import whole_size
 from convoy.plan.lower import trains
@@ -26,14 +26,14 @@ class PlanOptions(TypedDict, total=False):
 
     Attributes:
         speeds: one number per device; None: every device times the model's layers first, which takes seconds.
-        reduce: "ring", "butterfly", "direct", "star", or "inexact-butterfly-mixing"; None: the usual one of the plan.
-        wire: "exact" (None: the same), or "inexact-bf16": activations and gradients are sent as bfloat16, in half the bytes.
-        outputs: "everywhere" (None: the same, or the plan's own): the model returns all outputs, on every device;
-            "where-computed": each device returns those of its samples, for `convoy.loss`, and none is sent.
-        precision: in which the layers will compute, as for `distribute`: they are timed in it.
+        reduce: "ring", "butterfly", "direct", "star", or "inexact-butterfly-mixing"; None: the plan's default.
+        wire: "exact" (or None), or "inexact-bf16": activations and gradients are sent as bfloat16, in half the bytes.
+        outputs: "everywhere" (default; None: the plan's own): the model returns all outputs on every device;
+            "where-computed": each device returns the outputs of its samples, for `convoy.loss`, and sends none.
+        precision: number format of the layers, as for `distribute`, also used for timing.
         slowdown: emulate a device that is slower by this factor.
-        budget_s: for "auto", about the seconds that measuring may take.
-        fleet: for "auto", a file that `convoy measure` wrote for this model, in place of measuring. Only device 0 reads it.
+        budget_s: for "auto", the approximate seconds for measuring.
+        fleet: for "auto", a file of `convoy measure` for this model, instead of measuring. Only device 0 reads it.
     """
 
     speeds: Sequence[float] | None
@@ -52,10 +52,10 @@ class PlanRequest:
 
     Attributes:
         batch: samples of a micro-batch, over all devices.
-        name: the requested plan: "auto" or one of `PLANS`; None for a plan of the user's own.
+        name: the requested plan: "auto" or one of `PLANS`; None for a plan given by the user.
         optimizer: one of `convoy.simulate.memory.OPTIMIZERS`.
         wire: number format of messages.
-        reduce: how gradients are summed; None: each named plan's own way, and the planner's choice.
+        reduce: how gradients are summed; None: each named plan's default, or the planner's choice.
         outputs: where the model's outputs are returned.
         micro_batches: per step. Weights are updated after the last one; predictions are means over all of them.
 
@@ -78,7 +78,7 @@ class PlanRequest:
 
     @property
     def sums(self) -> Reduce | None:
-        """The all-reduce of all plans. Mixing is planned like a sum of the planner's choice."""
+        """The all-reduce of all plans. For mixing, the planner chooses it."""
         return None if self.reduce == "inexact-butterfly-mixing" else self.reduce
 
     @cached_property
@@ -100,12 +100,12 @@ class PlanRequest:
 
     @cached_property
     def power(self) -> tuple[Power, ...] | None:
-        """Watts of each device; None if one of them gives none."""
+        """Watts of each device; None if a device has none."""
         return None if self.fleet.fleet is None else power_of(self.fleet.fleet)
 
     @cached_property
     def speeds(self) -> Speeds:
-        """Predicted samples/s of each device that trains alone with the whole batch."""
+        """Predicted samples/s of each device training alone with the global batch."""
         known: dict[object, float] = {}
         result = []
         for device in range(self.costs.network.devices):
@@ -149,5 +149,5 @@ class PlanRequest:
                 f"a step of {self.batch} samples in {count} micro-batches: they must be equal; give a number that divides "
                 f"{self.batch}"
             )
-        fleet = replace(self.fleet, given=self.costs)  # so that the tables of a measurement are read only once
+        fleet = replace(self.fleet, given=self.costs)  # so that a measurement's tables are read only once
         return replace(self, fleet=fleet, batch=self.batch // count, micro_batches=self.micro_batches * count)

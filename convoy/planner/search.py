@@ -1,6 +1,6 @@
-"""Dynamic programming over the layers of a model, for one set of devices.
+"""Searches plans for one set of devices, by dynamic programming over the layers of a model.
 
-The state is the layouts of the tensors that are still to be read. A layer's choices are its possible strategies. A choice costs
+A state holds the layouts of the live tensors. A layer's choices are its possible strategies. The cost of a choice is
 its arithmetic, the moves of its inputs and of their gradients, and its gradient sums.
 """
 
@@ -22,7 +22,7 @@ from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Shardin
 from convoy.planner.analytic import CostModel, MemoryPenalty, Side, uses_copies
 
 MANY_QUESTIONS = 400
-"""Kinds of layers times kinds of devices, beyond which curves are sampled at fewer points."""
+"""Above this product of layer kinds and device kinds, curves are sampled at fewer points."""
 
 HALVINGS = 50
 """Steps of the bisection for the finishing time."""
@@ -30,7 +30,7 @@ HALVINGS = 50
 Seconds = npt.NDArray[np.float64]
 
 BEAM = 48
-"""States kept per layer: residual nets need a handful, only dense concatenation has more."""
+"""States kept per layer: residual nets need a handful, only dense concatenation needs more."""
 
 EVEN_DEVICES, EVEN_LAYERS = 8, 100
 """Up to these numbers of devices and layers, filters are also split evenly, not only by speed."""
@@ -42,7 +42,7 @@ class Found:
 
     Attributes:
         model_s: its seconds by the analytic model.
-        working: the number of devices that take part.
+        working: the number of devices that it may use.
     """
 
     model_s: float
@@ -56,7 +56,7 @@ def in_order(found: Iterable[Found]) -> list[Found]:
 
 
 def model_s(model: CostModel, order: Sequence[int], plan: Plan) -> float:
-    """Return the seconds of a plan by the analytic model, with the plan's own way to sum."""
+    """Return the seconds of a plan by the analytic model, with the plan's collective."""
     return Search(model.with_reduce(plan.collective), order).step_s(plan)
 
 
@@ -70,10 +70,10 @@ class _Chosen:
 
 
 _Available = tuple[int, ...]
-"""Layouts in which a tensor is available, by number; the first is the one it was made in."""
+"""Numbers of the layouts in which a tensor is available; the first is its original layout."""
 
 _States = dict[tuple[_Available, ...], tuple[float, _Chosen | None]]
-"""The cheapest way to each combination of the live tensors' layouts."""
+"""The cheapest choices for each combination of the live tensors' layouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class _Choice:
     """A choice of a layer, given the layouts of its inputs.
 
     Attributes:
-        strategy: None: it follows its input, and the plan need not name it.
+        strategy: None: the layer follows its input, and the plan omits it.
         inputs: layouts in which its inputs are available afterwards.
     """
 
@@ -92,11 +92,11 @@ class _Choice:
 
 
 class Search:
-    """Dynamic programming for one set of devices.
+    """A search over the plans of one set of devices.
 
     Args:
-        active: the devices that may take part; the first one works alone if one does.
-        only: by layer, the name of its strategy.
+        active: the devices that may take part; only the first may compute a layer alone.
+        only: by layer, the name of its required strategy.
         penalty: the price of memory.
         keepers: the devices that may hold shards of weights, by their speeds; empty: weights are copied.
     """
@@ -113,11 +113,11 @@ class Search:
         self.active, self.only, self.penalty = tuple(active), only or {}, penalty
         self.by_batch = Batch(batch_shares(model, active, penalty))
         self.speeds = [1 / model.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
-        # All layers have the same split of the batch, so the device that is slowest over all of them sets the pace.
+        # All layers split the batch alike, so the device that is slowest over all layers sets the pace.
         shared = len(active) > 1
         self.last = max(active, key=lambda d: model.samples_s(d, self.by_batch.shares[d], shared))
         self.forms = self._forms(keepers)
-        # A layer's output may go from every device to all others: if NICs set the pace, even shares may beat those by speed.
+        # A layer's output may go from every device to all others. If NICs are the bottleneck, even shares may be faster.
         few = 1 < len(active) <= EVEN_DEVICES and len(model.graph.layers) <= EVEN_LAYERS and penalty is None
         self.even = [float(d in self.active) for d in range(self.devices)] if few else None
         self.readers = {name: len(rows) + (name in self.graph.outputs) for name, rows in self.graph.readers.items()}
@@ -131,7 +131,7 @@ class Search:
         self.between: dict[tuple[int, int, str, bool], float] = {}
 
     def run(self) -> list[tuple[float, Plan]]:
-        """Return the best plans (a few, that end in different layouts), cheapest first."""
+        """Return a few best plans, which end in different layouts, cheapest first."""
         states: _States = {(): (0.0, None)}
         live: tuple[str, ...] = ()
         left = dict(self.readers)
@@ -148,12 +148,12 @@ class Search:
     def _advance(self, layer: Layer, states: _States, live: tuple[str, ...], after: tuple[str, ...]) -> _States:
         inputs = tuple(dict.fromkeys(layer.inputs))
         places = [live.index(name) for name in inputs]
-        # The source of each tensor that stays live: the layer's own output, one of its inputs, or unchanged.
+        # The source of each live tensor's layouts: the layer's output, one of its inputs, or unchanged.
         sources = [
             (0, 0) if name == layer.name else (1, inputs.index(name)) if name in inputs else (2, live.index(name))
             for name in after
         ]
-        # Alike layers have the same choices, unless the caller binds layers by name.
+        # Equal layers have the same choices, unless the caller restricts layers by name.
         kind = layer.name if self.only else self.model.like(layer).name
         following: _States = {}
         for where, (cost, chosen) in states.items():
@@ -177,12 +177,12 @@ class Search:
         return dict(sorted(following.items(), key=lambda item: item[1][0])[:BEAM])
 
     def _forms(self, keepers: Sequence[int]) -> tuple[Sharding | None, ...]:
-        """Return the ways to hold weights that several devices use whole: copies (None) or shards."""
+        """Return the choices for replicated weights: copies (None) or shards."""
         if len(keepers) < 2:
             return (None,)
         room = self.penalty.parts if self.penalty is not None else (1.0,) * self.devices
         speeds = [1 / self.model.samples_s(d, self.batch) if d in keepers else 0.0 for d in range(self.devices)]
-        if min(room) < 1:  # memory is short, so it decides
+        if min(room) < 1:  # memory is short: shards by memory
             speeds = [room[d] if d in keepers else 0.0 for d in range(self.devices)]
         shares = apportion(SHARE_UNITS, speeds)
         kept = Sharding(shares), Sharding(shares, "free")
@@ -205,7 +205,7 @@ class Search:
         return replace(plan, sharded={name: how for name, how in found.items() if how is not None})
 
     def step_s(self, plan: Plan) -> float:
-        """Return the seconds of any plan of these devices by the analytic model, with the model's way to sum."""
+        """Return the seconds of any plan of these devices by the analytic model, with the model's collective."""
         where: dict[str, _Available] = {}
         total = 0.0
         for name, placed in placements(plan, self.graph).items():
@@ -227,7 +227,7 @@ class Search:
     def _choices(
         self, layer: Layer, where: Mapping[str, tuple[Layout, ...]]
     ) -> Iterator[tuple[Strategy | None, Placement]]:
-        """Yield a layer's strategies; None: it follows its input, and the plan need not name it."""
+        """Yield a layer's strategies; None: it follows its input, and the plan omits it."""
         if layer.kind == "input":
             yield None, Placement((), self._place(layer, self.by_batch).gives)
             return
@@ -271,7 +271,7 @@ class Search:
         split = next((a for a in available if isinstance(a, Split) and a.axis == axis), None)
         if split is not None:
             yield Channel(split.shares)
-        # An existing split may be more than a device has room for.
+        # An existing split may exceed a device's memory.
         if split is None or self.penalty is not None:
             yield Channel(self._shares(layer, "inputs"))
 
@@ -284,7 +284,7 @@ class Search:
     # --- prices ------------------------------------------------------------------------------------------------------
 
     def _number(self, layout: Layout) -> int:
-        """Return a number to compare instead of a layout, which is long with a thousand devices."""
+        """Return a number to compare instead of a layout: with a thousand devices layouts are long."""
         number = self.numbers.setdefault(layout, len(self.layouts))
         if number == len(self.layouts):
             self.layouts.append(layout)
@@ -317,7 +317,7 @@ class Search:
         return self.between[key]
 
     def _work_s(self, layer: Layer, placed: Placement, forms: tuple[Sharding | None, ...]) -> float:
-        """Return arithmetic, gradient sums and the price of memory of a layer."""
+        """Return a layer's cost: arithmetic, gradient sums and the price of memory."""
         gives, leading = self._number(placed.gives), self._number(placed.takes[0]) if placed.takes else -1
         # Shares over a thousand devices are long, so the search's own forms have an empty key.
         key = (self.model.like(layer).name, gives, leading, () if forms is self.forms else forms)
@@ -334,7 +334,7 @@ class Search:
     def _kept(
         self, layer: Layer, placed: Placement, forms: tuple[Sharding | None, ...] | None = None
     ) -> tuple[float, Sharding | None]:
-        """Return the cheapest way to hold a layer's parameters (None: copies) and its seconds: sums, updates, memory."""
+        """Return the least seconds of sums, updates and memory, and the sharding with it (None: copies)."""
         model, penalty = self.model, self.penalty
 
         def cost(how: Sharding | None) -> float:
@@ -349,7 +349,7 @@ class Search:
         return seconds, forms[best]
 
     def _end_s(self, live: tuple[str, ...], where: tuple[_Available, ...]) -> float:
-        """Return the seconds of moving the outputs to every device, or to the devices of their samples."""
+        """Return the seconds to move outputs to every device or, if they stay local, to a split by samples."""
         stays = self.model.request.outputs == "where-computed"
         wanted = Split(0, self.by_batch.shares) if stays else everywhere(self.devices)
         to, found = self._number(wanted), dict(zip(live, where, strict=True))
@@ -362,7 +362,7 @@ class Search:
 
 # --- load balance: shares with which the slowest device finishes as early as possible -------------------------------------
 #
-# The analytic model gives each device's seconds at some shares; between them they are taken as linear. A device that cannot
+# The analytic model gives each device's seconds at some shares; they are interpolated linearly. A device that cannot
 # finish one sample or filter in time gets none.
 
 
@@ -377,7 +377,7 @@ def batch_shares(model: CostModel, active: Sequence[int], penalty: MemoryPenalty
 def layer_shares(
     model: CostModel, layer: Layer, side: Side, active: Sequence[int], penalty: MemoryPenalty | None = None
 ) -> Shares:
-    """Return the filters (output features) or input channels of each device, by the seconds of one layer."""
+    """Return each device's number of filters or input channels that minimises the slowest device's time."""
     total = layer.channels_out if side == "outputs" else layer.channels_in
     return _shares(model, total, active, penalty, lambda device, points: model.curve_s(layer, side, device, points))
 
@@ -391,7 +391,7 @@ def _shares(
 ) -> Shares:
     if len(model.counts) * len(set(model.alike)) <= MANY_QUESTIONS:
         steps = [total * i // 16 for i in range(1, 17)]
-    else:  # many devices get small shares: the total, its half, its quarter, ... to below an even share
+    else:  # many devices get small shares: sample the total, its half, its quarter, ... to below an even share
         steps = [total >> i for i in range(model.devices.bit_length() + 1)]
     points = tuple(sorted({0, total, *(max(1, step) for step in steps)}))
     curves = {kind: curve_s(kind, points) for kind in {model.alike[d] for d in active}}
@@ -408,7 +408,7 @@ def balance(
     seconds: Seconds,
     at_most: Sequence[int] | None = None,
 ) -> Shares:
-    """Return shares of an axis with which the slowest of `active` finishes as early as possible.
+    """Return the shares of an axis that minimise the time of the slowest of `active`.
 
     Args:
         points: ascending shares, from 0 to `total`.

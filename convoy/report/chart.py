@@ -1,4 +1,4 @@
-"""Line charts for a page. A chart stretches to any width, its text does not: ticks are placed as parts of it, 0 to 1."""
+"""Line charts for a page. A drawing scales to any width, its text does not: ticks have relative positions, 0 to 1."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,11 @@ WIDTH, HEIGHT = 1000, 400
 """Units of the drawing."""
 
 MAX_POINTS = 600
-"""Points of a line that are drawn."""
+"""Maximum number of drawn points of a line."""
 
 Point = tuple[float, float]
 Tick = tuple[float, str]
-"""Place and text."""
+"""Relative position and text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Curve:
     """A line of a chart.
 
     Attributes:
-        look: classes of the style sheet.
-        is_smooth: drawn twice: faint as it is, and smoothed by the slider of the page.
+        look: CSS classes.
+        is_smooth: drawn twice: unsmoothed and faint, and smoothed by the slider of the page.
     """
 
     label: str
@@ -45,12 +45,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over an axis, and the places where a template draws them.
+    """Curves with axes, and their positions in a template.
 
     Attributes:
         name: part of element ids, unique on a page.
-        span: of the horizontal axis; points beyond it make it wider.
-        marks: steps at which something happened, numbered on the drawing.
+        span: of the horizontal axis; points outside widen it.
+        marks: steps to mark with a numbered line, such as reshards.
         shown: format of the vertical axis, one of `AXIS_FORMATS`.
     """
 
@@ -66,7 +66,7 @@ class Chart:
 
     @cached_property
     def edges(self) -> tuple[float, float, float, float]:
-        """Values at the left, right, lower and upper edge; page.js reads values off the lines by them."""
+        """Values at the left, right, lower and upper edge; page.js converts positions to values with them."""
         xs = [x for curve in self.curves for x, _ in curve.points]
         ys = [y for curve in self.curves for _, y in curve.points] + [level.value for level in self.levels]
         left, right = min(*self.span, *xs), max(*self.span, *xs)
@@ -87,7 +87,7 @@ class Chart:
 
     @cached_property
     def lines(self) -> list[Curve]:
-        """The curves as they are drawn: few points, in units of the drawing."""
+        """The curves to draw: thinned, in units of the drawing."""
         lines = []
         for curve in self.curves:
             few = thinned(curve.points)
@@ -103,7 +103,7 @@ class Chart:
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """Look and text of each entry."""
+        """CSS classes and text of each entry."""
         shown = AXIS_FORMATS[self.shown]
         curves = [(f"curve {line.look}", line.label) for line in self.lines if line.label]
         return curves + [(f"level {level.look}", f"{level.label} {shown(level.value)}") for level in self.levels]
@@ -121,18 +121,18 @@ class Chart:
 
     @property
     def description(self) -> str:
-        """The chart in words, for screen readers."""
+        """A text description for screen readers."""
         shown = AXIS_FORMATS[self.shown]
         ends = [(curve.label, curve.points[0], curve.points[-1]) for curve in self.curves if curve.points]
-        words = [
+        texts = [
             f"{label}: {shown(a)} at {plain(first)}, {shown(b)} at {plain(last)} ({self.x_label})"
             for label, (first, a), (last, b) in ends
         ]
-        return "; ".join([*words, *(f"{level.label}: {shown(level.value)}" for level in self.levels)])
+        return "; ".join([*texts, *(f"{level.label}: {shown(level.value)}" for level in self.levels)])
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Return at most about `MAX_POINTS` points: the lowest and the highest of each neighbourhood, so no peak is lost."""
+    """Return about `MAX_POINTS` points: the lowest and the highest of each neighbourhood, to keep peaks."""
     if len(points) <= MAX_POINTS:
         return points
     result: list[Point] = []

@@ -1,4 +1,4 @@
-"""What `convoy predict` prints: would a fleet pay, with which plan, and what would change the answer."""
+"""Prints the result of `convoy predict`: whether a fleet pays, the best plan, and changes that affect the answer."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from convoy.simulate.interval import Within
 def show_forecast(
     console: Console, found: Forecast, fleet: Fleet, net: str, image: tuple[int, int, int], took_s: float
 ) -> None:
-    """Print the answer first, then what it is based on."""
+    """Print the answer, then its basis."""
     request = found.request
     batch, size = request.batch, "x".join(map(str, image))
     count, parts = request.micro_batches, ""
@@ -67,7 +67,7 @@ def _answer(found: Forecast) -> str:
 
 def _show_devices(console: Console, found: Forecast, fleet: Fleet) -> None:
     columns = ("images/s alone", "nine of ten", "share of the work", "memory used", "of")
-    table = new_table("Devices", ("device", "what it is"), columns)
+    table = new_table("Devices", ("device", "description"), columns)
     shares = work_shares(lower(found.best.plan, found.request.graph), found.request.graph)
     for index, device in enumerate(fleet.devices):
         table.add_row(
@@ -87,8 +87,8 @@ def _plan(found: Forecast, row: PlanPrediction) -> str:
     kinds = Counter(layer.strategy for layer in rows if layer.layer in weighted)
     names = {"one": "on one device", "copies": "copied to every device"}
     layers = ", ".join(f"{count} {names.get(name, f'split by {name}')}" for name, count in kinds.items())
-    what = "Best plan with several devices (convolutions and linear layers)"
-    return f"{what}: {layers}; {in_bytes(row.traffic_bytes)} sent per step; limited by {row.bound}."
+    title = "Best plan with several devices (convolutions and linear layers)"
+    return f"{title}: {layers}; {in_bytes(row.traffic_bytes)} sent per step; limited by {row.bound}."
 
 
 def _changes(found: Forecast, fleet: Fleet) -> list[str]:
@@ -121,8 +121,8 @@ def _basis(found: Forecast, fleet: Fleet) -> str:
     )
     return (
         f"the devices' peaks ({source}), the part of them that convolutions and memory reach on such devices, and the link's "
-        "rate. Nine of ten measurements lie in an interval; intervals are twice as wide, in logarithms, for generations of "
-        "devices of which none was measured"
+        "rate. Nine of ten measurements lie in an interval; intervals are twice as wide, in logarithms, for device "
+        "generations without measurements"
     )
 
 
@@ -142,7 +142,7 @@ def _link(bytes_per_s: float) -> str:
 def show_classes(console: Console, classes: Sequence[DeviceClass]) -> None:
     """Print the catalogue, a row per class."""
     columns = ("float32", "memory/s", "memory", "watts")
-    table = new_table(f"{len(classes)} device classes", ("class", "what it is"), columns)
+    table = new_table(f"{len(classes)} device classes", ("class", "description"), columns)
     for each in classes:
         table.add_row(
             " = ".join((each.name, *each.aliases)), each.about, f"{each.peak_flop_per_s.value / 1e12:.3g} TFLOP/s",

@@ -1,4 +1,4 @@
-"""What `convoy measure` prints: tables of layers, devices and links, and remarks."""
+"""Prints the result of `convoy measure`: tables of layers, devices and links, and remarks."""
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +12,7 @@ from convoy.simulate.table import Measurement, layer_times
 SHOWN_LAYERS = 12
 
 UNSTEADY = 0.5
-"""Layers whose times vary by more than this are reported if they take most of a step."""
+"""Report layers with times that vary by more than this, if they take a third of a step."""
 
 
 def show(measured: Measurement, console: Console) -> None:
@@ -53,13 +53,13 @@ def energy_lines(measured: Measurement) -> list[str]:
 
 
 def remarks(measured: Measurement) -> list[str]:
-    """Return what makes predictions from this measurement less certain: other programs, times that did not repeat."""
+    """Return remarks on uncertain measurements: other programs ran, or times did not repeat."""
     lines = []
     loaded = [(each.other_load, each.device) for each in measured.device if each.other_load]
     if loaded:
         most, names = max(loaded)[0], ", ".join(device for _, device in loaded)
         lines.append(
-            f"Measured beside other programs: they made the work of {names} take up to {1 + most:.2g} times as long. "
+            f"Other programs ran during the measurement: the work of {names} took up to {1 + most:.2g} times as long. "
             "Predictions correct for this as far as possible, with wider intervals; measure again when nothing else runs."
         )
     rows = _layer_rows(measured)
@@ -90,7 +90,7 @@ def _layer_rows(measured: Measurement) -> dict[str, list[tuple[float, float]]]:
 
 
 def _layers(measured: Measurement) -> Table:
-    """The slowest layers one by one, the others together."""
+    """Return a table of the slowest layers; the others share a row."""
     places = range(len(measured.fleet.devices))
     names = [device.name for device in measured.fleet.devices]
     table = new_table(f"{measured.net}, batch {measured.batch}", ("forward and backward",), names)
@@ -109,8 +109,8 @@ def _layers(measured: Measurement) -> Table:
 
 def _devices(measured: Measurement) -> Table:
     table = new_table(
-        "CPU time of traffic in ns/byte, of the optimizer in ns/entry; delay of an exchange after computing, of a round of a "
-        "sum during computing; time saved after a pause", ("device", "host"),
+        "CPU time of traffic in ns/byte, of the optimizer in ns/entry; delay of an exchange after computing, of an "
+        "all-reduce round during computing; time saved after a pause", ("device", "host"),
         ("cores", "slowed", "send", "receive", "update", "delay", "during", "saved"),
     )  # fmt: skip
     for device, costs in zip(measured.fleet.devices, measured.device, strict=True):
@@ -150,5 +150,5 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _about(spread: float) -> str:
-    """Half of the span between the fastest and the slowest repetition."""
+    """Format half of the spread between the fastest and the slowest repetition."""
     return f"±{spread / 2:.0%}"

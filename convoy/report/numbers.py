@@ -1,4 +1,4 @@
-"""Numbers for people, and ticks for axes."""
+"""Formats numbers, and chooses ticks for axes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ AXIS_FORMATS: Mapping[str, Callable[[float], str]] = {
     "percent": lambda part: f"{100 * part:.4g}%",
     "bytes": lambda value: in_bytes(round(value)) if round(value) else "0",
 }
-"""How a chart writes the values of its vertical axis; page.js has the same functions."""
+"""Formats of a chart's vertical axis; page.js has the same functions."""
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:

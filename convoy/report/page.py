@@ -1,4 +1,4 @@
-"""Pages of one run or of several: one HTML file, made from logs. It needs no network and no program but a browser."""
+"""Writes an HTML page of one run or several, from their logs. The page needs only a browser, and no network."""
 
 import base64
 import hashlib
@@ -26,26 +26,26 @@ from convoy.simulate.interval import around
 from convoy.train.observer import EpochResult, Observer
 
 MAX_PLANS = 12
-"""Plans in force one after the other that are drawn."""
+"""Maximum number of successive plans to draw."""
 
 MAX_ROWS = 20
-"""Rows of a plan; a longer plan is drawn as segments of layers with the same shares, its rows are folded."""
+"""Maximum rows of a plan; a longer one is drawn as segments of layers with the same shares, and its rows are folded."""
 
 MIN_TEXT_PART = 0.07
-"""Narrower boxes have no text on them, only a tooltip."""
+"""Narrower boxes have only a tooltip."""
 
 COLOURS = 8
-"""Further devices take the same colours again, hatched."""
+"""Further devices have the same colours, hatched."""
 
 LETTERS = "ABCDEFGH"
-"""Names of the runs on the page, one per colour of the style sheet."""
+"""Names of compared runs, one per colour of the style sheet."""
 
 TIME_UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 RELOAD_S = 5
 
 MAX_WRITING = 0.05
-"""Share of a training's time that goes into writing its page."""
+"""Maximum fraction of a training's time for writing its page."""
 
 SYSTEM = {
     "cores": ("CPU cores used by each process", "plain"),
@@ -92,7 +92,7 @@ def write_comparison(runs: Sequence[Path], output: Path | None = None) -> Path:
 
 
 class LivePage(Observer):
-    """Writes the page of a run after every epoch, so that a browser that shows it can follow the run.
+    """An observer that writes the page of a run after every epoch, so that a browser can follow the run.
 
     Epochs are skipped while writing would take more than `MAX_WRITING` of the time. A page that cannot be written is
     reported once; training continues.
@@ -187,7 +187,7 @@ def _value(value: object) -> str:
 
 
 def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
-    """The most important numbers: name, value, note."""
+    """Return name, value and note of the most important numbers."""
     losses = [epoch.loss for epoch in record.epochs if epoch.loss is not None]
     best, predicted, limit = record.best_test, record.prediction, record.limit_samples_per_s
     error, train_s = record.prediction_error, sum(line.train_s for line in record.epochs)
@@ -241,7 +241,7 @@ def _rate(record: RunRecord) -> Chart:
 
 
 def system_charts(record: RunRecord) -> list[Chart]:
-    """Draw what the devices used, a chart per resource and a curve per device, including devices that left."""
+    """Return a chart per resource, with a curve per device, including devices that left."""
     lines = [(line.step, line.by_id) for line in record.system]
     ids = [record.id_of(place) for place in range(len(device_names(record)))]
     ids += sorted({device for _, found in lines for values in found.values() for device in values} - set(ids))
@@ -258,7 +258,7 @@ def system_charts(record: RunRecord) -> list[Chart]:
 
 
 def _shares(record: RunRecord) -> Chart:
-    """Draw each device's share of the arithmetic over the steps."""
+    """Return the chart of each device's share of the arithmetic over the steps."""
     points: dict[int, list[tuple[float, float]]] = {}
     end = record.steps_done
     for each, until in _spans(record):
@@ -272,7 +272,7 @@ def _shares(record: RunRecord) -> Chart:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a bar: classes of the style sheet, width (0 to 1), text, tooltip."""
+    """A part of a bar: CSS classes, width (0 to 1), text, tooltip."""
 
     look: str
     part: float
@@ -281,7 +281,7 @@ class Box:
 
 
 def _bar(record: RunRecord, device: int) -> tuple[list[Box], str]:
-    """Where the time of a device went, and what else is known of it."""
+    """Return the boxes of a device's time by activity, and other facts about it."""
     parts = zip(("computing", "exchange", "rest"), record.time_shares(device) or (0.0, 0.0, 1.0), strict=True)
     boxes = [
         Box(kind, part, f"{part:.0%}" if part >= 0.08 else "", f"device {record.id_of(device)}: {kind} {percent(part)}")
@@ -302,7 +302,7 @@ def _bar(record: RunRecord, device: int) -> tuple[list[Box], str]:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A row of the picture: a layer, and those after it that work on its results where these are."""
+    """A row of the picture: a layer, and the following layers that need no communication in between."""
 
     lead: LayerEntry
     others: tuple[LayerEntry, ...] = ()
@@ -319,14 +319,14 @@ class Band:
         return f"then {', '.join(layer.kind for layer in self.others)}" if self.others else ""
 
     def boxes(self, names: Sequence[str], ids: Sequence[int]) -> list[Box]:
-        """Return a box for each device that has a part."""
+        """Return a box for each device that has a share."""
         lead, result = self.lead, []
         for device, part in enumerate(_parts(lead)):
             count, unit = lead.parts[device], UNITS.get(lead.strategy, lead.strategy)
-            words = unit if count == "all" else f"{count} {unit}, {percent(part)}"
+            amount = unit if count == "all" else f"{count} {unit}, {percent(part)}"
             text = f"all on {ids[device]}" if lead.strategy == "one" else count
             look = colour(device) + " copy" * (lead.strategy == "copies")
-            title = f"{lead.layer} on device {ids[device]} ({names[device]}): {words}"
+            title = f"{lead.layer} on device {ids[device]} ({names[device]}): {amount}"
             result.append(Box(look, part, text if part >= MIN_TEXT_PART else "", title))
         return [box for box in result if box.part]
 
@@ -335,7 +335,7 @@ def bands(layers: Sequence[LayerEntry], *, segments: bool = False) -> list[Band]
     """Return the rows of the picture.
 
     Args:
-        segments: also join layers with work or sums of their own, if they have the same shares.
+        segments: also join layers with arithmetic or all-reduces, if they have the same shares.
     """
     result: list[Band] = []
     for layer in layers:
@@ -355,13 +355,13 @@ def _parts(layer: LayerEntry) -> list[float]:
 
 
 def colour(device: int) -> str:
-    """Return the style sheet's classes for the colour of a device."""
+    """Return the CSS classes of a device's colour."""
     return f"d{device % COLOURS}" + " again" * (device >= COLOURS)
 
 
 @dataclass(frozen=True, slots=True)
 class ShownPlan:
-    """A plan in force, as it is drawn: its steps and reason in words, its line and prediction, the ids of its devices."""
+    """A plan to draw: its steps and reason as text, its log line and prediction, the ids of its devices."""
 
     when: str
     why: str
@@ -384,7 +384,7 @@ class ShownPlan:
 
 
 def shown_plans(record: RunRecord) -> list[ShownPlan]:
-    """Return the plans in force in their order; of many, the first and the last."""
+    """Return the plans in order; if there are too many, the first and the latest."""
     known = [
         ShownPlan(
             f"from step {each.step:,} on" if until is None else f"steps {each.step:,} to {until - 1:,}",
@@ -397,7 +397,7 @@ def shown_plans(record: RunRecord) -> list[ShownPlan]:
 
 
 def _spans(record: RunRecord) -> list[tuple[InForce, int | None]]:
-    """Return each plan with the step at which it was replaced. The first of two that begin at one step never ran."""
+    """Return each plan with the step that replaced it. If two plans begin at one step, the first never ran."""
     stops: list[int | None] = [each.step for each in record.plans]
     pairs = zip(record.plans, [*stops[1:], None], strict=False)
     return [(each, until) for each, until in pairs if until is None or until > each.step]
@@ -408,7 +408,7 @@ def _spans(record: RunRecord) -> list[tuple[InForce, int | None]]:
 
 def comparison_of(records: Sequence[RunRecord]) -> str:
     if len(records) > len(LETTERS):
-        raise InputError(f"{len(records)} runs on one page: at most {len(LETTERS)} can be told apart; leave some out")
+        raise InputError(f"{len(records)} runs on one page: at most {len(LETTERS)} have colours; leave some out")
     paths = [record.path.absolute() for record in records]
     names = [path.parent.name if path.name == LOG_NAME else path.stem for path in paths]
     return render(
@@ -497,7 +497,7 @@ def _differences(records: Sequence[RunRecord]) -> list[tuple[str, ...]]:
 
 
 def render(template: str, *, reload_s: int = 0, **values: Any) -> str:
-    """Fill in a template. The page's own policy forbids every script but ours, and all requests."""
+    """Render a template. The page's content security policy allows only our script and no requests."""
     loader = PackageLoader("convoy.report")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -1,4 +1,4 @@
-"""What `convoy plan` prints: a row per plan; the chosen plan by device, by part of a step and by layer."""
+"""Prints the result of `convoy plan`: a row per plan; the chosen plan by device, by part of a step and by layer."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from convoy.plan.lower import lower
 from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.prediction import PlanPrediction
 from convoy.planner.request import PlanRequest
-from convoy.planner.spare import spare_price
+from convoy.planner.snapshot_cost import spare_price
 from convoy.report.measured import remarks
 from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.report.screen import Screen, new_table
@@ -25,7 +25,7 @@ from convoy.simulate.simulator import LOSS, layers_s
 BASIS: Mapping[Basis | None, str] = {
     None: "given costs",
     "measured": "times of this net measured on this fleet",
-    "rates": "what these devices reached with another net; links and overheads as measured",
+    "rates": "rates of these devices with another net; links and overheads as measured",
     "described": "a roofline: the devices' peaks and the part of them that nets reach; nothing was measured here "
     "(convoy measure)",
 }
@@ -37,34 +37,34 @@ def show_all(
     request: PlanRequest,
     counts: Sequence[tuple[int, float]] = (),
 ) -> None:
-    """Print the predicted plans, of which the last is chosen, and the chosen one in detail.
+    """Print all predicted plans, and the last one, which is chosen, in detail.
 
     Args:
         counts: throughput by number of devices, the fastest first.
     """
 
-    def say(line: str) -> None:
+    def show(line: str) -> None:
         console.print(line, soft_wrap=True)
 
     row, names, least = rows[-1], request.names, lower_bound(request)
     show_predictions(console, rows, request, least)
     if request.micro_batches > 1:
-        say(
+        show(
             f"A step of {request.batch * request.micro_batches} samples is "
             f"{micro_batch_words(request.graph, request.micro_batches)}. The tables are per micro-batch of "
             f"{request.batch} samples, on average; a step of plan {row.plan.name} takes "
             f"{seconds(request.micro_batches * row.step_s)}."
         )
     basis = BASIS[request.costs.errors.basis]
-    say(f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. Based on {basis}.")
+    show(f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. Based on {basis}.")
     measured = request.fleet.measured
     for remark in [] if measured is None else remarks(measured):
-        say(remark)
+        show(remark)
     speeds = request.speeds.devices
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     for (fewer, before), (more, after) in itertools.pairwise(counts):
         added, alone = " and ".join(names[d] for d in order[fewer:more]), speeds[order[0]]
-        say(
+        show(
             f"Adding {added}: from {before / alone:.2f}x to {after / alone:.2f}x the throughput of {names[order[0]]} alone."
         )
     _show_devices(console, row, request)
@@ -75,7 +75,7 @@ def show_all(
 
 
 def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest, least: LowerBound) -> None:
-    """Print a row per plan, and how far the last, chosen one is from the lower bound."""
+    """Print a row per plan. Compare the last one, which is chosen, with the lower bound."""
     speeds, names = request.speeds.devices, request.names
     table = new_table(
         f"Predicted; the limit, the sum of solo throughputs, is {plain(sum(speeds))} samples/s", ("plan",),
@@ -116,8 +116,7 @@ def between(within: Within) -> str:
 
 
 def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
-    """Print what each device computes, sends, receives, stores and draws in a step. A device without work may be busy with
-    messages and the loss function."""
+    """Print each device's work, traffic, memory and energy in a step. Messages and the loss keep devices without work busy."""
     columns = ("work", "busy", "sends", "receives", "memory", "of", "idle - busy", "joules")
     table = new_table(f"Plan {row.plan.name}, per device and step", ("device",), columns)
     work = work_shares(lower(row.plan, request.graph), request.graph)
@@ -135,7 +134,7 @@ def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -
 
 
 def _show_spare(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
-    """Print the cost of the snapshots that `convoy train` keeps for a device that is lost."""
+    """Print the cost of the recovery snapshots of `convoy train`."""
     chosen, each = spare_price(row, request), spare_price(row, request, 1)
     often = "each step" if chosen.every == 1 else f"every {chosen.every} steps"
     sent = f"{in_bytes(chosen.sent_bytes)} sent per step" if chosen.sent_bytes else "nothing sent"
@@ -168,7 +167,7 @@ Span = tuple[float, float]
 
 
 def step_parts(timeline: Timeline, network: Network) -> tuple[int, dict[str, float]]:
-    """Divide the step of the device that finishes last; if several do, of the one that computes longest.
+    """Divide the step of the device that finishes last, or on a tie computes longest, into parts.
 
     Returns:
         the device, and the seconds of each part. A second counts once, for the first part that applies: layers, optimizer,
@@ -200,7 +199,7 @@ def step_parts(timeline: Timeline, network: Network) -> tuple[int, dict[str, flo
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Return the same time without overlaps, in order."""
+    """Merge overlapping spans, and sort them."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

@@ -24,18 +24,18 @@ from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from convoy.train.record import History
 
 FILE_WIDTH = 250
-"""Characters of a table's line in a file or a pipe, so that nothing is cut off."""
+"""Line width of tables in a file or a pipe, so that nothing is cut off."""
 
 LINE_EVERY_S = 10.0
 """Seconds between lines of progress if there is no terminal."""
 
 
 def new_table(
-    title: str, words: Sequence[str], numbers: Sequence[str] = (), overflow: Literal["fold", "ellipsis"] = "ellipsis"
+    title: str, texts: Sequence[str], numbers: Sequence[str] = (), overflow: Literal["fold", "ellipsis"] = "ellipsis"
 ) -> Table:
-    """Return a table with columns of words, and columns of numbers to their right."""
+    """Return a table with text columns, and number columns to their right."""
     table = Table(title=title, title_justify="left")
-    for name in words:
+    for name in texts:
         table.add_column(name, overflow=overflow)
     for name in numbers:
         table.add_column(name, justify="right")
@@ -43,14 +43,14 @@ def new_table(
 
 
 class Wait:
-    """Shows a waiting user the current task: a spinner on a terminal; elsewhere a line at once, then one every ten seconds.
+    """A display of the current task: a spinner on a terminal; elsewhere a line at once, then one every ten seconds.
 
     Call it with the current task.
 
     Args:
         about_s: expected seconds; None: unknown.
         first_s: without a terminal, nothing is printed before this time.
-        now: reads a clock, in seconds.
+        now: clock, in seconds.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Wait:
 
 
 class Screen:
-    """Prints for one of the devices; the screens of the others are invisible."""
+    """The console of one device; those of the other devices are invisible."""
 
     def __init__(self, visible: bool, console: Console | None = None) -> None:
         self.visible = visible
-        # Names come from models and files: a bracket or a colon in them is not markup.
+        # Names from models and files may contain brackets and colons, which are not markup.
         self.console = console or Console(quiet=not visible, highlight=False, markup=False, emoji=False)
         if console is None and not self.console.is_terminal and "COLUMNS" not in os.environ:
             self.console.width = FILE_WIDTH
@@ -122,7 +122,7 @@ class Screen:
     def plan(
         self, plan: Plan, rows: Sequence[LayerRow], shares: Sequence[float], ids: Sequence[int] | None = None
     ) -> None:
-        """Print a row per layer: how it is split, and the traffic for it.
+        """Print a row per layer with its split and traffic.
 
         Args:
             ids: of the devices; None: 0, 1, ...
@@ -145,7 +145,7 @@ class Screen:
             self.console.print(f"INEXACT: {plan.inexact}.", soft_wrap=True)
 
     def programs(self, plan: Plan, graph: Graph, accumulate: int) -> None:
-        """Print the step list, of the last micro-batch if there are several, and every device program."""
+        """Print the step list, for several micro-batches that of the last, and every device program."""
         steps = lower(plan, graph, micro_batch=[*micro_batches(accumulate)][-1])
         self.lines(step_lines(steps))
         for program in compile_all(steps, graph):
@@ -186,7 +186,7 @@ class Screen:
             yield Bar(self, progress, title, epochs, samples, seen)
 
     def usage(self, uses: Sequence[DeviceLine], history: History) -> None:
-        """Print a row per device: its share, and where its seconds went; they add up to those in the title."""
+        """Print a row per device: its share, and its seconds by activity, which add up to those in the title."""
         train_s, wall_s = sum(epoch.train_s for epoch in history.epochs), max(use.wall_s or 0.0 for use in uses)
         rest_s = max(0.0, wall_s - train_s)
         table = new_table(
@@ -245,7 +245,7 @@ class Screen:
                 "One device alone was faster here. All devices together computed for "
                 f"{compute_s:.1f} s and exchanged and waited for {exchange_s:.1f} s: either a step has too little arithmetic "
                 f"for this network, or the {len(uses)} processes share {os.cpu_count()} cores. convoy measure and convoy plan "
-                "say so before anything runs."
+                "predict this before training."
             )
             return
         same = "" if reason.startswith("INEXACT") else f", with the same losses (to {apart:.1g})"
@@ -266,7 +266,7 @@ def _slowed(slowdown: float) -> str:
 
 
 class Bar(Observer):
-    """Progress of one training."""
+    """The progress bar of one training."""
 
     def __init__(self, screen: Screen, progress: Progress, title: str, epochs: int, samples: int, seen: int) -> None:
         self.screen, self.progress, self.title = screen, progress, title

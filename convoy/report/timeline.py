@@ -1,7 +1,4 @@
-"""A predicted step as a picture: for the page of a run, as a Chrome trace (Perfetto, chrome://tracing), as a figure.
-
-matplotlib is imported only where a figure is drawn.
-"""
+"""Draws a predicted step: on the page of a run, as a Chrome trace (Perfetto, chrome://tracing), as a figure (matplotlib)."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -47,12 +44,12 @@ WIDTH, LANE = 1000.0, 10.0
 """Width of a device's drawing, and height of each of its lanes."""
 
 JOINED = 1 / 1500
-"""Thin events of one kind that are closer than this part of the step are drawn as one."""
+"""Thin events of one kind, closer than this fraction of the step, are drawn as one."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnEvent:
-    """One event, or several of a kind in a row."""
+    """One event, or several consecutive ones of one kind."""
 
     kind: str
     start_s: float
@@ -66,18 +63,18 @@ class Track:
     """A device in the picture of a step; `boxes` are x, y, width, kind and text of each event."""
 
     name: str
-    words: str
+    summary: str
     boxes: Sequence[tuple[float, float, float, str, str]]
 
 
 def drawn_events(events: Iterable[LogEvent], device: int, activity: str, step_s: float) -> list[DrawnEvent]:
-    """Return what is drawn of a device, ordered by time. Messages may overlap."""
+    """Return the events to draw for a device, ordered by time. Messages may overlap."""
     result: list[DrawnEvent] = []
     near_s = JOINED * step_s
     own = sorted((e for e in events if e[0] == device and e[1] == activity), key=lambda e: (e[3], e[4]))
     for _, _, label, start_s, end_s, peer, size in own:
-        way = "to" if activity == "send" else "from"
-        text = label if peer < 0 else f"{label}, {in_bytes(size)} {way} device {peer}"
+        preposition = "to" if activity == "send" else "from"
+        text = label if peer < 0 else f"{label}, {in_bytes(size)} {preposition} device {peer}"
         kind = kind_of(activity, label)
         last = result[-1] if result else None
         is_near = last is not None and last.kind == kind and start_s - last.end_s < near_s
@@ -90,7 +87,7 @@ def drawn_events(events: Iterable[LogEvent], device: int, activity: str, step_s:
 
 
 def tracks(prediction: PredictionLine) -> list[Track]:
-    """Draw a predicted step device by device."""
+    """Return a track per device of a predicted step."""
     step = prediction.one_pass
     result = []
     for device, name in enumerate(prediction.names):
@@ -118,8 +115,8 @@ def time_axis(step_s: float) -> tuple[str, list[tuple[float, str]]]:
 def to_chrome_trace(timeline: Timeline, names: Sequence[str]) -> dict[str, Any]:
     """Return the trace of a step, in microseconds, as JSON in the Trace Event Format.
 
-    Each device has a row for computing, one for sending and one for receiving. Messages that overlap get rows of their
-    own ("send 2"), because a trace viewer shows only nested events in a row.
+    Each device has a row for computing, one for sending and one for receiving. Overlapping messages get separate rows
+    ("send 2"), because a trace viewer shows only nested events in a row.
     """
     events: list[dict[str, Any]] = []
 

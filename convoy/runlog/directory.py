@@ -1,4 +1,4 @@
-"""The folder of a run, with its log, settings, plan and fleet.
+"""Creates the folder of a run, with its log, settings, plan and fleet.
 
 Every training writes a log: with `--checkpoint` into that folder, so that a resumed run appends to its log; otherwise
 into a new folder in `runs`, or in the folder that CONVOY_RUNS names.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from convoy.checkpoint.run_folder import run_folder
 from convoy.config.run_file import to_toml
-from convoy.config.settings import NO_LOG, Settings
+from convoy.config.train_options import NO_LOG, Settings
 from convoy.errors import InputError
 from convoy.files import unwritable, write_whole
 from convoy.plan.plan import Plan
@@ -24,7 +24,7 @@ from convoy.simulate.table import Measurement
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Where a run is logged. `folder` is None if the user named a log file: then nothing else is written."""
+    """The paths of a run's log. `folder` is None if the user named a log file: then only the log is written."""
 
     log: Path
     folder: Path | None = None
@@ -36,7 +36,7 @@ class RunDirectory:
 
 
 def paths_of(directory: RunDirectory | None) -> list[str | None] | None:
-    """Return log and folder as JSON. Every device knows them, because each may have to continue the log."""
+    """Return log and folder as JSON, for every device, because each may have to continue the log."""
     if directory is None:
         return None
     return [str(directory.log), None if directory.folder is None else str(directory.folder)]

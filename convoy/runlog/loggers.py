@@ -1,7 +1,7 @@
 """Loggers for TensorBoard, Weights & Biases, MLflow, and anything else that takes named numbers.
 
-`Logger` is an observer that hands the numbers of a training to a `MetricSink` on a thread of its own. A sink that is slow or
-broken neither delays nor ends the training: it is reported once.
+`Logger` is an observer that writes the numbers of a training to a `MetricSink` in a separate thread. A slow or broken sink
+neither delays nor ends the training: it is reported once.
 """
 
 import os
@@ -19,10 +19,10 @@ from convoy.runlog.schema import SystemLine
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 
 MAX_ROWS = 10_000
-"""Rows that wait for a slow sink; later ones are dropped."""
+"""Maximum rows in the queue of a slow sink; later ones are dropped."""
 
 CLOSE_S = 10.0
-"""How long the end of a training waits for a sink."""
+"""Maximum wait for a sink at the end of a training."""
 
 MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000
 """Entries that MLflow takes in one call."""
@@ -38,7 +38,7 @@ class MetricRow:
 
 
 class MetricSink(Protocol):
-    """Where numbers go. Created, used and closed on one thread; may block and raise anything."""
+    """A destination of numbers. Created, used and closed in one thread; may block and raise anything."""
 
     def write(self, rows: Sequence[MetricRow]) -> None: ...
 
@@ -46,7 +46,7 @@ class MetricSink(Protocol):
 
 
 class Logger(Observer):
-    """Hands loss, learning rate and samples/s of every step and every test accuracy to a sink. Leaving its context closes it.
+    """An observer that writes loss, learning rate, samples/s and test accuracy to a sink. Leaving its context closes it.
 
     Args:
         name: of the sink, for messages.
@@ -77,7 +77,7 @@ class Logger(Observer):
         self._last_s = None
 
     def on_system(self, line: SystemLine) -> None:
-        """Write what each device uses."""
+        """Write the resources that each device uses."""
         numbers = {
             f"device {device}/{name.replace('_', ' ')}": value
             for name, values in line.by_id.items()
@@ -131,7 +131,7 @@ def to_tensorboard(folder: Path, step: int = 0, tell: Callable[[str], None] = wa
 
     Args:
         folder: created if missing.
-        step: steps that the run has done before; TensorBoard drops its events of later ones.
+        step: steps before the run was resumed; TensorBoard drops its events of later ones.
     """
     return Logger(f"TensorBoard in {folder}", partial(_TensorBoard, folder, step), tell)
 

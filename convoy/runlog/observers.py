@@ -1,4 +1,4 @@
-"""Observers that measure a training: how long its steps take, where each device's time goes, what each device uses."""
+"""Observers that measure a training: step times, and each device's time and resources."""
 
 import math
 import statistics
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.machine.accelerator import allocated_bytes
 from convoy.measure.energy_meter import EnergyMeter, meter_of, once_each
@@ -23,7 +23,7 @@ SYSTEM_EVERY_S = 5.0
 
 
 class StepTimer(Observer):
-    """Times each step of a full batch, from the end of the step before. The first step after an evaluation does not count.
+    """A timer of full-batch steps, from the end of the previous step. Ignores the first step after an evaluation.
 
     Args:
         batch: samples of a full batch.
@@ -53,7 +53,7 @@ class StepTimer(Observer):
         self.last_s = now_s
 
     def restart(self) -> None:
-        """The plan or its shares change; the step of the change does not count."""
+        """Start again after a change of plan or shares; ignore the step of the change."""
         self._since = len(self.seconds)
         self.last_s = None
 
@@ -77,7 +77,7 @@ class StepTimer(Observer):
 
 
 class Utilization(Observer):
-    """Adds up where this device's time goes. At the end of an epoch the devices exchange their sums, and device 0 logs them.
+    """Totals of this device's time by activity. At the end of an epoch the devices gather them, and device 0 logs them.
 
     Seconds count from the end of one step to the end of the next, without evaluation and the first step after it.
     """
@@ -118,13 +118,13 @@ class Utilization(Observer):
 
 
 class Meters(Observer):
-    """Reports what all devices use, about every `SYSTEM_EVERY_S` and at the end of each epoch. Every device has one.
+    """Resource meters of all devices, reported about every `SYSTEM_EVERY_S` and after each epoch. Every device has one.
 
-    Which steps are followed by a report depends on the pace of device 0 only, so that all devices agree.
+    Only device 0's step time decides after which steps to report, so that all devices agree.
 
     Args:
         tell: called with each line; its `s` counts from the creation of this object.
-        done: steps that the run has done before.
+        done: steps before the run was resumed.
         energy: None: the device's own meter.
     """
 
@@ -143,7 +143,7 @@ class Meters(Observer):
         self.step, self.reported, self.due, self.samples = step, step, step + 1, 0
 
     def _read_use(self) -> tuple[float, float]:
-        """Return the CPU cores that the process has used on average since the last call, and the load of its host."""
+        """Return the process's mean number of used CPU cores, and its host's load, since the last call."""
         self.last_s, self.last_sent = time.perf_counter(), tuple(self.group.sent_bytes)
         return self.process.cpu_percent() / 100, psutil.cpu_percent() / 100
 

@@ -1,4 +1,4 @@
-"""Reads the log of a run, however the run ended, and computes what reports show of it."""
+"""Reads the log of a run, also of a killed one, and computes the values that reports show."""
 
 import bisect
 import codecs
@@ -29,7 +29,7 @@ _REMEDY = "give the folder of a run, or the log that it wrote"
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The plan or shares from `step` on, and what was predicted for them."""
+    """The plan or shares from `step` on, and their prediction."""
 
     step: int
     line: schema.PlanLine | schema.ReshardLine
@@ -38,14 +38,14 @@ class InForce:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as its log tells it. Parts of a resumed run are one run: of a repeated step the last line counts.
+    """A run as recorded in its log, including its resumes. If a step was repeated, its last line counts.
 
     Attributes:
         prediction: of the last plan that the planner chose.
         seconds: of each of `steps`; None for the first step, and for the first after an evaluation.
-        times_s: end of each of `steps` since the run began, without the time between its parts.
+        times_s: end of each of `steps` since the run began, without the time before a resume.
         plans: in force from the first step and from each change on.
-        end: None while the run goes on, or if it was killed.
+        end: None while the run continues, or if it was killed.
         is_cut: the last line is incomplete.
         ids: of the devices that train at the end; empty if no device left or joined.
     """
@@ -114,7 +114,7 @@ class RunRecord:
 
     @property
     def joules_per_image(self) -> float | None:
-        """Measured on all devices together, evaluation included; None if one of them is not measured."""
+        """Measured joules of all devices per image, evaluation included; None if a device was not measured."""
         lines = [line for line in self.system if line.joules_by and line.samples]
         if not lines or any(by.startswith(ABSENT) for line in lines for by in line.joules_by):
             return None
@@ -136,7 +136,7 @@ class RunRecord:
         return max(self.tests, key=lambda test: test[1], default=None)
 
     def time_of(self, steps: int) -> float | None:
-        """Return the seconds from the start of the run until `steps` steps were done; None if the log does not tell."""
+        """Return the seconds from the start of the run until `steps` steps were done; None if not in the log."""
         place = bisect.bisect_left(self.steps, steps - 1, key=lambda row: row.step)
         return self.times_s[place] if place < len(self.steps) else None
 
@@ -168,7 +168,7 @@ class RunRecord:
 
 
 def log_of(run: Path) -> Path:
-    """Return the log of a run that is given as a folder or as the log itself.
+    """Return the log of a run, given its folder or the log itself.
 
     Raises:
         InputError: there is none; if the folder holds runs, the message names the latest.
@@ -183,7 +183,7 @@ def log_of(run: Path) -> Path:
 
 
 def newest_run(runs: Path) -> Path:
-    """Return the run in this folder whose log was written last.
+    """Return the run in this folder with the latest change of its log.
 
     Raises:
         InputError: there is none.
@@ -195,7 +195,7 @@ def newest_run(runs: Path) -> Path:
 
 
 def read_log(path: Path) -> RunRecord:
-    """Read a log, whose last line may be incomplete.
+    """Read a log. Its last line may be incomplete.
 
     Raises:
         InputError: the file cannot be read, is empty or is not the log of a run; the message names the line.
@@ -260,7 +260,7 @@ def _record(path: Path, lines: list[schema.Line], is_cut: bool) -> RunRecord:
                 start, last_s, prediction = line.step, None, None
                 latest.pop(schema.FleetLine, None)
                 utilization, plans = {}, []
-                # Lines with ids say whose values they have; those of old logs do not.
+                # Only lines with ids show which devices their values belong to; old logs have none.
                 system = {n: row for n, row in system.items() if n <= start and row.ids}
             case schema.PredictionLine():
                 prediction = prediction if line.shares_only else line

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from convoy.comm.collectives import from_first, gather
+from convoy.comm.control_messages import from_first, gather
 from convoy.errors import InputError, shown
 from convoy.runlog.directory import new_folder
 from convoy.runlog.observers import Meters, StepTimer, Utilization
@@ -134,7 +134,7 @@ class Recorder:
         self._begin_epoch()
 
     def tell(self, step: int, decision: Decision) -> None:
-        """For `convoy.Rebalancer(..., tell=run.tell)`: log new shares, or another plan, after a step."""
+        """Log new shares or another plan after a step. Use: `convoy.Rebalancer(..., tell=run.tell)`."""
         if self._log is not None and isinstance(decision, Reshard):
             self._log.reshard(step, decision)
         self._timer.restart()

@@ -49,7 +49,7 @@ class DeviceEntry(_Model):
 
 
 class FleetLine(_Model):
-    """The devices in order. `ids` stay the same while the job lasts; old logs have none, here and below."""
+    """The devices in order. `ids` are constant during the job; old logs have none, here and below."""
 
     what: Literal["fleet"] = "fleet"
     devices: tuple[DeviceEntry, ...]
@@ -66,7 +66,7 @@ class MoveEntry(_Model):
 
 
 class LayerEntry(_Model):
-    """How a layer is split, as in `convoy.plan.explain.LayerRow`, with the moves of tensors that it is the first to read.
+    """The split of a layer, as in `convoy.plan.explain.LayerRow`, and the moves of tensors that it is the first to read.
 
     `sum_bytes` counts gradient sums and batch norm statistics, per micro-batch.
     """
@@ -82,7 +82,7 @@ class LayerEntry(_Model):
 
 
 class PlanEntry(_Model):
-    """The head of a plan; the log keeps every field of the plan file."""
+    """The main fields of a plan; the log keeps every field of the plan file."""
 
     model_config = ConfigDict(extra="allow")
     name: str
@@ -96,7 +96,7 @@ class PlanLine(_Model):
     """The plan of a run from its start or resume.
 
     Attributes:
-        inexact: why the plan does not give the numbers of one device; empty if it does.
+        inexact: why the loss curve differs from that of one device; empty if it does not.
         outputs: moves of the model's outputs, for the loss function.
         work: each device's share of the forward FLOP.
     """
@@ -186,7 +186,7 @@ class UtilizationLine(_Model):
 
 
 class SystemLine(_Model):
-    """What each device's process used since the line before, after `step` steps.
+    """Resources that each device's process used since the previous line, after `step` steps.
 
     Attributes:
         power_w, joules: measured, evaluation included; None if `joules_by` says that nothing measures them.

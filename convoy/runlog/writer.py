@@ -1,4 +1,4 @@
-"""Writes the log of a run line by line, so that a killed run keeps what it had."""
+"""Writes the log of a run line by line, so that the log of a killed run is complete up to then."""
 
 import datetime
 import errno
@@ -38,7 +38,7 @@ from convoy.train.rebalance import Reshard
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 MAX_PENDING_BYTES = 4 << 20
-"""Lines that wait in memory while the disk is full."""
+"""Maximum bytes of lines in memory while the disk is full."""
 
 
 class RunLog(Observer):
@@ -48,7 +48,7 @@ class RunLog(Observer):
 
     Args:
         path: the file, in a folder that exists. An older file is replaced, unless the run is resumed.
-        step: steps that the run has done before.
+        step: steps before the run was resumed.
         tell: called with a line of text when lines cannot be written.
         from_lost: the process that wrote this log is lost, and may be suspended with the file open: a copy replaces the
             file. Missing folders are created.
@@ -84,7 +84,7 @@ class RunLog(Observer):
     def _flush(self) -> None:
         try:
             while self._pending:
-                # A line may be written in part: its rest is then the first of what is pending.
+                # os.write may write a part of a line: the rest stays pending.
                 del self._pending[: os.write(self._file, self._pending)]
             self._is_full = False
         except OSError as error:
@@ -123,7 +123,7 @@ class RunLog(Observer):
     def predict(
         self, plan: Plan, measured: Measurement, optimizer: str, micro_batches: int, shares_only: bool = False
     ) -> None:
-        """Write what a plan is predicted to reach on the measured devices; :meth:`plan` comes first."""
+        """Write a plan's prediction for the measured devices. Call :meth:`plan` first."""
         assert self.graph is not None
         request = PlanRequest(
             self.graph, plan.batch, FleetKnowledge(measured=measured), optimizer=optimizer, wire=plan.wire,
@@ -150,7 +150,7 @@ class RunLog(Observer):
         )  # fmt: skip
 
     def reshard(self, step: int, decision: Reshard) -> None:
-        """Write new shares, or another plan, after a step, and why; :meth:`plan` comes first."""
+        """Write new shares or another plan after a step, with the reason. Call :meth:`plan` first."""
         assert self.graph is not None
         now = plan_line(decision.plan, self.graph)
         plan = json.loads(decision.plan.to_json())
@@ -184,7 +184,7 @@ class RunLog(Observer):
 
 
 def _open(path: Path, *, resumed: bool) -> int:
-    """Open a log for appending: empty, or with its complete lines if the run is resumed."""
+    """Open a log for appending. Keep its complete lines if the run is resumed; otherwise empty it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:
         os.set_blocking(handle, True)
@@ -197,7 +197,7 @@ def _open(path: Path, *, resumed: bool) -> int:
                 ) from None
             except OSError:
                 pass  # a file system without locks
-            # A killed run may have left half a line: the next one must not be joined to it.
+            # A killed run may have left an incomplete line: remove it.
             content = path.read_bytes() if resumed else b""
             os.ftruncate(handle, content.rfind(b"\n") + 1)
         return handle
@@ -207,13 +207,13 @@ def _open(path: Path, *, resumed: bool) -> int:
 
 
 def plan_line(plan: Plan, graph: Graph) -> schema.PlanLine:
-    """Describe a plan: each device's part of each layer, the traffic of a micro-batch, the shares of the arithmetic."""
+    """Describe a plan: each device's share of each layer and of the arithmetic, and the traffic of a micro-batch."""
     steps = lower(plan, graph)
     moves, outputs = _moves(steps)
     layers = []
     for row in layer_rows(plan, graph):
         own = moves.get(row.layer, [])
-        # A row counts all its traffic: what is not a move is a sum of gradients or batch norm statistics.
+        # The traffic of a row is moves plus all-reduces of gradients and batch norm statistics.
         moved = sum(move.bytes for move in own) + sum(move.bytes for move in outputs if move.value == row.layer)
         layers.append(
             schema.LayerEntry(

@@ -1,1 +1,1 @@
-"""Runs a plan on one device: forward, backward, messages, gradient sums, and changes of shares."""
+"""Run a plan on one device: forward, backward, messages, gradient sums and reshards."""

@@ -1,4 +1,4 @@
-"""A moving average of the weights, kept shard by shard."""
+"""Keep a moving average of the local shards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,29 +16,29 @@ from convoy.runtime.shards import works_on
 class WeightAverage:
     """An exponential moving average of weights: after every step, average = decay * average + (1 - decay) * weight.
 
-    The numbers are those of torch's `AveragedModel`. The averages are part of the optimizer's state of each parameter, so
-    they move with it: to other devices when shares change, into `convoy.train.full_optimizer_state`, into checkpoints and
+    It computes the same numbers as torch's `AveragedModel`. The optimizer's state of each parameter contains the average, so
+    the average moves with it: to other devices at a reshard, into `convoy.train.full_optimizer_state`, into checkpoints and
     back. The average of a parameter starts with its weights after its first step.
 
-    Buffers are not averaged, as by torch's default: batch norm keeps the statistics of the weights that train. Compute those
-    of the averages with `torch.optim.swa_utils.update_bn`, or use `AveragedModel(model, use_buffers=True)` while shares do
-    not change. Both are exact under every plan.
+    Buffers are not averaged, as by torch's default: batch norm keeps the statistics of the trained weights. Compute those of
+    the averages with `torch.optim.swa_utils.update_bn`, or use `AveragedModel(model, use_buffers=True)` between reshards.
+    Both are exact under every plan.
 
     ::
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        average = convoy.WeightAverage(optimizer, 0.999)  # from now on it follows every optimizer.step()
+        average = convoy.WeightAverage(optimizer, 0.999)  # every optimizer.step() updates it
         ...
         with average.as_weights():
             update_bn(loader, model)
             weights = model.full_state_dict()
 
     Args:
-        optimizer: of the weights; one of `convoy.train.ELEMENTWISE`, which treat each entry by itself.
-        decay: of the average, per step; 0 to 1.
+        optimizer: of the weights; its class must be in `convoy.train.ELEMENTWISE`.
+        decay: decay per step; 0 to 1.
 
     Raises:
-        InputError: another decay.
+        InputError: the decay is not in 0 to 1.
     """
 
     STATE: ClassVar[str] = "average"
@@ -58,7 +58,7 @@ class WeightAverage:
         if known:
             self._update([optimizer.state[p][self.STATE] for p in known], known, None)
         for parameter in parameters:
-            # Not before its first gradient: optimizers initialise an empty state only.
+            # After its first gradient only, because optimizers initialise a state only if it is empty.
             if parameter.grad is not None and not self._holds(parameter):
                 optimizer.state[parameter][self.STATE] = parameter.detach().clone()
 
@@ -67,7 +67,7 @@ class WeightAverage:
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
-        """Use the averages as weights inside the block: to test them, or to gather them."""
+        """Use the averages as weights inside the block, to test or gather them."""
         self._swap()
         try:
             yield

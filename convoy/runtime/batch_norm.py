@@ -1,4 +1,4 @@
-"""Batch norm with the statistics of a global batch on several devices."""
+"""Compute batch norm with the statistics of a global batch on several devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from convoy.runtime.kernels import Gradients, named
 
 
 class GlobalBatchNorm:
-    """Batch norm of a batch on several devices, with the numbers of the global batch.
+    """A batch norm layer with the statistics of the global batch.
 
-    Each device's mean and variance over its own entries are combined by their counts (Chan, Golub, LeVeque 1979). On
-    accelerators the kernels of torch's SyncBatchNorm are used, which refuses CPU tensors: a split norm there is bound by the
-    number of kernels. The messages are the same.
+    The devices' means and variances are combined by their counts (Chan, Golub, LeVeque 1979). On accelerators, where the
+    number of kernels limits a split norm, torch's SyncBatchNorm kernels do so; they refuse CPU tensors. The messages are the
+    same.
     """
 
     def __init__(self, module: nn.Module, layer: Layer) -> None:
         self.module: Any = module
         self.channels = layer.shape[0]
         self.dtype: torch.dtype = getattr(torch, layer.dtype)
-        # Small tensors that are the same in most steps.
+        # Small tensors, reused because they are the same in most steps.
         self._nowhere = torch.empty(0)
         self._samples: Sequence[int] = ()
         self._parts = torch.empty(0)
@@ -35,18 +35,18 @@ class GlobalBatchNorm:
         """Return one row: mean_C and variance_C of the local entries; zeros if there are none."""
         if x.shape[0] == 0:
             return x.new_zeros(1, 2 * self.channels)
-        # var_mean takes three to eight times as long on a CPU. With momentum 0 this kernel updates no running statistics.
+        # var_mean is three to eight times slower on a CPU. With momentum 0 this kernel updates no running statistics.
         if self._nowhere.dtype != x.dtype or not len(self._nowhere):
             self._nowhere = x.new_zeros(self.channels)
         row = torch.cat(torch.batch_norm_update_stats(x.contiguous(), self._nowhere, self._nowhere, 0.0))[None]
-        return row.to(self.dtype)  # CUDA gives float32 for a bf16 model, the CPU bf16: messages have one size
+        return row.to(self.dtype)  # for a bf16 model CUDA returns float32 and the CPU bf16: send one dtype
 
     def combine(self, rows: Tensor, samples: Sequence[int], per_sample: int) -> "Normalisation":
-        """Combine rows_M(2C) of the M devices that take part, with the samples of each."""
+        """Combine rows_M(2C) of M devices by their numbers of samples."""
         total = sum(samples) * per_sample
         if total < 2:
             raise InputError(
-                "batch norm met a global batch with one value per channel: its variance is undefined; "
+                "batch norm got a global batch with one value per channel: its variance is undefined; "
                 "use a larger batch or drop the last one (drop_last)"
             )
         if self._fused(rows):
@@ -76,7 +76,7 @@ class GlobalBatchNorm:
             self._parts = torch.tensor([n for n in counts if n], dtype=rows.dtype, device=rows.device)
             self._counts = torch.tensor(counts, dtype=torch.int32, device=rows.device)
             self._samples = samples
-        if 0 in samples:  # the kernel would divide by such a count
+        if 0 in samples:  # the kernel would divide by zero
             rows = rows[[i for i, n in enumerate(samples) if n]]
         means, variances = rows.view(-1, 2, self.channels).unbind(1)
         noted = m.training and m.running_mean is not None
@@ -96,8 +96,8 @@ class GlobalBatchNorm:
             return
         batches = m.num_batches_tracked.add_(1)
         momentum = m.momentum if m.momentum is not None else 1.0 / float(batches)
-        # `.data`, because autograd must not notice, as with torch's own kernel: another call of this module may have kept
-        # the running statistics for its backward, which does not use them.
+        # `.data` hides the update from autograd, as torch's own kernel does: another call of this module may have saved the
+        # running statistics for its backward, which does not use them.
         running_mean.data.mul_(1 - momentum).add_(mean, alpha=momentum)
         m.running_var.data.mul_(1 - momentum).add_(variance, alpha=momentum * total / (total - 1))
 
@@ -111,8 +111,8 @@ class GlobalBatchNorm:
         """Return one row: sum of g_C and sum of (g * normalised x)_C over the local entries; x is None without samples."""
         if x is None:
             return g.new_zeros(1, 2 * self.channels)
-        # torch's own kernel sums these two for the gradients of weight and bias, whatever mean and deviation it is given. It
-        # reads no weight without an input gradient, but CUDA's kernel creates the results with the weight's dtype and device.
+        # torch's backward kernel computes these two sums as the gradients of weight and bias, with any mean and deviation.
+        # Without an input gradient it reads no weight, but on CUDA the results have the dtype and device of this argument.
         _, gw, gb = _BACKWARD(
             g.contiguous(), x.contiguous(), by.mean, None, None, by.mean, by.inverse_deviation, True, self.module.eps,
             [False, True, True],
@@ -120,7 +120,7 @@ class GlobalBatchNorm:
         return torch.cat([gb, gw])[None]
 
     def backward(self, x: Tensor, g: Tensor, by: "Normalisation", row: Tensor, rows: Tensor, wanted: bool) -> Gradients:
-        """Return the gradients. `row` has the sums of this device (gradients of its parameters), `rows` those of all."""
+        """Return the gradients, from this device's sums `row` (its parameters' gradients) and all devices' sums `rows`."""
         weight, bias = self.module.weight, self.module.bias
         gb, gw = row.view(2, self.channels).unbind(0)
         gx = None
@@ -131,7 +131,7 @@ class GlobalBatchNorm:
                 by.counts,
             )  # fmt: skip
         elif wanted:
-            # (g - mean g - x' mean(g x')) * scale with x' = (x - mean) / deviation: a multiple of g, and x on a line.
+            # (g - mean g - x' mean(g x')) * scale with x' = (x - mean) / deviation: linear in g and in x.
             scale = by.inverse_deviation if weight is None else by.inverse_deviation * weight
             shift, slope = (rows.sum(0) / -by.count).view(2, self.channels).mul_(scale).unbind(0)
             gx = self._line(x, by, slope, shift).addcmul_(g, _along(scale, x))
@@ -139,7 +139,7 @@ class GlobalBatchNorm:
         return [gx], named(weight=gw if trained[0] else None, bias=gb if trained[1] else None)
 
     def _line(self, x: Tensor, by: "Normalisation", slope_C: Tensor | None, shift_C: Tensor | None) -> Tensor:
-        """Return (x - mean) / deviation * slope + shift per channel, by torch's kernel for evaluation, which reads x once."""
+        """Return (x - mean) / deviation * slope + shift per channel. torch's evaluation kernel reads x only once."""
         eps = self.module.eps
         assert by.variance is not None
         return torch.batch_norm(
@@ -155,8 +155,8 @@ class Normalisation:
     """Statistics of the global batch: mean_C, variance_C, 1/deviation_C and the count of entries per channel.
 
     Attributes:
-        variance: None for SyncBatchNorm's kernels, which read 1/deviation.
-        counts: of each device, for these kernels only.
+        variance: None for SyncBatchNorm's kernels, which use 1/deviation.
+        counts: entries per device, for these kernels only.
     """
 
     mean: Tensor

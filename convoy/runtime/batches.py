@@ -1,4 +1,4 @@
-"""Inputs and outputs of a distributed model: global batches, local batches, and the marks that tell them apart."""
+"""Convert between global and local batches at the inputs and outputs of a distributed model, and mark them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -16,16 +16,16 @@ from convoy.runtime.exchange import redistribute
 # --- inputs ------------------------------------------------------------------------------------------------------------
 
 _ROWS, _BATCH = "_convoy_rows", "_convoy_batch"
-"""Marks on the memory of tensors, which views and `detach()` share: rows of a global batch; global size of a local batch."""
+"""Marks on a tensor's storage, which views and `detach()` share: rows of a global batch; global size of a local batch."""
 
 
 def mark_whole(y: Tensor) -> None:
-    """Mark an output that is the global batch on every device."""
+    """Mark an output as the global batch, which every device has."""
     setattr(y.untyped_storage(), _ROWS, y.shape[0])
 
 
 def mark_part(x: Tensor, batch: int) -> None:
-    """Mark a local batch of a global batch of this size."""
+    """Mark a local batch with the size of its global batch."""
     setattr(x.untyped_storage(), _BATCH, (batch, x.shape[0]))
 
 
@@ -33,10 +33,10 @@ class StepInputs(NamedTuple):
     """The inputs of one call.
 
     Attributes:
-        wholes: for each, whether it is the global batch; else it is the local batch.
+        wholes: for each input, whether it is a global batch; else it is a local batch.
         batch: samples in the global batch.
-        announced: the size of the global batch is what the loader said.
-        wanted: where gradients of inputs have to be brought; empty if none has one.
+        announced: the loader has announced the size of the global batch.
+        wanted: destination of each input's gradient; empty if no input has one.
     """
 
     tensors: tuple[Tensor, ...]
@@ -52,24 +52,24 @@ def read_inputs(
     """Interpret the arguments of a call.
 
     Args:
-        tensors, others: by position, and by name.
-        batch: as the caller gave it.
-        whole: all are global batches; else those that a distributed model returned.
+        tensors, others: arguments by position and by name.
+        batch: the caller's size of the global batch.
+        whole: all inputs are global batches; else only outputs of distributed models are.
         announced: the size of the global batch that the loader announced last, if any.
 
     Raises:
-        InputError: no tensors; hooks on what autograd saves; an unknown size.
+        InputError: arguments that are not tensors; hooks on saved tensors; an unknown size.
     """
     if others or not all(isinstance(x, Tensor) for x in tensors):
         odd = [*others, *(f"a {type(x).__name__}" for x in tensors if not isinstance(x, Tensor))]
         raise InputError(
-            f"the distributed model was called with {', '.join(odd)}: it takes the tensors of the example, by "
-            "position. Give other arguments their value in a module around the model, before distribute()"
+            f"the distributed model was called with {', '.join(odd)}: it takes tensors like those of the example, by "
+            "position. Set other arguments in a module around the model, before distribute()"
         )
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and not hooks[0].__qualname__.startswith("save_on_cpu."):
         raise InputError(
-            "the distributed model was called under saved_tensors_hooks, which would see only a part of what backward needs: "
+            "the distributed model was called under saved_tensors_hooks, which would see only a part of the saved tensors: "
             "use them inside a module of the model, before distribute()"
         )
     wholes = tuple(
@@ -81,8 +81,8 @@ def read_inputs(
         known = known or [*announced]
         if not known:
             raise InputError(
-                "the size of the whole batch is not known: use convoy.loader, or the loader that convoy.prepare returned, or "
-                "call model(x, batch=64); where every device has the whole batch, model(x, whole=True)"
+                "the size of the global batch is not known: use convoy.loader, or the loader that convoy.prepare returned, or "
+                "call model(x, batch=64); if every device has the global batch, model(x, whole=True)"
             )
         batch = known[0]
     wanted: tuple[InputGradient, ...] = ()
@@ -94,7 +94,7 @@ def read_inputs(
 
 
 def _marked_sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the global sizes of marked local batches; of some rows of one, nothing is known."""
+    """Return the global sizes of marked local batches. A slice of a local batch does not count."""
     marks = [(x, getattr(x.untyped_storage(), _BATCH, (0, -1))) for x in tensors if x.dim()]
     return [batch for x, (batch, rows) in marks if rows == x.shape[0]]
 
@@ -103,7 +103,7 @@ def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group
     """Return the local batch of each input.
 
     Raises:
-        InputError: the number of inputs, a shape or a type is not that of the model.
+        InputError: the number of inputs, a shape or a dtype does not fit the model.
     """
     if len(inputs.tensors) != len(steps.inputs):
         raise InputError(f"the model takes {len(steps.inputs)} inputs, got {len(inputs.tensors)}")
@@ -116,8 +116,8 @@ def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group
         casts = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
         if x.dtype != getattr(torch, dtype) and not casts:
             raise InputError(
-                f"device {group.ids[device]} got an input of {str(x.dtype).removeprefix('torch.')}, and the example that the "
-                f"model was distributed with was {dtype}: give such inputs, or that kind of example"
+                f"device {group.ids[device]} got an input of {str(x.dtype).removeprefix('torch.')}, but the example of "
+                f"distribute() was {dtype}: convert the inputs, or give distribute() an example of their dtype"
             )
         if whole:
             here = box(value.layout, device, value.shape)
@@ -129,22 +129,22 @@ def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group
 def _misshapen(device: int, shape: Shape, expected: Shape, inputs: StepInputs, whole: bool) -> InputError:
     what = f"device {device} got an input of shape {shape}"
     if shape == expected[1:]:
-        return InputError(f"{what}, one sample without the axis of the batch: give x[None]")
+        return InputError(f"{what}, one sample without the batch axis: give x[None]")
     if shape[1:] != expected[1:]:
         return InputError(
-            f"{what}, and the samples of the example that the model was distributed with have the shape {expected[1:]}: "
-            "give distribute() an example of the shape of the data, such as a batch of the loader"
+            f"{what}, but the samples of distribute()'s example have the shape {expected[1:]}: give distribute() an example "
+            "with the shape of the data, such as a batch of the loader"
         )
     if whole:
-        return InputError(f"{what}; the whole batch is {expected}: give all inputs the same number of samples")
+        return InputError(f"{what}; the global batch is {expected}: give all inputs the same number of samples")
     if inputs.announced:
         return InputError(
-            f"{what}; the loader handed out a batch of {inputs.batch} last, and the local batch of that is {expected}. If "
-            "these samples are of a DataLoader of your own, let convoy.prepare or convoy.loader serve them, too; if every "
-            "device has this same whole batch: model(x, whole=True)"
+            f"{what}; the loader's last batch had {inputs.batch} samples, and its local batch is {expected}. If these samples "
+            "come from your own DataLoader, give that to convoy.prepare or convoy.loader too; if every device has this same "
+            "global batch: model(x, whole=True)"
         )
     return InputError(
-        f"{what}; the local batch of {inputs.batch} samples is {expected}: use convoy.loader, or give the size of the whole "
+        f"{what}; the local batch of {inputs.batch} samples is {expected}: use convoy.loader, or give the size of the global "
         "batch: model(x, batch=n); if every device has all of it: model(x, whole=True)"
     )
 
@@ -152,13 +152,13 @@ def _misshapen(device: int, shape: Shape, expected: Shape, inputs: StepInputs, w
 # --- outputs -----------------------------------------------------------------------------------------------------------
 
 _REMEDY = (
-    "convoy.loss(criterion)(output, y) is the loss of the whole batch, output.whole() the outputs of the whole batch on every "
-    'device, output.own those of the local samples; a plan with outputs "everywhere" returns tensors'
+    "convoy.loss(criterion)(output, y) is the loss of the global batch, output.whole() the outputs of the global batch on "
+    'every device, output.own those of the local samples; a plan with outputs "everywhere" returns tensors'
 )
 
 
 def returned_outputs(outputs: Sequence[Tensor], steps: StepList, graph: Graph, group: Group) -> list[Any]:
-    """Return the outputs that every device has, marked as whole, and an `OutputPart` for each that stays distributed."""
+    """Return each replicated output marked as the global batch, and each local output as an `OutputPart`."""
     returned: list[Any] = []
     for value, y in zip(steps.outputs, outputs, strict=True):
         if not isinstance(value.layout, Replicated):
@@ -171,13 +171,13 @@ def returned_outputs(outputs: Sequence[Tensor], steps: StepList, graph: Graph, g
 
 
 class OutputPart:
-    """One output of a distributed model whose plan has `outputs="where-computed"`: that of the local samples.
+    """The local samples of one output, for a plan with `outputs="where-computed"`.
 
-    It is given to :func:`convoy.loss`. It is no tensor, and functions of torch refuse it: its mean would be that of a part.
+    Give it to :func:`convoy.loss`. It is not a tensor, and torch's functions refuse it: a mean would be of local samples only.
 
     Args:
         tensor: output of the local samples, with its autograd graph.
-        layout, shape: of the whole output.
+        layout, shape: layout and shape of the global output.
 
     Attributes:
         batch: samples in the global batch.
@@ -190,12 +190,12 @@ class OutputPart:
 
     @property
     def own(self) -> Tensor:
-        """The output of the local samples, detached. Zero rows if the device has no samples."""
+        """The output of the local samples, detached; zero rows if the device has no samples."""
         return self._tensor.detach()
 
     @property
     def attached(self) -> Tensor:
-        """As `own`, with its gradient: only for a loss whose parts are added over the devices."""
+        """The output of the local samples, with its gradient: only for a loss that is summed over the devices."""
         return self._tensor
 
     def whole(self) -> Tensor:
@@ -207,10 +207,10 @@ class OutputPart:
         """Return the rows of a tensor that belong to the local samples.
 
         Args:
-            y: of the global batch, or of the local samples already.
+            y: one row per sample of the global batch, or of the local samples.
 
         Raises:
-            InputError: it has another number of samples.
+            InputError: it has neither number of rows.
         """
         start, stop = self.rows
         if y.dim() and len(y) == self.batch:
@@ -219,7 +219,7 @@ class OutputPart:
             return y
         raise InputError(
             f"a tensor of shape {tuple(y.shape)} for an output of {self.batch} samples, {stop - start} of them on device "
-            f"{self.group.device}: give the labels of the whole batch, or those of the local samples in their order"
+            f"{self.group.device}: give the labels of the global batch, or those of the local samples in their order"
         )
 
     def __repr__(self) -> str:
@@ -231,17 +231,17 @@ class OutputPart:
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> NoReturn:  # fmt: skip
         name = getattr(func, "__name__", "a function of torch")
-        raise InputError(f"{name} was given an output of which this device has a part: {_REMEDY}")
+        raise InputError(f"{name} was given an output, but this device has only its local samples: {_REMEDY}")
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(f"an output of which this device has a part has no {name!r}: {_REMEDY}")
+        raise AttributeError(f"an output with only local samples has no {name!r}: {_REMEDY}")
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise InputError(f"an operator on an output of which this device has a part: {_REMEDY}")
+        raise InputError(f"an operator on an output with only local samples: {_REMEDY}")
 
-    # Python's defaults would be silently wrong for these; without the others it raises TypeError.
+    # Python's defaults would be silently wrong here; other operators raise TypeError anyway.
     __bool__ = __eq__ = __ne__ = __len__ = __iter__ = __getitem__ = __array__ = _refuse
     __hash__ = object.__hash__
 

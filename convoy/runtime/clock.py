@@ -1,4 +1,4 @@
-"""Where a device's time goes: computing or exchanging. And the slowdown that emulates a slower device."""
+"""Measure how long a device computes and communicates, and emulate a slower device."""
 
 import time
 from collections import defaultdict, deque
@@ -9,20 +9,20 @@ import torch
 from convoy.machine.accelerator import finish, queued
 
 MOST_QUEUED = 1000
-"""Timed segments of an accelerator that are kept unread."""
+"""Most timed accelerator segments whose events are not yet read."""
 
 
 class Clock:
-    """Adds up the seconds of one device.
+    """Sums of the seconds that one device computes and communicates.
 
-    Work of an accelerator is timed by events in its stream, which are read when they are done: nothing waits for it.
+    Events in an accelerator's stream time its work. They are read when they are done, so that nothing waits for them.
 
     Attributes:
-        slowdown: the factor by which each layer takes longer, by sleeping. On a CPU it multiplies processor time: a layer
-            that had to share the cores with other processes sleeps less, not more.
-        exchange_s: seconds so far in which the host exchanged, or waited for data to send.
+        slowdown: factor by which sleeping prolongs each layer. On a CPU it multiplies processor time, so that other
+            processes on the same cores do not prolong the sleep.
+        exchange_s: seconds in which the host communicated, or waited for data to send.
         device: the device that computes.
-        now: clock of the seconds that the slowdown multiplies.
+        now: the clock that the slowdown multiplies.
     """
 
     def __init__(self, torch_device: torch.device, slowdown: float = 1.0) -> None:
@@ -36,13 +36,13 @@ class Clock:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of computing so far, slowdown included; on an accelerator those of finished work."""
+        """Seconds of computing, slowdown included; on an accelerator of finished work only."""
         self._read_events()
         return self._compute_s
 
     @property
     def layers_s(self) -> Mapping[tuple[str, str], float]:
-        """Seconds so far by (layer, phase), forward and backward apart."""
+        """Seconds by (layer, phase), separately for forward and backward."""
         self._read_events()
         return self._layers_s
 
@@ -56,9 +56,9 @@ class Clock:
         return self.segment({layer: 1.0}, phase)
 
     def segment(self, expected_s: Mapping[str, float], phase: str) -> "Computing | OnStream":
-        """Return a context that times the arithmetic of several layers, and divides it by their expected seconds.
+        """Return a context that times several layers, and divides the time in proportion to their expected seconds.
 
-        It gives a function to call before messages are sent in between, so that a slowed device sends as late as it would.
+        It yields a function to call before sending messages in between: it sleeps for the slowdown so far.
         """
         if self.device.type != "cpu" and self.slowdown == 1:
             return OnStream(self, expected_s, phase)
@@ -74,7 +74,7 @@ class Clock:
             self._read_events()
 
     def settle(self) -> None:
-        """Wait until all work so far is done and counted."""
+        """Wait until all queued work is done and counted."""
         if self._queued:
             self._queued[-1][1].synchronize()
             self._read_events()
@@ -92,7 +92,7 @@ class Clock:
             self._layers_s[layer, phase] += elapsed_s * (seconds / total if total else 1 / len(expected_s))
 
 
-# Classes, because these are entered for every layer and exchange: two generators took as long as a small layer.
+# Classes, because every layer and exchange enters one: two generator contexts took as long as a small layer.
 
 
 class Computing:
@@ -143,7 +143,7 @@ class OnStream:
 
 
 class Exchanging:
-    """A context in which messages are started and waited for."""
+    """A context in which messages are started or waited for."""
 
     __slots__ = ("_clock", "_start")
 

@@ -1,7 +1,7 @@
-"""Checks that scripts treat all devices alike: same model and plan, same global batches, same loss, same copies of parameters.
+"""Check that all devices have the same model, plan, global batches, loss and copies of parameters.
 
-Where they differ, training would continue with other numbers than on one device. So batches and losses are compared, up to
-rounding, at the steps 1, 2, 4, 8, ... and at the first batch of each size.
+A difference would silently change the results. So the devices compare batches and losses, up to rounding, at steps 1, 2, 4,
+8, ... and at the first batch of each size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from convoy._version import __version__
-from convoy.comm.collectives import agree_on, agree_on_modes, gather
+from convoy.comm.control_messages import agree_on, agree_on_modes, gather
 from convoy.comm.group import Group
 from convoy.errors import MismatchError
 from convoy.layout.layout import Replicated, everywhere
@@ -21,7 +21,7 @@ from convoy.plan.steps import MicroBatch, StepList, Value
 from convoy.runtime.batches import StepInputs
 
 TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-2
-"""Relative to the sum of absolute values. Devices of two kinds round a loss differently, in bfloat16 too."""
+"""Relative to the sum of absolute values. CPUs and GPUs round a loss differently, in bfloat16 too."""
 
 COPY_TOLERANCE = 5e-3
 """Relative to a parameter's largest entry."""
@@ -34,7 +34,7 @@ INTERVAL = 1024
 
 
 def check_same_start(group: Group, traced: TracedModel, plan: Plan, *, compile: bool) -> None:
-    """Raise MismatchError if the devices were given different models, plans or options. Every device must call it."""
+    """Raise MismatchError if the devices have different models, plans or options. Every device must call it."""
     for what, text in (
         ("model", traced.graph.fingerprint),
         ("plan", plan.to_json()),
@@ -46,18 +46,18 @@ def check_same_start(group: Group, traced: TracedModel, plan: Plan, *, compile: 
 
 
 class Comparisons:
-    """The comparisons of one model: which steps are due, and what they compare."""
+    """The comparisons of one model."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.calls = 0
-        self.done: set[tuple[bool, int, MicroBatch]] = set()  # by mode, batch and micro-batch
+        self.done: set[tuple[bool, int, MicroBatch]] = set()  # (mode, batch size, micro-batch)
 
     def check_inputs(self, training: bool, steps: StepList, inputs: StepInputs) -> bool:
-        """Return whether this step is compared. If so, check that every device begins it with the same global batches.
+        """Return whether this step is compared. If so, compare the devices' global batches.
 
         Raises:
-            MismatchError: a device is at another micro-batch, or has another batch.
+            MismatchError: a device is at another micro-batch or has another batch.
         """
         group, key = self._group, (training, steps.batch, steps.micro_batch)
         if group.devices == 1:
@@ -80,7 +80,7 @@ class Comparisons:
         return True
 
     def check_gradients(self, outputs: Sequence[Value], gradients: Sequence[Tensor | None]) -> None:
-        """Check that every device's loss has the same output gradients; for local outputs, that each has one.
+        """Check that the output gradients are the same on every device; for local outputs, that all devices have one.
 
         Raises:
             MismatchError: the devices compute different losses.
@@ -90,18 +90,18 @@ class Comparisons:
         _check_same(
             self._group, "gradients of the loss", [g[:0] if g is not None and part else g for g, part in rows],
             GRADIENT_TOLERANCE,
-            "has another loss than device 0: every device gets the outputs of the whole batch, and has to compute the same "
-            "loss, with the labels of the whole batch (those of the loader), the same weights, and random numbers from a "
-            "generator with one seed; nothing is divided by the number of devices",
+            "has another loss than device 0: every device gets the outputs of the global batch, and must compute the same "
+            "loss, with the labels of the global batch (those of the loader), the same weights, and random numbers from a "
+            "generator with one seed; do not divide by the number of devices",
         )  # fmt: skip
 
 
 def check_batches(group: Group, batches: Sequence[Tensor]) -> None:
-    """Raise MismatchError if these are not the same on every device, up to rounding. Every device must call it."""
+    """Raise MismatchError if the batches differ between devices by more than rounding. Every device must call it."""
     _check_same(
-        group, "whole batches", batches, TOLERANCE,
-        "was given another whole batch than device 0: a batch that every device gets whole must be the same everywhere; use "
-        "the loader of convoy.prepare or convoy.loader, and draw random numbers from a generator with one seed",
+        group, "global batches", batches, TOLERANCE,
+        "was given another global batch than device 0: give every device the same global batch; use the loader of "
+        "convoy.prepare or convoy.loader, and draw random numbers from a generator with one seed",
     )  # fmt: skip
 
 
@@ -114,19 +114,19 @@ def check_copies(group: Group, copies: Mapping[str, Tensor]) -> None:
             if any(abs(a - b) > most for a, b in zip(entries, row[key][1:], strict=True)):
                 one, other = group.ids[0], group.ids[device]
                 raise MismatchError(
-                    f"the copies of {key!r} on device {one} and device {other} are no longer the same: something changes "
-                    "weights on one of them only, such as an optimizer with another learning rate, a step that one leaves "
-                    "out, or weights that are set under `if rank == 0:`; do the same on every device"
+                    f"the copies of {key!r} on device {one} and device {other} are no longer the same: only one of them "
+                    "changed its weights, by an optimizer with another learning rate, say, a skipped step, or code under "
+                    "`if rank == 0:`; do the same on every device"
                 )
 
 
 def sample_of(p: Tensor) -> list[float]:
-    """Return the largest magnitude of a parameter, and a few of its entries. NaN and infinity count as zero."""
+    """Return a parameter's largest magnitude and a few of its entries. NaN and infinity count as zero."""
     if not p.numel():
         return [0.0]
     entries = p.reshape(-1)
     count = min(COMPARED_ENTRIES, p.numel())
-    # In whole numbers: float32 does not hold places beyond 2^24 exactly.
+    # Integer indices: float32 does not represent indices beyond 2^24 exactly.
     places = torch.arange(count, device=p.device) * (p.numel() - 1) // max(1, count - 1)
     extremes = torch.stack(torch.aminmax(entries))
     found = torch.cat([extremes.abs().amax()[None], entries[places]])
@@ -134,7 +134,7 @@ def sample_of(p: Tensor) -> list[float]:
 
 
 def _check_same(group: Group, topic: str, tensors: Sequence[Tensor | None], tolerance: float, message: str) -> None:
-    """Raise MismatchError with this message for the first device whose tensors are not those of device 0."""
+    """Raise MismatchError with this message for the first device whose tensors differ from device 0's."""
     rows = gather(group, topic, [_weighted_sum(x.detach()) if x is not None else None for x in tensors])
     for device, row in enumerate(rows):
         for first, other in zip(rows[0], row, strict=True):
@@ -144,7 +144,7 @@ def _check_same(group: Group, topic: str, tensors: Sequence[Tensor | None], tole
 
 
 def _weighted_sum(x: Tensor) -> tuple[float, float]:
-    """Return a sum of all entries with a weight per row and column, and the sum of the absolute values."""
+    """Return the sum of all entries, weighted by row and column, and the sum of absolute values, weighted by row."""
     if not x.numel():
         return 0.0, 1.0
     rows_NF = in_float64(x.reshape(x.shape[0] if x.dim() else 1, -1)).nan_to_num(0.0, 0.0, 0.0)

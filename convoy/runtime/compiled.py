@@ -1,9 +1,9 @@
-"""Regions of layers that torch.compile turns into one function, on a device where that is right and faster: `compile=True`.
+"""Compile regions of layers with torch.compile where the result is correct and faster: `compile=True`.
 
-A region is a row of layers within one segment (`convoy.plan.compile`). It ends where a gradient sum begins in backward, which a
-compiled function would delay, and at every layer that is not a plain call of torch (random numbers, user code, hooks) or whose
-weights are freed after use. Each region is tried once on random numbers, forward and backward, against the same layers
-uncompiled. All devices try at the same step, and wait for each other region by region.
+A region is a run of consecutive layers in one segment (`convoy.plan.compile`). It ends where backward starts a gradient sum,
+which a compiled function would delay, and at every layer that is not a plain torch call (random numbers, user code, hooks) or
+frees its weights after use. Each region is tried once on random numbers, forward and backward, against the same layers
+uncompiled. All devices try at the same step, and wait for each other after each region.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, shortened
 from convoy.machine.accelerator import finish
@@ -31,10 +31,10 @@ from convoy.runtime.program import Program
 BACKEND = "inductor"
 
 WARM_UP = 3
-"""Runs of a program before its regions are compiled: an epoch's last batch is not worth it at once."""
+"""Runs of a program before its regions are compiled: a batch size that occurs once per epoch is not worth it."""
 
 MOST_PROGRAMS = 8
-"""Programs whose regions are compiled, per model and device: batch sizes, modes and changes of shares together."""
+"""Most programs that are compiled per model and device, over all batch sizes, modes and reshards."""
 
 KINDS = ("conv", "conv_transpose", "linear", "filters", "batch_norm", "elementwise", "pool", "flatten", "parts", "join")
 """Kinds of layers that are compiled."""
@@ -53,7 +53,7 @@ ROUNDS = 3
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Allowed rounding error of a region, relative to the largest entry: sums are added in another order. Other dtypes: 0.1."""
 
-_ONE_AT_A_TIME = threading.Lock()
+_COMPILE_LOCK = threading.Lock()
 """Devices may be threads of one process, and torch compiles for one of them at a time."""
 
 
@@ -62,11 +62,11 @@ class CompiledRegion:
     """Consecutive computations of a segment.
 
     Attributes:
-        stop: the number, within the segment, of the first computation after it.
-        reads, writes: values from outside, and values that are used outside.
-        plain: its layers, as a graph of torch.fx on this device's modules.
-        seen: what it read when it last ran, as meta tensors.
-        function: runs in place of its layers, if any.
+        stop: index, within the segment, of the first computation after the region.
+        reads, writes: values from outside; values used outside.
+        plain: the uncompiled layers, as a torch.fx graph on this device's modules.
+        seen: inputs of the last run, as meta tensors.
+        function: the compiled function; None: run the layers.
     """
 
     stop: int
@@ -77,7 +77,7 @@ class CompiledRegion:
     function: Callable[..., tuple[Tensor, ...]] | None = None
 
     def run(self, own: dict[str, Any]) -> int:
-        """Compute its outputs if it is compiled. Return the number of the first computation that is still to be done."""
+        """Compute the outputs if compiled. Return the index of the first computation that remains."""
         inputs = [own[name] for name in self.reads]
         if self.function is None:
             self.seen = tuple(torch.empty_like(x, device="meta", requires_grad=x.requires_grad) for x in inputs)
@@ -87,7 +87,7 @@ class CompiledRegion:
 
 
 Regions = Mapping[tuple[int, int], CompiledRegion]
-"""By the number of a segment, and that of the region's first computation within it."""
+"""By segment number and index of the region's first computation."""
 
 
 @dataclass
@@ -96,9 +96,9 @@ class Compiler:
 
     Attributes:
         left: programs that may still be compiled.
-        waits: compile nothing while plans are tried: each would be timed with and without.
-        tried, used: numbers of regions so far.
-        refused: why the last refused region was not compiled, or not used; "" if none was, other than for its time.
+        waits: compile nothing now: while plans are tried, each would be timed both compiled and uncompiled.
+        tried, used: regions tried and used so far.
+        refused: why the last refused region was not compiled or used; "" if none was, other than for its time.
     """
 
     group: Group
@@ -111,10 +111,10 @@ class Compiler:
     def regions(
         self, program: Program, traced: TracedModel, model: nn.Module, key: tuple[torch.dtype | None, bool]
     ) -> Regions:
-        """Return the regions to run with, and try them first at the call after the warm-up. Every device must call it.
+        """Return the regions of a program; try them at the first call after the warm-up. Every device must call it.
 
         Args:
-            key: the precision, and whether a backward follows.
+            key: the precision, and whether backward follows.
         """
         if key not in program.compiled:
             program.compiled[key] = (regions_of(program, traced, model) if self.left else {}, 0)
@@ -124,23 +124,23 @@ class Compiler:
         if calls == WARM_UP + 1 and self.left and not self.waits:
             self.left -= 1
             untried = [region for region in regions.values() if region.seen]
-            with _patience(self.group):
-                while any(gather(self.group, "layers to compile", len(untried))):
+            with _longer_timeout(self.group):
+                while any(gather(self.group, "regions to compile", len(untried))):
                     if untried:
                         self._try(untried.pop(), *key)
         return regions  # type: ignore[no-any-return]
 
     def summary(self) -> str:
-        """Return what was compiled, in one line."""
-        line = f"torch.compile: {self.used} of {self.tried} rows of layers run compiled, the others were not faster"
+        """Return a one-line summary of the compiled regions."""
+        line = f"torch.compile: {self.used} of {self.tried} regions of layers run compiled, the others were not faster"
         return f"{line}; {self.refused}" if self.refused else line
 
     def _try(self, region: CompiledRegion, precision: torch.dtype | None, keep: bool) -> None:
         self.tried += 1
         device = self.group.torch_device
         with (
-            _ONE_AT_A_TIME,
-            _buffers_kept(region.plain),
+            _COMPILE_LOCK,
+            _restored_buffers(region.plain),
             torch.set_grad_enabled(keep),
             torch.autocast(device.type, precision, enabled=precision is not None),
         ):
@@ -175,8 +175,8 @@ def compiled_by_torch(module: nn.Module) -> Callable[..., Any]:
 
 
 def regions_of(program: Program, traced: TracedModel, model: nn.Module) -> Regions:
-    """Return the regions of all segments of a program, of two layers or more."""
-    starts: set[str] = set()  # as soon as backward has the gradients of these layers, a sum begins
+    """Return the regions (two layers or more) of all segments of a program."""
+    starts: set[str] = set()  # backward starts a sum when it has the gradients of these layers
     for fused in program.program.backward:
         layer = ""
         for operation in fused.operations if isinstance(fused, Fused) else ():
@@ -230,7 +230,7 @@ def _regions_in(
 
 
 def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole: bool) -> bool:
-    """Return whether a layer is a call of torch's module or function that does nothing but compute its output.
+    """Return whether a layer only computes its output, by one call of a torch module or function.
 
     Args:
         whole: this device has all of its parameters.
@@ -249,7 +249,7 @@ def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole
     if operation.call == "module":
         module = model.get_submodule(str(operation.target))
         bias = getattr(module, "bias", None)
-        # A device may have some groups of a convolution; of several devices that sum, one adds the bias.
+        # A device may hold some of a convolution's groups; when devices sum partial outputs, one of them adds the bias.
         sharded = not whole and layer.multiplies and (layer.groups > 1 or (bias is not None and not bias.numel()))
         return type(module).__module__.startswith("torch.nn.modules.") and not sharded and not hooked(module)
     name = getattr(operation.target, "__name__", "_")
@@ -260,7 +260,7 @@ def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole
 
 
 def _trial(region: CompiledRegion, device: torch.device) -> Callable[[Callable[..., Any]], Sequence[Tensor | None]]:
-    """Return a function that runs a region, or what replaces it, on fixed random numbers: outputs, then gradients."""
+    """Return a function that runs a region or its replacement on fixed random numbers: outputs, then gradients."""
     generator = torch.Generator().manual_seed(0)  # the global one belongs to the training
 
     def random_like(x: Tensor) -> Tensor:
@@ -286,17 +286,17 @@ def _trial(region: CompiledRegion, device: torch.device) -> Callable[[Callable[.
 
 
 def _check_same_numbers(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
-    """Raise InputError if a compiled region gives other numbers than its layers."""
+    """Raise InputError if the results of a compiled region differ from those of its layers."""
     for a, b in zip(found, wanted, strict=True):
         a, b = (torch.zeros(()) if x is None else x.detach() for x in (a, b))
         limit = TOLERANCE.get(b.dtype, 0.1) * float(b.abs().amax()) if b.numel() and b.is_floating_point() else 0.0
         if a.numel() and not torch.allclose(a, b.to(a.device), rtol=0.0, atol=limit + 1e-12, equal_nan=True):
-            raise InputError("torch.compile gave other numbers than the layers")
+            raise InputError("torch.compile computed other values than the layers")
 
 
 @contextlib.contextmanager
-def _patience(group: Group) -> Iterator[None]:
-    """Wait longer for other devices: one that compiles cannot answer. One that ends is still noticed at once."""
+def _longer_timeout(group: Group) -> Iterator[None]:
+    """Wait longer for other devices: a device that compiles cannot answer. A closed connection is still noticed at once."""
     usual_s, group.timeout_s = group.timeout_s, max(group.timeout_s, MOST_S)
     try:
         yield
@@ -305,7 +305,7 @@ def _patience(group: Group) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
+def _restored_buffers(module: nn.Module) -> Iterator[None]:
     """Restore the statistics of batch norms after a trial."""
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

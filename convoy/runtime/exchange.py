@@ -1,4 +1,4 @@
-"""Runs the operations that make, copy, add and exchange buffers; and moves outside of device programs."""
+"""Run the operations that make, copy, add and exchange buffers, and moves outside of device programs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from convoy.comm.group import Group, Message, Pending
+from convoy.layout.collectives import Schedule
+from convoy.layout.collectives import schedule as schedule_of
 from convoy.layout.comm_dtype import CommDtype, comm_dtype_of, narrow_dtype
 from convoy.layout.layout import Layout, Partial, Replicated, Shape, box, local_shape
-from convoy.layout.redistribute import Schedule
-from convoy.layout.redistribute import schedule as schedule_of
 from convoy.plan.device_program import Add, Copy, ExchangeRound, Make, Merge, Operation, Part, View, WaitRound
 from convoy.plan.exchange_program import MoveSpec, StartedRound, finish
 
@@ -20,13 +20,13 @@ Buffers = dict[str, Any]
 
 
 class Slots:
-    """Receive buffers for summands, reused by every step: allocating fresh pages in each round is slow."""
+    """A cache of receive buffers for summands. Every step reuses them: allocating new pages in each round is slow."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 
     def at(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return `count` entries, valid until the same name is asked for again."""
+        """Return a buffer of `count` entries, valid until the next call with the same name."""
         held = self._held.get(name)
         if held is None or held.numel() < count or held.dtype != dtype or held.device != device:
             held = self._held[name] = torch.empty(count, dtype=dtype, device=device)
@@ -34,11 +34,11 @@ class Slots:
 
 
 class Lane:
-    """Runs exchange operations on one lane of a group.
+    """A runner of exchange operations on one lane of a group.
 
     Args:
-        number: of the group's lane, see `Group.start`.
-        slots: where summands arrive.
+        number: number of the lane, see `Group.start`.
+        slots: receive buffers for summands.
     """
 
     def __init__(self, group: Group, number: int, slots: Slots) -> None:
@@ -58,7 +58,7 @@ class Lane:
         """Run operations of one step.
 
         Args:
-            dtype: of the buffers that they make, where those are neither narrow nor like another buffer.
+            dtype: dtype of the buffers that they make, except buffers that are narrow or like another one.
 
         Raises:
             DeviceLostError: a device that had to send or receive did not.
@@ -97,7 +97,7 @@ class Lane:
         buffers[operation.buffer] = first
 
     def _start(self, operation: ExchangeRound, buffers: Buffers, _dtype: torch.dtype) -> None:
-        # A part that is sent to several devices is cut once.
+        # Cut a part once, even if several devices receive it.
         parts = {m.part: cut(buffers, m.part).contiguous() for m in operation.sends}
         sends = [Message(m.peer, parts[m.part]) for m in operation.sends]
         receives = [Message(m.peer, cut(buffers, m.part)) for m in operation.receives]
@@ -118,12 +118,12 @@ def cut(buffers: Mapping[str, Any], part: Part) -> Tensor:
     return tensor
 
 
-# --- moves outside of programs: checkpoints, other shares, the model's first weights -----------------------------------
+# --- moves outside of programs: checkpoints, reshards, initial weights -------------------------------------------------
 
 
 @dataclass
 class Moving:
-    """A started move; its `result`, the tensor in the new layout, is complete after `land`."""
+    """A started move. Its `result`, the tensor in the new layout, is complete after `land`."""
 
     result: Tensor
     _lane: Lane
@@ -146,9 +146,9 @@ def start_move(
     shape: Shape,
     wire: CommDtype = "exact",
 ) -> Moving:
-    """Start a move as `run_move` does, without waiting for its messages. Leave `shard` and the result unchanged until `land`.
+    """Start a move as `run_move` does, without waiting. Do not change `shard` and the result before `land`.
 
-    A sum in rounds that wait for each other is complete when this returns.
+    A sum in dependent rounds is complete when this returns.
     """
     me, lane = group.device, Lane(group, 0, Slots())
     kind = comm_dtype_of(str(shard.dtype).removeprefix("torch."), wire)
@@ -174,9 +174,9 @@ def run_move(
     """Move a tensor of `shape` from layout `src` to layout `dst`. Return the new local shard.
 
     Args:
-        shard: the local shard under `src`; an empty tensor of the right dtype if there is none.
-        wire: number format of the messages. Rounded copies are equal to the last bit on all devices; a tensor that only one
-            device holds afterwards is rounded only where it was sent.
+        shard: the local shard under `src`, or an empty tensor of the right dtype.
+        wire: number format of the messages. Rounded copies are bitwise equal on all devices; a tensor that only one device
+            holds afterwards is rounded only where it was sent.
 
     Returns:
         the local shard under `dst`; a view of `shard` if nothing is received or rounded.
@@ -188,13 +188,13 @@ def run_move(
 
 
 def redistribute(group: Group, shard: Tensor, src: Layout, dst: Layout, shape: Shape) -> Tensor:
-    """Run a move by the schedule for these layouts. On a device without a shard under `src`, `shard` gives the dtype."""
+    """Move a tensor between these layouts. On a device without a shard under `src`, `shard` only gives the dtype."""
     held = shard if box(src, group.device, shape) is not None else shard.new_empty((0, *shape[1:]))
     return run_move(group, schedule_of(src, dst, shape), held, src, dst, shape)
 
 
 def gather_whole(group: Group, shard: Tensor, src: Layout, dst: Layout, shape: Shape, *, differ: bool) -> Tensor:
-    """Run a move as `redistribute` does. Average copies that `differ` because a plan mixes inexactly."""
+    """Move a tensor as `redistribute` does; average copies that `differ` because a plan mixes inexactly."""
     if differ and isinstance(src, Replicated) and shard.is_floating_point():
         shard, src = shard / len(src.devices), Partial(src.devices)
     return redistribute(group, shard, src, dst, shape)

@@ -1,4 +1,4 @@
-"""The executor: runs the program of one device, forward and then backward, operation by operation."""
+"""Run the program of one device, forward and then backward, operation by operation."""
 
 import math
 from collections import ChainMap
@@ -62,10 +62,10 @@ from convoy.runtime.program import Item, Program, reached_parameters
 
 @dataclass
 class Tape:
-    """What backward needs of one forward pass. A layer's part is dropped as soon as it is used.
+    """The state that one forward pass saves for backward. Each layer's state is dropped as soon as it is used.
 
     Attributes:
-        saved: per layer, what its arithmetic saved.
+        saved: per layer, the state that its arithmetic saved.
         norms: per batch norm over several devices, the statistics of the global batch.
         fused: per segment, autograd's graph: its roots and the edge of each output.
         precision: number type of the layers' arithmetic; None: the model's own.
@@ -81,15 +81,15 @@ class Tape:
 
 
 class Executor:
-    """Runs programs on this device's part of a model.
+    """An executor of programs on this device's shards of a model.
 
     Args:
         group: the devices.
         model: the module tree with this device's shards and copies of the parameters.
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
-        clock: adds up computing and exchanging.
-        fuse: give segments to autograd as one graph; False: each layer by itself.
-        gathered: the whole parameters of sharded ones; None: there are none.
+        clock: measures computation and communication.
+        fuse: run autograd on each segment as one graph; False: on each layer by itself.
+        gathered: memory for gathered parameters; None: no parameter is sharded.
 
     Attributes:
         expected_s: expected seconds per layer, used to divide a segment's measured time.
@@ -154,7 +154,7 @@ class Executor:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()  # except where a layer or a segment is handed to autograd
+    @torch.no_grad()  # layers and segments that autograd runs enable it themselves
     def forward(
         self, program: Program, inputs: Sequence[Tensor], *, keep: bool, precision: torch.dtype | None = None
     ) -> tuple[list[Tensor], Tape]:
@@ -172,7 +172,7 @@ class Executor:
         return [self._output(buffers, value) for value in program.steps.outputs], tape
 
     def _output(self, buffers: Buffers, value: Value) -> Tensor:
-        """Return this device's part of an output: zero samples, if all of them stay on other devices."""
+        """Return this device's rows of an output; zero rows if all of them stay on other devices."""
         made: Tensor | None = buffers.get(value.key)
         if made is not None:
             return made
@@ -201,7 +201,7 @@ class Executor:
             lane.run(item.operations, buffers, item.dtype)
 
     def _fused_forward(self, fused: Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        """Run a segment as one graph of autograd."""
+        """Run a segment as one autograd graph."""
         bound = tape.program.fused[fused.number]
         wants = [keep and wanted for wanted in bound.wants]
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
@@ -214,7 +214,7 @@ class Executor:
                 if tape.precision is None
                 else torch.autocast(self.group.torch_device.type, tape.precision)
             ):
-                ready = 0  # computations before this one were done by a compiled region
+                ready = 0  # a compiled region has done the computations before this index
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, Compute)
                     if (region := tape.regions.get((fused.number, number))) is not None:
@@ -225,20 +225,20 @@ class Executor:
                             own[op.writes[0]] = self._call(op, inputs, whole=op.layer in bound.whole)
                         del inputs
                     for name in drops:
-                        own.pop(name, None)  # values inside a compiled region were never here
+                        own.pop(name, None)  # values inside a compiled region are not in the dict
             made = [widened(own[name], tape.precision) for name in fused.writes]
         buffers.update(zip(fused.writes, map(detached, made), strict=True))
         if keep:
             tape.fused[fused.number] = (begin, tuple(map(edge_of, made)))
 
     def _call(self, op: Compute, inputs: Sequence[Any], *, whole: bool) -> Any:
-        """Return a layer's output with autograd's graph. A sharded layer's module cannot be called itself."""
+        """Return a layer's output with its autograd graph. A sharded layer's module cannot be called itself."""
         if whole:
             return self.calls[op.layer](inputs, op.size.samples)
         return self.arithmetic[op.layer].forward(inputs, op.size.samples, False, op.wants)[0]
 
     def _expected_s(self, fused: Fused, program: Program) -> dict[str, float]:
-        """Expected seconds per layer of a segment, used to divide its measured time."""
+        """Return the expected seconds per layer of a segment, used to divide its measured time."""
         key = (fused.number, fused.phase)
         if key not in program.expected_s:
             found: dict[str, float] = {}
@@ -287,14 +287,14 @@ class Executor:
     def backward(
         self, tape: Tape, output_gradients: Sequence[Tensor | None], mixing_stage: int = 0, left: Found | None = None
     ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-        """Run the backward operations.
+        """Run backward.
 
         Args:
-            left: unsummed gradients of earlier micro-batches, which are added before the sums.
+            left: unsummed gradients of earlier micro-batches, added before the sums.
 
         Returns:
-            the gradients of the parameters held here, by key, each in its own memory; and those of the inputs, None where
-            this device gets none.
+            the gradients of the local parameters, by key, each in its own memory; and those of the inputs, None where this
+            device gets none.
         """
         program = self._with(tape.program, output_gradients, mixing_stage, frozenset(left or ()))
         buffers: Buffers = {output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
@@ -314,15 +314,15 @@ class Executor:
         taken |= {g.untyped_storage().data_ptr() for g in inputs if g is not None}
         parameters = {key: self._parameter(key) for key in (*program.reached, *found)}
         for key in program.reached:
-            # Every device has a gradient of every reached parameter, so that all optimizers see the same number of them:
-            # empty for a parameter that lies elsewhere, zeros where other devices wait for the sum.
+            # Every device needs a gradient of every reached parameter, so that all optimizers see the same number of them:
+            # empty if the parameter is on other devices, zeros if other devices wait for the sum.
             parameter = parameters[key]
             if found.get(key) is None and (key in program.waiting or not parameter.numel()):
                 found[key] = torch.zeros_like(parameter)
         return {k: own_memory(parameters[k], g, taken) for k, g in found.items() if g is not None}, inputs
 
     def _parameter(self, key: str) -> nn.Parameter:
-        """Return a parameter. `get_parameter` walks its path anew: 2 ms of the host in each step of a ResNet-18."""
+        """Return a parameter from a cache: `get_parameter` costs the host 2 ms in each step of a ResNet-18."""
         if key not in self._places:
             path, _, name = key.rpartition(".")
             self._places[key] = self.model.get_submodule(path)._parameters, name
@@ -334,7 +334,7 @@ class Executor:
     def _with(
         self, program: Program, output_gradients: Sequence[Tensor | None], mixing_stage: int, left: frozenset[str]
     ) -> Program:
-        """Return the program's variant for these output gradients, a stage of mixing, and gradients left unsummed."""
+        """Return the variant of a program for missing output gradients, a mixing stage and gradients left unsummed."""
         missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
         missing &= set(program.program.output_gradients)
         key = (missing, mixing_stage % program.mixing_stages, left if missing else frozenset())
@@ -380,7 +380,7 @@ class Executor:
         buffers[op.writes[0]] = row
 
     def _fused_backward(self, fused: Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:
-        """Compute the gradients of a segment's inputs and parameters; sums of the latter start immediately."""
+        """Compute the gradients of a segment's inputs and parameters; start the parameters' sums immediately."""
         roots, outputs = tape.fused.pop(fused.number)
         computed = [op for op in fused.operations if isinstance(op, Compute)]
         layers = dict.fromkeys(op.layer for op in computed)
@@ -430,7 +430,7 @@ class Executor:
 
 
 def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any], samples: int) -> Any:
-    """Call a layer with hooks, which the trace did not run. They may change numbers, but not shapes."""
+    """Call a layer with its hooks, which the trace did not run. They may change values, but not shapes."""
     y = call(inputs, samples)
     first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
@@ -443,10 +443,10 @@ def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any],
 
 
 Expected = Callable[[Layer, Phase, LocalSize], float]
-"""Expected seconds of a part of a layer on this device."""
+"""Function that returns the expected seconds of one phase of a layer's local part."""
 
 
 def by_arithmetic(layer: Layer, _phase: Phase, size: LocalSize) -> float:
-    """Expected seconds without measurements: 100 GFLOP/s, and each output entry twice through 10 GB/s."""
+    """Estimate seconds without measurements: 100 GFLOP/s, and two memory accesses per output entry at 10 GB/s."""
     outputs = math.prod(layer.shape) * size.samples * size.outputs / max(1, whole_size(layer, 1).outputs)
     return flop(layer, size) / 100e9 + 2 * 4 * outputs / 10e9

@@ -1,4 +1,4 @@
-"""Gathered parameters: sharded parameters that are whole while a step computes with them."""
+"""Make sharded parameters whole while a step computes with them."""
 
 import ctypes
 import functools
@@ -23,24 +23,24 @@ class GatheredParameters:
     """Memory for whole parameters, filled from the shards of all devices.
 
     Args:
-        model: holds the local shards; the whole parameters while a step computes.
-        shapes: of the whole parameters, by key.
-        calls: allows calls of the model's modules while a step computes.
+        model: holds the local shards, or the whole parameters during a step.
+        shapes: shapes of the whole parameters, by key.
+        calls: the guard that allows calls of the model's modules only during a step.
 
     Attributes:
-        held: the whole parameters are those of the present step, and its next micro-batch need not gather them.
+        held: the whole parameters are those of the current step, so its next micro-batch need not gather them.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: CallGuard | None = None) -> None:
         self._model, self._shapes, self._calls = model, shapes, calls or CallGuard()
         self._whole: dict[str, nn.Parameter] = {}
-        self._shards: dict[str, nn.Parameter] = {}  # taken out of the model while it has whole parameters
-        self._sent: dict[str, Tensor] = {}  # local shards as they were sent, if this device does not hold the whole
+        self._shards: dict[str, nn.Parameter] = {}  # out of the model while it has whole parameters
+        self._sent: dict[str, Tensor] = {}  # local shards as sent, where this device does not keep the whole
         self.held = False
 
     @contextmanager
     def in_place(self, keys: Iterable[str]) -> Iterator[None]:
-        """Inside the block the model's modules have these parameters whole."""
+        """Replace these local shards in the model by whole parameters inside the block."""
         self._shards = {key: self._model.get_parameter(key) for key in keys}
         for key, shard in self._shards.items():
             if key not in self._whole:
@@ -69,13 +69,13 @@ class GatheredParameters:
         """Run one operation of the program on this device.
 
         Raises:
-            InputError: the local shard has changed since it was sent to the other devices.
+            InputError: the local shard has changed since it was sent.
         """
         match operation:
             case PackWeights():
                 buffers[operation.buffer] = self._pack(operation, device)
             case UnpackWeights(alone=False):
-                # `.data`, so that autograd does not take this for a change of what an earlier forward has kept.
+                # `.data`: autograd must not count this as a change of tensors saved by an earlier forward.
                 flats = [self._whole[key].data.view(-1) for key in operation.keys]
                 places = by_device(flats, operation.shares)
                 flat = buffers[operation.buffer]
@@ -84,14 +84,14 @@ class GatheredParameters:
             case HaveWeights():
                 self._check(operation, device)
             case FreeWeights(keys=keys):
-                # What autograd has kept are views of this memory, and find the same numbers there after the next gathering.
+                # Tensors that autograd saved are views of this memory; the next gathering restores the same values there.
                 for key in keys:
                     _resize(self._whole[key], 0)
                 if any(self._whole[key].device.type == "cpu" for key in keys):
-                    release_freed_memory()  # else small tensors fill the holes, and the next weights lie elsewhere
+                    release_freed_memory()  # else small tensors fill the holes, and the next weights need new pages
 
     def _pack(self, operation: PackWeights, device: int) -> Tensor:
-        """Return the flat buffer of a gathering, with the local shards in their place."""
+        """Return the flat all-gather buffer, with the local shards in place."""
         own = [self._flat_shard(key) for key in operation.keys]
         if operation.own_only:
             flat = torch.cat(own)
@@ -102,7 +102,7 @@ class GatheredParameters:
             _resize(self._whole[key], self._whole[key].numel())
         if operation.alone:
             flat = self._whole[operation.keys[0]].data.view(-1)
-            # numpy, which connections use for CPU tensors, forbids resizing a storage later: give it another one.
+            # Connections read CPU tensors through numpy, which forbids resizing the storage later: use another storage.
             flat = from_dlpack(flat) if flat.device.type == "cpu" else flat
         else:
             flat = own[0].new_empty(operation.made)
@@ -117,7 +117,7 @@ class GatheredParameters:
         return (self._model.get_parameter(key) if shard is None else shard).detach().reshape(-1)
 
     def _check(self, operation: HaveWeights, device: int) -> None:
-        """Refuse whole parameters that are no longer those of the shards."""
+        """Raise InputError if the local shards no longer equal the gathered parameters."""
         for key, shares in zip(operation.keys, operation.shares, strict=True):
             if operation.own_only:
                 given = self._sent[key]
@@ -125,14 +125,14 @@ class GatheredParameters:
                 given = self._whole[key].data.view(-1)[sum(shares[:device]) :][: shares[device]]
             if not torch.equal(_bits(given), _bits(self._flat_shard(key))):
                 raise InputError(
-                    f"parameter {key!r} has changed between two micro-batches of a step, after device {device} sent its shard "
-                    "to the other devices: change weights between steps, or call model.weights_changed() on every device, "
-                    "and the next micro-batch gathers them again"
+                    f"parameter {key!r} changed between two micro-batches of a step, after device {device} had sent its shard "
+                    "to the other devices: change weights between steps, or call model.weights_changed() on every device, so "
+                    "that the next micro-batch gathers them again"
                 )
 
 
 def release_freed_memory() -> None:
-    """Return freed pages to the system if the C library can (`malloc_trim`, 1 ms per 100 MB): else they stay as holes."""
+    """Return freed pages to the operating system if the C library has `malloc_trim` (1 ms per 100 MB)."""
     try:
         _library(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # other C libraries; Windows
@@ -140,7 +140,7 @@ def release_freed_memory() -> None:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Return a view that compares equal only for the same bits, NaN included."""
+    """Return an integer view, which also compares NaN bitwise."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.view(kinds.get(x.element_size(), torch.uint8))
 

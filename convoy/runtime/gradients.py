@@ -1,4 +1,4 @@
-"""Gradients of replicated parameters, summed over the devices and never averaged; and the norm of all gradients."""
+"""Sum gradients over the devices (without averaging), and compute the norm of all gradients."""
 
 import queue
 import threading
@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.collectives import share_number
+from convoy.comm.control_messages import share_number
 from convoy.comm.group import Group
 from convoy.layout.shares import Shares
 from convoy.machine.accelerator import in_float64, queued
@@ -22,16 +22,16 @@ from convoy.runtime.exchange import Buffers, Lane, Slots
 SUM_LANE = 1
 
 IDLE_S = 1.0
-"""Seconds that the thread of sums waits for the next one, of this step or another, before it ends."""
+"""Seconds that an idle sum thread waits before it ends."""
 
 Found = dict[str, Tensor | None]
-"""Gradients by `state_dict` key. None: backward reached the parameter, but this device has no part in its gradient.
-A missing key was reached on no device: the loss does not depend on that parameter."""
+"""Gradients by `state_dict` key. None: backward reached the parameter, but this device contributes nothing to its gradient.
+A key is missing if backward reached the parameter on no device: the loss does not depend on it."""
 
 
 @dataclass(slots=True)
 class OneSum:
-    """One gradient sum: operations that sum `buffer` in place, with what this device keeps of it in `result`."""
+    """One gradient sum: operations that sum `buffer` in place; `result` is the buffer that this device keeps."""
 
     buffer: str
     result: str
@@ -40,11 +40,11 @@ class OneSum:
 
 @dataclass(frozen=True)
 class SumLane:
-    """The second lane of a program, ready to run.
+    """The gradient sums of a program, ready to run.
 
     Attributes:
-        sums: by step, in the order in which they run.
-        behind: what runs after all of them: waits for messages that arrive in their place.
+        sums: gradient sums by step, in the order in which they run.
+        behind: operations after all sums, which wait for messages received in place.
     """
 
     sums: Mapping[int, OneSum]
@@ -68,61 +68,61 @@ class SumLane:
 
 
 class Worker:
-    """A thread that runs orders one after another. It ends when it had none for `IDLE_S`, and starts again with the next.
+    """A queue and a thread that runs its tasks. The thread ends after `IDLE_S` without a task; the next task restarts it.
 
-    A new thread for each step would take 0.1 to 0.3 ms of processor time. It is a daemon, so that a process that fails can
-    exit and report its error although a message never arrives.
+    A new thread for each step would take 0.1 to 0.3 ms of processor time. It is a daemon thread, so that a failed process can
+    exit and report its error even if a message never arrives.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._works = False
         self._lock = threading.Lock()
         self._stream: torch.Stream | None = None
 
     def stream(self, device: torch.device) -> torch.Stream:
-        """Return the stream of an accelerator that the thread works on."""
+        """Return the thread's stream on an accelerator."""
         if self._stream is None or self._stream.device != device:
             self._stream = torch.Stream(device)
         return self._stream
 
-    def add(self, order: Callable[[], None]) -> None:
-        """Queue an order. It must not raise."""
+    def add(self, task: Callable[[], None]) -> None:
+        """Queue a task. It must not raise."""
         with self._lock:
-            self._orders.put(order)
+            self._tasks.put(task)
             starts, self._works = not self._works, True
         if starts:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _work(self) -> None:
-        while (order := self._next()) is not None:
-            order()
-            del order  # it holds a whole gradient
+        while (task := self._next()) is not None:
+            task()
+            del task  # it holds a whole gradient
 
     def _next(self) -> Callable[[], None] | None:
         while True:
             try:
-                return self._orders.get(timeout=IDLE_S)
+                return self._tasks.get(timeout=IDLE_S)
             except queue.Empty:
                 with self._lock:
-                    self._works = not self._orders.empty()
+                    self._works = not self._tasks.empty()
                     if not self._works:
                         return None
 
 
 class Sums:
-    """The gradient sums of one backward. Each starts as soon as its summands are ready, and runs beside backward.
+    """The gradient sums of one backward. They overlap with backward: each starts when its summands are ready.
 
-    A thread runs them one after another on its own lane of the group. It mostly waits for the network, and adds. A group with a
-    single lane runs each sum immediately instead. Every device runs its sums in the order of the program: one that is ready
-    early waits for those before it. A sum that has begun is completed even if backward fails: the other devices complete it
-    too, and messages of the next step follow it.
+    A thread runs them one after another on its own lane of the group; it mostly waits for the network. A group with a single
+    lane runs each sum immediately instead. Every device runs its sums in program order: a sum that is ready early waits for
+    earlier ones. A started sum is completed even if backward fails, because the other devices complete it too and messages of
+    the next step follow it.
 
     Args:
-        lane: of the program.
-        slots: where summands arrive, step after step.
-        worker: the thread, and on an accelerator its stream.
+        lane: the program's sums.
+        slots: receive buffers for summands, reused by all steps.
+        worker: the thread that runs the sums, and its stream on an accelerator.
 
     Attributes:
         shares: this device's shards of sums into sharded parameters, as buffers.
@@ -140,7 +140,7 @@ class Sums:
         self.shares: Buffers = {}
 
     def begin(self, step: int, flat: Tensor) -> None:
-        """Sum `flat` in place, in its turn: its summands are complete."""
+        """Sum `flat`, whose summands are complete, in place when the earlier sums have started."""
         self._ready[step] = flat
         while self._order and self._order[0] in self._ready:
             turn = self._order.pop(0)
@@ -163,7 +163,7 @@ class Sums:
 
     def _in_thread(self, step: int, flat: Tensor, begins: torch.Event | None) -> None:
         try:
-            with torch.no_grad():  # a thread of its own starts with autograd on
+            with torch.no_grad():  # a new thread starts with autograd enabled
                 if begins is None:
                     self._run(step, flat)
                 else:
@@ -173,7 +173,7 @@ class Sums:
         self._done[step].set()
 
     def _run_on_stream(self, step: int, flat: Tensor, begins: torch.Event) -> None:
-        """Run a sum on the thread's stream, which does not wait for work that backward queues on its stream meanwhile."""
+        """Run a sum on the thread's stream, so that it does not wait for work that backward queues meanwhile."""
         stream = self._worker.stream(flat.device)
         begins.wait(stream)
         flat.record_stream(stream)
@@ -182,13 +182,13 @@ class Sums:
             self._ends[step] = queued(flat.device)
 
     def wait(self, step: int) -> None:
-        """Wait for one sum. On an accelerator the current stream waits for it; the host waits for messages only.
+        """Wait for one sum. On an accelerator the current stream waits for it, the host only for its messages.
 
         Raises:
-            DeviceLostError: a device did not send its part.
+            DeviceLostError: a device did not send its summand.
         """
         if step in self._done:
-            self._done[step].wait()  # every wait in it has the group's own limit
+            self._done[step].wait()  # the group's timeout limits every wait inside
         if self._error is not None:
             raise self._error
         if (ends := self._ends.get(step)) is not None:
@@ -201,19 +201,19 @@ class Sums:
         """Wait for all sums.
 
         Raises:
-            DeviceLostError: a device did not send its part.
+            DeviceLostError: a device did not send its summand.
         """
-        assert not self._ready, "a gradient sum was never begun"
+        assert not self._ready, "a gradient sum never started"
         for step in self._done:
             self.wait(step)
-        self._lane.run(self._behind, {}, torch.float32)  # which makes nothing
+        self._lane.run(self._behind, {}, torch.float32)  # makes no buffers, so the dtype does not matter
 
 
 class SegmentSums:
-    """The gradient sums that begin while autograd runs a segment: each as soon as its last gradient is ready.
+    """The gradient sums that start while autograd runs a segment, each when its last gradient is ready.
 
     Args:
-        end_lap: called before a sum begins, so that its time does not count as a layer's.
+        end_lap: called before a sum starts, so that a slowed device sleeps before it sends.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class SegmentSums:
 
     @contextmanager
     def watching(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Within it, hooks collect every gradient of these parameters that a sum waits for."""
+        """Collect, by hooks, every gradient of these parameters that a sum waits for, inside the block."""
         waited = set().union(*self._missing.values())
         hooks = [p.register_hook(self._hook(k)) for k, p in parameters.items() if k in waited]  # type: ignore[no-untyped-call]
         try:
@@ -256,7 +256,7 @@ class SegmentSums:
         return arrived
 
     def collect(self, key: str, gradient: Tensor | None) -> None:
-        """Add this segment's gradient of a parameter, and begin the sums that it completes."""
+        """Add this segment's gradient of a parameter, and start the sums that it completes."""
         if key in self._collected:
             return
         self._collected.add(key)
@@ -267,7 +267,7 @@ class SegmentSums:
                 self._begin(step)
 
     def finish(self) -> None:
-        """Begin the sums that need no gradient of this segment."""
+        """Start the remaining sums, which need no gradient of this segment."""
         for step in list(self._missing):
             self._begin(step)
 
@@ -289,11 +289,11 @@ def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Ten
         weights = [model.get_parameter(key) for key in operation.keys]
         parts = [w.detach().view(-1) / operation.mixed_over for w in weights] + parts
     if operation.flags:
-        # Each flag is 0 or 1, and their sum a count of devices: no wire format rounds a count of 1 to zero.
+        # Flags of 0 or 1, summed to a count of devices: no wire format rounds a count of 1 to zero.
         used = [float(found.get(key) is not None) for key in operation.keys]
         parts.append(torch.tensor(used, device=group.torch_device).to(parts[0]))
     if operation.into:
-        found.update(dict.fromkeys(operation.keys))  # drop the whole gradients: the buffer has them now
+        found.update(dict.fromkeys(operation.keys))  # drop the whole gradients: the buffer contains them
     if operation.alone:
         return parts[0]
     return torch.cat(by_device(parts, operation.into) if operation.into else parts)
@@ -301,8 +301,8 @@ def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Ten
 
 def by_device(flats: Sequence[Tensor], shares: Sequence[Shares]) -> list[Tensor]:
     """Split flat tensors into shards: device 0's of each tensor, then device 1's, and so on."""
-    pieces = [torch.split(flat, list(entries)) for flat, entries in zip(flats, shares, strict=True)]
-    return [piece for row in zip(*pieces, strict=True) for piece in row]
+    shards = [torch.split(flat, list(entries)) for flat, entries in zip(flats, shares, strict=True)]
+    return [shard for row in zip(*shards, strict=True) for shard in row]
 
 
 def unpack(operation: Unpack, flat: Tensor, found: Found, model: nn.Module) -> None:
@@ -318,10 +318,10 @@ def unpack(operation: Unpack, flat: Tensor, found: Found, model: nn.Module) -> N
 
 
 def _unmixed(operation: Unpack, flat: Tensor, model: nn.Module) -> Tensor:
-    """INEXACT. One stage of butterfly mixing: this device and one partner average their weights and their gradients.
+    """Finish one stage of INEXACT butterfly mixing: this device and one partner average their weights and gradients.
 
-    Zhao & Canny interleave each gradient step with one stage of the butterfly instead of a full reduction. The copies of
-    a parameter are then no longer equal, and training no longer follows the single-device trajectory.
+    Zhao & Canny run one stage of the butterfly per gradient step instead of a full reduction. The copies of a parameter then
+    differ, and training does not follow the single-device trajectory.
     """
     count = sum(operation.sizes)
     for key, mixed in zip(operation.keys, torch.split(flat[:count], list(operation.sizes)), strict=True):
@@ -336,7 +336,7 @@ def _flat(gradient: Tensor | None, size: int, model: nn.Module, key: str) -> Ten
 
 
 def collect(found: Found, key: str, gradient: Tensor | None) -> None:
-    """Add a gradient to those found so far of a parameter."""
+    """Add a gradient of a parameter to those found so far."""
     before = found.get(key)
     found[key] = gradient if before is None else before if gradient is None else before + gradient
 
@@ -345,12 +345,12 @@ def own_memory(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> Te
     """Return a gradient in its own memory, which autograd may use as `.grad`.
 
     Args:
-        taken: storages in use. The gradient of `a + b` is one tensor for both, but no two .grad may share memory.
+        taken: storages in use. `a` and `b` of `a + b` get the same gradient tensor, but no two .grad may share memory.
     """
     gradient = gradient.view_as(parameter)
     storage = gradient.untyped_storage()
     own = storage.data_ptr() not in taken and storage.nbytes() == gradient.numel() * gradient.element_size()
-    result = gradient if own or parameter.grad is not None else gradient.clone()  # to a .grad it is only added
+    result = gradient if own or parameter.grad is not None else gradient.clone()  # existing .grad: autograd adds
     taken.add(result.untyped_storage().data_ptr())
     return result
 
@@ -365,7 +365,7 @@ def global_norm(group: Group, gradients: Iterable[tuple[Tensor, bool]], norm_typ
     own = [g for g, counts in gradients if counts and g.numel()]
     powers = [torch.linalg.vector_norm(in_float64(g), norm_type) for g in own]
     if norm_type == float("inf"):
-        # Python's max would lose a NaN.
+        # Python's max may lose a NaN.
         here = float(torch.stack(powers).max()) if powers else 0.0
         return float(torch.tensor(share_number(group, here), dtype=torch.float64).max())
     here = float(sum(p**norm_type for p in powers)) if powers else 0.0

@@ -1,4 +1,4 @@
-"""A layer's arithmetic on what one device holds: forward, and backward by hand or by autograd on that layer alone.
+"""Compute one layer on one device's shard: forward, and backward by explicit formulas or by autograd on that layer.
 
 Legend: N samples, C input channels, K output channels (filters), F features; `g` is the gradient of the output.
 """
@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, bind_operation
-from convoy.model.tracing.kinds import symmetric_padding
+from convoy.model.tracing.supported_layers import symmetric_padding
 from convoy.plan.steps import Part
 
 Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
@@ -123,7 +123,7 @@ class FullyConnected:
 
 
 class ByAutograd:
-    """Any other layer: autograd runs on this layer alone, on tensors detached from the rest."""
+    """Any other layer, in a separate autograd graph: its inputs are detached."""
 
     def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
         self.call = bind_operation(model, operation)
@@ -132,7 +132,7 @@ class ByAutograd:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters now: a sharded one is whole only during a step."""
+        """The current parameters: a sharded one is whole only during a step."""
         return {key: self._model.get_parameter(whole_key) for key, whole_key in self._keys.items()}
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
@@ -152,7 +152,7 @@ class ByAutograd:
 
 
 class ByBackward:
-    """A layer whose backward torch.autograd.grad refuses: run `Tensor.backward`, then take the `.grad` away."""
+    """A layer that needs `Tensor.backward` because torch.autograd.grad refuses it. Its `.grad` is moved out afterwards."""
 
     def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
         self.call = bind_operation(model, operation)
@@ -163,7 +163,7 @@ class ByBackward:
             return self.call(inputs, batch), None
         with torch.enable_grad():
             roots = [x.detach().requires_grad_() if wanted else x for x, wanted in zip(inputs, wants, strict=True)]
-            # A view of each, since autograd forbids in-place calls on leaves.
+            # Views, because autograd forbids in-place calls on leaves.
             y = self.call([x.view_as(x) if w else x for x, w in zip(roots, wants, strict=True)], batch)
         return detached(y), (roots, edge_of(y))
 
@@ -189,7 +189,7 @@ class ByBackward:
 
 
 class OutputPick:
-    """One tensor of a layer that gives several."""
+    """One output of a layer with several."""
 
     def __init__(self, operation: Operation) -> None:
         self.item = operation.args[1]
@@ -202,7 +202,7 @@ class OutputPick:
 
 
 def arithmetic(model: nn.Module, layer: Layer, operation: Operation) -> Arithmetic:
-    """Return a layer's arithmetic, on the parameters of `model` (this device's part of the model)."""
+    """Return a layer's arithmetic on the parameters of `model`, which are local shards."""
     if layer.multiplies:
         assert isinstance(operation.target, str)
         module = model.get_submodule(operation.target)
@@ -217,7 +217,7 @@ def named(**gradients: Tensor | None) -> dict[str, Tensor | None]:
 
 
 def _present(bias: Tensor | None) -> Tensor | None:
-    """Return the bias if this device holds it; of a pending sum only one device does."""
+    """Return the bias if this device holds it: only one summand of a pending sum has it."""
     return bias if bias is not None and bias.numel() else None
 
 
@@ -226,14 +226,14 @@ def detached(y: Any) -> Any:
 
 
 def widened(y: Any, dtype: torch.dtype | None) -> Any:
-    """Return outputs that were computed in `dtype` as float32."""
+    """Return outputs as float32 if they are in `dtype`."""
     if isinstance(y, tuple | list):
         return tuple(widened(each, dtype) for each in y)
     return y.float() if isinstance(y, Tensor) and y.dtype == dtype else y
 
 
 class _Enter(torch.autograd.Function):
-    """The root of an autograd graph. Gradients are taken at its edge, so nothing keeps the tensor alive for them."""
+    """The root of an autograd graph. Gradients are taken at its edge, which does not keep the tensor alive."""
 
     @staticmethod
     def forward(_ctx: Any, _anchor: Tensor, x: Tensor) -> Tensor:
@@ -248,14 +248,14 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 
 
 def enter(x: Tensor) -> Tensor:
-    """Return the same numbers as the root of an autograd graph."""
+    """Return a tensor with the same values that is the root of an autograd graph."""
     return _Enter.apply(_ANCHOR, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Roots:
-    """The edges of an autograd graph at which gradients are taken, one for each tensor that wants a gradient.
+    """The edges at which autograd takes gradients, one for each tensor that needs one.
 
-    It holds no tensor: a layer that does not need its input in backward does not keep it.
+    It holds no tensor, so a layer that does not need its input in backward does not keep it.
     """
 
     def __init__(self, tensors: Sequence[Any], wants: Sequence[bool]) -> None:
@@ -264,13 +264,13 @@ class Roots:
         self._shapes = [(x.shape, x.dtype, x.device) for x in wanted]
 
     def or_zeros(self, gradients: Iterator[Tensor | None]) -> list[Tensor]:
-        """Return the next gradient for each root: zeros if the output does not depend on it, as on every device."""
+        """Return the next gradient for each root; zeros if the output does not depend on it."""
         rows = [(next(gradients), shape) for shape in self._shapes]
         return [torch.zeros(s, dtype=t, device=d) if g is None else g for g, (s, t, d) in rows]
 
 
 def edge_of(y: Any) -> Any:
-    """Return the edge where a tensor's gradient enters its graph; None without one. Of several outputs, a tuple."""
+    """Return the edge where a tensor's gradient enters its graph; None without a graph. Several outputs: a tuple."""
     if isinstance(y, tuple | list):
         return tuple(edge_of(each) for each in y)
     if not isinstance(y, Tensor) or not y.requires_grad or (y.grad_fn is None and y._is_view()):
@@ -291,14 +291,14 @@ def gradients_of(pairs: Sequence[Pairs], sources: Sequence[Any]) -> Sequence[Ten
 
 
 def with_gradients(y: Any, g: Any) -> Pairs:
-    """Return the outputs that have a gradient, and the gradients. Several outputs have a dict: index -> gradient."""
+    """Return the outputs with a gradient, and the gradients. `g` of several outputs is a dict: index -> gradient."""
     if not isinstance(y, tuple) or isinstance(y, GradientEdge):
         return ([], []) if y is None else ([y], [g])
     pairs = [(y[i], gradient) for i, gradient in g.items() if y[i] is not None]
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-# --- the same in fewer bits ------------------------------------------------------------------------------------------
+# --- lower precision -------------------------------------------------------------------------------------------------
 
 
 def in_precision(run: Arithmetic, dtype: torch.dtype | None, device: str) -> Arithmetic:
@@ -311,7 +311,7 @@ def in_precision(run: Arithmetic, dtype: torch.dtype | None, device: str) -> Ari
 
 
 class _Rounded:
-    """A convolution or linear layer in lower precision. autocast does not see the backward kernels that it calls."""
+    """A convolution or linear layer in lower precision. It casts itself: autocast does not reach its backward kernels."""
 
     def __init__(self, run: Convolution | FullyConnected, dtype: torch.dtype) -> None:
         self.run, self.dtype = run, dtype
@@ -325,7 +325,7 @@ class _Rounded:
         return [_float(x) for x in inputs], {key: _float(w) for key, w in own.items()}
 
     def _run(self) -> Arithmetic:
-        """Return the layer with rounded weights, made anew because weights change in every step."""
+        """Return the layer with weights rounded now, because they change in every step."""
         run, module = copy.copy(self.run), copy.copy(self.run.module)
         module._parameters = {
             name: None if p is None else nn.Parameter(p.detach().to(self.dtype), p.requires_grad)
@@ -336,7 +336,7 @@ class _Rounded:
 
 
 class _Autocast:
-    """Any other layer in lower precision: autocast decides which of its operations are safe."""
+    """Any other layer in lower precision. Autocast chooses the operations that are safe."""
 
     def __init__(self, run: Arithmetic, dtype: torch.dtype, device: str) -> None:
         self.run, self.dtype, self.device = run, dtype, device

@@ -1,8 +1,9 @@
-"""Changes to a distributed model that a step would not follow: hooks, replaced, converted or frozen parameters. Refused.
+"""Refuse changes to a distributed model that a step would ignore: hooks; replaced, converted or frozen parameters.
 
-These hooks act as on one device: on the distributed model, whose outputs are those of the global batch; forward hooks on
-modules before `distribute`, which every device then computes for the global batch; and hooks on parameters that every device
-holds whole, since a step gives autograd their summed gradients. Any other hook would see a part, or would not be called.
+Three kinds of hooks act as on one device: hooks on the distributed model, whose outputs are those of the global batch;
+forward hooks registered on modules before `distribute`, which every device then computes for the global batch; and hooks on
+parameters that every device holds whole, because autograd gets their summed gradients. Any other hook would see a shard or
+not run.
 """
 
 from collections.abc import Mapping
@@ -24,11 +25,11 @@ class ModelChecks:
 
     Args:
         model: this device's module tree.
-        traced: by mode (True: training).
+        traced: the traced model, by mode (True: training).
         devices: number of devices.
 
     Attributes:
-        trained: the parameters that require a gradient, by key.
+        trained: parameters that require a gradient, by key.
     """
 
     def __init__(self, model: nn.Module, traced: Mapping[bool, TracedModel], devices: int) -> None:
@@ -43,20 +44,20 @@ class ModelChecks:
         self.use_devices(traced, devices)
 
     def use_devices(self, traced: Mapping[bool, TracedModel], devices: int) -> None:
-        """Continue with another number of devices."""
+        """Check for another number of devices from now on."""
         self._tables = {mode: _HookTables(self._model, trace, devices) for mode, trace in traced.items()}
 
     def check(self, training: bool, whole: Mapping[str, bool]) -> None:
-        """Raise InputError if something changed that the steps depend on.
+        """Raise InputError if hooks or parameters have changed.
 
         Args:
-            whole: for each parameter, whether every device holds all of it, and gets its whole gradient at once.
+            whole: for each parameter, whether every device holds all of it and gets its whole gradient at once.
         """
         self._tables[training].check(self._model)
         for holder, name, key, parameter in self._parameters:
             if holder.get(name) is not parameter:
                 raise InputError(
-                    f"parameter {key!r} was replaced after distribute(): change its numbers, by load_state_dict() or "
+                    f"parameter {key!r} was replaced after distribute(): change its values, by load_state_dict() or "
                     "parameter.data, or change the model before and distribute it again"
                 )
             if parameter.dtype is not self._dtypes[key]:
@@ -86,11 +87,11 @@ def carry_over(new: nn.Parameter, old: Tensor) -> None:
 
 
 class _HookTables:
-    """The hook tables of all modules in one mode, by the hooks that may be in them.
+    """The hook tables of all modules in one mode, by the hooks that they may contain.
 
     Attributes:
-        never: no hook, because it would not be called, or would see a part.
-        of_torch: only torch's own, which compute weights.
+        never: tables that must be empty: a hook would not run, or would see a shard.
+        of_torch: tables that may contain only torch's own hooks, which compute weights.
     """
 
     def __init__(self, model: nn.Module, traced: TracedModel, devices: int) -> None:
@@ -134,7 +135,7 @@ def _refuse_on_module(model: nn.Module, hooks: dict[int, Any]) -> NoReturn:
         remedy = "register it on the distributed model itself, or train on one device"
     else:
         remedy = (
-            "register it before distribute(), which then has every device compute that module for the whole batch (a module "
-            "with dropout in it cannot), or register it on the distributed model itself"
+            "register it before distribute(): then every device computes that module for the global batch (impossible for a "
+            "module with dropout); or register it on the distributed model itself"
         )
-    raise InputError(f"{what} a {KINDS[kind]}, which would see a part of the batch, or not be called: {remedy}")
+    raise InputError(f"{what} a {KINDS[kind]}, which would see a part of the batch, or not run: {remedy}")

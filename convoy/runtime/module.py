@@ -1,4 +1,4 @@
-"""Distributed: an nn.Module that holds this device's shards of a model and trains it with the other devices.
+"""Define `Distributed`, an nn.Module that holds this device's shards of a model and trains it with the other devices.
 
 `Distributed.forward` is one step from its inputs to its outputs. `docs/step.md` follows it through the files.
 """
@@ -43,45 +43,44 @@ from convoy.runtime.weights import Weights, copied_without_weights, parameters_o
 
 
 class StaleBatchError(ConvoyError):
-    """A batch was handed out for devices that have changed since; `convoy.train.Members` has it handed out again."""
+    """The error for a batch loaded before the devices changed. `convoy.train.Members` loads it again."""
 
 
 class Distributed(nn.Module):
     """This device's shards of a model, an nn.Module.
 
-    It is called like the model, with the local batch that `convoy.loader` gives. It returns the outputs of the *global*
-    batch, on every device, so that the loss and its backward are those of one device; by a plan whose `outputs` are
-    "where-computed", it returns parts of them, for `convoy.loss`. Its parameters, under their ordinary names, are local
-    shards; optimizers work on them.
+    Call it like the model, with the local batch from `convoy.loader`. It returns the outputs of the *global* batch on every
+    device, so that loss and backward are those of one device. With a plan whose `outputs` are "where-computed" it returns
+    local outputs, for `convoy.loss`. Its parameters, under their ordinary names, are local shards; optimizers work on them.
 
     Args:
-        model: an ordinary module; device 0's weights count. It may be on the meta device: on all devices but 0, or
-            everywhere, and then `load_state_dict` has to bring the weights before the first step.
+        model: an ordinary module; device 0's weights are used. It may be on the meta device on all devices but 0. If it is
+            so on device 0 too, call `load_state_dict` before the first step.
         plan: the strategy and shares of each layer.
         group: the devices.
         example: one batch of each input, for the shapes.
         slowdown: emulates a device that is slower by this factor.
-        fuse: give the layers between two exchanges to autograd as one graph; False: each layer by itself.
-        compile: compile such layers with torch.compile, if faster (see `convoy.runtime.compiled`): equal up to rounding.
-        takes_over: use the model's own modules, and its own parameters if every device has them whole. Parameters that
-            the plan splits are replaced, and the old ones raise when they are used. False: work on a copy.
+        fuse: run autograd on all layers between two exchanges as one graph; False: on each layer by itself.
+        compile: compile such layers with torch.compile, if faster (see `convoy.runtime.compiled`); equal up to rounding.
+        takes_over: use the model's own modules, and its own parameters if every device has them whole. Shards replace the
+            other parameters, which then raise on use. False: work on a copy.
 
     Attributes:
-        plan: the present one.
-        reshards: how often the shares have changed.
-        layouts: of each parameter and buffer, by its key in `state_dict`.
+        plan: the current plan.
+        reshards: number of reshards.
+        layouts: layout of each parameter and buffer, by its key in `state_dict`.
         weights: the local shards.
         takes_whole: inputs are global batches, without `whole=True`.
-        finished_steps, repeats: counted by `convoy.train.Members`; if `repeats` has changed, a loader hands out the batches
-            since the last finished step again.
+        finished_steps, repeats: counted by `convoy.train.Members`; if `repeats` changes, a loader repeats the batches since
+            the last finished step.
         guard: begins an epoch of a loader, which communicates with the other devices; None: the loader does so itself.
-        stale: the batch that was handed out last is for earlier devices: computing with it is a StaleBatchError.
+        stale: the devices have changed since the loader returned its last batch: using it raises StaleBatchError.
         precision: number type of the layers' arithmetic (see `compute_in`); None: the model's own, or the caller's autocast.
-        compiler: with `compile`, what was compiled on this device.
+        compiler: with `compile`, the compiled regions of this device; else None.
 
     Raises:
         PlanError: the plan is for another model or another number of devices.
-        MismatchError: the devices were given different models or plans, or torch computes in other modes on one of them.
+        MismatchError: the devices have different models, plans, or torch modes.
     """
 
     def __init__(
@@ -130,29 +129,29 @@ class Distributed(nn.Module):
     # --- one call: a step --------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Tensor, batch: int | None = None, whole: bool = False, **others: Any) -> Any:
-        """Return the outputs of the global batch, on every device; or an `OutputPart` each, where outputs stay local.
+        """Return the outputs of the global batch, on every device; or an `OutputPart` for each output that stays local.
 
-        The output of another distributed model is taken as the global batch that it is: `discriminator(generator(z))`; a
-        model that `prepare` made takes every input so. An input that requires a gradient gets that of one device: for its
-        local batch if it was given in part, all of it if it was given whole.
+        The output of another distributed model is a global batch: `discriminator(generator(z))`. A model from `prepare`
+        takes every input as a global batch. An input that requires a gradient gets the gradient it has on one device: of
+        the local batch, or of the global batch if that was given.
 
         Args:
-            inputs: the local batch of each input, in the layout of `input_layouts`; zero samples where it has none.
+            inputs: the local batch of each input, in the layout of `input_layouts`; it may have zero samples.
             batch: samples in the global batch; needed only if the loader is not Convoy's.
-            whole: every device gives the global batch, the same as the others; each takes its part.
+            whole: every device gives the same global batch; each takes its local batch from it.
 
         Raises:
             InputError: the inputs do not fit the plan for this batch.
-            MismatchError: `whole`, but the devices were given different batches.
+            MismatchError: `whole`, but the devices gave different batches.
         """
         if torch.compiler.is_compiling():
-            # torch.compile around the model would follow the messages between devices line by line, for minutes.
+            # torch.compile around the model would trace the communication code line by line, for minutes.
             return torch.compiler.disable(self._step)(inputs, batch, whole, others)  # type: ignore[no-untyped-call]
         return self._step(inputs, batch, whole, others)
 
     def _step(self, inputs: tuple[Tensor, ...], batch: int | None, whole: bool, others: dict[str, Any]) -> Any:
         if self.stale:
-            raise StaleBatchError("the devices have changed since this batch was handed out: it is handed out again")
+            raise StaleBatchError("the devices have changed since this batch was loaded: the loader returns it again")
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise InputError(
                 "DistributedDataParallel around a distributed model, which sums gradients itself: leave it out"
@@ -165,7 +164,7 @@ class Distributed(nn.Module):
         program = self._programs.get(training, given.batch, given.wanted, kind)
         parts = local_inputs(given, program.steps, graph, self.group)
         compares = self._comparisons.check_inputs(training, program.steps, given)
-        self._gathered.held = False  # until this micro-batch is through
+        self._gathered.held = False  # until this micro-batch is done
         self._checks.check(training, self._in_use.whole)
         self._states[training].check()
         outputs = self._compute(given, program, parts, compares)
@@ -173,7 +172,7 @@ class Distributed(nn.Module):
         return fill_result(self.traced[training], returned_outputs(outputs, program.steps, graph, self.group))
 
     def _compute(self, given: StepInputs, program: Program, parts: list[Tensor], compares: bool) -> Sequence[Tensor]:
-        """Return the outputs, as a node of the caller's autograd graph if there is one. Its backward is `StepCall`'s."""
+        """Return the outputs. If they need a gradient, a `StepCall` puts them into the caller's autograd graph."""
         executor, kind = self._executors[self.training], self.group.torch_device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         precision = self.precision or autocast
@@ -184,7 +183,7 @@ class Distributed(nn.Module):
                 begin = partial(self._begin_backward, self.reshards, self.training, compares, program.steps.outputs)
                 call = StepCall(executor, program, precision, parts, self._checks.trained, self._accumulation, begin)
                 return call.outputs(given.tensors)
-            # The caller's memory must not be marked or changed.
+            # The caller's tensors must not be marked or changed.
             callers = {x.untyped_storage().data_ptr() for x in given.tensors}
             made = executor.forward(program, parts, keep=False, precision=precision)[0]
             return [y.clone() if y.untyped_storage().data_ptr() in callers else y for y in made]
@@ -197,7 +196,7 @@ class Distributed(nn.Module):
         outputs: Sequence[Value],
         output_gradients: Sequence[Tensor | None],
     ) -> int:
-        """Check a backward, and return its stage of inexact mixing.
+        """Check that backward can run, and return its stage of inexact mixing.
 
         Args:
             reshards: the value of `self.reshards` in its forward.
@@ -208,20 +207,20 @@ class Distributed(nn.Module):
             )
         if not training and self._in_use.half_trained is not None:
             raise InputError(
-                f"backward in evaluation mode: parameter {self._in_use.half_trained!r} is used on other devices there than "
-                "keep it, and it would not be trained as on one device; call model.train() before forward, with those modules "
-                "in evaluation mode that were so before distribute()"
+                f"backward in evaluation mode: parameter {self._in_use.half_trained!r} is used there on devices that do not "
+                "keep it, so it would not train as on one device; call model.train() before forward, and keep in evaluation "
+                "mode only the modules that were so before distribute()"
             )
         if compares:
             self._comparisons.check_gradients(outputs, output_gradients)
         return next(self._accumulation.stages)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Leave gradients on each device inside the block; the next micro-batch outside sums those of all micro-batches.
+        """Keep gradients local inside the block; the next micro-batch outside sums those of all micro-batches.
 
-        As with DistributedDataParallel, forward and backward of a micro-batch are both inside, those of the last one of a
-        step outside; in between `.grad` is the sum of this device's. Every device runs the same micro-batches inside. Hooks
-        on parameters are called in the last one only, with the gradient of all.
+        As with DistributedDataParallel, run forward and backward of a micro-batch inside, and those of a step's last
+        micro-batch outside. Until then `.grad` is the sum of this device's gradients. Every device runs the same
+        micro-batches inside. Hooks on parameters run in the last micro-batch only, with the gradient of all.
 
         ::
 
@@ -232,19 +231,19 @@ class Distributed(nn.Module):
         """
         return self._accumulation.unsummed()
 
-    # --- the plan, and what is made for it ---------------------------------------------------------------------------
+    # --- plan, programs and executors --------------------------------------------------------------------------------
 
     def follow(self, plan: Plan) -> None:
-        """Use the steps and layouts of this plan. Nothing is moved: `reshard` does that."""
+        """Use the steps and layouts of this plan. `reshard` moves the shards."""
         self._set_plan(plan)
         self.weights.in_use = self._in_use
         self._gathered.clear()
         self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
 
     def enter(self, plan: Plan) -> None:
-        """Continue in another generation of the group, by a plan for its devices. `SnapshotStore.restore` moves the state.
+        """Continue with a plan for another generation of the group. `SnapshotStore.restore` moves the state.
 
-        Forget what an interrupted step has left.
+        Discard the leftovers of an interrupted step.
 
         Raises:
             PlanError: the plan is for another model or another number of devices.
@@ -270,19 +269,19 @@ class Distributed(nn.Module):
         self.reshards += 1
 
     def _bind(self) -> None:
-        """Prepare to run on the present modules and parameters."""
+        """Prepare to run on the current modules and parameters."""
         self._make_ready()
         self._checks = ModelChecks(self.module, self.traced, self.group.devices)
         self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
         self.mark_shards()
 
     def use_clock(self, clock: Clock) -> None:
-        """Count computing and exchanging with another clock from the next step on."""
+        """Measure with another clock from the next step on."""
         self.clock = clock
         self._make_ready()
 
     def _make_ready(self) -> None:
-        """Make executors without programs, and restart everything that counts micro-batches and steps."""
+        """Create executors and an empty program cache, and reset the counters of micro-batches and steps."""
         shapes = {key: p.shape for key, p in self.parameters_by_key.items()}
         self._gathered = GatheredParameters(self.module, shapes, self.calls)
         self._executors = {
@@ -296,7 +295,7 @@ class Distributed(nn.Module):
         self._comparisons = Comparisons(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Distributed":
-        """Return a model with the same weights, plan and devices: a teacher, an average. Every device makes it."""
+        """Return a model with the same weights, plan and devices, such as a teacher. Every device must call it."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         of_torch = vars(nn.Module()).keys()
@@ -332,12 +331,12 @@ class Distributed(nn.Module):
         """Load the local shards of whole weights. Every device must call it, with the same weights.
 
         Args:
-            state_dict: of the model as it was before `distribute`, under its ordinary keys.
-            strict: refuse keys that are missing or not known; False: return them, as torch does.
+            state_dict: of the model before `distribute`, under its ordinary keys.
+            strict: refuse missing and unknown keys; False: return them, as torch does.
             assign: refused.
 
         Raises:
-            InputError: keys that do not fit, or a tensor of another shape than the whole parameter.
+            InputError: missing or unknown keys, or a tensor without the shape of the whole parameter.
         """
         if assign:
             raise InputError("load_state_dict(assign=True): shards are copied: leave assign out")
@@ -347,22 +346,22 @@ class Distributed(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model under its ordinary keys, on every device. Every device must call it.
 
-        With `inexact-butterfly-mixing` the devices' weights differ, and these are their averages.
+        With `inexact-butterfly-mixing` the devices' weights differ; return their averages.
         """
         return self.weights.full_state()
 
     def gather(self, key: str, shard: Tensor) -> Tensor:
-        """Return the whole of a tensor in the layout of parameter `key` (its gradient, its momentum), on every device.
+        """Gather a tensor that is sharded like parameter `key` (its gradient, its momentum), on every device.
 
-        If the plan mixes inexactly, this is the average of the devices' copies.
+        If the plan mixes inexactly, return the average of the devices' copies.
 
         Raises:
-            InputError: a gradient that was not yet summed over the devices, after `no_sync`.
+            InputError: a gradient not yet summed over the devices, after `no_sync`.
         """
         return self.weights.gather(key, shard)
 
     def mark_shards(self) -> None:
-        """Mark the parameters of which this device has only shards: some optimizers and calls of modules are then refused."""
+        """Mark sharded parameters, so that unsuitable optimizers and calls of their modules are refused."""
         for key, parameter in self.named_parameters():
             setattr(parameter, SHARD, not self._in_use.is_copied(key))
         self.calls.watch(self.module)
@@ -378,25 +377,25 @@ class Distributed(nn.Module):
         The micro-batches of a step gather them once; a device whose shard has changed since refuses the next one.
         """
         if self._gathered.held:
-            self.group.agree("weights_changed", "")  # a device that calls it alone would wait for the others in vain
+            self.group.agree("weights_changed", "")  # raises if only some devices call it
             self._gathered.held = False
 
     def gradients_changed(self) -> None:
-        """Accept changes that the script made to `.grad` since backward. Every device calls it.
+        """Accept the script's changes to `.grad` since backward. Every device calls it.
 
-        A change must treat each entry by itself, as `clip_grad_value_` does: any other one would be wrong on local shards.
-        Without this call the optimizer's step refuses them.
+        A change must treat each entry by itself, as `clip_grad_value_` does: any other change is wrong on local shards.
+        Without this call the optimizer's step raises InputError.
         """
         accept_gradients(self.parameters())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all devices is at most `max_norm`. Return the norm before.
+        """Scale all gradients so that their norm over all devices is at most `max_norm`. Return the previous norm.
 
-        `torch.nn.utils.clip_grad_norm_` would see only the local shards. Call it on every device.
+        `torch.nn.utils.clip_grad_norm_` would see only the local shards. Every device must call it.
         """
         return self.weights.clip_gradients(max_norm, norm_type)
 
-    # --- what does not work on shards --------------------------------------------------------------------------------
+    # --- calls refused on shards -------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         raise InputError(
@@ -413,7 +412,7 @@ class Distributed(nn.Module):
         inner = self.__dict__.get("_modules", {}).get("module")
         if inner is not None and name not in self.__dict__ and not hasattr(type(self), name):
             if hasattr(inner, name):
-                # Its forward reads it there; if the trace has read it, the next step is refused.
+                # The inner forward reads it there; if the trace has read it, the next step is refused.
                 setattr(inner, name, value)
                 return
             if isinstance(value, nn.Module | nn.Parameter):
@@ -437,7 +436,7 @@ class Distributed(nn.Module):
     # --- for loaders and controllers ---------------------------------------------------------------------------------
 
     def steps(self, batch: int) -> StepList:
-        """Return the step list for a global batch of this size, in the present mode."""
+        """Return the step list for a global batch of this size, in the current mode."""
         return self._programs.get(self.training, batch).steps
 
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
@@ -445,16 +444,16 @@ class Distributed(nn.Module):
         return tuple(value.layout for value in self.steps(batch).inputs)
 
     def output_rows(self, batch: int) -> tuple[int, int]:
-        """Return start and stop of the samples of a global batch whose outputs this device has: all, or its part."""
+        """Return start and stop of the global batch's samples whose outputs this device has."""
         values = [v for v in self.steps(batch).outputs if not isinstance(v.layout, Replicated)]
         return rows_of(values[0].layout, values[0].shape, self.group.device) if values else (0, batch)
 
     def announce(self, batch: int | None) -> None:
-        """Set the size of the global batch whose part the loader hands out next; None: no more batches."""
+        """Set the size of the next global batch of the loader; None: no more batches."""
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
-        """Set the measured seconds of layers, used to divide a segment's time."""
+        """Set the measured seconds per layer, used to divide a segment's time."""
         self._programs.expect(seconds)
 
 

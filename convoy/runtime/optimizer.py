@@ -1,4 +1,4 @@
-"""Counterparts of torch's functions for optimizers of whole models: clipping by the common norm, and the whole state."""
+"""Clip gradients by their global norm, and gather an optimizer's state, for sharded models."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.errors import InputError
 from convoy.layout.layout import holds
 from convoy.runtime.module import Distributed, not_distributed
@@ -15,14 +15,13 @@ from convoy.runtime.shards import elementwise_names
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients of a model so that their common norm is at most `max_norm`. Every device must call it.
+    """Scale all gradients of a model so that their global norm is at most `max_norm`. Every device must call it.
 
-    `torch.nn.utils.clip_grad_norm_` would take the norm of the local shards: each device would find a smaller norm and scale
-    by another factor. Here the norms of shards are added over the devices, copies count once, and all devices scale by the
-    factor of one device.
+    `torch.nn.utils.clip_grad_norm_` would take the norm of the local shards, so each device would scale by another factor.
+    This function combines the norms of all shards, counts copies once, and scales by the same factor everywhere.
 
     Args:
-        model: a distributed model, or an ordinary one, which torch's own function clips.
+        model: a distributed model; an ordinary one is given to torch's own function.
         norm_type: the p of the p-norm; infinity for the largest entry.
 
     Returns:
@@ -37,7 +36,7 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
     """Return the optimizer's state for the whole model, by parameter name, on every device. Every device must call it.
 
     Returns:
-        `state`: by parameter and name, whole tensors and numbers; `param_groups`: options with `params` as names.
+        `state`: whole tensors and numbers by parameter and name; `param_groups`: options, `params` as names.
 
     Raises:
         InputError: the model is not distributed.
@@ -67,15 +66,15 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
 
 
 def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
-    """Describe an entry of an optimizer's state of a parameter as JSON, on a device that holds a shard of the parameter.
+    """Describe one entry of a parameter's optimizer state as JSON, on a device that holds a shard of the parameter.
 
     Returns:
         {"kind": "tensor", "dtype"} for a tensor of the parameter's own shape, with the parameter's layout;
-        {"kind": "number", "value", "dtype", "near"} for another tensor, near: on the parameter's device, not on the CPU;
+        {"kind": "number", "value", "dtype", "near"} for another tensor; near: it is on the parameter's device;
         {"kind": "plain", "value"} for anything else.
 
     Raises:
-        InputError: it is no tensor, number or text.
+        InputError: it is not a tensor, number or string.
     """
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
@@ -94,6 +93,6 @@ def number_of(row: Mapping[str, Any], parameter: Tensor) -> Any:
     """Return the number or plain value that `described` turned into this row."""
     if row["kind"] == "plain":
         return row["value"]
-    # Some optimizers count on the CPU, whatever device the parameter is on.
+    # Some optimizers keep their counters on the CPU, whatever device the parameter is on.
     device = parameter.device if row["near"] else torch.device("cpu")
     return torch.tensor(row["value"], dtype=getattr(torch, row["dtype"]), device=device)

@@ -1,7 +1,7 @@
-"""Mixed precision: layers multiply in bf16 or fp16, everything else stays in float32.
+"""Run layers in bf16 or fp16, and keep everything else in float32.
 
-Each layer rounds its inputs and weights before it computes, and gives its outputs and gradients in float32. So weights,
-optimizer state, gradients, their sums and messages are float32, whatever the plan. torch.autocast rounds alike.
+Each layer rounds its inputs and weights before it computes, and returns outputs and gradients in float32. So weights,
+optimizer state, gradients, their sums and messages are float32 under every plan. torch.autocast rounds the same tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from convoy.comm.collectives import difference, gather, share_number
+from convoy.comm.control_messages import difference, gather, share_number
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.machine.accelerator import accelerator
@@ -22,34 +22,34 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.shards import SCALED, accept_gradients, check_gradients, check_summed, works_on
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Number types of layers; None: the model's own."""
+"""Dtypes of layers; None: the model's own."""
 
 
 def check_kinds(precision: str, devices: Sequence[str]) -> None:
-    """Check a precision against device names of the command line, before anything starts.
+    """Check a precision against the command line's device names before the run starts.
 
     Raises:
-        InputError: unknown precision, or fp16 where one of the devices is a CPU.
+        InputError: unknown precision, or fp16 although one device is a CPU.
     """
     dtype_named(precision)
     on_cpu = [name for name in devices if name.startswith("cpu") or (name == "auto" and accelerator() is None)]
     if precision == "fp16" and on_cpu:
-        raise InputError("--precision fp16 on a CPU, which does not gain from it: use bf16, or GPUs only")
+        raise InputError("--precision fp16 on a CPU, where it is not faster: use bf16, or GPUs only")
 
 
 def compute_in(model: Distributed, precision: str) -> None:
-    """Set the precision of a model's layers. Every device must call it, with the same.
+    """Set the precision of a model's layers. Every device must call it with the same value.
 
     Raises:
-        InputError: unknown name; fp16 where one of the devices is a CPU; a model that is not float32.
-        MismatchError: the devices were given different precisions.
+        InputError: unknown name; fp16 although one device is a CPU; a model that is not float32.
+        MismatchError: the devices have different precisions.
     """
     agree_on_precision(model.group, model.traced[True].graph, precision)
     model.precision = dtype_named(precision)
 
 
 def agree_on_precision(group: Group, graph: Graph, precision: str) -> None:
-    """Check that all devices were given this precision, and can use it with this model. Every device must call it.
+    """Check that all devices have this precision and can use it for this model. Every device must call it.
 
     Raises:
         InputError, MismatchError: see `compute_in`.
@@ -57,30 +57,30 @@ def agree_on_precision(group: Group, graph: Graph, precision: str) -> None:
     dtype = dtype_named(precision)
     rows = gather(group, "precision", [precision, group.torch_device.type])
     if found := difference([row[0] for row in rows]):
-        raise MismatchError(f"the devices compute in different precisions: {found}; give all the same")
+        raise MismatchError(f"the devices have different precisions: {found}; give all the same")
     processors = [str(d) for d, row in enumerate(rows) if row[1] == "cpu"]
     if dtype is torch.float16 and processors:
         raise InputError(
-            f"precision fp16, but device {', '.join(processors)} is a CPU, and CPUs do not gain from fp16: use bf16, or GPUs "
+            f"precision fp16, but device {', '.join(processors)} is a CPU, where fp16 is not faster: use bf16, or GPUs "
             "only"
         )
     for layer in graph.weighted if dtype is not None else ():
         if layer.dtype != "float32":
             raise InputError(
-                f"precision {precision}, but layer {layer.name!r} is {layer.dtype}: mixed precision starts from a float32 "
-                "model; use model.float(), or precision float32, which leaves a model as it is"
+                f"precision {precision}, but layer {layer.name!r} is {layer.dtype}: mixed precision needs a float32 model; "
+                "use model.float(), or precision float32, which does not change the model's dtypes"
             )
 
 
 def dtype_named(precision: str) -> torch.dtype | None:
-    """Return the number type of layers; None for the model's own. InputError for an unknown name lists the choices."""
+    """Return the dtype of layers; None for the model's own. InputError for an unknown name lists the choices."""
     if precision not in PRECISIONS:
         raise unknown_name("precision", precision, PRECISIONS)
     return PRECISIONS[precision]
 
 
 class UnderAutocast(nn.Module):
-    """An ordinary model under torch's own autocast, for comparison with a distributed one."""
+    """An ordinary model under torch.autocast, for comparison with a distributed one."""
 
     def __init__(self, model: nn.Module, precision: str) -> None:
         super().__init__()
@@ -94,15 +94,15 @@ class UnderAutocast(nn.Module):
 class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler for fp16 on several devices: an overflow on one device skips the step on all.
 
-    torch's own looks at the local shards only, so one device would skip a step that others make. It is used in the same way.
-    Every device has one, and calls it at the same places.
+    torch's own looks at local shards only, so one device could skip a step that others take. Use this one in the same places,
+    on every device.
 
     Args:
         model: a distributed model, or an ordinary one.
-        options: those of torch.amp.GradScaler.
+        options: options of torch.amp.GradScaler.
 
     Attributes:
-        skips: the gradients that were unscaled last have overflowed, so the step is skipped.
+        skips: the gradients unscaled last have overflowed, so the step is skipped.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -111,7 +111,7 @@ class GradScaler(torch.amp.GradScaler):
         self.skips = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, and forget a step that was interrupted between unscaling and update."""
+        """Load as torch does, and discard a step interrupted between unscaling and update."""
         super().load_state_dict(state_dict)
         self._per_optimizer_states.clear()
 
@@ -128,12 +128,12 @@ class GradScaler(torch.amp.GradScaler):
         if self.group is not None:
             found = max(share_number(self.group, found))
         assert self._scale is not None
-        # Also if this device has no gradients, and torch would find nothing to check.
+        # Set it even without local gradients: torch would have nothing to check.
         state["found_inf_per_device"] = {self._scale.device: torch.tensor(found, device=self._scale.device)}
         self.skips = found > 0
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        # Fused optimizers would unscale in their own step, for the local shards only.
+        # Fused optimizers would unscale in their own step, and check local shards only.
         if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)

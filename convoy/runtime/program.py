@@ -1,4 +1,4 @@
-"""Device programs prepared for the executor: grouped operations, buffers to drop, and which devices draw random numbers."""
+"""Prepare device programs for the executor: group operations, find buffers to drop and devices that draw random numbers."""
 
 import math
 import operator
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.layout.layout import Replicated, holders
 from convoy.model.graph import Graph
@@ -36,7 +36,6 @@ from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, Step
 from convoy.runtime.gradients import SumLane
 
 _ON_LANE = (Make, View, Copy, Add, Merge, ExchangeRound, WaitRound)
-"""Operations that `Lane` runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Item:
 
     Attributes:
         drops: buffers that no later operation reads.
-        dtype: of the buffers that the operations make.
+        dtype: dtype of the buffers that the operations make.
     """
 
     operations: tuple[Operation, ...]
@@ -55,12 +54,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class BoundFused:
-    """What a segment needs beside its operations.
+    """The properties of a segment that the executor needs in addition to its operations.
 
     Attributes:
-        wants: which of the values it reads have a gradient.
-        drops: after each computation in forward, the segment's own values that no later one reads.
-        whole: layers whose module can be called itself: this device holds all of their parameters.
+        wants: for each value it reads, whether it has a gradient.
+        drops: for each computation in forward, the segment's own values that no later one reads.
+        whole: layers whose module can be called, because this device holds all of their parameters.
     """
 
     wants: tuple[bool, ...]
@@ -72,16 +71,16 @@ class Program:
     """A device program prepared for the executor.
 
     Args:
-        steps: the list that it was compiled from.
-        reached: the parameters whose gradient its backward computes on any device.
+        steps: the step list that it was compiled from.
+        reached: parameters whose gradient backward computes on any device.
 
     Attributes:
         gathered: sharded parameters that this device computes with, gathered in this micro-batch or an earlier one.
-        freed: those of them that are freed after use.
-        into_shares: parameters whose gradients are summed into shards.
+        freed: gathered parameters that are freed after use.
+        into_shares: parameters whose gradients are reduce-scattered.
         waiting: parameters that every device uses and whose gradients a later micro-batch sums.
-        random: which devices draw random numbers.
-        owned_outputs: whether nothing but the caller keeps the memory of an output.
+        random: the devices that draw random numbers.
+        owned_outputs: for each output, whether only the caller keeps its memory.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Program:
 
 
 def _is_owned(graph: Graph, name: str, readers: int) -> bool:
-    """Whether no other layer keeps a value's memory: it is new, or a view of memory that nothing else reads."""
+    """Return whether no other layer keeps a value's memory: it is new, or a view of memory that nothing else reads."""
     layer = graph[name]
     if layer.kind == "input" or len(graph.readers[name]) > readers or (readers and name in graph.outputs):
         return False
@@ -133,17 +132,17 @@ def reached_parameters(steps: StepList, graph: Graph) -> tuple[str, ...]:
 
 
 def _layer_of(step: Any) -> str:
-    """Return the layer whose dtype a step uses; "" for a gradient sum, which uses the parameters'."""
+    """Return the layer whose dtype a step uses; "" for a gradient sum, which uses the dtype of its parameters."""
     if isinstance(step, ComputeStep):
         return step.layer
     if isinstance(step, GatherStatistics):
-        return step.layers[0]  # they are of one type
+        return step.layers[0]  # all have the same dtype
     reads = getattr(step, "reads", None)
     return reads.layer if reads is not None else ""
 
 
 def _items(operations: Sequence[Operation], kept: set[str], dtypes: Mapping[int, torch.dtype]) -> list[Item]:
-    """Group the operations that run in one call, and find what can be dropped after each group."""
+    """Group the operations that run in one call, and find the buffers to drop after each group."""
     rows: list[tuple[list[Operation], torch.dtype | None]] = []
     for operation in operations:
         made = dtypes.get(operation.step) if isinstance(operation, Make) and not operation.like else None
@@ -189,11 +188,11 @@ def _bound(fused: Fused, graph: Graph, model: nn.Module, gathered: Collection[st
 
 
 class RandomNumbers:
-    """The devices that draw random numbers in forward. Scripts draw too, and must draw the same ones on every device.
+    """The devices that draw random numbers in forward. Scripts draw too, and need the same numbers on every device.
 
     Attributes:
-        split: several devices draw, each for its part of the batch or of the channels (dropout).
-        alone: the device that runs a module whole, and draws as one device would; None if there is no such module.
+        split: several devices draw, each for its shard of the batch or the channels (dropout).
+        alone: the only device that runs a module, with the draws of a single-device run; None: no such module.
     """
 
     def __init__(self, steps: StepList, graph: Graph) -> None:
@@ -209,9 +208,9 @@ class RandomNumbers:
 
     @contextmanager
     def same_afterwards(self, group: Group) -> Iterator[None]:
-        """Run a forward after which the generators of torch, Python and numpy have the same state on all devices.
+        """Run a forward, and leave the generators of torch, Python and numpy in the same state on all devices.
 
-        If several devices draw, each uses its own seed. If one draws, all take over its states, those of one device.
+        If several devices draw, each uses its own seed. If one device draws, all others copy its states.
         """
         if group.devices == 1 or not (self.split or self.alone is not None):
             yield
@@ -235,7 +234,7 @@ class RandomNumbers:
 
 
 def _states(device: torch.device) -> dict[str, Any]:
-    """Return the states of all generators, for JSON."""
+    """Return the states of all generators as JSON."""
     arrays: Any = np.random.get_state(legacy=False)
     states = {
         "cpu": torch.get_rng_state().numpy().tobytes().hex(),
@@ -248,7 +247,7 @@ def _states(device: torch.device) -> dict[str, Any]:
 
 
 def _set_states(states: dict[str, Any], device: torch.device) -> None:
-    """Set the states of another device; an accelerator's only if both have one of the same type."""
+    """Set another device's states; an accelerator's state only if both have one of the same type."""
 
     def tensor(text: str) -> torch.Tensor:
         return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

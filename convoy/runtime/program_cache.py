@@ -1,4 +1,4 @@
-"""A device's programs for a plan: lowered, checked, compiled and prepared at first use."""
+"""Lower, check and compile a device's programs for a plan at first use, and cache them."""
 
 from collections.abc import Mapping
 
@@ -13,21 +13,21 @@ from convoy.runtime.program import Program
 from convoy.runtime.weights import PlanInUse
 
 CHECKED_DEVICES = 16
-"""Programs of larger fleets are not checked against each other before the first step: that takes seconds."""
+"""Largest fleet whose programs are checked against each other before the first step: more would take seconds."""
 
 StateDevices = dict[str, set[int]]
-"""For each layer that changes its own state: the devices on which it has run."""
+"""Devices on which each layer that changes its own state has run."""
 
 
 class ProgramCache:
     """The programs of this device for one plan.
 
     Args:
-        executors: by mode (True: training).
-        state_devices: kept from plan to plan, as the state of layers is.
+        executors: one per mode (True: training).
+        state_devices: kept when the plan changes, because the layers' state is.
 
     Attributes:
-        programs: by mode, batch, where gradients of inputs are brought, and kind of micro-batch.
+        programs: by mode, batch size, destination of input gradients, and kind of micro-batch.
     """
 
     def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
@@ -55,14 +55,14 @@ class ProgramCache:
         return self.programs[key]
 
     def expect(self, seconds: Expected) -> None:
-        """Set the measured seconds of layers, used to divide a segment's time."""
+        """Set the measured seconds per layer, used to divide a segment's time."""
         for executor in self._executors.values():
             executor.expected_s = seconds
         for program in self.programs.values():
             program.expected_s.clear()
 
     def _check_state(self, steps: StepList, graph: Graph) -> None:
-        """Refuse a layer with its own state that would run on devices where that state is outdated."""
+        """Raise InputError if a layer with its own state would run on devices where that state is outdated."""
         for step in steps.phase("forward"):
             if not isinstance(step, ComputeStep) or not (
                 graph[step.layer].changes_state or step.layer in self._state_devices
@@ -72,8 +72,8 @@ class ProgramCache:
             before = self._state_devices.setdefault(step.layer, here)
             if here != before if graph[step.layer].changes_state else not here <= before:
                 raise InputError(
-                    f"layer {step.layer!r} changes its Python state, buffers or parameters in forward, on the devices "
-                    f"{sorted(before)} so far, and would run on {sorted(here)} for a batch of {steps.batch}: their state would "
-                    "no longer be the same. Use batches with samples for each of these devices (drop_last=True), or give "
-                    "the layer the strategy 'one'"
+                    f"layer {step.layer!r} changes its Python state, buffers or parameters in forward. It ran on the devices "
+                    f"{sorted(before)}, and would run on {sorted(here)} for a batch of {steps.batch}, so their states would "
+                    "differ. Use batches with samples for each of these devices (drop_last=True), or give the layer the "
+                    "strategy 'one'"
                 )

@@ -1,4 +1,4 @@
-"""Other shares in the middle of training: weights, gradients and optimizer state move to the layouts of the new plan."""
+"""Reshard during training: move weights, gradients and optimizer state to the layouts of a new plan."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.collectives import agree_on, gather
+from convoy.comm.control_messages import agree_on, gather
 from convoy.errors import InputError
+from convoy.layout.collectives import schedule
 from convoy.layout.layout import Layout, Replicated, dual, holders, holds, local_shape
-from convoy.layout.redistribute import schedule
 from convoy.plan.plan import Plan
 from convoy.runtime.exchange import Moving, start_move
 from convoy.runtime.module import Distributed, not_distributed
@@ -29,19 +29,18 @@ Moved = Mapping[str, tuple[Layout, Layout]]
 
 
 def reshard(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
-    """Continue the training of a model by another plan, between two steps. Every device calls it with the same plan.
+    """Switch a model to another plan between two steps. Every device calls it with the same plan.
 
     Parameters, buffers, gradients and optimizer state move; parameter objects stay the same, so optimizers and schedules
-    continue. A loader of the model hands out the local batches of the new plan from its next batch on. The trajectory is
-    that of one device, as before.
+    continue. The model's loader uses the new plan from its next batch on. The trajectory remains that of one device.
 
     Args:
-        optimizers: all that work on the model's parameters; otherwise their state would be that of other shards.
+        optimizers: all optimizers of the model's parameters; the state of any other would not fit the new shards.
 
     Raises:
         PlanError: the plan is for another model or another number of devices.
         MismatchError: the devices were given different plans.
-        InputError: an optimizer of another model, or one that is not known to be exact on shards.
+        InputError: an optimizer of another model, or one not known to be exact on shards.
         DeviceLostError: a device that had to send or receive did not.
     """
     if not isinstance(model, Distributed):
@@ -81,7 +80,7 @@ def _check_optimizer(optimizer: Optimizer, held: Mapping[str, nn.Parameter], mov
 
 
 def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -> None:
-    """Start every move, then wait for all, so that many small tensors do not wait for each other."""
+    """Start all moves, then wait for all, so that small tensors do not wait for each other."""
     device = model.group.device
     parameters = {k: model.module.get_parameter(k) for k in moved if not model.parameters_by_key[k].buffer}
     with_gradient, rows = _gathered_state(model, moved, parameters, optimizers)
@@ -113,7 +112,7 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
         model.weights.put(key, weight.land().clone())
     for key, gradient in gradients.items():
         arrived, layout = gradient.land().clone(), moved[key][1]
-        # Only the first of several copies keeps an unsummed gradient: it has all of the sum so far.
+        # Only the first of several copies keeps an unsummed gradient: it received the complete sum.
         first = not (is_unsummed(parameters[key]) and isinstance(layout, Replicated)) or holders(layout)[0] == device
         parameters[key].grad = arrived if first and holds(layout, device) else None
     for (i, key), state in states.items():
@@ -127,7 +126,7 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
 def _gathered_state(
     model: Distributed, moved: Moved, parameters: Mapping[str, nn.Parameter], optimizers: tuple[Optimizer, ...]
 ) -> tuple[set[str], dict[str, dict[str, Any]]]:
-    """Return the keys with a gradient, and the optimizer state by "0/key", as reported by the devices with a shard."""
+    """Gather, from the devices with a shard, the keys with a gradient and the optimizer state by "0/key"."""
     gradients, rows = [], {}
     for key, parameter in parameters.items():
         if holds(moved[key][0], model.group.device):

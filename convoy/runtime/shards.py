@@ -1,5 +1,5 @@
-"""Marks on the parameters of distributed models, and refusals of what would be wrong on shards: calls of modules, optimizer
-steps, changed gradients, saved states. Uses official hooks of torch only."""
+"""Mark the parameters of distributed models, and refuse operations that would be wrong on shards: module calls, optimizer
+steps, changed gradients, saved states. Uses torch's official hooks only."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -15,22 +15,22 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from convoy.errors import InputError
 
 SHARD, ORIGINAL, UNSUMMED = "_convoy_shard", "_convoy_original", "_convoy_unsummed"
-"""Names of the marks: a local shard or copy of a distributed model; a parameter of the model before it was distributed; a
-gradient that was not yet summed over the devices."""
+"""Names of the marks: a distributed model's local shard or copy; a parameter of the model before it was distributed; a
+gradient not yet summed over the devices."""
 
 SCALED = "_convoy_scaled"
-"""Mark of a shard whose gradient was computed in fp16, and has to go through `convoy.train.GradScaler`."""
+"""Mark of a shard whose gradient was computed in fp16, so that `convoy.train.GradScaler` must unscale it."""
 
 _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
 
 def is_shard(parameter: object) -> bool:
-    """Return whether this device holds only a part of the parameter."""
+    """Return whether this device holds only a shard of the parameter."""
     return getattr(parameter, SHARD, False)
 
 
 def mark_unsummed(parameter: nn.Parameter, unsummed: bool) -> None:
-    """Mark whether `.grad` is the sum of this device's micro-batches only, and has yet to be summed over the devices."""
+    """Mark whether `.grad` is the sum of this device's micro-batches only, not yet summed over the devices."""
     setattr(parameter, UNSUMMED, unsummed)
 
 
@@ -39,11 +39,11 @@ def is_unsummed(parameter: object) -> bool:
 
 
 def check_summed(what: str, parameters: Iterable[nn.Parameter]) -> None:
-    """Raise InputError if a gradient was not yet summed over the devices."""
+    """Raise InputError if a gradient is not yet summed over the devices."""
     if any(is_unsummed(p) and p.grad is not None for p in parameters):
         raise InputError(
-            f"{what} after micro-batches in no_sync(), whose gradients were not summed over the devices: run forward and "
-            "backward of the last micro-batch of a step outside of no_sync(), or clear the gradients with zero_grad()"
+            f"{what} after micro-batches in no_sync(), whose gradients are not summed over the devices: run forward and "
+            "backward of a step's last micro-batch outside of no_sync(), or clear the gradients with zero_grad()"
         )
 
 
@@ -51,17 +51,17 @@ def check_not_distributed(model: nn.Module) -> None:
     """Raise InputError if parameters of this model belong to a distributed one."""
     if any(hasattr(parameter, SHARD) for parameter in model.parameters()):
         raise InputError(
-            f"this {type(model).__name__} is distributed already, or shares parameters with a model that is: prepare takes "
-            "over the model that it is given. Use what prepare returned; to start again (a cell of a notebook that runs "
-            "twice), first make model, optimizer and loader again"
+            f"this {type(model).__name__} is distributed already, or shares parameters with a model that is: prepare replaces "
+            "the model it is given. Use the model that prepare returned; to start again (a notebook cell that runs twice), "
+            "first create model, optimizer and loader again"
         )
 
 
 class CallGuard:
-    """A forward-pre hook that refuses calls of a module outside of a step if this device has only shards of its parameters.
+    """A forward-pre hook that refuses calls of a module with sharded parameters outside of a step.
 
     Attributes:
-        working: number of forward and backward computations that run now.
+        working: number of forward and backward computations in progress.
     """
 
     def __init__(self) -> None:
@@ -70,19 +70,19 @@ class CallGuard:
     def __call__(self, module: nn.Module, _inputs: object) -> None:
         if not self.working and any(map(is_shard, module._parameters.values())):
             raise InputError(
-                f"a {type(module).__name__} of a distributed model was called by itself, and this device has only shards of "
-                "its parameters: call the model that prepare or distribute returned, or use a plan that copies parameters, "
-                "such as 'data-by-speed'"
+                f"a {type(module).__name__} inside a distributed model was called directly, but this device has only shards "
+                "of its parameters: call the model that prepare or distribute returned, or use a plan that copies "
+                "parameters, such as 'data-by-speed'"
             )
 
     def __deepcopy__(self, _memo: object) -> NoReturn:
         raise InputError(
-            "a module of a distributed model was copied, and this device has only shards of its parameters: copy the "
+            "a module inside a distributed model was copied, but this device has only shards of its parameters: copy the "
             "distributed model itself, on every device, or load its full_state_dict() into a new model"
         )
 
     def watch(self, model: nn.Module) -> None:
-        """Guard the modules of which this device has shards now."""
+        """Guard the modules that have shards now."""
         for module in model.modules():
             if any(map(is_shard, module._parameters.values())) and self not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(self)
@@ -99,16 +99,16 @@ class Retired(Tensor):
         held = [t for row in rows for t in (row if isinstance(row, list | tuple) else [row])]
         key = next((vars(t)["key"] for t in held if type(t) is cls), "?")
         raise InputError(
-            f"{getattr(func, '__name__', 'an operation')} on {key!r} of the model as it was before prepare: the plan "
-            "splits it over devices. Take parameters from the prepared model (model.named_parameters() has the local "
-            "shards, model.full_state_dict() whole ones), give prepare the optimizer that works on them, or a plan that copies "
-            "them, such as 'data-by-speed'"
+            f"{getattr(func, '__name__', 'an operation')} on {key!r} of the model before prepare: the plan splits it over "
+            "devices. Take parameters from the prepared model (model.named_parameters() has the local shards, "
+            "model.full_state_dict() whole ones), give prepare their optimizer, or use a plan that copies them, such as "
+            "'data-by-speed'"
         )
 
 
 @torch.no_grad()
 def retire(tensor: Tensor, key: str) -> None:
-    """Free a tensor's memory, and make every later operation on it raise. Autograd may still hold it."""
+    """Free a tensor's memory, and make every later operation on it raise InputError. Autograd may still hold it."""
     tensor.grad = None
     if not tensor.is_meta:
         tensor.data = tensor.new_empty(0)
@@ -116,12 +116,12 @@ def retire(tensor: Tensor, key: str) -> None:
     tensor.__class__ = Retired
 
 
-# --- state_dict() of the modules inside a distributed model ------------------------------------------------------------
+# --- state_dict() of modules inside a distributed model ----------------------------------------------------------------
 
 
 @contextmanager
 def reading_shards() -> Iterator[None]:
-    """Allow `state_dict` of modules with shards inside the block: for Convoy's own use."""
+    """Let Convoy call `state_dict` of modules with shards inside the block."""
     token = _reading.set(True)
     try:
         yield
@@ -132,7 +132,7 @@ def reading_shards() -> Iterator[None]:
 def guard_state_dicts(model: nn.Module) -> None:
     """Refuse `state_dict` of modules with shards: scripts save `model.module.state_dict()`, as with DDP."""
     for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks, and has no parameters (see `trace`)
+        if not isinstance(module, torch.jit.ScriptModule):  # it accepts no hooks, and has no parameters (see `trace`)
             module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
 
 
@@ -162,16 +162,16 @@ ELEMENTWISE: set[type[Optimizer]] = {
 """Optimizers that treat each entry of a parameter by itself, so that shards train like the whole parameter.
 
 Add your own class if it does: `convoy.train.ELEMENTWISE.add(Lion)`. LBFGS (products over all parameters), Adafactor (row
-and column means) and Muon (whole matrices) do not; they are exact where every device has whole copies."""
+and column means) and Muon (whole matrices) do not; they are exact if every device has whole copies."""
 
 _VERSION = "_convoy_version"
-"""On a shard's gradient: the value of `_version` at which Convoy computed, clipped or unscaled it last."""
+"""Mark of a shard's gradient: its `_version` when Convoy last computed, clipped or unscaled it."""
 
 _with_guarded_state: WeakSet[Optimizer] = WeakSet()
 
 
 def elementwise_names() -> str:
-    """Return the names of these optimizers, for messages."""
+    """Return the names of elementwise optimizers, for messages."""
     return ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
 
 
@@ -182,26 +182,22 @@ def works_on(optimizer: Optimizer) -> list[nn.Parameter]:
 
 @functools.cache
 def guard_optimizers() -> None:
-    """Check every step of every optimizer from now on."""
+    """Check every later step of every optimizer."""
     register_optimizer_step_pre_hook(check_step)
 
 
 def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-    """Refuse a step that would train nothing, or would not be exact on the local shards.
-
-    Raises:
-        InputError: the reason, and what to do instead.
-    """
+    """Raise InputError if a step would train nothing, or would not be exact on the local shards."""
     name, parameters = type(optimizer).__name__, works_on(optimizer)
     check_summed(f"{name}.step()", parameters)
-    # The original may be trained by itself, too: then it has gradients.
+    # The original model may be trained too: then it has gradients.
     originals = [p for p in parameters if p.requires_grad and getattr(p, ORIGINAL, False)]
     if originals and all(p.grad is None for p in originals):
         some = f"{len(originals)} of {len(parameters)} parameters of " if len(originals) < len(parameters) else ""
         raise InputError(
-            f"{some}{name} are those that the model had before it was distributed; they have no gradients, so it would train "
-            "nothing: make the optimizer from the distributed model's parameters(), also what add_param_group() is given, or "
-            "let convoy.prepare(model, optimizer, loader) take it over"
+            f"{some}{name} are from the model before it was distributed, and get no gradients any more: "
+            "create the optimizer from the distributed model's parameters(), also for add_param_group(), or give it "
+            "to convoy.prepare(model, optimizer, loader)"
         )
     shards = [p for p in parameters if is_shard(p)]
     if not shards:
@@ -209,15 +205,15 @@ def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if type(optimizer) not in ELEMENTWISE:
         raise InputError(
             f"{name} is not known to treat each entry of a parameter by itself, and this plan splits parameters over "
-            f"devices: use a plan that copies them ('data', 'data-by-speed'), one of "
+            f"devices: use a plan that copies them ('data', 'data-by-speed'), use one of "
             f"{elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
         )
     check_gradients(f"{name}.step()", shards)
     if any(getattr(p, SCALED, False) and p.grad is not None for p in shards):
         raise InputError(
-            f"{name}.step() after a backward in fp16 that did not go through convoy.train.GradScaler(model). "
-            "torch.amp.GradScaler sees only the local shards, so one device could skip a step that others make: use "
-            "convoy.train.GradScaler(model) on every device"
+            f"{name}.step() after a backward in fp16 without convoy.train.GradScaler(model). torch.amp.GradScaler sees only "
+            "the local shards, so one device could skip a step that others take: use convoy.train.GradScaler(model) on every "
+            "device"
         )
     guard_state(optimizer)
 
@@ -226,26 +222,26 @@ def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
 
 
 def accept_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Remember the gradients of shards, and unsummed ones, as they are now: `check_gradients` refuses later changes."""
+    """Record the current version of sharded and unsummed gradients; `check_gradients` refuses later changes."""
     for p in parameters:
         if p.grad is not None and (is_shard(p) or is_unsummed(p)):
             setattr(p.grad, _VERSION, p.grad._version)
 
 
 def check_gradients(what: str, parameters: Iterable[nn.Parameter]) -> None:
-    """Raise InputError if something other than Convoy changed or replaced such gradients. They may be set to zero."""
+    """Raise InputError if anything but Convoy changed sharded or unsummed gradients. They may be set to zero."""
     gradients = [p.grad for p in parameters if p.grad is not None and (is_shard(p) or is_unsummed(p))]
     changed = [g for g in gradients if getattr(g, _VERSION, None) != g._version]
     if count := sum(bool(g.any()) for g in changed):
         raise InputError(
-            f"{what}: {count} gradients, of which this device has a shard or a part of the sum, have changed since backward(). "
-            "torch.nn.utils.clip_grad_norm_ sees only these shards, so each device would scale by another factor: use "
+            f"{what}: {count} gradients that are shards or partial sums have changed since backward(). "
+            "torch.nn.utils.clip_grad_norm_ sees only local shards, so each device would scale by another factor: use "
             "convoy.train.clip_grad_norm_(model, max_norm) on every device. After a change that treats each entry by itself "
             "(clip_grad_value_), call model.gradients_changed()"
         )
 
 
-# --- the state of an optimizer -----------------------------------------------------------------------------------------
+# --- optimizer state ---------------------------------------------------------------------------------------------------
 
 
 def guard_state(optimizer: Optimizer) -> None:
@@ -267,6 +263,7 @@ def _refuse_to_save(optimizer: Optimizer) -> None:
 def _refuse_to_load(optimizer: Optimizer, _state: dict[str, Any]) -> None:
     if any(map(is_shard, works_on(optimizer))):
         raise InputError(
-            f"{type(optimizer).__name__}.load_state_dict() after the model was distributed, while this device has shards of "
-            "the parameters: load it before convoy.prepare, which splits it like the parameters, or use convoy.Checkpointer"
+            f"{type(optimizer).__name__}.load_state_dict() after the model was distributed, while this device has only shards "
+            "of the parameters: load it before convoy.prepare, which shards it like the parameters, or use "
+            "convoy.Checkpointer"
         )

@@ -1,8 +1,8 @@
-"""One training step as two nodes of the caller's autograd graph, the step and before it the parameters; and accumulation.
+"""Represent one training step in the caller's autograd graph, and accumulate the gradients of micro-batches.
 
-To autograd a step is a function of its inputs and of this device's parameters. Autograd receives the parameters' gradients
-summed over the devices, and treats them as usual: it adds them to `.grad`, calls hooks, or returns them from
-`torch.autograd.grad`. With `no_sync` the micro-batches of a step leave their gradients on each device until the last one.
+Two nodes represent a step: one for the layers and, as its input, one for the parameters. Autograd receives the parameters'
+gradients summed over the devices, and treats them as usual: it adds them to `.grad`, calls hooks, or returns them from
+`torch.autograd.grad`. With `no_sync` each device keeps the gradients of micro-batches until the last one of the step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,17 +29,17 @@ _KINDS: Mapping[tuple[bool, bool], MicroBatch] = {
     (False, False): "middle",
     (True, False): "last",
 }
-"""The kind of a micro-batch, by whether it sums gradients, and whether it gathers sharded weights."""
+"""The kind of a micro-batch, by (it sums gradients, it gathers sharded weights)."""
 
 
 class Accumulation:
-    """The micro-batches of the present step. Their unsummed gradients are marked on the parameters.
+    """The gradient accumulation of the current step. Marks on the parameters show which gradients are unsummed.
 
-    An unsummed gradient is a pending sum: the whole one is the sum of all devices' `.grad`. A summed gradient of an earlier
-    micro-batch becomes a pending sum by staying on one device only.
+    An unsummed gradient is a pending sum: the gradient is the sum of all devices' `.grad`. If a summed gradient has to become
+    a pending sum again, only one device keeps it.
 
     Args:
-        keeps: whether this device keeps a gradient (by key) that all devices have.
+        keeps: whether this device, of all that have a summed gradient (by key), keeps it.
 
     Attributes:
         sums: whether the next micro-batch sums gradients over the devices.
@@ -53,12 +53,12 @@ class Accumulation:
         self._backward: tuple[int, bool] = (-1, True)  # the last one, and whether it summed
 
     def kind(self, *, gathers: bool) -> MicroBatch:
-        """Return the kind of the next micro-batch, which gathers sharded weights, or still has them."""
+        """Return the kind of the next micro-batch."""
         return _KINDS[self.sums, gathers]
 
     @contextmanager
     def unsummed(self) -> Iterator[None]:
-        """Leave gradients on each device inside the block."""
+        """Do not sum gradients inside the block."""
         outside, self.sums = self.sums, False
         try:
             yield
@@ -66,9 +66,9 @@ class Accumulation:
             self.sums = outside
 
     def begin(self, parameters: Mapping[str, nn.Parameter], reached: Iterable[str], *, sums: bool) -> Found:
-        """Begin a backward: return the unsummed gradients of earlier micro-batches, taken out of `.grad`.
+        """Take the unsummed gradients of earlier micro-batches out of `.grad` and return them.
 
-        The new gradients are added to them, and summed if this backward sums. So autograd gets those of all micro-batches.
+        Backward adds the new gradients to them, and sums both if `sums`, so that autograd gets those of all micro-batches.
 
         Args:
             parameters: those that require a gradient, by key.
@@ -76,13 +76,13 @@ class Accumulation:
             sums: whether this backward sums gradients over the devices.
 
         Raises:
-            InputError: one backward goes through a forward with sums and one without.
+            InputError: the same backward runs through one forward with sums and one without.
         """
         task = torch._C._current_graph_task_id()
         if self._backward == (task, not sums):
             raise InputError(
-                "one backward goes through a forward inside no_sync() and one outside: call the model for all parts of a loss "
-                "inside, or for all of them outside"
+                "one backward runs through a forward inside no_sync() and one outside: for all parts of a loss, call the "
+                "model inside, or for all of them outside"
             )
         self._backward = (task, sums)
         for key in () if sums else reached:
@@ -104,11 +104,11 @@ class StepCall:
     """One call of a model in training, from forward to backward.
 
     Attributes:
-        parts: local batch of each input; emptied after forward.
-        parameters: those that require a gradient, by key.
-        begin_backward: takes the outputs' gradients, refuses wrong ones, and returns the stage of inexact mixing.
-        tape: from forward to backward.
-        gradients: of the parameters, from one node's backward to the other's.
+        parts: local batch of each input; cleared after forward.
+        parameters: the parameters that require a gradient, by key.
+        begin_backward: checks the outputs' gradients and returns the stage of inexact mixing.
+        tape: state between forward and backward.
+        gradients: gradients of the parameters, between the backward of one node and that of the other.
         left: unsummed gradients of earlier micro-batches.
     """
 
@@ -124,13 +124,13 @@ class StepCall:
     left: Found = field(default_factory=dict)
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the step's outputs as a function of its inputs, as the caller gave them, and of the parameters."""
+        """Return the step's outputs, with an autograd graph to the caller's inputs and the parameters."""
         weights = _Parameters.apply(self, *self.parameters.values())  # type: ignore[no-untyped-call]
         return _Step.apply(self, weights, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Parameters(torch.autograd.Function):
-    """All parameters. Its backward follows the step's, and only if a parameter's gradient is wanted."""
+    """The node of all parameters. Its backward follows the step's, and runs only if a parameter needs a gradient."""
 
     @staticmethod
     def forward(ctx: Any, call: StepCall, *_parameters: Tensor) -> Tensor:
@@ -139,18 +139,18 @@ class _Parameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _g: Tensor) -> tuple[Tensor | None, ...]:
-        # With no other reference to them, autograd uses these tensors as .grad without a copy.
+        # Without another reference to these tensors, autograd uses them as .grad without a copy.
         call: StepCall = ctx.call
         gradients, call.gradients = call.gradients, ()
         rows = list(zip(call.parameters.values(), gradients, strict=False))
         sums = call.program.steps.sums
-        # autograd would call the hooks of a parameter without a gradient, with None; on one device it is not in the graph.
-        # And hooks wait for the micro-batch that sums.
+        # autograd would call hooks with None if a parameter has no gradient; on one device it does not call them.
+        # All hooks wait for the micro-batch that sums.
         held = _take_hooks(p for p, g in rows if g is None or not sums)
         if held:
             _at_end(partial(_give_back, held))
         if not sums or call.left:
-            # A hook may have used and cleared a gradient.
+            # A post-accumulate hook may have used and cleared a gradient.
             given = [p for p, g in rows if g is not None and not p._post_accumulate_grad_hooks]
             taken = any(g is not None for g in call.left.values())
             _at_end(partial(_check_added, given, to_each=taken))
@@ -163,7 +163,7 @@ class _Parameters(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """The layers. Backward runs the program's backward operations."""
+    """The node of all layers. Its backward runs the program's backward operations."""
 
     @staticmethod
     def forward(ctx: Any, call: StepCall, _weights: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -171,7 +171,7 @@ class _Step(torch.autograd.Function):
         made, call.tape = call.executor.forward(program, call.parts, keep=True, precision=call.precision)
         empty = [None if x.numel() else torch.zeros_like(x) for x in inputs]  # a device without samples
         ctx.call, ctx.empty, call.parts = call, empty, ()
-        # The caller may change outputs in place, so they are neither views nor memory that backward reads.
+        # The caller may change outputs in place, so they must not share memory that backward reads.
         outputs = tuple(
             y.detach() if owned else y.clone() for y, owned in zip(made, program.owned_outputs, strict=True)
         )
@@ -185,14 +185,14 @@ class _Step(torch.autograd.Function):
         call: StepCall = ctx.call
         if torch.is_grad_enabled():
             raise InputError(
-                "backward with create_graph=True: a distributed model has first derivatives only; leave it out, or train a "
-                "model that needs second ones (a gradient penalty) on one device"
+                "backward with create_graph=True: a distributed model has first derivatives only; leave it out, or, if the "
+                "loss needs second derivatives (a gradient penalty), train on one device"
             )
         tape, call.tape = call.tape, None
         if tape is None:
             raise InputError("backward ran twice through one step: call the model again, or add the losses first")
         stage = call.begin_backward(output_gradients)
-        # Inside a step gradients are only summands: autograd calls the hooks later, with the sums.
+        # Gradients inside a step are only summands: autograd calls the hooks later, with the sums.
         held = _take_hooks(call.parameters.values())
         try:
             with torch.autocast(call.executor.group.torch_device.type, enabled=False):
@@ -211,7 +211,7 @@ class _Step(torch.autograd.Function):
 
 
 def _at_end(work: Callable[[], None]) -> None:
-    """Run `work` when autograd has finished the present backward."""
+    """Run `work` when autograd has finished the current backward."""
     torch.autograd.Variable._execution_engine.queue_callback(work)
 
 
@@ -221,7 +221,7 @@ _Held = Sequence[tuple[nn.Parameter, str, Any]]
 def _take_hooks(parameters: Iterable[nn.Parameter]) -> _Held:
     held = [(p, kind, hooks) for p in parameters for kind in ON_PARAMETERS if (hooks := getattr(p, kind))]
     for p, kind, _ in held:
-        setattr(p, kind, None if kind == "_backward_hooks" else {})  # None would not remove those of the other kind
+        setattr(p, kind, None if kind == "_backward_hooks" else {})  # None would not remove post-accumulate hooks
     return held
 
 
@@ -231,10 +231,10 @@ def _give_back(held: _Held) -> None:
 
 
 def _check_added(given: Sequence[nn.Parameter], *, to_each: bool) -> None:
-    """Raise InputError if autograd did not set `.grad` of parameters that had none: then their part of the sum is lost."""
+    """Raise InputError if autograd did not set the `.grad` of these parameters: their part of the sum would be lost."""
     added = [p.grad is not None for p in given]
     if added and not (all(added) if to_each else any(added)):
         raise InputError(
-            "torch.autograd.grad, or backward(inputs=...), of parameters with micro-batches in no_sync(), which leave a part "
-            "of the sum on each device: leave no_sync() out"
+            "torch.autograd.grad, or backward(inputs=...), of parameters whose gradients are not yet summed, because "
+            "micro-batches ran in no_sync(): leave no_sync() out"
         )

@@ -1,4 +1,4 @@
-"""The weights of one device: where the plan keeps each parameter and buffer, and the local shards."""
+"""Manage one device's weights: the layout of each parameter and buffer, and the local shards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, box, everywhere, holders, local_shape
@@ -32,19 +32,19 @@ from convoy.runtime.shards import (
     retire,
 )
 
-# --- where they lie ----------------------------------------------------------------------------------------------------
+# --- layouts -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInUse:
-    """A plan, and the layouts of parameters and buffers that follow from it, by their key in `state_dict`.
+    """A plan, and the layouts of parameters and buffers that it implies, by their key in `state_dict`.
 
     Attributes:
-        plans: by mode (True: training), the plan to lower.
-        layouts: of each parameter and buffer.
-        borrowed: for parameters that layers need elsewhere in evaluation than training keeps them, the layout there.
-        half_trained: a borrowed parameter that requires a gradient, which would not be right in evaluation.
-        whole: for each, whether every device holds all of it, and gets its whole gradient at once.
+        plans: the plan to lower, by mode (True: training).
+        layouts: layout of each parameter and buffer.
+        borrowed: layout in evaluation of the parameters that evaluation needs on other devices than training.
+        half_trained: a borrowed parameter that requires a gradient; backward in evaluation mode would be wrong.
+        whole: for each, whether every device holds all of it and gets its whole gradient at once.
         stays_whole: gathered parameters stay whole from one micro-batch of a step to the next.
     """
 
@@ -58,12 +58,12 @@ class PlanInUse:
     stays_whole: bool
 
     def counts(self, key: str, device: int) -> bool:
-        """Return whether this device counts a parameter in a norm: the owner of a shard, or the first holder of copies."""
+        """Return whether this device counts a parameter in a norm: it has a shard, or is the first with a copy."""
         layout = self.layouts[key]
         return isinstance(layout, Split) or holders(layout)[0] == device
 
     def keeps_sum(self, key: str, device: int) -> bool:
-        """Return whether this device keeps an accumulated gradient that all devices have."""
+        """Return whether this device keeps a summed gradient when it becomes a pending sum."""
         return not isinstance(self.layouts[key], Replicated) or self.counts(key, device)
 
     def is_copied(self, key: str) -> bool:
@@ -77,12 +77,12 @@ def plan_in_use(
     """Derive the layouts of a plan.
 
     Args:
-        trained, evaluated: the model in both modes.
-        known: all parameters and buffers; those that no layer reads are whole on every device.
+        trained, evaluated: the graph of the model in training and evaluation mode.
+        known: all parameters and buffers; those that no layer reads are replicated.
     """
     pinned = pin(plan, trained, evaluated)
     lent = borrowed(pinned, plan, trained, evaluated)
-    # Training decides; layers that exist only in evaluation add theirs.
+    # Training decides; evaluation adds the layouts of layers that only it has.
     layouts: dict[str, Layout] = {key: everywhere(devices) for key in known}
     layouts |= parameter_layouts(pinned, evaluated) | parameter_layouts(plan, trained)
     layers = [*trained.layers.values(), *evaluated.layers.values()]
@@ -107,15 +107,15 @@ def _is_copied(layout: Layout, devices: int) -> bool:
 
 
 class Weights:
-    """The parameters and buffers of one device. Every device calls the methods that take or give whole ones.
+    """The parameters and buffers of one device. Every device must call the methods that take or return whole ones.
 
     Args:
         module: holds the local shards.
         known: all parameters and buffers, by key in `state_dict`.
-        in_use: the layouts.
+        in_use: the plan and layouts in use.
 
     Attributes:
-        to_come: keys of those without numbers yet, because the model was built on the meta device.
+        to_come: keys without values yet, because the model was built on the meta device.
     """
 
     def __init__(self, group: Group, module: nn.Module, known: Mapping[str, Parameter], in_use: PlanInUse) -> None:
@@ -123,7 +123,7 @@ class Weights:
         self.to_come: set[str] = set()
 
     def own(self, key: str) -> Tensor:
-        """Return the local shard as it is in the module."""
+        """Return the local shard, the module's own tensor object."""
         return _tensor(self.module, key)
 
     def held(self, key: str) -> Tensor:
@@ -131,33 +131,32 @@ class Weights:
         return self.own(key).detach()
 
     def own_shape(self, key: str) -> Shape:
-        """Return the shape of the local shard."""
         return local_shape(self.in_use.layouts[key], self.group.device, self.known[key].shape)
 
     def check_there(self) -> None:
-        """Raise InputError if some have no numbers yet."""
+        """Raise InputError if some have no values yet."""
         if self.to_come:
             raise InputError(
                 f"the model was built on the meta device, and {len(self.to_come)} of its parameters and buffers "
-                f"({min(self.to_come)!r}, say) have no numbers yet: call load_state_dict() with them on every device, such as "
-                "load_state_dict(torch.load(file, mmap=True)), of which each device reads its shards"
+                f"({min(self.to_come)!r}, say) have no values yet: call load_state_dict() on every device; with "
+                "load_state_dict(torch.load(file, mmap=True)) each device reads only its shards"
             )
 
     # --- from whole parameters to shards -----------------------------------------------------------------------------
 
     def cut(self, original: nn.Module) -> None:
-        """Shard device 0's weights: every device gets its shards, parameter by parameter. Hooks stay on their parameters.
+        """Shard device 0's weights, parameter by parameter. Hooks stay on their parameters.
 
-        If `original` is the module itself, its whole parameters stay the same objects, and split ones are retired.
+        If `original` is the module itself, replicated parameters stay the same objects, and split ones are retired.
         """
         here = self.group.torch_device
         rows = [(key, _tensor(original, key)) for key in self.known]
-        self.to_come = set(gather(self.group, "weights to come", [key for key, t in rows if t.is_meta])[0])
+        self.to_come = set(gather(self.group, "weights without values", [key for key, t in rows if t.is_meta])[0])
         for key, old in rows:
             if old.is_complex() and old.requires_grad and self.in_use.is_copied(key) and self.group.devices > 1:
                 raise InputError(
-                    f"parameter {key!r} is complex: its gradients cannot be summed over devices. Keep it as a real one with a "
-                    "last axis of 2, and use torch.view_as_complex in forward"
+                    f"parameter {key!r} is complex: its gradients cannot be summed over devices. Store it as a real parameter "
+                    "with a last axis of 2, and use torch.view_as_complex in forward"
                 )
             if key in self.to_come:
                 shard = torch.empty(self.own_shape(key), dtype=old.dtype, device=here)
@@ -177,13 +176,13 @@ class Weights:
             if original is self.module:
                 retire(old, key)
         guard_state_dicts(self.module)
-        release_freed_memory()  # what tracing used
+        release_freed_memory()  # which tracing used
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
         """Copy the local shards of whole weights. Return the missing and the unexpected keys.
 
         Raises:
-            InputError: keys that do not fit, or a tensor of another shape than the whole parameter.
+            InputError: missing or unknown keys, or a tensor without the shape of the whole parameter.
         """
         with reading_shards():
             tied, known = _canonical(self.module), self.module.state_dict()
@@ -196,7 +195,7 @@ class Weights:
                 if all(k.startswith("module.") for k in unexpected) and unexpected
                 else "give all of them, or strict=False"
             )
-            raise InputError(f"load_state_dict: keys {missing} are missing, {unexpected} are not known: {hint}")
+            raise InputError(f"load_state_dict: keys {missing} are missing, {unexpected} are unknown: {hint}")
         for key in filter(state_dict.__contains__, known):
             holder, _, name = key.rpartition(".")
             if tied.get(key, key) in self.known:
@@ -205,8 +204,8 @@ class Weights:
                 self.module.get_submodule(holder).set_extra_state(state_dict[key])
             else:
                 raise InputError(
-                    f"load_state_dict: {key!r} is no parameter or buffer, but something that a hook on state_dict, or the "
-                    "model's own state_dict, adds: load the weights before distribute()"
+                    f"load_state_dict: {key!r} is not a parameter or buffer; a hook on state_dict, or the model's own "
+                    "state_dict, adds it: load the weights before distribute()"
                 )
         return _IncompatibleKeys(missing, unexpected)
 
@@ -223,19 +222,19 @@ class Weights:
         self.to_come.discard(parameter)
 
     def put(self, key: str, shard: Tensor) -> None:
-        """Hold another shard, of any shape, in the same tensor object, and drop the gradient of the previous one."""
+        """Put another shard, of any shape, into the same tensor object, and drop its gradient."""
         tensor = self.own(key)
-        # A gradient has the shape of its parameter; the old one has been read, or is on its way.
+        # Its shape would be wrong; it has been read already, or is being moved.
         tensor.grad = None
-        # A loss of the last step may still hold autograd's node of this parameter, which knows its old shape. If the type
-        # changes in between, autograd makes a new node.
+        # The last step's loss may still hold this parameter's autograd node, which has the old shape. A change of the dtype
+        # in between makes autograd create a new node.
         tensor.data = shard.new_empty(0, dtype=torch.float32 if shard.dtype == torch.float16 else torch.float16)
         tensor.data = shard
 
     # --- from shards to whole parameters -----------------------------------------------------------------------------
 
     def gather(self, key: str, shard: Tensor) -> Tensor:
-        """Return the whole of a tensor in the layout of parameter `key`; see `Distributed.gather`."""
+        """Gather a tensor in the layout of parameter `key`; see `Distributed.gather`."""
         if shard is (owner := self.own(key)).grad and isinstance(owner, nn.Parameter):
             check_summed("gather", [owner])
         layout, wanted, shape = self.in_use.layouts[key], everywhere(self.group.devices), self.known[key].shape
@@ -244,7 +243,7 @@ class Weights:
     def full_state(self) -> dict[str, Tensor]:
         """Return the `state_dict` of the whole model."""
         self.check_there()
-        # A device that calls it alone may need no message: find the mismatch here, not at the others' next exchange.
+        # If only one device calls it, raise here: it may need no message, and the others would fail later.
         self.group.agree("full_state_dict", "")
         whole = {key: self.gather(key, self.held(key)) for key in self.known}
         # Hooks on state_dict, and the model's own state_dict, expect whole tensors.
@@ -253,7 +252,7 @@ class Weights:
 
     @contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Inside the block evaluation has the borrowed parameters where their layers compute."""
+        """Move borrowed parameters to the devices that evaluate with them, inside the block."""
         layouts, brought = self.in_use.layouts, {}
         for key, wanted in self.in_use.borrowed.items():
             brought[key] = redistribute(self.group, self.held(key), layouts[key], wanted, self.known[key].shape)
@@ -262,7 +261,7 @@ class Weights:
 
     @contextmanager
     def _replaced(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside the block parameters and buffers have these numbers."""
+        """Replace the values of parameters and buffers inside the block."""
         shards = [(own, own.data) for own in map(self.own, others)]
         try:
             for (own, _), other in zip(shards, others.values(), strict=True):
@@ -282,7 +281,7 @@ class Weights:
         held = [(p.grad, self.in_use.counts(key, self.group.device)) for key, p in rows if p.grad is not None]
         norm = global_norm(self.group, held, norm_type)
         scale = max_norm / (norm + 1e-6)
-        if not scale >= 1.0:  # also for NaN, which then shows in the gradients, as torch's does
+        if not scale >= 1.0:  # also for NaN, which then shows in the gradients, as in torch
             for g, _ in held:
                 g.mul_(scale)
             accept_gradients(p for _, p in rows)
@@ -291,7 +290,7 @@ class Weights:
 
 
 def parameters_of(model: nn.Module, traced: Mapping[bool, TracedModel]) -> dict[str, Parameter]:
-    """Return all parameters and buffers of a model. Those that no layer reads have no gradient, but belong to it."""
+    """Return all parameters and buffers of a model, also those that no layer reads."""
     rows = [*traced[True].graph.layers.values(), *traced[False].graph.layers.values()]
     known = {p.key: p for layer in rows for p in layer.parameters.values()}
     tied = _canonical(model)
@@ -301,7 +300,7 @@ def parameters_of(model: nn.Module, traced: Mapping[bool, TracedModel]) -> dict[
 
 
 def copied_without_weights(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a deep copy whose parameters and buffers are empty, until `Weights.cut` gives it its shards."""
+    """Return a deep copy with empty parameters and buffers, which `Weights.cut` then fills with shards."""
     empty = {id(t): torch.empty(0, dtype=t.dtype, device=device) for t in (*model.parameters(), *model.buffers())}
     return copied(model, empty | {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()})
 
@@ -314,7 +313,7 @@ def _tensor(root: nn.Module, key: str) -> Tensor:
 
 
 def _replace(root: nn.Module, old: Tensor, new: Tensor) -> None:
-    """Put `new` wherever `old` stands: tied weights stay tied."""
+    """Replace `old` by `new` everywhere, so that tied weights stay tied."""
     for module in root.modules():
         for table in (module._parameters, module._buffers):
             for name in [name for name, tensor in table.items() if tensor is old]:

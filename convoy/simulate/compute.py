@@ -1,4 +1,4 @@
-"""Seconds of a layer on a device: interpolated from measured tables, or by a roofline where nothing was measured.
+"""Computes the seconds of a layer on a device: from measured tables, or by a roofline if nothing was measured.
 
 A convolution's time does not fall in proportion to its filters: predictors that divide by the number of devices miss
 filter splits by about 46 % (ParaDL). So time is measured against samples and filters, and interpolated in both.
@@ -24,11 +24,11 @@ class ComputeTimes(Protocol):
         ...
 
     def alike(self, device: int) -> int:
-        """Return the first device with the same times: planners ask once for all of them."""
+        """Return the first device with the same times, so that planners compute them once."""
         ...
 
     def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        """Return seconds such that a fraction f of the layer (samples x filters x channels) never takes less than f of them."""
+        """Return seconds s such that any fraction f of the layer (samples x filters x channels) takes at least f * s."""
         ...
 
 
@@ -51,7 +51,7 @@ class Grid:
         return max(0.0, _on_line(self.samples, rows, samples))
 
     def least(self) -> float:
-        """Return the least seconds per unit of size. Sizes within the grid are means of its points, so none takes less."""
+        """Return the least seconds per unit of size. Interpolation takes means of points, so no size takes less."""
         return min(
             seconds / (samples * other)
             for samples, row in zip(self.samples, self.seconds, strict=True)
@@ -71,7 +71,7 @@ def _on_line(axis: Sequence[int], values: Sequence[float], x: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Seconds of a size that a plan has, timed in addition to the grids. It corrects sizes within one doubling."""
+    """The measured seconds of a plan's size, in addition to the grids. They correct sizes within one doubling."""
 
     size: LocalSize
     forward_s: float
@@ -109,14 +109,14 @@ class LayerTimes:
         if self.corrections:
             away, nearest = min(((_doublings(e.size, size), e) for e in self.corrections), key=lambda row: row[0])
             beyond = _doublings(size, _edge(*self._grid_of(layer, phase, size), size))
-            # Within the grids a correction fades over one doubling; beyond them it counts against the grid's edge.
+            # A correction fades over one doubling. Beyond the grids, it is weighted against the grid's edge.
             weight = max(1.0 - away, beyond / (beyond + away) if beyond else 0.0)
             seconds *= self._ratio(layer, phase, nearest) ** weight
         # The two products of backward have the same size and were timed together.
         return seconds if part == "all" else seconds / 2
 
     def least_s(self, layer: Layer, phase: Phase, batch: int) -> float:
-        """See `ComputeTimes.least_s`: the least of the grids, times what corrections and sizes beyond the grids may save."""
+        """See `ComputeTimes.least_s`. Corrections and sizes beyond the grids may lower the grids' least seconds."""
         whole = whole_size(layer, batch if layer.batched else 1)
         axes: tuple[_Axis, ...] = ("outputs", "inputs", "outputs")
         faster = min([1.0, *(self._ratio(layer, phase, each) for each in self.corrections)])
@@ -148,7 +148,6 @@ class LayerTimes:
 
 
 def _edge(grid: Grid, axis: _Axis, size: LocalSize) -> LocalSize:
-    """Return the nearest size that the grid reaches."""
     samples, other = min(size.samples, grid.samples[-1]), min(getattr(size, axis), grid.others[-1])
     if axis == "outputs":
         return replace(size, samples=samples, outputs=other)
@@ -156,9 +155,9 @@ def _edge(grid: Grid, axis: _Axis, size: LocalSize) -> LocalSize:
 
 
 def _in_grid(grid: Grid, axis: _Axis, layer: Layer, size: LocalSize) -> float:
-    """Return the seconds of a size; beyond the grid, those at its edge in proportion to a roofline.
+    """Return the seconds of a size. Beyond the grid, scale the seconds at its edge by a roofline.
 
-    A line through the last cell would carry the noise of two small sizes far: from 4 samples and 512 features a Linear of
+    A line through the last cell would amplify the noise of two small sizes: from 4 samples and 512 features, a Linear of
     4,096 features was predicted three times too slow for 64 samples.
     """
     edge = _edge(grid, axis, size)
@@ -169,8 +168,8 @@ def _in_grid(grid: Grid, axis: _Axis, layer: Layer, size: LocalSize) -> float:
 def _least_beyond(grid: Grid, axis: _Axis, layer: Layer, whole: LocalSize) -> float:
     """Return the least seconds per unit of size beyond a grid, as a fraction of those at its edge.
 
-    By a roofline a unit takes max(a, m): arithmetic is in proportion to size, and of memory traffic a unit of the edge has at
-    most `more` than a unit of any size beyond it. So the quotient is at least t / (t + more), where t is a unit of the whole.
+    By a roofline a unit takes max(a, m). Arithmetic a is in proportion to size; the memory traffic m of a unit at the edge
+    exceeds that of a unit beyond by at most `more`. So the quotient is at least t / (t + more), for t a unit of the whole.
     """
 
     def unit(value: float, size: LocalSize) -> float:
@@ -242,7 +241,7 @@ class Rate:
 
 
 SHARED_PASSES: Mapping[Phase, int] = {"forward": 5, "backward": 18}
-"""How often a batch norm with shared statistics reads or writes a tensor of its size, operation by operation: forward one for
+"""How often a batch norm with shared statistics reads or writes a tensor of its size, by operation: forward one for
 mean and variance, two each for scale and shift; backward 1 + 2 + 3 + 1 for the two sums, 2 + 2 + 2 + 2 + 3 for the gradient."""
 
 
@@ -272,15 +271,15 @@ class Roofline:
         return self.rates.index(self.rates[device])
 
     def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        # All at once: arithmetic is in proportion to size, and a part moves no less than its part of the whole's bytes.
+        # The whole layer: arithmetic is in proportion to size, and a fraction of it moves at least that fraction of the bytes.
         return self.seconds(device, layer, phase, whole_size(layer, batch if layer.batched else 1))
 
 
 class CachedTimes:
-    """Times of one model's layers, each computed once: most plans that a planner compares have the same sizes.
+    """A cache of layer times: most plans that a planner compares have the same sizes.
 
     Args:
-        factors: by device, how much longer it takes than `times` say; all 1 if empty.
+        factors: by device, multiplies the seconds of `times`; all 1 if empty.
     """
 
     def __init__(self, times: ComputeTimes, factors: Sequence[float] = ()) -> None:
@@ -305,11 +304,11 @@ class CachedTimes:
 
 
 _PROCESSOR = Rate(flop_per_s=10.0, bytes_per_s=1.0)
-"""Ten FLOP for every byte from memory, as a core of a processor does; only the ratio counts."""
+"""Ten FLOP per byte of memory traffic, as on a processor core. Only the ratio counts."""
 
 
 def shape_s(layer: Layer, size: LocalSize) -> float:
-    """Return a roofline's seconds of a size, to be compared with another size's."""
+    """Return roofline seconds of a size, valid only relative to another size."""
     return Roofline((_PROCESSOR,)).seconds(0, layer, "forward", size)
 
 

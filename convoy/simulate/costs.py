@@ -1,8 +1,8 @@
-"""The costs of a step besides its list of steps: layer times, network, optimizer, and the executor's overheads.
+"""Holds the costs of a step: layer times, network, optimizer, and the executor's overheads.
 
-Costs come from measurements (`table.py`), or from the peaks of devices that are only described: the fraction of its peaks that
-nets reach on such a device. The fractions and their errors come from a hundred trainings of one device, ours and published
-ones (`python -m lab.calibrate`, benchmarks/published.toml). They are properties of a kind of device, never of a case.
+Costs come from measurements (`table.py`). For devices that are only described, they are fractions of the peak rates. The
+fractions and their errors come from a hundred trainings on one device, ours and published ones (`python -m lab.calibrate`,
+benchmarks/published.toml). They depend on the kind of device, never on the case.
 """
 
 import math
@@ -40,7 +40,7 @@ LOSS_TENSORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """Entries that a device copies and adds around the messages of a round, and the entries of each tensor that it makes."""
+    """Entries that a device copies and adds around a round's messages, and the entries of each tensor that it allocates."""
 
     copied: int = 0
     added: int = 0
@@ -54,7 +54,7 @@ NOTHING = Handling()
 
 
 def handling_of(operation: Operation) -> Handling | None:
-    """Return what an operation copies, adds and makes; None for one that computes, sends, receives, waits or signals.
+    """Return the entries that an operation handles; None if it computes, sends, receives, waits or signals.
 
     Narrowing and widening count as copies: they read or write the wide numbers once.
     """
@@ -92,7 +92,7 @@ class Overheads:
         message_s: per further message of a round.
         copy_s_per_byte, add_s_per_byte: for copying a tensor, and for adding one to another.
         fresh_s_per_byte: for memory that the system provides page by page: tensors larger than `FRESH_BYTES`.
-        update_s_per_tensor: of the optimizer per parameter, besides its entries.
+        update_s_per_tensor: of the optimizer per parameter, in addition to its entries.
         loss_s_per_byte: of the loss and its gradient per byte of the outputs.
         queue_s: of an accelerator's host to queue one layer's forward or backward. The host runs ahead of the device, so a
             segment takes the longer of both. 0 on a CPU.
@@ -135,7 +135,7 @@ _NO_OVERHEADS = Overheads()
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Everything that the simulator and the analytic cost model need besides the steps.
+    """All inputs of the simulator and the analytic cost model except the steps.
 
     Attributes:
         itemsize: bytes of one number.
@@ -164,12 +164,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class ReachedFractions:
-    """The fractions of their peaks that devices of a family reach, layer by layer.
+    """The fractions of their peak rates that devices of a family reach in a layer.
 
     Attributes:
         arithmetic: of convolutions and linear layers. It may be above 1: Winograd's convolutions need fewer multiplications
             than are counted.
-        memory: for all that a layer reads and writes.
+        memory: of all bytes that a layer reads and writes.
         call_s: seconds of each call of a layer.
         spread: nine of ten measured trainings of one device took between predicted / spread and predicted * spread.
         architectures: of the measured devices.
@@ -221,7 +221,7 @@ def reached_by(device: Device) -> ReachedFractions:
 
 
 def described_costs(fleet: Fleet, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> Costs:
-    """Return the costs of a fleet of which nothing was measured.
+    """Return the costs of a fleet without measurements.
 
     Raises:
         InputError: a device without peaks, an unknown optimizer.
@@ -230,12 +230,12 @@ def described_costs(fleet: Fleet, *, optimizer: str = "sgd-momentum", itemsize: 
     handling_s = HANDLING_S_PER_BYTE + (ENCRYPTION_S_PER_BYTE if len(fleet.hosts) > 1 else 0.0)
     rates, overheads, traffic_s = [], [], []
     for device in fleet.devices:
-        # How many times slower than one whole core its processor runs.
+        # Slowdown relative to one whole core.
         slower = device.slowdown / (min(1.0, device.cores or 1.0) if device.kind == "cpu" else 1.0)
         rates.append(_rate(device, slower))
         overheads.append(_overheads(device, slower, rates[-1]))
         traffic_s.append(handling_s * slower + (0.0 if device.kind == "cpu" else STAGING_S_PER_BYTE))
-    # NICs as fast as messages are over them. Links that a file gives were measured.
+    # NICs get the rates that messages reach over them. Links given in a file were measured.
     segments = tuple(replace(each, uplink=_reached_rates(each.uplink)) for each in fleet.segments)
     wire = replace(fleet, network=fleet.network and _reached_rates(fleet.network), segments=segments)
     spreads = tuple(reached_by(device).spread for device in fleet.devices)
@@ -249,8 +249,8 @@ def described_costs(fleet: Fleet, *, optimizer: str = "sgd-momentum", itemsize: 
 def _rate(device: Device, slower: float) -> Rate:
     if device.peak_flop_per_s is None or device.memory_bytes_per_s is None:
         raise InputError(
-            f"device {device.name!r} says nothing of its speed: name its class (class = 'rtx3060'; `convoy predict --list` "
-            "has them), give peak_flop_per_s and memory_bytes_per_s, or measure the fleet (convoy measure)"
+            f"device {device.name!r} has no speed: set its class (class = 'rtx3060'; see `convoy predict --list`), "
+            "give peak_flop_per_s and memory_bytes_per_s, or measure the fleet (convoy measure)"
         )
     reached = reached_by(device)
     known = None if device.class_name is None else device_class(device.class_name)

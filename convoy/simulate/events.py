@@ -1,11 +1,11 @@
-"""An event queue over devices and messages: plays the programs of all devices and returns a timeline.
+"""Plays the programs of all devices with an event queue, and returns a timeline.
 
-A device has two lanes that run at the same time: its main program, and the sums of gradients. A computation occupies its lane;
-messages proceed on their own. A message starts when its sender is ready, waits for the link's latency, and shares NICs with
-all others; messages from one device to another use one connection, one by one. Kernels buffer messages: the sender continues
-at once if its kernel takes all bytes, and a message may arrive before its receiver asks for it. Messages and computations
-share the device's processor. A device that has computed comes late to an exchange, by its jitter; one that has just waited
-does not. Devices under a CPU quota have a noise model in addition (`noise.py`).
+A device has two concurrent lanes: its main program and its gradient sums. A computation occupies its lane; messages do not.
+A message starts when its sender is ready, waits for the link's latency, and shares NICs with all other messages. Messages
+from one device to another use one connection, one by one. Kernels buffer messages: the sender continues at once if its
+kernel takes all bytes, and a message may arrive before its receiver asks for it. Messages and computations share the
+device's processor. A device that has computed enters an exchange late, by its jitter; a device that has just waited does
+not. Devices under a CPU quota also have a noise model (`noise.py`).
 """
 
 import heapq
@@ -51,7 +51,7 @@ class Timeline:
     """One replayed step.
 
     Attributes:
-        step_s: from the first beginning to the last end.
+        step_s: from the start of the first event to the end of the last.
         compute_s: by device, in its main lane, slowed by traffic.
         exchange_s: how long its main lane waited for messages and sums. Exchanges that overlap with computing do not count.
     """
@@ -81,7 +81,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Occupies the lane for some seconds, more if the processor is shared.
+    """A computation that occupies the lane for some seconds, longer if the processor is shared.
 
     Attributes:
         is_layer: whether a saved CPU quota speeds it up (`noise.py`). For calls this is part of the jitter.
@@ -95,7 +95,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Starts a device's messages of one round, with their bytes. The lane continues."""
+    """The start of a device's messages of one round, with their bytes. The lane continues."""
 
     step: int
     number: int
@@ -105,7 +105,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Blocks the lane until all of these keys are done on its device."""
+    """A wait of the lane until all of these keys are done on its device."""
 
     step: int
     label: str
@@ -114,7 +114,7 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Marks a key as done."""
+    """A signal that a key is done."""
 
     key: Key
 
@@ -140,7 +140,7 @@ class _Lane:
     Attributes:
         since_s: when its item began.
         missing: the keys that it waits for.
-        left_s: for its present row of computations, the seconds left at the end of each; the next one is last.
+        left_s: for the current consecutive computations, the seconds left after each, in reverse order.
     """
 
     device: int
@@ -170,7 +170,7 @@ class _Message:
 
 
 class _Play:
-    """Simultaneous events are handled in a fixed order."""
+    """The state of one replay. Simultaneous events are handled in a fixed order."""
 
     def __init__(self, programs: Sequence[Program], network: Network, held_bytes: int) -> None:
         self.network, self.held_bytes = network, held_bytes
@@ -191,7 +191,7 @@ class _Play:
         self.ticket = 0
         self.events: list[Event] = []
         self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
-        self.resumed_s = [0.0] * len(programs)  # when each device last had waited
+        self.resumed_s = [0.0] * len(programs)  # end of each device's last wait
         self.saved = {device: SavedQuota(noise) for device, noise in enumerate(network.noise) if noise is not None}
         self.now = 0.0
         self.ready: deque[tuple[int, int]] = deque((d, lane) for d in range(len(programs)) for lane in (MAIN, SUMS))
@@ -295,7 +295,7 @@ class _Play:
             lane.at += 1
 
     def _in_a_row(self, lane: _Lane) -> list[float]:
-        """Return `_Lane.left_s`, and last the seconds of the whole row."""
+        """Return `_Lane.left_s`, followed by the seconds of all these computations."""
         row = itertools.takewhile(lambda item: isinstance(item, Work), itertools.islice(lane.items, lane.at, None))
         works = [item for item in row if isinstance(item, Work)]
         saved = self.saved.get(lane.device)
@@ -357,7 +357,7 @@ class _Play:
         self._went_through(device, key)
 
     def _end_is_ready(self, route: Route, size: int, label: str, ready_s: float) -> None:
-        """Note that one end of a message is ready. The sender starts it; if nothing is held, both ends do."""
+        """Record that one end of a message is ready. The sender starts it; without buffering, both ends must be ready."""
         message = self.messages.setdefault(route, _Message(size, label))
         message.ready += 1
         message.ready_s = max(message.ready_s, ready_s)
@@ -367,7 +367,7 @@ class _Play:
             heapq.heappush(self.starts, (start_s, self.ticket, route))
 
     def _went_through(self, device: int, key: Key) -> None:
-        """Finish a round if that was its last message, but not before the device itself is ready."""
+        """Finish a round if no message is missing, but not before the device itself is ready."""
         if self.open[device][key].missing:
             return
         ready_s = self.open[device].pop(key).ready_s
@@ -377,10 +377,10 @@ class _Play:
             self._mark(device, key)
 
     def _late_s(self, device: int, number: int) -> float:
-        """Return how late a device comes to a round.
+        """Return the delay of a device at a round.
 
-        By its jitter, but at most as long as it has computed since it last waited, minus its present wait. A sum that overlaps
-        with computing is late by the noise model alone.
+        It is the jitter, but at most the time since the last wait, minus the current wait. A sum that overlaps with computing
+        is delayed only by the noise model.
         """
         if number == SUMS and (device, MAIN) in self.works:
             noise = self.network.noise[device] if self.network.noise else None
@@ -393,7 +393,7 @@ class _Play:
         return max(0.0, late_s - (self.now - worked_until_s))
 
     def _flow(self, route: Route) -> None:
-        # A pair of devices has one connection; messages use it one after the other.
+        # A pair of devices has one connection, which sends one message at a time.
         if route[2:] in self.connected:
             self.queued.setdefault(route[2:], deque()).append(route)
             return

@@ -1,8 +1,8 @@
-"""The interval of a prediction: nine of ten measurements lie in it. It follows from the causes of error.
+"""Computes the interval of a prediction, in which nine of ten measurements lie, from the causes of error.
 
-Each cause is a factor that nine of ten cases stay within. They are taken as independent, so their logarithms add as squares:
+Each cause is a factor that bounds nine of ten cases. The causes count as independent: the squares of their logarithms add.
 
-- the simulation: the error of a step if all its inputs are right, from the validation set (docs/validation.md);
+- the simulation: the error of a step with exact inputs, from the validation set (docs/validation.md);
 - each device: the spread of its layers' repetitions and other programs; if it was not measured, the error of devices of its
   kind. Its weight is the fraction of the step that it computes;
 - the network: the spread of its messages' repetitions. Its weight is the rest of the step.
@@ -18,8 +18,8 @@ Basis = Literal["measured", "rates", "described"]
 net, or the peaks of such devices."""
 
 OF_REPEATS = 0.35
-"""Nine times of ten the mean of five repetitions is within this fraction of (slowest - fastest) of the true one: the range of
-five normal values is 2.33 deviations, their mean without the extremes errs by 0.49 of one, nine of ten are within 1.645 of
+"""The mean of five repetitions is within this fraction of (slowest - fastest) of the true mean, nine times of ten. The range
+of five normal values is 2.33 deviations, the mean without extremes errs by 0.49 of one, nine of ten are within 1.645 times
 that."""
 
 OTHER_NET = 1.59
@@ -28,7 +28,7 @@ OTHER_NET = 1.59
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """Nine of ten measurements lie between these values."""
+    """An interval that contains nine of ten measurements."""
 
     low: float
     high: float
@@ -54,7 +54,7 @@ SIMULATION: Mapping[Basis | None, SimulationErrors] = {
     "described": SimulationErrors(step=1.17, gain=1.32),
 }
 """The smallest factors with which nine of ten measurements lie in the interval (`python -m lab.calibrate`). Described devices
-alone have none: their own factor comes from such trainings."""
+alone have none, because their own factor already comes from such trainings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class Errors:
     """The factors of one fleet.
 
     Attributes:
-        basis: None: the costs are taken to be right.
+        basis: None: the costs count as exact.
         devices: for each device's seconds.
         wire: for the seconds of messages.
-        kinds: devices of one kind err alike. Empty: each device errs by itself.
+        kinds: devices of one kind have the same error. Empty: all errors are independent.
     """
 
     basis: Basis | None = None
@@ -91,7 +91,7 @@ class Errors:
     def gain(self, computes: Sequence[float], alone: int) -> float:
         """Return the factor of the speedup over the device `alone`.
 
-        A device of its kind errs in both times alike, as far as the step is computing.
+        For a device of the same kind, errors of computing cancel in the quotient.
         """
         parts = [min(1.0, part) for part in computes]
         kinds = self.kinds or tuple(map(str, range(len(self.devices))))
@@ -106,7 +106,7 @@ class Errors:
 
 
 def together(factors: Iterable[float]) -> float:
-    """Return the factor of several independent causes."""
+    """Combine the factors of independent causes."""
     return math.exp(math.sqrt(math.fsum(math.log(factor) ** 2 for factor in factors)))
 
 

@@ -1,9 +1,9 @@
-"""Bytes that a plan holds on each device while it trains.
+"""Computes the bytes that a plan needs on each device during training.
 
 Counted: weights and buffers; a gradient per trainable entry; the optimizer's state; activations kept for backward; the largest
-receive buffer of a move or gradient sum. What the process takes before it trains is measured with the device and reduces the
-memory that plans may fill (`MemoryLimits`). Not counted: workspaces of kernels, gradients of activations, images of the next
-batches, pages that the allocator keeps.
+receive buffer of a move or gradient sum. The process's memory before training is measured with the device, and reduces
+the memory that plans may use (`MemoryLimits`). Not counted: workspaces of kernels, gradients of activations, images of the
+next batches, pages that the allocator keeps.
 """
 
 import math
@@ -51,7 +51,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 
 def optimizer_named(name: str) -> Optimizer:
-    """Return an optimizer; an unknown name is an InputError that lists the choices."""
+    """Return an optimizer; for an unknown name, raise an InputError that lists the choices."""
     if name not in OPTIMIZERS:
         raise unknown_name("optimizer", name, OPTIMIZERS)
     return OPTIMIZERS[name]
@@ -82,12 +82,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """The memory of a fleet's devices, of which plans may fill what their processes leave.
+    """The memory of a fleet's devices. Plans may use what the processes leave free.
 
     Attributes:
         limits_bytes: None where it is not known.
         names: of the devices, for messages.
-        process_bytes: what each device's process takes before it trains; empty: not known.
+        process_bytes: memory of each device's process before training; empty: not known.
     """
 
     limits_bytes: tuple[int | None, ...]
@@ -104,7 +104,7 @@ class MemoryLimits:
         return any(limit is not None for limit in self.limits_bytes)
 
     def bytes_of(self, device: int) -> float:
-        """Return the bytes that plans may fill; infinite if not known."""
+        """Return the bytes that plans may use; infinite if not known."""
         limit = self.limits_bytes[device]
         return math.inf if limit is None else max(1.0, float(limit - self.own_bytes(device)))
 
@@ -116,19 +116,19 @@ class MemoryLimits:
         return {d: need - self.bytes_of(d) for d, need in enumerate(needs) if need > self.bytes_of(d)}
 
     def overfull(self, needs: Sequence[int]) -> list[str]:
-        """Return the overfilled devices in words."""
+        """Describe the overfilled devices."""
         rows = []
         for d in self.excess(needs):
             own = self.own_bytes(d)
-            words = f" ({_mb(own)} of them its process before it trains)" if own else ""
-            rows.append(f"{self.names[d]} needs {_mb(needs[d] + own)}{words} of {_mb(self.limits_bytes[d] or 0)}")
+            note = f" ({_mb(own)} used by its process before training)" if own else ""
+            rows.append(f"{self.names[d]} needs {_mb(needs[d] + own)}{note} of {_mb(self.limits_bytes[d] or 0)}")
         return rows
 
     def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], split: str = "") -> str:
-        """Return why nothing fits: the attempt that comes closest, and the remedy.
+        """Return an error message if nothing fits: the closest attempt, and the remedy.
 
         Args:
-            split: the micro-batches with which a step would fit, as `micro_batch_words` says it; empty: none known.
+            split: the micro-batches with which a step would fit, from `micro_batch_words`; empty if unknown.
         """
         closest = min(attempts, key=lambda needs: max(need / self.bytes_of(d) for d, need in enumerate(needs)))
         return (
@@ -151,22 +151,22 @@ def fewest_micro_batches(batch: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def micro_batch_words(graph: Graph, count: int, step_s: float | None = None) -> str:
-    """Say how to make a step of several micro-batches, and which layers would compute other numbers.
+    """Describe how to split a step into micro-batches, and which layers would then compute different numbers.
 
     Args:
-        step_s: predicted seconds of the whole step; None: not said.
+        step_s: predicted seconds of the whole step; None: omitted.
     """
-    words = f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync())"
-    words += "" if step_s is None else f", which fits: {step_s:.3g} s a step"
+    text = f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync())"
+    text += "" if step_s is None else f", which fits: {step_s:.3g} s a step"
     if others := sees_batch(graph):
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         kind = "batch norm" if graph[others[0]].statistics else "layer"
-        words += f", with other numbers than in one, since {kind} {others[0]!r}{more} would see only its samples"
-    return words
+        text += f", with different numbers, since {kind} {others[0]!r}{more} would see only its own micro-batch"
+    return text
 
 
 def sees_batch(graph: Graph) -> tuple[str, ...]:
-    """Return the layers whose result depends on the whole batch: batch norm, or values for all pairs of samples."""
+    """Return the layers that depend on the whole batch: batch norms, and values for all pairs of samples."""
     rows = graph.layers.values()
     return tuple(e.name for e in rows if e.batched and (e.statistics or e.batch_axes or not e.per_sample))
 
@@ -190,7 +190,7 @@ def memory_of(
 def memory_of_steps(
     lists: Sequence[StepList], graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
-    """Return for each device the memory of the micro-batch that needs most, given the step lists of all kinds."""
+    """For each device, return the memory of the largest micro-batch, given the step lists of all kinds."""
     state = optimizer_named(optimizer).state
     kinds = []
     for steps in lists:
@@ -212,10 +212,10 @@ def memory_of_steps(
 
 
 def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> tuple[int, ...]:
-    """Return an upper limit for each device by the layouts alone. If it fits, no program must be compiled to know that.
+    """Return an upper limit for each device from the layouts only. If it fits, no program needs to be compiled.
 
-    Each value counts as if it were kept and shared no memory; the largest exchange as if all summands arrived at once, with a
-    tensor to sum in and the numbers that are sent.
+    Each value counts as kept, with its own memory. The largest exchange counts as if all summands arrived at once, plus a
+    tensor for the sum and the numbers that are sent.
     """
     numbers = 2 + optimizer_named(optimizer).state
     values = {v.key: v for s in steps.phase("forward") if isinstance(s, ComputeStep) for v in (*s.reads, s.writes)}
@@ -249,9 +249,9 @@ def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, 
 
 
 def _gathered_entries(program: DeviceProgram) -> tuple[int, int]:
-    """Return the peak of entries of gathered parameters, and of their whole gradients without the own shards.
+    """Return the peak entries of gathered parameters, and of their whole gradients without the local shards.
 
-    Until its sum ends, a whole gradient is held, and its shard is not.
+    Until its sum ends, a device holds the whole gradient but not its shard.
     """
     whole: dict[str, int] = {}
     gradients: dict[int, int] = {}
@@ -294,7 +294,7 @@ def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
 
 
 def _views(program: DeviceProgram, steps: StepList, graph: Graph) -> dict[str, str]:
-    """Return values that share memory with another one on this device: flattened, or moved with nothing received or rounded."""
+    """Return values that share memory with another value on this device: flattened, or moved without receiving or rounding."""
     flattened = {
         step.writes.key: step.reads[0].key
         for step in steps.phase("forward")
@@ -352,7 +352,7 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
                         taken[op.number] = taken.get(op.number, 0) + message.size * narrow_itemsize(itemsize)
     found: dict[int, int] = {}
     for step, taken in rounds.items():
-        # The chunks of a move begin together; of a sum, the rounds that have memory of their own.
+        # All chunks of a move start together; of a sum, only the rounds with separate memory.
         at_once = len(slots.get(step, ())) or 1
         found[step] = flat[step] + (
             max(taken.values(), default=0) * at_once if flat[step] or step in slots else sum(taken.values())

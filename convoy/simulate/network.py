@@ -1,4 +1,4 @@
-"""The network: the resources that each message shares with others, and its rate."""
+"""Computes the rates of messages from the resources that they share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +24,10 @@ class Network:
         latency_s: `latency_s[i][j]` from device i to j: from the sender being ready to the first byte.
         pair_bytes_per_s: `pair_bytes_per_s[i][j]`, reached by one message alone.
         processor_s_per_byte: of each device's processor, per byte sent or received.
-        jitter_s: by device, how much later than by its mean speed it comes to an exchange after computing; empty where nothing
-            was measured. See `convoy.measure.overhead_probe`.
+        jitter_s: by device, its delay at an exchange after computing, relative to its mean speed; empty if not
+            measured. See `convoy.measure.overhead_probe`.
         noise: the noise model of each device, None without a CPU quota. Empty if no device has one.
-        segment: index of each host's network segment; -1 for a host in none. Empty if there are none.
+        segment: index of each host's network segment, -1 without one; empty if the fleet has no segments.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: of each segment, shared by all messages that leave or enter it.
         largest_latency_s: over all pairs of different devices.
     """
@@ -59,7 +59,7 @@ class Network:
 def network_of(
     fleet: Fleet, processor_s_per_byte: Sequence[float] | None = None, jitter_s: Sequence[float] = ()
 ) -> Network:
-    """Return the network of a fleet: links between hosts as measured there, else from the NICs."""
+    """Return the network of a fleet. Links come from the fleet if measured, else from the NICs."""
     names = [host.name for host in fleet.hosts]
     place = {name: index for index, name in enumerate(names)}
     host = tuple(place[device.host] for device in fleet.devices)

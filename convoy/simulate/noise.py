@@ -1,4 +1,4 @@
-"""The noise model of a CPU quota: how a device that may use only a part of a processor deviates from its mean speed.
+"""Models the noise of a CPU quota: how a device with a part of a processor deviates from its mean speed.
 
 Emulated hosts (`convoy emulate`) and containers with a CPU limit compute in bursts: the kernel lets them run at full speed,
 then pauses them until the next period. A device without a quota has no noise model.
@@ -17,9 +17,9 @@ class QuotaNoise:
     """The measured noise of one device under a CPU quota.
 
     Attributes:
-        overlap_delay_s: a round of a gradient sum takes longer by this while the device computes.
-        rested_s: after a rest the device finishes earlier by at most this, because it has not used its quota meanwhile.
-        burst: how many times as fast as its mean speed it computes until then.
+        overlap_delay_s: extra seconds of a gradient sum's round while the device computes.
+        rested_s: the most seconds that a device gains after a rest, from unused quota.
+        burst: its speed meanwhile, as a multiple of its mean speed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED

@@ -1,6 +1,6 @@
-"""Joules of a training step: idle and busy watts of each device, integrated over a simulated timeline.
+"""Computes the joules of a training step: each device's idle and busy watts, integrated over a simulated timeline.
 
-A device draws its idle watts through the whole step, and its busy watts instead while it computes. Sending, receiving and
+A device draws busy watts while it computes, else idle watts. Sending, receiving and
 waiting count as idle. Only the devices' own watts are counted: no host around a GPU, no switch, no loss of a power supply.
 """
 
@@ -46,7 +46,7 @@ def energy_of(timeline: Timeline, power: Sequence[Power], batch: int) -> Energy:
 
 
 def power_of(fleet: Fleet) -> tuple[Power, ...] | None:
-    """Return the watts of a fleet's devices; None if one of them gives none."""
+    """Return the watts of a fleet's devices; None if a device has none."""
     rows = [(device.idle_w, device.busy_w) for device in fleet.devices]
     known = [Power(idle_w, busy_w) for idle_w, busy_w in rows if idle_w is not None and busy_w is not None]
     return tuple(known) if len(known) == len(rows) else None

@@ -62,8 +62,8 @@ def simulate(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
     """Simulate one training step.
 
     Args:
-        overlap: False: every device waits for each move and sum where it stands in the list, senders too, and nothing is sent
-            before its receiver is ready. Shows what overlap gains.
+        overlap: False: every device (senders too) waits at each move and sum, and nothing is sent before its receiver is
+            ready. The difference is the gain of overlap.
     """
     return play(programs(steps, graph, costs, overlap=overlap), costs.network, HELD_BYTES if overlap else 0)
 
@@ -83,7 +83,7 @@ def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
 
 
 def computing_s(steps: StepList, graph: Graph, costs: Costs) -> list[float]:
-    """Return the seconds of each device's layers. No step is shorter."""
+    """Return the seconds of each device's layers, a lower limit of the step."""
     total = [0.0] * steps.devices
     for _, _, device, seconds in _arithmetic(steps, graph, costs.times):
         total[device] += seconds
@@ -121,7 +121,7 @@ def _arithmetic(steps: StepList, graph: Graph, times: ComputeTimes) -> Iterator[
 
 
 class _Pricer:
-    """Prices the program of one device."""
+    """The converter of one device's program to simulator items with seconds."""
 
     def __init__(
         self, program: DeviceProgram, steps: StepList, graph: Graph, costs: Costs, labels: dict[int, str]
@@ -145,7 +145,7 @@ class _Pricer:
         return [*main, *self._finish(kept)], list(self._lane(self.source.sums))
 
     def _loss(self) -> Iterable[Item]:
-        """Yield the loss of this device's outputs and its gradient; if outputs are local, the sum of losses over devices."""
+        """Yield loss and gradient of this device's outputs; with local outputs, also the sum of losses over devices."""
         step = len(self.steps.steps) + 1
         held = [held_entries(v.layout, self.device, v.shape) for v in self.steps.outputs]
         seconds = self.overhead.loss_s(held, self.costs.itemsize)
@@ -156,15 +156,15 @@ class _Pricer:
         others = [d for d in range(self.steps.devices) if d != self.device]
         self.labels[step] = "loss of the global batch"
         yield from self._work(step, NOTHING, self.overhead.calls_s(2 * len(others)))
-        ways = [way for d in others for way in ((self.device, d), (d, self.device))]
-        yield Begin(step, 0, self.labels[step], {(step, 0, *way): LOSS_BYTES for way in ways})
+        pairs = [pair for d in others for pair in ((self.device, d), (d, self.device))]
+        yield Begin(step, 0, self.labels[step], {(step, 0, *pair): LOSS_BYTES for pair in pairs})
         yield self._await(step, ("round", step, 0))
 
     def _calls_s(self, operation: ExchangeRound) -> float:
         return self.overhead.calls_s(len(operation.sends) + len(operation.receives))
 
     def _lane(self, operations: Sequence[Operation]) -> Iterable[Item]:
-        around, around_step, landed = NOTHING, -1, False
+        around, around_step, waited = NOTHING, -1, False
         begun: set[int] = set()  # sums whose first calls have been counted
         for operation in operations:
             handled = None if isinstance(operation, _UNHANDLED) else handling_of(operation)
@@ -181,11 +181,11 @@ class _Pricer:
                     calls_s = 0.0 if operation.step in begun else self._calls_s(operation)
                     begun.discard(operation.step)
             step = around_step if around_step >= 0 else operation.step
-            if landed:  # additions of one round, then the calls of the next
+            if waited:  # additions of one round, then the calls of the next
                 yield from self._work(step, around)
                 step, around = operation.step, NOTHING
             yield from self._work(step, around, calls_s)
-            around, around_step, landed = NOTHING, -1, isinstance(operation, _WAITS)
+            around, around_step, waited = NOTHING, -1, isinstance(operation, _WAITS)
             yield from self._item(operation)
         if around_step >= 0:
             yield from self._work(around_step, around)
@@ -200,9 +200,9 @@ class _Pricer:
             case ExchangeRound(step=step, number=number):
                 sizes: dict[Route, int] = {}
                 itemsize = self.costs.itemsize
-                ways = [(self.device, m.peer, m) for m in operation.sends]
-                ways += [(m.peer, self.device, m) for m in operation.receives]
-                for sender, receiver, m in ways:
+                messages = [(self.device, m.peer, m) for m in operation.sends]
+                messages += [(m.peer, self.device, m) for m in operation.receives]
+                for sender, receiver, m in messages:
                     size = m.size * (narrow_itemsize(itemsize) if m.narrow else itemsize)
                     sizes[step, number, sender, receiver] = sizes.get((step, number, sender, receiver), 0) + size
                 yield Begin(step, number, self.labels[step], sizes)
@@ -223,7 +223,7 @@ class _Pricer:
         return Await(step, self.labels[step], frozenset(keys))
 
     def _segment(self, fused: Fused) -> Iterable[Item]:
-        """Yield the layers of a segment. Python, and waiting for a host that queues slowly, count with the first layer."""
+        """Yield the layers of a segment. The first layer includes Python and waiting for a host that queues slowly."""
         called = True
         rest: list[Operation] = []
         waits_s = 0.0
@@ -243,7 +243,7 @@ class _Pricer:
         yield from self._lane(rest)
 
     def _computation(self, operation: Compute, *, called: bool) -> Work:
-        """Return a layer's seconds, with those of Python (`called`) for it or for the segment that begins with it."""
+        """Return a layer's seconds; with `called`, also the Python time of the layer or of the segment it begins."""
         label = f"{operation.layer} {operation.phase}" + ("" if operation.part == "all" else f" {operation.part}")
         layer = self.graph[operation.layer]
         part = operation.part if operation.part in ("input", "weight") else "all"
@@ -259,7 +259,7 @@ class _Pricer:
 
     def _finish(self, kept: Sequence[tuple[Layout, Parameter]]) -> Iterable[Item]:
         held = [held_entries(how, self.device, p.shape) for how, p in kept if holds(how, self.device)]
-        # Gradients that were summed together are in one tensor; at the end of a step each gets its own memory.
+        # Gradients summed together are in one tensor; at the end of a step each gets its own memory.
         copied = [o for o in self.source.backward if isinstance(o, Unpack) and o.copied]
         own = sum((Handling(copied=sum(o.sizes), made=o.sizes) for o in copied), NOTHING)
         # Bytes become floats, which are shifted and scaled in place: about the memory traffic of two copies.

@@ -1,4 +1,4 @@
-"""Measurement: layer times of every device, links, optimizer and overheads of a fleet. A value, and its file.
+"""Holds the measurement of a fleet (layer times, links, optimizer, overheads), and reads and writes its file.
 
 The file is a fleet file with one more table, written by `convoy measure` and readable by a person::
 
@@ -7,13 +7,13 @@ The file is a fleet file with one more table, written by `convoy measure` and re
     [measured]
     format = 2
     net = "two-conv:50:500"
-    fingerprint = "c0ffee..."                     # of the model's graph: times of one model say nothing of another
+    fingerprint = "c0ffee..."                     # of the model's graph: times are valid for one model only
     batch = 64
     precision = "float32"
     device = [ { device = "attic-cpu", send_s_per_byte = 4e-10, ... }, ... ]
     layer = [ { device = "attic-cpu", layer = "conv1", samples = 4, outputs = 50, inputs = 3, forward_s = ... }, ... ]
 
-Seconds are wall-clock seconds of the device as it is allowed to run, its slow-down included.
+All seconds are wall-clock seconds, including the device's slow-down and CPU quota.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ FORMAT = 2
 """Format 1 lacks batch norms with shared statistics and overheads. Without these predictions are too low, so it is refused."""
 
 GIGABIT = Nic(send_bytes_per_s=118e6, receive_bytes_per_s=118e6, latency_s=1e-4)
-"""The NIC of hosts whose network was never measured: what messages reach on the most common Ethernet."""
+"""The assumed NIC of unmeasured hosts: the rates of messages on the most common Ethernet."""
 
 Seconds = Annotated[float, Strict(), Field(ge=0, le=1e9)]
 Spread = Seconds
@@ -55,10 +55,10 @@ class LayerPoint:
 
     Attributes:
         samples, outputs, inputs: the size, as in `convoy.plan.device_program.LocalSize`.
-        forward_s, backward_s: seconds of one call; backward is 0 if no gradient passes.
+        forward_s, backward_s: seconds of one call; backward is 0 without a gradient.
         spread: of forward and backward together.
         shared: a batch norm that shares its statistics with other devices.
-        beside: not a point of the grids, but a size that a plan has.
+        beside: a plan's size, not a point of the grids.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -82,7 +82,7 @@ class DeviceCosts:
         send_s_per_byte, receive_s_per_byte: seconds of its processor per byte of traffic. Under a quota of a fifth of a core,
             these are five times the seconds of a whole core.
         update_s_per_entry: of SGD with momentum, per entry of the parameters it holds.
-        other_load: how much longer its work took because of other programs, at most: 0.5 is half as long again.
+        other_load: extra time caused by other programs, at most, as a fraction: 0.5 is 50 % longer.
         flop_per_s, memory_bytes_per_s: speeds it reached at weighted layers, and at all others; 0: not known.
         process_bytes: resident memory of the process before training, without the model; 0: not known.
         measured_w: while its layers were timed; `measured_by` names the counter, or why there is none.
@@ -117,7 +117,7 @@ class DeviceCosts:
 
     @property
     def processor_s_per_byte(self) -> float:
-        """The mean of both directions, which the network model charges at either end of a message."""
+        """The mean of both directions. The network model charges it at both ends of a message."""
         return (self.send_s_per_byte + self.receive_s_per_byte) / 2
 
 
@@ -209,10 +209,10 @@ class Measurement:
         return self._costs_with(MeasuredTimes(times), itemsize)
 
     def best_costs(self, graph: Graph, itemsize: int = 4) -> Costs:
-        """Return the costs of any model; for another than the measured one, by the speeds that the devices reached.
+        """Return the costs of any model. If it was not measured, use the speeds that the devices reached with another.
 
         Raises:
-            MismatchError: another model, and a file of a version that did not write these speeds.
+            MismatchError: another model, and the file has no such speeds.
         """
         if graph.fingerprint == self.fingerprint or not all(e.flop_per_s and e.memory_bytes_per_s for e in self.device):
             return self.costs(graph, itemsize)
@@ -268,11 +268,11 @@ class Measurement:
         )
 
     def with_device(self, joining: "Measurement", nic: Nic = GIGABIT) -> Self:
-        """Return the measurement with one more device, the last one, which was measured alone.
+        """Return the measurement with a device appended that was measured alone.
 
         Args:
-            joining: of one device. If its name is taken, it gets a number.
-            nic: NIC of hosts of which none was measured.
+            joining: the measurement of that device. A duplicate name gets a number.
+            nic: NIC of unmeasured hosts.
 
         Raises:
             MismatchError: it was measured with another model, or in another precision.
@@ -281,7 +281,7 @@ class Measurement:
             ours, theirs = getattr(self, field), getattr(joining, field)
             if ours != theirs:
                 raise MismatchError(
-                    f"the device that joins was measured with {field} {theirs}, the others with {ours}: measure it with the "
+                    f"the joining device was measured with {field} {theirs}, the others with {ours}: measure it with the "
                     "model that they train"
                 )
         fleet, device = self.fleet, joining.fleet.devices[0]
@@ -314,7 +314,7 @@ class Measurement:
         """
         _, measured = cls._from_sections(parse_toml(text, source), source)
         if measured is None:
-            raise InputError(f"{source}: no [measured] table: this is a fleet as described; run convoy measure on it")
+            raise InputError(f"{source}: no [measured] table, only a description: run convoy measure on it")
         return measured
 
     @classmethod
@@ -364,7 +364,7 @@ _SECTIONS: Mapping[str, type[Any]] = {
     "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "noise": QuotaNoise
 }  # fmt: skip
 _OLD_NOISE = {"beside_s": "overlap_delay_s", "rested_s": "rested_s", "burst": "burst"}
-"""Keys of a device in older files, which had no table for the noise model, and their names there."""
+"""Keys of the noise model in older files, which had no table for it, and their names now."""
 
 
 def _with_noise(row: Any) -> Any:
@@ -377,7 +377,7 @@ def _with_noise(row: Any) -> Any:
 
 
 def _row(value: DeviceCosts | LinkSpread | LayerPoint | QuotaNoise) -> str:
-    # False and None are defaults of which most rows have many.
+    # Omit False and None: they are defaults, and frequent.
     named = [(field.name, getattr(value, field.name)) for field in fields(value)]
     return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False and each is not None)
 

@@ -1,16 +1,16 @@
-"""What a training loop uses besides `convoy.prepare`: clipping, averages, mixed precision, moving shares.
+"""Tools for training loops: clipping, weight averages, mixed precision, rebalancing, observers.
 
 ::
 
     loop.py        the loop of the command line: steps, learning rates, tests, results per epoch
     loader.py      the local part of every batch
     adopt.py       takes over an ordinary optimizer and DataLoader
-    loss.py        the loss of a global batch whose outputs stay with their samples
-    record.py      results that can be taken back to an earlier step, and losses that are read late
+    loss.py        the loss of a global batch that is split over the devices
+    record.py      results that can be rolled back, and losses that are read some steps late
     observer.py    observers: progress bars, the log, loggers
     controller.py  Rebalancer: watches step times, changes plans and shares
 
-Members, for devices that are lost, leave or join, is in `convoy.elastic`.
+`Members`, for lost, leaving and joining devices, is in `convoy.elastic`.
 """
 
 from convoy.elastic.members import LeftError, Members, StoppedError

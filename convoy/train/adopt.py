@@ -1,4 +1,4 @@
-"""Take over an optimizer and a DataLoader that were made for one device, for a distributed model."""
+"""Takes over an optimizer and a DataLoader that were made for one device, for a distributed model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 from convoy.checkpoint.tensors import ModelShards
-from convoy.comm.collectives import agree_on, from_first
+from convoy.comm.control_messages import agree_on, from_first
 from convoy.data.datasets import own_random_numbers
 from convoy.errors import InputError
 from convoy.runtime.module import Distributed
@@ -48,15 +48,15 @@ def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> StateRows:
 def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows, part: Distributed) -> None:
     """Replace a model's parameters in an optimizer by this device's shards of them. Every device calls it.
 
-    The optimizer stays the same object, so that schedules that hold it continue. Its state (momentum) is split like the
-    parameters; that of device 0 counts. Parameters of other modules, such as a loss, stay.
+    The optimizer stays the same object, so that its schedules continue to work. Its state (momentum) is taken from device 0
+    and split like the parameters. Parameters of other modules, such as a loss, stay.
 
     Args:
         names: the model's parameters as they were before it was distributed.
         before: from `state_rows`.
 
     Raises:
-        MismatchError: the devices' optimizers have other settings, or other parameters besides the model's.
+        MismatchError: the devices' optimizers differ in settings, or in parameters that are not the model's.
     """
     guard_state(optimizer)
     parts, shards = ModelShards.of(part), dict(part.named_parameters())
@@ -107,13 +107,13 @@ def _moved_state(
 class AdoptedLoader(Loader):
     """The batches of an ordinary DataLoader, the same on every device; or the local part of each.
 
-    Its sampler draws the order on device 0, with the random numbers of one device; all devices follow that order. Batch size,
-    `drop_last` and the options of workers are those of the DataLoader.
+    Its sampler draws the order on device 0, as on one device; all devices follow that order. Batch size, `drop_last` and worker
+    options are those of the DataLoader.
 
     Args:
         source: made as for one device.
-        parts: return only the local part of the inputs, and load only samples whose inputs or labels are returned. With a
-            `collate_fn` other than the default it loads and collates the global batch, because that may join samples.
+        parts: return only the local part of the inputs, and load only samples needed for returned inputs or labels. With a
+            `collate_fn` other than the default it loads and collates the global batch, because that may mix samples.
 
     Raises:
         InputError: an iterable-style data set, no batches, or a DistributedSampler, which splits samples itself.
@@ -167,22 +167,22 @@ class AdoptedLoader(Loader):
         return super().begin(joined=joined)
 
     def batches(self, epoch: int) -> list[list[int]]:  # noqa: ARG002
-        # On all devices, so that later random numbers stay the same. In the order in which the DataLoader's own iterator draws:
-        # first the seed of its workers, then the sampler's.
+        # All devices draw, so that their later random numbers stay equal. The order is that of the DataLoader's own iterator:
+        # first the seed of its workers, then the sampler's numbers.
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.source.generator))
         assert self.source.batch_sampler is not None
         drawn = seed, [[int(i) for i in batch] for batch in self.source.batch_sampler]
         if self.model is None:
             self.seed = drawn[0]
             return drawn[1]
-        # The generators of the order, besides torch's own.
+        # Generators that the order depends on, except torch's default.
         sources = (self.source, self.source.sampler, self.source.batch_sampler)
         found = [getattr(each, "generator", None) for each in sources]
         own = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
         order = from_first(self.model.group, "loader: order", lambda: [*drawn, [g.get_state().tolist() for g in own]])
         rows: list[list[int]]
         self.seed, rows, states = order
-        # Every device may be the first one later, also one that joined.
+        # Every device may become device 0 later, also one that joined.
         for generator, state in zip(own, states, strict=True):
             generator.set_state(torch.tensor(state, dtype=torch.uint8))
         return rows
@@ -192,7 +192,7 @@ class AdoptedLoader(Loader):
         return {name: value for name, value in super()._required(model).items() if name != "seed"}
 
     def _check_sampler(self) -> None:
-        """Raise InputError for a sampler whose state a device that joins later cannot have."""
+        """Raise InputError if a joining device cannot reproduce the sampler's state."""
         for each in (self.source.sampler, self.source.batch_sampler):
             if not type(each).__module__.startswith("torch.utils.data") and not hasattr(each, "set_epoch"):
                 raise InputError(
@@ -203,10 +203,10 @@ class AdoptedLoader(Loader):
 
 
 def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence[Any]) -> None:
-    """Refuse what `prepare` cannot take over.
+    """Refuse arguments that `prepare` cannot take over.
 
     Raises:
-        InputError: names the argument, and what to give.
+        InputError: with the argument and the remedy.
     """
     if isinstance(model, nn.Module):
         check_not_distributed(model)
@@ -221,7 +221,7 @@ def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence
 
 
 def in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -> DataLoader[Any]:
-    """Return a DataLoader as it is, or one of a data set."""
+    """Return a DataLoader unchanged, or make one from a data set."""
     if not isinstance(loader, DataLoader):
         if batch_size is None:
             raise InputError("prepare was given a data set and no batch_size: give one, in samples of the global batch")
@@ -236,14 +236,14 @@ def in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -
 
 
 def check_loader(source: Any) -> None:
-    """Refuse a DataLoader whose batches cannot be split. InputError with the reason and the remedy."""
+    """Refuse a DataLoader if its batches cannot be split. Raises InputError with the reason and the remedy."""
     kind = type(source)
     if not isinstance(source, DataLoader):
         raise InputError(f"prepare was given a {kind.__name__} as a loader: {_instead_of_loader(source)}")
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         raise InputError(
-            f"{kind.__name__} overrides iteration, which would be lost: give a plain DataLoader, with what it does "
-            "to batches in the data set or in collate_fn"
+            f"{kind.__name__} overrides iteration, which would be lost: give a plain DataLoader, and move its changes "
+            "of batches into the data set or collate_fn"
         )
     if isinstance(source.dataset, IterableDataset):
         raise InputError(
@@ -261,9 +261,9 @@ def check_loader(source: Any) -> None:
 
 def _instead_of_loader(given: object) -> str:
     if isinstance(given, Loader):
-        return "it is prepared already; go on with it, and give prepare what was there before"
+        return "it is prepared already; keep it, and give prepare the original DataLoader"
     if isinstance(given, LRScheduler | ReduceLROnPlateau):
-        return "leave it out; it goes on as it is, since the optimizer stays the same object"
+        return "leave it out; it continues to work, since the optimizer stays the same object"
     if hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
         return "only DataLoaders can be split; give the DataLoader inside it"
     return "give DataLoaders"
@@ -274,14 +274,14 @@ def batch_size_of(source: DataLoader[Any]) -> int:
     size = source.batch_size or getattr(source.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
         raise InputError(
-            f"the batch sampler {type(source.batch_sampler).__name__} does not say how large a batch is: give it an attribute "
-            "batch_size, that of a whole batch"
+            f"the batch sampler {type(source.batch_sampler).__name__} has no batch size: give it an attribute batch_size, in "
+            "samples of the global batch"
         )
     return size
 
 
 def first_samples(source: DataLoader[Any]) -> Tensor:
-    """Return the inputs of a data set's first samples as a small batch, for the shapes."""
+    """Return the inputs of a data set's first samples as a small batch, to get their shapes."""
     rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
     with own_random_numbers():
         batch = source.collate_fn([source.dataset[i] for i in rows])

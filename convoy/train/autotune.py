@@ -1,10 +1,10 @@
 """Autotune: finds the fastest of a few plans by training with each in turn. A pure state machine.
 
-Predictions of a step are some per cent off. If the planner's best plans are closer than that, the devices train a few steps by
-each plan and continue with the fastest. Every plan computes the same step, so only time is lost.
+Predictions of a step are some per cent off. If the planner's best plans are closer than that, the devices train a few steps
+with each plan and continue with the fastest. Every plan computes the same step, so only time is lost.
 
-The rounds run forth and back (1, 2, 3, 3, 2, 1), so that a machine that slows down evenly is fair to all plans. A plan that is
-far behind after its first round has no second.
+The rounds run forth and back (1, 2, 3, 3, 2, 1), so that a steady slowdown of a machine affects all plans equally. A plan that
+is far behind after its first round gets no second.
 """
 
 import statistics
@@ -15,19 +15,19 @@ from convoy.plan.plan import Plan
 from convoy.train.rebalance import SETTLING, STARTING, Decision, Keep, Reshard
 
 ROUND_STEPS, ROUND_S = 3, 0.5
-"""Least number of steps that count in a round, and least seconds of them."""
+"""Minimum number of counted steps in a round, and their minimum total seconds."""
 
 FAR_BEHIND = 0.15
-"""A plan that is slower by this fraction in its first round has no second; the benchmarks' machine is as noisy as that."""
+"""A plan that is slower by this fraction in its first round gets no second; the benchmarks' machine has that much noise."""
 
 AS_FAST = 0.02
-"""Plans closer than this are equally fast: then the one with the fewest messages, the last of them, continues. It waits least
-when the others' pace varies."""
+"""Plans within this fraction of the fastest are equally fast. Then the last, with the fewest messages, wins: it waits least
+when device speeds vary."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTrial:
-    """A plan on trial, with the seconds of its steps, without the first of each round."""
+    """A plan on trial, with its step times, except the first of each round."""
 
     plan: Plan
     seen_s: tuple[float, ...] = ()
@@ -39,7 +39,7 @@ class PlanTrial:
 
 @dataclass(frozen=True, slots=True)
 class Autotune:
-    """The state.
+    """The state of all trials.
 
     Attributes:
         entries: the planner's choice first, each with fewer messages than those before it.
@@ -79,7 +79,7 @@ def observe(state: Autotune, step_s: float) -> tuple[Autotune, Decision]:
     if state.is_over:
         return state, Keep("autotuning is over")
     if state.skips:
-        return replace(state, skips=state.skips - 1), Keep("the first steps by a plan do not count")
+        return replace(state, skips=state.skips - 1), Keep("the first steps of a plan do not count")
     state = replace(state, round_s=(*state.round_s, step_s))
     if len(state.round_s) < ROUND_STEPS or sum(state.round_s) < ROUND_S:
         return state, Keep(f"plan {state.running + 1} of {len(state.entries)} is being tried")
@@ -97,16 +97,16 @@ def observe(state: Autotune, step_s: float) -> tuple[Autotune, Decision]:
     )
 
 
-_GOES_ON = "goes on"
+_CONTINUES = "continues"
 
 
 def is_end(decision: Decision) -> bool:
     """Return whether this is the decision that ends autotuning."""
-    return decision.reason.endswith(_GOES_ON)
+    return decision.reason.endswith(_CONTINUES)
 
 
 def _rounds_left(entries: Sequence[PlanTrial], rounds: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the rounds that are left, without those of plans that are far behind."""
+    """Return the remaining rounds, except those of plans that are far behind."""
     best_s = min(entry.step_s for entry in entries if entry.seen_s)
     kept = [not entry.seen_s or entry.step_s <= best_s * (1 + FAR_BEHIND) for entry in entries]
     left = tuple(plan for plan in rounds if kept[plan])
@@ -117,7 +117,7 @@ def _rounds_left(entries: Sequence[PlanTrial], rounds: tuple[int, ...]) -> tuple
 def _ended(state: Autotune) -> tuple[Autotune, Decision]:
     rows = [entry.step_s for entry in state.entries]
     winner = max(i for i, step_s in enumerate(rows) if step_s <= min(rows) * (1 + AS_FAST))
-    line = f"autotune: {_times(state.entries)}; plan {winner + 1} {_GOES_ON}"
+    line = f"autotune: {_times(state.entries)}; plan {winner + 1} {_CONTINUES}"
     ended = replace(state, running=winner, is_over=True)
     if winner == state.running:
         return ended, Keep(line)

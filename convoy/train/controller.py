@@ -1,4 +1,4 @@
-"""Carries out what `autotune.py` and `rebalance.py` decide: exchanges step times after each step, and changes plans."""
+"""Carries out the decisions of `autotune.py` and `rebalance.py`: exchanges step times, and changes plans."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.collectives import share_tensor
+from convoy.comm.control_messages import share_tensor
 from convoy.comm.group import Pending
 from convoy.errors import InputError, PlanError
 from convoy.plan.plan import Plan
@@ -19,14 +19,13 @@ from convoy.train.rebalance import Balancer, Decision, Keep, Reshard
 
 
 class Rebalancer:
-    """Changes the plan and the shares of a model while it trains, where that makes steps faster. Every device has one.
+    """A controller that changes a model's plan and shares while it trains, if that makes steps faster. Every device has one.
 
-    Given other plans, it first trains a few steps by each in turn, and continues with the fastest (`autotune.py`). Then it
-    moves shares of that plan between devices as their speeds change. Either way the trajectory is that of one device.
+    Given other plans, it first trains a few steps with each in turn, and continues with the fastest (`autotune.py`). Then it
+    moves shares of that plan between devices as their speeds change. In both cases the loss curve is that of one device.
 
-    Every `every` steps the devices exchange one small message each, eight bytes per layer and step, which is sent during the
-    next step; after that they make the same decision. A step with another batch size than the plan's (the last of an epoch) is
-    ignored.
+    After every `every` steps each device sends its step times, eight bytes per layer and step, during the next step. Then all
+    devices make the same decision. A step with another batch size than the plan's (the last of an epoch) is ignored.
 
     ::
 
@@ -40,12 +39,12 @@ class Rebalancer:
         optimizers: all that work on the model's parameters.
         tell: called with the number of the step, from 0, and the decision: a change, or the end of autotuning.
         every: steps between two exchanges.
-        others: plans to try besides the model's own, as from `make_plans`; the same on every device.
+        others: further plans to try, as from `make_plans`; the same on every device.
 
     Attributes:
         decision: the latest.
         autotune: of the plans.
-        state: of the shares; None while plans are tried.
+        state: of the rebalancing; None while plans are tried.
 
     Raises:
         InputError: `every` below 1.
@@ -69,7 +68,7 @@ class Rebalancer:
             if plan.outputs != model.plan.outputs:
                 raise PlanError(
                     f"plan {plan.name!r} has outputs {plan.outputs!r}, and the model's own {model.plan.outputs!r}: try plans "
-                    "with the same, since the training loop can do with one of them"
+                    "with the same outputs, because the training loop handles only one kind"
                 )
         self.model, self.optimizers, self.tell, self.every = model, optimizers, tell, every
         self.autotune = Autotune.start([model.plan, *others])
@@ -111,7 +110,7 @@ class Rebalancer:
             self._rows.append(now - self._before)
         self._before = now
         if self._pending is not None:
-            # Awaited at once, it would hold up every device until the slowest has ended its step.
+            # Waiting in the previous step would have delayed every device until the slowest had ended that step.
             table, pending = self._pending
             pending.wait()
             self._pending = None
@@ -129,7 +128,7 @@ class Rebalancer:
         """
         for step in table.permute(1, 2, 0).tolist():
             if self.state is None:
-                # Devices leave a step one after another: the mean over them is the time of the step.
+                # Devices end a step at different times: use the mean.
                 self.autotune, self.decision = autotune.observe(self.autotune, sum(step[0]) / len(step[0]))
             else:
                 self.state, self.decision = rebalance.observe(self.state, dict(zip(self._layers, step, strict=True)))
@@ -147,7 +146,7 @@ class Rebalancer:
                 return
 
     def _balance(self) -> None:
-        """Observe the shares of the plan from now on."""
+        """Start to rebalance the shares of the current plan."""
         if self.model.compiler is not None:
             self.model.compiler.waits = False
         self.state = Balancer.start(self.model.plan, self.model.traced[True].graph, self.model.group.ids)

@@ -1,4 +1,4 @@
-"""The loader: every device gets its part of the same batches. The samples of step k depend on the seed and k alone."""
+"""The loader: every device gets its local part of the same global batches. Step k's samples depend only on seed and k."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from convoy.comm.collectives import difference, gather
+from convoy.comm.control_messages import difference, gather
 from convoy.data.augment import Augment, read_augment
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming
@@ -23,17 +23,17 @@ from convoy.runtime.module import Distributed, not_distributed
 
 
 class Loader:
-    """Batches of a data set of (input, label) pairs, as one device of a fleet sees them.
+    """The local batches of one device, from a data set of (input, label) pairs.
 
     Iterating yields (x, y): x is the local batch, in the layout of the plan's first layer (it may have zero samples, and then
     none is loaded); y holds the labels of the global batch. If the plan leaves outputs with their samples, y holds the labels
     of those samples only, and no others are loaded.
 
     Args:
-        dataset: map-style; items are (tensor, label). A label is what `__getitem__` returns, never an attribute such as
-            `targets`, so each device loads every sample whose label it returns. Random numbers drawn while a sample
-            loads (crops, flips) depend on the seed, the epoch, the sample and its position in the epoch alone; where the
-            data set has `__getitems__`, on those of the samples loaded at once.
+        dataset: map-style; items are (tensor, label). Labels come from `__getitem__`, never from an attribute such as
+            `targets`, so a device loads every sample for which it returns a label. Random numbers drawn while a sample
+            loads (crops, flips) depend only on the seed, the epoch, the sample and its position in the epoch; with
+            `__getitems__`, on those of all samples of the call.
         batch_size: global batch, in samples.
         model: the distributed model the batches are for; None: one device.
         shuffle: a new order in every epoch, by `seed` and epoch; False: the order of the data set.
@@ -47,7 +47,7 @@ class Loader:
 
     Raises:
         InputError: a batch below 1, an empty data set. While iterating, a model with several inputs.
-        DataError: while iterating: samples that do not make a batch, and what the data set raises.
+        DataError: while iterating: samples that do not make a batch, or an error of the data set.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Loader:
             model.check_copies()
 
     def _required(self, model: Distributed) -> dict[str, Any]:
-        """Return what decides about samples and their changes."""
+        """Return the values that determine samples and their augmentation."""
         return {
             "the number of samples": self.samples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed,
             "drop_last": self.drop_last, "the epoch": self.epoch, "the first batch": self.start,
@@ -183,7 +183,7 @@ class Loader:
 
     @property
     def _changes(self) -> tuple[int, int, int]:
-        """The numbers of changes of shares, of finished steps and of repeated steps."""
+        """The numbers of reshards, of finished steps and of repeated steps."""
         m = self.model
         return (m.reshards, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
 
@@ -201,7 +201,7 @@ class Loader:
         parts = _LocalBatches(self.dataset, rows, empty, augment, key, self.collate)
         # Labels in memory need no worker.
         workers = self.workers if parts.labels is None or any(start < stop for (start, stop), _ in ranges) else 0
-        # A generator of its own: the seeds of workers must not change dropout's random numbers.
+        # A separate generator, because the seeds of workers must not change dropout's random numbers.
         options = {k: v for k, v in self.options.items() if workers or k == "pin_memory"}
         return DataLoader(
             parts, batch_size=None, num_workers=workers, collate_fn=_unchanged, generator=torch.Generator(), **options
@@ -218,7 +218,7 @@ class Loader:
         return here[0] if here is not None else (0, 0)
 
     def _labelled(self, batch: int) -> tuple[int, int]:
-        """Return the range of a batch's samples whose labels this device gets."""
+        """Return the range of a batch's samples for which this device gets labels."""
         return (0, batch) if self.model is None else self.model.output_rows(batch)
 
 
@@ -232,7 +232,7 @@ class _Rows:
 
 
 class _LocalBatches(Dataset[Any]):
-    """A data set whose item k is the local part of batch k, so that a DataLoader prepares it ahead."""
+    """A data set with the local part of batch k as item k, so that a DataLoader prefetches it."""
 
     def __init__(
         self,
@@ -247,8 +247,8 @@ class _LocalBatches(Dataset[Any]):
         self.augment, self.key, self.collate = augment, key, collate
         # Images in memory draw no random numbers, and saving and restoring the generators takes longer than loading.
         self.draws = type(dataset) is not Images or augment is not None or collate is not None
-        # Convoy's own classes return these labels with their images. Any other class may return others than it has as
-        # attributes (a subclass that relabels, a wrapper), and collate_fn may change them.
+        # Only Convoy's own classes are known to return `targets` as labels: a subclass or a wrapper may relabel, and collate_fn
+        # may change labels.
         own = type(dataset) in (Images, Samples) and collate is None
         self.labels: Tensor | None = dataset.targets if own else None  # type: ignore[attr-defined]
 
@@ -256,7 +256,7 @@ class _LocalBatches(Dataset[Any]):
         return len(self.rows.indices)
 
     def __getitem__(self, k: int) -> tuple[Tensor, Tensor] | ConvoyError:
-        """Return the part, or its error: raised in a worker, it would come wrapped in the worker's traceback."""
+        """Return the local batch or its error, because torch wraps an error raised in a worker in the worker's traceback."""
         try:
             with own_random_numbers() if self.draws else nullcontext():
                 return self._load(k, *self.rows.ranges[k])
@@ -288,7 +288,7 @@ class _LocalBatches(Dataset[Any]):
             self._reseed(indices, position)
             with naming(f"samples {shown(list(indices))}"):
                 rows = many(indices)
-        # torch's protocol lets __getitems__ return a list of items; ours return the batch at once.
+        # Data sets of torch return a list of items from __getitems__; Convoy's return a batch.
         if self.collate is not None:
             self._reseed(indices, position)
             return _by_collate(self.collate, rows, indices)
@@ -296,26 +296,26 @@ class _LocalBatches(Dataset[Any]):
         return x, torch.as_tensor(y)
 
     def _reseed(self, what: int | list[int], position: int) -> None:
-        # By position too: a sampler that repeats a sample wants another crop of it each time.
+        # By position too: a sample that is repeated in an epoch gets another crop each time.
         if self.draws:
             reseed(f"{self.key}/{position}/{what}")
 
 
 def _hull(*ranges: tuple[int, int]) -> tuple[int, int]:
-    """Return the range that contains these. If all are empty, the first sample: it shows the shape of a label."""
+    """Return the smallest range that contains these. If all are empty, the first sample, to get the shape of a label."""
     filled = [row for row in ranges if row[0] < row[1]] or [(0, 1)]
     return min(start for start, _ in filled), max(stop for _, stop in filled)
 
 
 def _end_workers(prepared: Any) -> None:
-    # Torch ends them with the last reference to the iterator, which the traceback of an error holds; it has no public way.
+    # Torch ends workers with the last reference to the iterator, which an error's traceback holds. No public API ends them.
     shutdown = getattr(prepared, "_shutdown_workers", None)
     if shutdown is not None:
         shutdown()
 
 
 def _collated(rows: list[Any], indices: Sequence[int]) -> tuple[Any, Any]:
-    """Return the samples as one batch. DataError if they are no pairs that can be stacked."""
+    """Return the samples as one batch. Raises DataError if they are not pairs that can be stacked."""
     try:
         x, y = default_collate(rows)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -334,7 +334,7 @@ def _collated(rows: list[Any], indices: Sequence[int]) -> tuple[Any, Any]:
 
 
 Collate = Callable[[list[Any]], Any]
-"""Returns samples as a batch: a pair of tensors, inputs and labels."""
+"""A function from samples to a batch: a pair of tensors, inputs and labels."""
 
 
 def _by_collate(collate: Collate, rows: list[Any], indices: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -369,7 +369,7 @@ def loader(
     workers: int = 0,
     augment: str | None = None,
 ) -> Loader:
-    """Return batches of a data set, this device's part of each; see `Loader`.
+    """Return a `Loader` of this device's part of each batch.
 
     Args:
         augment: how training images change from epoch to epoch, e.g. "crop,flip"; see `convoy.data.augment`.

@@ -1,4 +1,4 @@
-"""The training loop of the command line, for a distributed model and an ordinary one: steps, tests, results per epoch."""
+"""Runs the training loop of the command line, for distributed and ordinary models: steps, tests, results per epoch."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from convoy.checkpoint import Checkpointer, Progress
-from convoy.comm.collectives import share_number
+from convoy.comm.control_messages import share_number
 from convoy.comm.group import Group
 from convoy.elastic.members import Members, StoppedError
 from convoy.errors import DeviceLostError, DivergedError, unknown_name
@@ -54,21 +54,21 @@ def build_optimizer(name: str, model: nn.Module, lr: float, momentum: float, wei
 SCHEDULES = ("constant", "cosine", "step", "one-cycle")
 
 ONE_CYCLE_START, ONE_CYCLE_END = 1 / 25, 1 / 25 / 1e4
-"""Parts of the highest rate, at the first and the last step; the numbers of torch's OneCycleLR."""
+"""Fractions of the highest rate at the first and the last step, as in torch's OneCycleLR."""
 
 ONE_CYCLE_RISE = 0.3
-"""Part of the steps until the highest rate, where no warm-up says otherwise."""
+"""Fraction of the steps until the highest rate, if there is no warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateCurve:
-    """A learning-rate schedule in closed form, which depends on the step alone, so that a resumed run needs no state of it.
+    """A closed-form learning-rate schedule. It depends only on the step, so a resumed run needs no schedule state.
 
     Attributes:
         name: one of `SCHEDULES`.
         steps: optimizer steps of the whole training.
         warmup_steps: steps of a linear rise; of one-cycle, the steps of its own rise.
-        drop_steps, drop_factor: for "step", the rate is multiplied by the factor after each of these numbers of steps.
+        drop_steps, drop_factor: for "step": multiply the rate by the factor after every `drop_steps` steps.
     """
 
     name: str
@@ -101,7 +101,7 @@ def _half_cosine(start: float, end: float, part: float) -> float:
 
 
 def build_schedule(optimizer: Optimizer, curve: RateCurve) -> LambdaLR:
-    """Return a scheduler whose `step()` follows every step of the optimizer. InputError for an unknown name."""
+    """Return a scheduler; call its `step()` after every optimizer step. Raises InputError for an unknown name."""
     if curve.name not in SCHEDULES:
         raise unknown_name("schedule", curve.name, SCHEDULES)
     return LambdaLR(optimizer, curve.factor)
@@ -112,15 +112,15 @@ def build_schedule(optimizer: Optimizer, curve: RateCurve) -> LambdaLR:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How steps and tests are made.
+    """The options of steps and tests.
 
     Attributes:
         accumulate: micro-batches per step. The loss of a step is the mean over all their samples.
         clip_norm: upper limit of the norm of all gradients together.
         label_smoothing: part of each label that is spread evenly over all classes.
         evaluate_epochs, evaluate_steps: epochs and steps between tests; the end of the last epoch is always tested.
-        stops_diverged: end at the first step whose loss is NaN or infinite, or as soon as that is read (see `record.py`) and
-            before anything is saved; else that step is reported, and training continues.
+        stops_diverged: stop as soon as a NaN or infinite loss is read (see `record.py`), before anything is saved; otherwise
+            report the step and continue.
     """
 
     accumulate: int = 1
@@ -133,11 +133,11 @@ class Recipe:
 
 @dataclass
 class Training:
-    """A model, and all that changes with it from step to step.
+    """A model, and the objects that change with it in a step.
 
     Attributes:
         schedule: steps after every step of the optimizer.
-        average: of the weights, which follows the optimizer by itself; tests use it.
+        average: of the weights, updated by hooks of the optimizer; tests use it.
         scaler: for fp16.
         tell: called with a line of text when the loss is NaN or infinite for the first time.
     """
@@ -155,11 +155,11 @@ class Training:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def backward(self, x: Tensor, y: Tensor, part: float, *, ends_step: bool = True) -> Tensor:
-        """Add the gradients of a part of a batch. Return its part of the loss, which is the mean over the global batch.
+        """Accumulate the gradients of a micro-batch. Return its part of the loss, which is the mean over the global batch.
 
         Args:
-            part: its samples over those of the batch.
-            ends_step: whether this is the last micro-batch of a step, which all-reduces the gradients of all of them.
+            part: its samples divided by those of the global batch.
+            ends_step: whether this is the last micro-batch of a step, which all-reduces the accumulated gradients.
         """
         waits = isinstance(self.model, Distributed) and not ends_step
         with self.model.no_sync() if waits else nullcontext():  # type: ignore[operator]
@@ -188,12 +188,12 @@ class Training:
             self.schedule.step()
 
     def accuracy(self, loader: Loader) -> float:
-        """Return the accuracy, of the averaged weights if there are such."""
+        """Return the accuracy, of the averaged weights if there are any."""
         with nullcontext() if self.average is None else self.average.as_weights():
             return accuracy(self.model, loader)
 
     def lateness(self) -> int:
-        """Return how many steps late losses are read. Every device calls it and gets the same."""
+        """Return how many steps late losses are read. Every device calls it and gets the same number."""
         if isinstance(self.model, Distributed):
             return lateness(self.model.group.torch_device, self.model.group)
         return lateness(next(self.model.parameters()).device)
@@ -206,27 +206,27 @@ def fit(
     epochs: int,
     observer: Observer | None = None,
     rebalancer: Rebalancer | None = None,
-    keeper: Checkpointer | None = None,
+    checkpointer: Checkpointer | None = None,
     members: Members | None = None,
 ) -> History:
     """Train with cross entropy for some epochs, and test in between. Every device calls it.
 
     Args:
-        keeper: saves the run, and knows where it continues.
+        checkpointer: saves the run, and has the position to continue from.
         members: lets the training continue when devices are lost or join.
 
     Raises:
-        DivergedError: the loss is NaN or infinite, and the recipe stops there; the weights are those before that step, or where
-            an accelerator computes up to `LATE_STEPS` steps later.
-        StoppedError: the training was to end, on all devices; it is saved, if there is a keeper.
+        DivergedError: the loss is NaN or infinite, and the recipe stops then; the weights are those before that step, or on an
+            accelerator up to `LATE_STEPS` steps later.
+        StoppedError: a stop was requested for all devices; a checkpointer has saved the training.
     """
-    loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, members)
-    start = keeper.progress if keeper is not None else Progress()
+    loop = _Loop(training, test, observer or Observers(), rebalancer, checkpointer, members)
+    start = checkpointer.progress if checkpointer is not None else Progress()
     place = Place(start.step, start.epoch, start.batch)
     loop.steps = loop.record.begun = start.step
     repeats = False
     if members is not None:
-        members.fall_back = None if keeper is None else partial(_reload, keeper)
+        members.fall_back = None if checkpointer is None else partial(_reload, checkpointer)
         members.run_state = loop.run_state, loop.take_over
         try:
             place = Place(*members.begin(start.step, list(place)))
@@ -249,8 +249,8 @@ def fit(
                 train.set_epoch(epoch, min(done, len(train)))  # the last step may have had fewer micro-batches
                 again = repeats and epoch == place.epoch
                 loop.epoch(epoch, train, is_last=epoch + 1 == epochs, again=again)
-            if keeper is not None:
-                keeper.at_end()
+            if checkpointer is not None:
+                checkpointer.at_end()
             if members is not None:
                 members.finish()
             return loop.record.history
@@ -261,17 +261,17 @@ def fit(
         except StoppedError as stopped:
             assert members is not None
             loop.read_all()
-            if keeper is not None:
-                keeper.at_end()
+            if checkpointer is not None:
+                checkpointer.at_end()
             members.close()
-            if keeper is None:
+            if checkpointer is None:
                 raise
-            raise StoppedError(f"{stopped}; --resume goes on from there") from None
+            raise StoppedError(f"{stopped}; --resume continues from there") from None
 
 
-def _reload(keeper: Checkpointer) -> tuple[int, list[int]]:
+def _reload(checkpointer: Checkpointer) -> tuple[int, list[int]]:
     """Load the last checkpoint. Return its step and the place in the data."""
-    found = keeper.reload()
+    found = checkpointer.reload()
     return found.step, [found.step, found.epoch, found.batch]
 
 
@@ -280,7 +280,7 @@ class _Loop:
     """One training, epoch by epoch.
 
     Attributes:
-        unread: steps whose losses are not in the record yet.
+        unread: steps with losses that are not in the record yet.
         steps: of the optimizer so far.
         tested_s: seconds of tests in this epoch.
     """
@@ -289,7 +289,7 @@ class _Loop:
     test: Loader
     observer: Observer
     rebalancer: Rebalancer | None
-    keeper: Checkpointer | None
+    checkpointer: Checkpointer | None
     members: Members | None = None
     unread: LateLosses = field(default_factory=lambda: LateLosses(0))
     record: TrainingRecord = field(default_factory=TrainingRecord)
@@ -297,17 +297,17 @@ class _Loop:
     tested_s: float = 0.0
 
     def go_back(self, place: Place) -> None:
-        """Take back what comes after a step; the tests after it are repeated."""
+        """Roll back to a step; later steps and tests are repeated."""
         self.record.go_back(place)
         self.unread.drop_from(place.step)
         self.steps = place.step
-        if self.keeper is not None:
-            self.keeper.go_back(Progress(place.step, place.epoch, place.batch))
+        if self.checkpointer is not None:
+            self.checkpointer.go_back(Progress(place.step, place.epoch, place.batch))
         if self.rebalancer is not None:
             self.rebalancer.restart()
 
     def run_state(self) -> dict[str, Any]:
-        """Return, as JSON, the results, and the losses of the present epoch."""
+        """Return the results and the losses of the current epoch, as JSON."""
         return self.record.run_state(self.unread.known()) | {"late": self.unread.late}
 
     def take_over(self, run_state: dict[str, Any]) -> None:
@@ -315,10 +315,10 @@ class _Loop:
         self.unread.late = run_state["late"]
 
     def epoch(self, epoch: int, train: Loader, *, is_last: bool, again: bool = False) -> None:
-        """Train one epoch, from the batch on that the loader was set to.
+        """Train one epoch, starting at the loader's `start`.
 
         Args:
-            again: it continues after a step that has a snapshot, but whose test is not repeated yet.
+            again: the epoch continues from a snapshot; if a test follows that step, repeat it first.
         """
         recipe = self.training.recipe
         self.training.model.train()
@@ -340,7 +340,7 @@ class _Loop:
                 self._step(epoch, losses, batch)
                 trained += batch
                 if self.rebalancer is not None:
-                    # Samples of a micro-batch: a step of fewer or smaller ones than the others is not one of the plan's.
+                    # Mean samples per micro-batch: the rebalancer ignores an incomplete step, because the number differs.
                     self.rebalancer.step(batch / recipe.accumulate)
                 if self.members is not None:
                     self.members.after_step(Place(self.steps, epoch, -(-(index + 1) // recipe.accumulate)))
@@ -353,12 +353,12 @@ class _Loop:
         rows = [(loss * count, count) for loss, count in self.record.rows_of(epoch)]
         weighted, samples = (sum(column) for column in zip(*rows, strict=True)) if rows else (0.0, 0)
         mean = weighted / samples if samples else math.nan  # a run may resume at the end of an epoch
-        # After a loss the epoch continues from a later batch: only the samples since then took these seconds.
+        # After a recovery the epoch starts at a later batch: `trained` counts only the samples since then, as train_s does.
         result = EpochResult(epoch, mean, accuracy, train_s, trained / train_s, self.training.rate())
         self.record.epoch(result)
         self.observer.on_epoch(result)
-        if self.keeper is not None:
-            self.keeper.at_evaluation(math.nan if accuracy is None else accuracy)
+        if self.checkpointer is not None:
+            self.checkpointer.at_evaluation(math.nan if accuracy is None else accuracy)
 
     @property
     def _is_due(self) -> bool:
@@ -374,26 +374,26 @@ class _Loop:
         self.steps += 1
         self.observer.on_step_end(this.step, samples)
         self._report_steps(read)
-        if self.keeper is not None:
-            # Reported before it is saved: a run that is killed in between resumes after this step, and never reports it again.
-            if self.keeper.saves_next:
+        if self.checkpointer is not None:
+            # Report before saving: a run killed in between would resume after this step, and never report it.
+            if self.checkpointer.saves_next:
                 self.read_all()
-            self.keeper.after_step()
+            self.checkpointer.after_step()
 
     def _checked(self, step: Unread, loss: float) -> tuple[Unread, float]:
-        """Return the same. DivergedError if the loss is NaN or infinite, and the training is to stop."""
+        """Return the arguments. At the first NaN or infinite loss warn, or raise DivergedError, as the recipe says."""
         if self.record.history.diverged is not None or math.isfinite(loss):
             return step, loss
         number = step.step + 1
         self.record.diverge(number)
-        what = f"the loss of step {number} is {loss}"
+        fault = f"the loss of step {number} is {loss}"
         remedy = "lower the learning rate (--lr), or add --warmup-epochs 1 or --clip-norm 1"
         if self.training.recipe.stops_diverged:
             late = self.steps - step.step
-            behind = f"{late} step{'s' * (late > 1)} later, of which nothing is saved"
+            behind = f"{late} step{'s' * (late > 1)} later, without saving them"
             where = behind if late else "before that step changes weights"
-            raise DivergedError(f"{what}: the training has diverged, and stops {where}; {remedy}")
-        self.training.tell(f"WARNING: {what}: the training has diverged, and what follows is useless; {remedy}")
+            raise DivergedError(f"{fault}: the training has diverged, and stops {where}; {remedy}")
+        self.training.tell(f"WARNING: {fault}: the training has diverged, and later results are useless; {remedy}")
         return step, loss
 
     def _report_steps(self, read: Iterable[tuple[Unread, float]]) -> None:
@@ -406,7 +406,7 @@ class _Loop:
         self._report_steps(self._checked(*each) for each in self.unread.rest())
 
     def _pause(self, epoch: int) -> None:
-        """Test within an epoch. The seconds of the test are not those of training."""
+        """Test within an epoch. Exclude the test from the training time."""
         start_s = time.perf_counter()
         self.read_all()
         self._evaluate(epoch, ends_epoch=False)
@@ -415,7 +415,7 @@ class _Loop:
             self.rebalancer.begin()
 
     def _evaluate(self, epoch: int, *, ends_epoch: bool) -> float:
-        # The same number on devices that joined later, or that missed a test because of a loss.
+        # The number of tests is equal on all devices, also on joined ones and after a recovery.
         self.test.set_epoch(len(self.record.history.evaluations))
         result = self.record.test(epoch, self.steps, self.training.accuracy(self.test), ends_epoch=ends_epoch)
         self.observer.on_evaluation(result)
@@ -423,7 +423,7 @@ class _Loop:
 
 
 def _samples(train: Loader, index: int, accumulate: int) -> int:
-    """Return the samples of all batches of the step to which batch `index` belongs."""
+    """Return the samples of the step that contains batch `index`."""
     first = (index - index % accumulate) * train.batch_size
     whole = len(train) * train.batch_size if train.drop_last else train.samples
     return min(accumulate * train.batch_size, whole - first)
@@ -445,10 +445,10 @@ def _cross_entropy(label_smoothing: float) -> Loss:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: Loader) -> float:
-    """Return the fraction of samples whose largest output is that of their label. Leaves the model in training mode."""
+    """Return the top-1 accuracy. Leaves the model in training mode."""
     model.eval()
     right, total = torch.zeros(()), 0  # added up on the device of the outputs, and read once
-    group: Group | None = None  # where each device counts its own samples
+    group: Group | None = None  # set if each device counts only its own samples
     for x, y in loader:
         outputs = model(x)
         if isinstance(outputs, OutputPart):

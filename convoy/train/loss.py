@@ -1,8 +1,8 @@
-"""loss: the loss of a global batch whose samples are split over the devices, exactly that of one device.
+"""loss: computes the loss of a global batch that is split over the devices, exactly as on one device.
 
 A mean over a batch is a sum over its samples divided by their count. Both are all-reduced: each device computes the sum and the
-count of its own samples, and its gradient is divided by the global count. The criterion decides what is counted: elements,
-samples, labels that are not ignored, their weights.
+count of its own samples, and its gradient is divided by the global count. The count depends on the criterion: elements,
+samples, labels that are not ignored, or their weights.
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.comm.collectives import agree_on, share_tensor
+from convoy.comm.control_messages import agree_on, share_tensor
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.machine.accelerator import in_float64
@@ -62,18 +62,18 @@ def loss(criterion: Callable[..., Any], *, reduction: str | None = None, **setti
         criterion = convoy.loss(nn.CrossEntropyLoss(ignore_index=255))
         criterion(model(x), y).backward()
 
-    Its value is that of one device, on every device. Labels and other tensors are those of the global batch, or of this
-    device's samples, as the loader returns them.
+    Its value is that of one device, the same on every device. Labels and other tensors are those of the global batch, or of
+    this device's samples, as the loader returns them.
 
     Args:
-        criterion: one of torch's modules or functions; or, with `reduction`, your own function that returns a tensor whose
-            first axis is the samples, each entry depending on its own sample alone.
-        reduction: "mean" (over all entries that the function returns) or "sum". Of torch's modules, their own counts.
-        settings: of a function of torch: `convoy.loss(F.cross_entropy, label_smoothing=0.1)`.
+        criterion: one of torch's modules or functions; or, with `reduction`, your own function that returns a tensor with the
+            samples as its first axis, where each entry depends only on its own sample.
+        reduction: "mean" (over all entries that the function returns) or "sum". torch's modules use their own.
+        settings: for a function of torch: `convoy.loss(F.cross_entropy, label_smoothing=0.1)`.
 
     Raises:
-        InputError: a criterion whose parts cannot be added; when it is called, arguments that do not fit.
-        MismatchError: when it is called, the devices have other criteria.
+        InputError: the criterion cannot be summed over devices; on a call: the arguments do not fit.
+        MismatchError: on a call: the devices have different criteria.
     """
 
     if not isinstance(criterion, nn.Module) and criterion in _FUNCTIONS:
@@ -88,7 +88,7 @@ def loss(criterion: Callable[..., Any], *, reduction: str | None = None, **setti
 
 
 class Loss:
-    """What :func:`convoy.loss` returns."""
+    """A criterion over the global batch, returned by :func:`convoy.loss`."""
 
     def __init__(self, criterion: Callable[..., Any], reduction: str | None = None) -> None:
         self.criterion = criterion
@@ -96,7 +96,7 @@ class Loss:
         self._agreed: WeakSet[Group] = WeakSet()
 
     def __call__(self, *arguments: Any) -> Tensor:
-        """Return the loss of the global batch, the same on every device. All call it where outputs are in parts."""
+        """Return the loss of the global batch, the same on every device. All devices call it if outputs are split."""
         parts = [a for a in arguments if isinstance(a, OutputPart)]
         if not parts:
             made: Tensor = self.criterion(*arguments)
@@ -104,14 +104,14 @@ class Loss:
         first = parts[0]
         if any((p.rows, p.batch) != (first.rows, first.batch) for p in parts):
             raise InputError(
-                f"outputs of other samples in one loss: {first!r} and {parts[-1]!r}; call it for each of them"
+                f"outputs of different samples in one loss: {first!r} and {parts[-1]!r}; call it for each of them"
             )
         self._agree(first)
         rows = [self._rows(a, first) for a in arguments]
         start, stop = first.rows
         if start < stop:
             total, count = self._of_part(rows, stop - start)
-        else:  # nothing to compute, and autograd still has to reach the model
+        else:  # no samples here, but autograd still has to reach the model
             total = torch.stack([self._rows(p, first).sum() for p in parts]).sum()
             count = torch.zeros_like(total)
         own = torch.stack([in_float64(total.detach()), in_float64(count)])
@@ -123,7 +123,7 @@ class Loss:
         return _Whole.apply(total, value.to(total), scale.to(total))  # type: ignore[no-any-return, no-untyped-call]
 
     def _agree(self, part: OutputPart) -> None:
-        """Compare the criterion at the first call: other weights on one device would give wrong gradients without an error."""
+        """Compare the devices' criteria at the first call: different class weights would silently give wrong gradients."""
         if part.group in self._agreed:
             return
         text = f"{_name(self.criterion)} {self.reduction}"
@@ -204,7 +204,7 @@ def _reduced(criterion: Any, reduction: str) -> nn.Module:
 
 
 def _count_of_classes(criterion: nn.CrossEntropyLoss | nn.NLLLoss, output: Tensor, target: Tensor) -> Tensor:
-    """Return the count of labels: each that is not ignored, with the weight of its class; of probabilities each position."""
+    """Return the count of labels that are not ignored, weighted by class; for class probabilities the count of positions."""
     if target.is_floating_point():
         return torch.tensor(output.numel() / max(1, output.shape[1]), device=output.device)
     counts = target != criterion.ignore_index
@@ -218,7 +218,7 @@ def _check_alike(criterion: Callable[..., Any], rows: list[Any]) -> None:
     if len({len(shape) for shape in axes}) > 1:
         raise InputError(
             f"{_name(criterion)} was given tensors of {' and '.join(map(str, sorted(axes)))} for this device's samples, which "
-            "torch would pair sample with sample: give them as many axes, such as y[:, None]"
+            "torch would pair sample with sample: give them the same number of axes, such as y[:, None]"
         )
     for name in ("weight", "pos_weight"):
         given = getattr(criterion, name, None)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step of the optimizer, counted from 0; its loss over the global batch, the samples of that batch, the learning rate
-    that it was made with, and when it ended (`time.perf_counter()`)."""
+    """One optimizer step, counted from 0: loss and samples of the global batch, learning rate, end (`time.perf_counter()`)."""
 
     step: int
     epoch: int
@@ -30,8 +29,8 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class EpochResult:
-    """One epoch, counted from 0; mean training loss over its samples, accuracy of the test at its end (0 to 1; None without a
-    test), seconds of training, and the learning rate of the next step."""
+    """One epoch, counted from 0: mean training loss over its samples, accuracy at its end (0 to 1; None without a test),
+    seconds of training, and the learning rate of the next step."""
 
     epoch: int
     loss: float
@@ -42,25 +41,25 @@ class EpochResult:
 
 
 class Observer:
-    """A listener to the results of a training. Derive from it, and write the methods of interest; the others do nothing.
+    """The base class of observers of a training. Override the methods of interest; the others do nothing.
 
-    Every device has its observers, and a test comes after the step it follows and before the epoch that it ends. What is to be
-    written once belongs on device 0 (`convoy.is_first()`); what talks to a network belongs into a
-    :class:`convoy.runlog.loggers.Logger`, which never delays a step.
+    Every device has its own observers. A test is reported after its step and before the epoch that it ends. Write files on
+    device 0 only (`convoy.is_first()`). For network access use a :class:`convoy.runlog.loggers.Logger`, which never delays a
+    step.
     """
 
     def on_step_end(self, step: int, samples: int) -> None:
-        """At the end of every step of the optimizer (from 0), at once: its loss may not be known yet."""
+        """Called at the end of every optimizer step (from 0). Its loss may not be known yet."""
 
     def on_step(self, result: StepResult) -> None:
-        """After every step of the optimizer, once its loss is read: where an accelerator computes, up to two steps later, but
-        before every test and the end of an epoch."""
+        """Called after every optimizer step when its loss is read. On accelerators this is up to two steps later, but before
+        every test and the end of an epoch."""
 
     def on_evaluation(self, result: Evaluation) -> None:
-        """After every test."""
+        """Called after every test."""
 
     def on_epoch(self, result: EpochResult) -> None:
-        """After every epoch."""
+        """Called after every epoch."""
 
 
 class Observers(Observer):

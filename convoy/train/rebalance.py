@@ -1,21 +1,20 @@
-"""Rebalancing: corrects shares while training. A pure state machine: seconds in, a decision out.
+"""Rebalancing: corrects shares while training. A pure state machine: takes seconds, returns a decision.
 
 A device is not as fast in a job as alone: communication threads, caches and other users slow it down. So each device's
 computing seconds, without any waiting, are observed for each group of coupled axes (`convoy.plan.coupling`), and give its
 seconds per unit. The shares change when other units would shorten the slowest device's computing by more than the noise:
 
-- The median of the last `SHORT` steps shows a large change soon; that of many steps, a small one surely. A single slow step
-  changes neither.
+- The median of the last `SHORT` steps shows a large change quickly; the median of many steps shows a small one reliably. A
+  single slow step changes neither.
 - After a jump of a device's seconds, earlier steps are dropped, and nothing is decided for `LEAST` steps.
 - The gain must exceed `DEADBAND`, and `SURE` standard errors of the slowest device's median. The noise is taken from
   differences between consecutive steps, so that a change of speed does not count as noise.
 - Once, after `FIRST` steps, `FIRST_SURE` is enough: the first shares come from the devices' solo throughput.
-- New shares are observed afresh. A change that undoes the last one soon after it needs twice as many steps each time, so two
-  splits cannot alternate.
+- A change of shares discards earlier observations. A change that soon undoes the last one needs twice as many steps each time,
+  so two splits cannot alternate.
 
-A share moves all the way at once: a gain beyond the noise needs no damping, and the next decision corrects what is not
-proportional. Only +, -, *, /, square roots and comparisons are used, so all devices with the same seconds decide the same, to
-the last bit.
+A change is never damped: a gain beyond the noise needs no damping, and the next decision corrects errors of proportionality.
+Only +, -, *, /, square roots and comparisons are used, so all devices with the same seconds make the same decision, bit by bit.
 """
 
 import heapq
@@ -36,35 +35,35 @@ FIRST = 10
 """Steps after which shares that never changed need less certainty, once."""
 
 LEAST = 3
-"""Fresh steps before a share changes again."""
+"""Minimum steps after a change of shares before the next."""
 
 MOST = 96
-"""Most fresh steps before a change, after changes to and fro."""
+"""Maximum of that number, after alternating changes."""
 
 RELAXED = 60
 """After this many steps without a change, or twice those that were needed, `LEAST` steps are enough again."""
 
 JUMP, JUMP_SURE = 0.15, 3.0
-"""A device's seconds have jumped when `LEAST` consecutive steps are longer than those before by more than this fraction and
+"""A device's seconds have jumped if `LEAST` consecutive steps are longer than those before by more than this fraction and
 this multiple of its noise, or shorter likewise."""
 
 DEADBAND = 0.03
-"""The least gain, as a fraction of the slowest device's computing."""
+"""Minimum gain, as a fraction of the slowest device's computing."""
 
 SURE = 4.0
-"""Standard errors. Noise alone reaches them about once in ten thousand decisions for four devices."""
+"""Minimum gain in standard errors. Noise alone reaches it about once in ten thousand decisions for four devices."""
 
 FIRST_SURE = 2.0
-"""Standard errors, at that one decision."""
+"""The same, for the one decision after `FIRST` steps."""
 
 LEAST_NOISE = 0.02
-"""The least noise, relative to a step: a few differences between steps may be small by chance."""
+"""Minimum assumed noise, relative to a step: a few differences between steps may be small by chance."""
 
 STARTING, SETTLING = 2, 1
-"""Ignored steps: the first of all, and the first with new shares, which prepare memory and kernels."""
+"""Steps to ignore at the start, and after a change of shares: they allocate memory and prepare kernels."""
 
 Seconds = Mapping[str, Sequence[float]]
-"""By layer, each device's seconds of forward and backward in one step; 0 where it has no part."""
+"""By layer, each device's seconds of forward and backward in one step; 0 if it has no share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ class ObservedAxes:
         return min(last) > usual * beyond or max(last) * beyond < usual
 
     def changed(self, change: Shares) -> "ObservedAxes":
-        """Start afresh after a change of shares, and keep the noise of each device."""
+        """Return the state after a change of shares: no steps yet, but the known noise of each device."""
         undone = -sum(a * b for a, b in zip(self.last, change, strict=False))
         back = 2 * undone > sum(a * a for a in change)
         asks = min(MOST, 2 * self.asks) if back else self.asks if self.last else LEAST
@@ -130,7 +129,7 @@ class ObservedAxes:
 
 @dataclass(frozen=True, slots=True)
 class ShareChange:
-    """Other shares for coupled axes.
+    """New shares of coupled axes.
 
     Attributes:
         axes: before the change; `units`: after it.
@@ -147,14 +146,14 @@ class ShareChange:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The shares stay."""
+    """The decision to keep the shares."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """Another plan: the same strategies, other shares."""
+    """The decision to change the shares, or the plan."""
 
     plan: Plan
     changes: tuple[ShareChange, ...]
@@ -189,7 +188,7 @@ class Balancer:
 def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
     """Return the next state and the decision after a step of the plan's own batch.
 
-    A missing layer counts as no time. A step in which a device with a part has no time is ignored.
+    A missing layer counts as no time. Ignores a step in which a device with a share has no time.
     """
     if not state.axes:
         return state, Keep("the plan leaves no shares to choose")
@@ -219,10 +218,10 @@ def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
 
 
 def slower(state: Balancer, predicted: Sequence[Mapping[str, float]]) -> dict[int, float]:
-    """Return, for the timed devices, measured over predicted seconds of the observed layers.
+    """Return measured divided by predicted seconds of the observed layers, for each timed device.
 
     Args:
-        predicted: for each device, seconds of its part of each layer by the plan of `state`, by "forward conv1".
+        predicted: for each device, seconds of its share of each layer in the plan of `state`, by "forward conv1".
     """
     took_s, should_s = ([0.0] * len(predicted) for _ in range(2))
     for axes, history in zip(state.axes, state.observed, strict=True):
@@ -243,7 +242,7 @@ def best(rates: Sequence[float], units: Shares) -> Shares:
     """
     active = [device for device, count in enumerate(units) if count]
     result = [int(device in active) for device in range(len(units))]
-    # Unit by unit to the device that would finish it first: the optimum where time is proportional.
+    # Give each unit to the device that would finish it first: optimal if time is proportional to units.
     ends = [(2 * rates[device], device) for device in active]
     heapq.heapify(ends)
     for _ in range(sum(units) - len(active)):
@@ -254,7 +253,7 @@ def best(rates: Sequence[float], units: Shares) -> Shares:
 
 
 def _change(axes: CoupledAxes, history: ObservedAxes) -> ShareChange | None:
-    """Return better units for coupled axes, if the gain is certain."""
+    """Return better units for coupled axes, if the gain is significant."""
     after_jump = history.asks if history.last else LEAST
     if history.steps < history.asks or any(history.since[d] < after_jump or history.jumped(d, 1) for d in axes.active):
         return None

@@ -1,6 +1,6 @@
-"""The results of a training run, which devices can take back to an earlier step, and losses that are read some steps late.
+"""Records the results of a training run, with rollback to an earlier step, and reads losses some steps late.
 
-A loss is read `LATE_STEPS` after its step where an accelerator computes, so that no step waits for the accelerator.
+On an accelerator a loss is read `LATE_STEPS` after its step, so that no step waits for the accelerator.
 """
 
 from bisect import bisect_left
@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from convoy.comm.collectives import gather
+from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.machine.accelerator import in_host_memory, queued
 from convoy.train.observer import EpochResult, Evaluation
 
 LATE_STEPS = 2
-"""How many steps late losses are read where an accelerator computes; by then they are in host memory."""
+"""How many steps late losses are read on an accelerator; by then they are in host memory."""
 
 
 class UnreadNumber:
-    """A sum of numbers on their way from the device that computes them.
+    """A sum of numbers that are being copied to the host.
 
     Args:
         parts: one per micro-batch of the step. They are copied from an accelerator after its queued work, without waiting.
@@ -38,7 +38,7 @@ class UnreadNumber:
             self._copied = queued(row.device)
 
     def read(self) -> float:
-        """Return the number; wait for the device if it is not there yet."""
+        """Return the sum, after waiting for the copy if necessary."""
         if self._copied is not None and not self._copied.query():
             self._copied.synchronize()
         return float(sum(self._row.tolist()))
@@ -46,7 +46,7 @@ class UnreadNumber:
 
 @dataclass
 class Unread:
-    """A step whose loss was not read yet; fields as of `StepResult`."""
+    """A step with an unread loss; fields as in `StepResult`."""
 
     step: int
     epoch: int
@@ -60,7 +60,7 @@ class Unread:
 
 
 class LateLosses:
-    """The steps whose losses are still to be read, in their order.
+    """A queue of steps with unread losses.
 
     Args:
         late: after how many steps a loss is read.
@@ -74,7 +74,7 @@ class LateLosses:
         self._unread.append(step)
 
     def due(self) -> Iterator[tuple[Unread, float]]:
-        """Yield all steps but the latest `late`, with their losses."""
+        """Yield all steps except the latest `late`, with their losses."""
         while len(self._unread) > self.late:
             yield self._unread.popleft().read()
 
@@ -94,9 +94,9 @@ class LateLosses:
 
 
 def lateness(device: torch.device, group: Group | None = None) -> int:
-    """Return how many steps late losses are read. Every device of a group calls it and gets the same.
+    """Return how many steps late losses are read. Every device of a group calls it and gets the same number.
 
-    A NaN then ends the training at the same step on all of them.
+    So a NaN ends the training at the same step on all devices.
     """
     kinds = [device.type] if group is None else gather(group, "device types", device.type)
     return LATE_STEPS if any(kind != "cpu" for kind in kinds) else 0
@@ -111,7 +111,7 @@ class History:
         epochs: one result per epoch.
         evaluations: all tests, in order.
         best: the first test of the highest accuracy.
-        diverged: the first step whose loss was NaN or infinite, counted from 1.
+        diverged: the first step with a NaN or infinite loss, counted from 1.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -122,7 +122,7 @@ class History:
 
 
 class Place(NamedTuple):
-    """How far a training is: steps, the epoch, and steps of that. Where an epoch begins, the one before has been tested."""
+    """A position in a training: steps, epoch, steps of that epoch. At its start the previous epoch has been tested."""
 
     step: int
     epoch: int
@@ -131,14 +131,14 @@ class Place(NamedTuple):
 
 @dataclass
 class TrainingRecord:
-    """The history of one training, which can go back to a snapshot, and forward again to a checkpoint of a later step.
+    """The history of one training, with rollback to a snapshot, and forward again to a later checkpoint.
 
     Attributes:
         begun: the step of the first loss.
         samples: the epoch and the number of samples of every step in the history.
-        undone: by step, the loss and samples of steps that were taken back.
-        tests, epochs: all results, by step and by epoch, also those that were taken back.
-        diverged: that of the history, also if it was taken back.
+        undone: loss and samples of rolled-back steps, by step.
+        tests, epochs: all results, by step and by epoch, including rolled-back ones.
+        diverged: as in the history, also after a rollback.
     """
 
     history: History = field(default_factory=History)
@@ -182,7 +182,7 @@ class TrainingRecord:
         self.history.diverged = self.diverged = step
 
     def go_back(self, place: Place) -> None:
-        """Let the history end at a place: before its present end, or after it at a checkpoint of a step that was taken back."""
+        """End the history at a place: an earlier one, or a later one if its steps were rolled back before."""
         history, begun = self.history, self.begun
         self.begun = min(begun, place.step)
         kept = max(0, place.step - begun)
@@ -197,7 +197,7 @@ class TrainingRecord:
         history.diverged = self.diverged if self.diverged is not None and self.diverged <= place.step else None
 
     def _undone_from(self, step: int, end: int | None = None) -> list[tuple[float, tuple[int, int]]]:
-        """Return the steps taken back from one on, up to another, without a gap."""
+        """Return the consecutive rolled-back steps from `step`, up to `end`."""
         found = []
         while step in self.undone and (end is None or step < end):
             found.append(self.undone[step])
@@ -205,7 +205,7 @@ class TrainingRecord:
         return found
 
     def run_state(self, unread: Sequence[tuple[Unread, float]]) -> dict[str, Any]:
-        """Return as JSON the results, and the losses from the beginning of the present epoch on.
+        """Return the results and the losses of the current epoch, as JSON.
 
         Args:
             unread: steps after the history, with their losses.

@@ -1,4 +1,4 @@
-"""The table of families: kept as rows in families.json, shown on docs/families.md."""
+"""The table of families: stored in families.json, shown on docs/families.md."""
 
 import importlib.metadata
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 @dataclass(frozen=True)
 class Kept:
-    """What was found, when, with which versions of the libraries."""
+    """The results with their date and library versions."""
 
     date: str = ""
     versions: str = ""
@@ -42,7 +42,6 @@ def write(kept: Kept) -> None:
 
 
 def text(kept: Kept) -> str:
-    """The page."""
     rows = sorted(kept.rows, key=lambda row: row.family)
     exact, untried = [row for row in rows if row.exact], [row for row in rows if row.untried]
     shared = [row for row in exact if row.shared_out >= 95.0]

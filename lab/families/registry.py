@@ -50,7 +50,7 @@ class Member:
 
 
 def names_by_family() -> dict[str, list[str]]:
-    """Every family of both libraries, with the names of its nets."""
+    """Return every family of both libraries with the names of its nets."""
     make_importable()
     import timm
     import torchvision
@@ -67,7 +67,7 @@ def names_by_family() -> dict[str, list[str]]:
 
 
 def build(family: str, name: str, **options: Any) -> nn.Module:
-    """A net with fresh weights."""
+    """Build a net with fresh weights."""
     make_importable()
     import timm
     import torchvision
@@ -82,7 +82,7 @@ def build(family: str, name: str, **options: Any) -> nn.Module:
 
 
 def _small_film(mvit: Any, name: str) -> nn.Module:
-    """MViT for films of 4x64x64: its builders know 16x224x224 alone, but the class takes any size."""
+    """Build MViT for videos of 4x64x64: its builders support 16x224x224 only, but the class takes any size."""
 
     def make(**options: Any) -> nn.Module:
         return made(**{**options, "spatial_size": (64, 64), "temporal_size": 4})  # type: ignore[no-any-return]
@@ -93,7 +93,7 @@ def _small_film(mvit: Any, name: str) -> nn.Module:
 
 
 def narrowed(family: str, model: nn.Module) -> nn.Module:
-    """VGG with 64 features in its classifier: with 4,096, three devices in one process fill 19 GB in float64."""
+    """Narrow VGG's classifier to 64 features: with 4,096, three devices in one process fill 19 GB in float64."""
     if family == "torchvision vgg":
         model.classifier[0], model.classifier[3] = nn.Linear(512 * 7 * 7, 64), nn.Linear(64, 4096)  # type: ignore[index, operator]
     if family == "timm vgg":
@@ -102,7 +102,7 @@ def narrowed(family: str, model: nn.Module) -> nn.Module:
 
 
 def smallest(family: str, names: Iterable[str]) -> Member:
-    """The net with the fewest parameters, and how convolutional it is."""
+    """Return the net with the fewest parameters and its number of convolutions."""
     found = []
     for name in names:
         with warnings.catch_warnings():

@@ -1,4 +1,5 @@
-"""One family: its member is traced, planned in two ways, and trained for three steps beside plain PyTorch in float64."""
+"""Try one family: trace its member, plan it in two ways, and compare three training steps with plain PyTorch in
+float64."""
 
 import copy
 import gc
@@ -49,7 +50,7 @@ _SHAPES = (*_IMAGES, (3, 4, 64, 64), (3, 8, 64, 64), (3, 16, 64, 64), (3, 13, 20
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a family.
+    """The result of a family.
 
     Attributes:
         shape: of an image.
@@ -87,17 +88,17 @@ class Row:
 
     @property
     def untried(self) -> bool:
-        """Whether a person has left it out; `error` says why."""
+        """Return whether the family was left out by hand; `error` says why."""
         return self.error.startswith("not tried")
 
     @property
     def shared_out(self) -> float:
-        """Percent of the FLOP that several devices compute, in the plan that splits by filters."""
+        """Return the percent of FLOP on several devices in the plan that splits by filters."""
         return 100.0 - self.by_filters["one"] if self.by_filters else 0.0
 
 
 def try_family(member: Member) -> Row:
-    """Train its member on one device and on three."""
+    """Train the family's member on one device and on three."""
     started = time.perf_counter()
     plain = Row(member.family, member.name, member.parameters)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
@@ -149,7 +150,7 @@ def _runnable(member: Member) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
 
 
 def _without_chance(model: nn.Module) -> nn.Module:
-    """Dropout and stochastic depth are the one exception to parity: their chance is set to 0."""
+    """Disable dropout and stochastic depth, the one exception to parity."""
     for module in model.modules():
         for name in ("p", "drop_prob", "drop_rate", "drop_path_rate", "dropout"):
             if isinstance(getattr(module, name, None), float):
@@ -158,7 +159,7 @@ def _without_chance(model: nn.Module) -> nn.Module:
 
 
 def _try(row: Row, model: nn.Module, shape: tuple[int, ...], *, last: bool) -> Row:
-    """Train it beside one device, unless rounding grows and this is not the `last` try."""
+    """Compare a training with one device, unless rounding grows and this is not the `last` try."""
     torch.manual_seed(1)
     images = [torch.randn(BATCH, *shape, dtype=torch.float64) for _ in range(STEPS)]
     for biased, rate in ((False, RATE), (True, RATE), (True, SLOW_RATE)):
@@ -196,7 +197,7 @@ def _bias(model: nn.Module) -> None:
 
 
 def _rounding(model: nn.Module, images: Sequence[Tensor], expected: Mapping[str, Tensor], rate: float) -> float:
-    """How far one device is from itself with other last bits."""
+    """Return how far one device differs from itself with changed last bits."""
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + 1e-15 * torch.randn_like(p))
@@ -205,7 +206,7 @@ def _rounding(model: nn.Module, images: Sequence[Tensor], expected: Mapping[str,
 
 
 def filters_by_speed(graph: Graph, batch: int, speeds: Speeds) -> Plan:
-    """Every layer that can be is split by filters, in shares by speed; the others with work to do by samples."""
+    """Return a plan that splits filters by speed wherever possible, and other working layers by samples."""
     devices, by_samples = len(speeds.devices), Batch(apportion(batch, speeds.devices))
     layers: dict[str, Filter | Batch] = {}
     for layer in graph.layers.values():
@@ -235,7 +236,7 @@ def _filters(layer: Layer, speeds: Speeds) -> Filter | None:
 
 
 def shares_of_flop(graph: Graph, plan: Plan) -> dict[str, float]:
-    """Percent of the forward FLOP of a model that a plan splits by filters, by samples, and gives to one device."""
+    """Return the percent of forward FLOP that a plan splits by filters, by samples, and leaves on one device."""
     flop: Counter[str] = Counter()
     for step in lower(plan, graph).phase("forward"):
         if isinstance(step, ComputeStep):
@@ -267,7 +268,7 @@ Named = Iterator[tuple[str, Tensor]]
 
 
 def _trained(model: nn.Module, images: Sequence[Tensor], rate: float) -> Named:
-    """What is left of training on one device."""
+    """Train on one device and return everything to compare."""
     yield from _train(model, images, rate, model, lambda _, g: g)
     yield from model.state_dict().items()
 
@@ -279,7 +280,7 @@ def _train(
     forward: Callable[[Tensor], Any],
     whole: Callable[[str, Tensor], Tensor],
 ) -> Named:
-    """Three steps, then an evaluation; everything that can be compared, by name.
+    """Train three steps, then evaluate; return everything that can be compared, by name.
 
     Args:
         whole: (key, gradient) -> the gradient of the whole parameter.
@@ -318,7 +319,7 @@ def _on_many(
 
 
 def _loss(outputs: Any) -> Tensor:
-    """Cross entropy of classes in the second axis, for images and for pixels; further outputs count 0.3."""
+    """Return the cross entropy over axis 1, for images and pixels; further outputs count 0.3."""
     total: Tensor | None = None
     for i, t in enumerate(_tensors(outputs)):
         labels = torch.arange(t.numel() // t.shape[1]).remainder(t.shape[1]).view(t.shape[0], *t.shape[2:])
@@ -336,7 +337,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 def _largest(found: Named, expected: Mapping[str, Tensor]) -> float:
-    """The largest difference: relative to one or to the size of the number; of a gradient, to its largest. NaN is infinite."""
+    """Return the largest difference relative to max(1, size), of gradients to their largest. NaN is infinite."""
     largest, seen = 0.0, set()
     for key, t in found:
         seen.add(key)

@@ -1,4 +1,4 @@
-"""How a part of a net stands in it: submodules that are looped over, checkpointed, hooked, frozen, called by keyword."""
+"""Ways to embed a part of a net: submodules in loops, checkpointed, hooked, frozen, called by keyword."""
 
 from collections.abc import Callable
 from random import Random
@@ -26,7 +26,7 @@ def plain(w: Writer, inner: Writer, _rng: Random) -> None:
 
 @wrapper
 def keyword(w: Writer, inner: Writer, rng: Random) -> None:
-    """Optional arguments, given or not."""
+    """Write a block with optional arguments, given or not."""
     inner.arguments.append("mask=None, *, scale=1.0, **other")
     inner.line("if mask is not None: x = x * mask", "x = x * scale")
     mask = "torch.sigmoid(x)" if inner.shape == w.shape else "None"
@@ -113,7 +113,7 @@ def by_size(w: Writer, inner: Writer, rng: Random) -> None:
 
 @wrapper
 def several_outputs(w: Writer, inner: Writer, rng: Random) -> None:
-    """A block that returns a tuple, a dict, a list or a named tuple."""
+    """Write a block that returns a tuple, a dict, a list or a named tuple."""
     forms = {
         "(x, x * 0.5)": "[0]",
         "{'main': x, 'other': [x, None]}": "['main']",
@@ -129,7 +129,7 @@ def several_outputs(w: Writer, inner: Writer, rng: Random) -> None:
 
 @wrapper
 def past_its_call(w: Writer, inner: Writer, rng: Random) -> None:
-    """Called past `__call__`, or as a function of parameters."""
+    """Write a block called without `__call__`, or as a function of parameters."""
     name = _make(w, inner)
     functional = f"torch.func.functional_call({name}, dict({name}.named_parameters()), (x,))"
     w.line("x = " + rng.choice((f"{name}.forward(x)", functional, f"functools.partial({name})(x)")))

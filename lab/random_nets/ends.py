@@ -1,4 +1,4 @@
-"""What a random net takes beside its images, and what it returns."""
+"""The extra inputs and the outputs of a random net."""
 
 from random import Random
 
@@ -46,7 +46,7 @@ _FLAT = (
 
 
 def write_inputs(w: Writer, kind: str, rng: Random) -> str:
-    """Write what is done with the inputs; returns their types and shapes per sample, as source."""
+    """Write the use of the inputs; return their types and shapes per sample as source."""
     image = f"('float', {w.shape})"
     _, h, width = w.shape
     match kind:
@@ -73,7 +73,7 @@ def write_inputs(w: Writer, kind: str, rng: Random) -> str:
 
 
 def write_outputs(w: Writer, kind: str, rng: Random) -> None:
-    """Write the head of the net, and what it returns."""
+    """Write the head of the net and its return statement."""
     if kind == "own_input":
         w.lines.insert(0, "given = x")
     if kind == "map":

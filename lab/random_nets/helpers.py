@@ -1,4 +1,4 @@
-"""Functions and classes that random nets use by name: their source is copied to the top of a net's."""
+"""Functions and classes that random nets use by name; their source is copied into the net's file."""
 
 from collections import namedtuple
 from dataclasses import dataclass

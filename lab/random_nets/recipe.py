@@ -1,4 +1,4 @@
-"""A random net as a small tree of steps and blocks, from a seed; its source; and the same with parts taken out."""
+"""A random net as a small tree of steps and blocks from a seed, its source, and smaller versions of it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class Recipe:
     shape: tuple[int, int, int] = (3, 6, 6)
 
     def source(self) -> str:
-        """Of the class `Net`, a function `build`, a function `before_step` and the inputs."""
+        """Return the source of the class `Net`, the functions `build` and `before_step`, and the inputs."""
         file = File()
         w = Writer(file, "Net", self.shape)
         rng = Random(self.seed)
@@ -54,7 +54,7 @@ class Recipe:
         return file.text(inputs)
 
     def smaller(self) -> Iterator["Recipe"]:
-        """The recipe with one thing less, in every way."""
+        """Yield every recipe with one thing removed."""
         for parts in _smaller(self.parts):
             yield replace(self, parts=parts)
         if self.outputs != "logits":
@@ -64,7 +64,6 @@ class Recipe:
 
 
 def draw(seed: int) -> Recipe:
-    """The net of a seed."""
     rng = Random(seed)
     names = [*STEPS, *_SKIPS]
     groups = [STEPS[name][0] if name in STEPS else "layer" for name in names]
@@ -111,7 +110,7 @@ def _keep(w: Writer, _rng: Random) -> None:
 
 
 def _take(w: Writer, rng: Random) -> None:
-    """Bring in an earlier value of the same size."""
+    """Reuse an earlier value of the same size."""
     c, *size = w.shape
     fitting = [(name, shape) for name, shape in w.kept if [*shape[1:]] == size]
     if not fitting:

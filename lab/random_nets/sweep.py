@@ -1,4 +1,4 @@
-"""Tries random nets and prints those that fail, as small as they get: `python -m lab.random_nets.sweep 0 500`.
+"""Try random nets and print failing ones, minimised: `python -m lab.random_nets.sweep 0 500`.
 
 Nets that fail in the same way are counted, and one of them is shown. `--show refused` shows what is refused, too.
 """
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _way(recipe: Recipe, outcome: Outcome) -> str:
-    """What failures have in common: the message without its numbers, or the parts of the smallest net."""
+    """Return a key that equal failures share: the message without numbers, or the parts of the smallest net."""
     message = re.sub(r"[\d.]+(e-\d+)?", "N", outcome.what.split(";")[0].partition("\n")[0])[:150]
     if outcome.kind in ("crash", "refused") or "returns" in message or "random state" in message:
         return f"{outcome.kind} {message}"

@@ -1,4 +1,4 @@
-"""Trains a random net on one device and on several, and says how they differ: not at all, refused, or wrong."""
+"""Train a random net on one device and on several, and classify the difference: none, refused, or wrong."""
 
 import dataclasses
 import linecache
@@ -32,7 +32,7 @@ SIZES = ((5, 5, 5), (5, 4, 5), (6, 2, 6), (4, 4, 3))
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a net.
+    """The result of a net.
 
     Attributes:
         kind: "exact", "refused" (a clear error), "wrong" (a silent difference), "crash" (another error), "invalid" (plain
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclass
 class Left:
-    """What a training left: all numbers by name, and what else can be compared.
+    """The result of a training: all numbers by name, and other values to compare.
 
     Attributes:
         forms: of what the net returned.
@@ -60,7 +60,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Way:
-    """How a net is trained.
+    """The options of a net's training.
 
     Attributes:
         together: batches whose losses are added before one backward.
@@ -79,7 +79,7 @@ WAYS = (*[Way()] * 6, Way(together=2), Way(evaluating=True), Way(to_none=False),
 
 
 def load(source: str, name: str) -> dict[str, Any]:
-    """Run the source of a net; its lines are found by tracebacks."""
+    """Run the source of a net so that tracebacks show its lines."""
     filename = f"<{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     space: dict[str, Any] = {"__name__": "random_net"}
@@ -88,7 +88,7 @@ def load(source: str, name: str) -> dict[str, Any]:
 
 
 def attempt(recipe: Recipe, seed: int) -> Outcome:
-    """Train the net of a recipe; the seed chooses devices, plan and batches."""
+    """Train the net of a recipe; the seed selects devices, plan and batches."""
     rng = Random(seed)
     speeds, sizes, plan = rng.choice(SPEEDS), rng.choice(SIZES), rng.choice((*PLANS, "model", "hybrid"))
     way = rng.choice(WAYS)
@@ -163,7 +163,7 @@ def _batch(inputs: Iterable[tuple[str, tuple[int, ...]]], n: int) -> tuple[Tenso
 
 
 def _train(model: nn.Module, given: list[Any], space: dict[str, Any], way: Way, call: Any, weights: Any) -> Left:
-    """Three steps with momentum and weight decay, then an evaluation."""
+    """Train three steps with momentum and weight decay, then evaluate."""
     left = Left({}, [])
     inner = getattr(model, "module", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01)
@@ -192,7 +192,7 @@ def _train(model: nn.Module, given: list[Any], space: dict[str, Any], way: Way, 
 
 
 def _python_state(model: nn.Module) -> dict[str, Tensor]:
-    """Numbers that modules keep in Python: counters, what hooks noted."""
+    """Return numbers that modules keep in Python: counters and hook records."""
     return {
         f"Python's {name}.{key}": torch.tensor(float(value), dtype=torch.float64)
         for name, module in model.named_modules()
@@ -210,7 +210,7 @@ def _note(outputs: Any, name: str, left: Left) -> None:
 
 
 def form(value: Any) -> str:
-    """The types of a structure, with its plain values."""
+    """Return the types of a structure, with its plain values."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     if dataclasses.is_dataclass(value):
@@ -245,7 +245,7 @@ def _loss(outputs: Any) -> Tensor:
 
 
 def differences(found: Left, expected: Left) -> dict[str, float]:
-    """What differs, and by how much: relative to one, or to the size of the number."""
+    """Return each difference and its size, relative to max(1, size)."""
     if found.forms != expected.forms:
         other = next((a, b) for a, b in zip(found.forms, expected.forms, strict=True) if a != b)
         return {f"returns {other[0]} for {other[1]}": math.inf}
@@ -267,7 +267,7 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 def _rounding(space: dict[str, Any], seed: int, given: list[Any], way: Way, expected: Left) -> float:
-    """How far one device is from itself when its images are changed by 1e-15."""
+    """Return how far one device differs from itself when its images change by 1e-15."""
     model = _built(space, seed)
     rounded = [tuple(t * (1 + 1e-15 * torch.randn_like(t)) if t.is_floating_point() else t for t in x) for x in given]
     other = _train(model, rounded, space, way, lambda m, x: m(*x), lambda m: m.state_dict())
@@ -275,7 +275,7 @@ def _rounding(space: dict[str, Any], seed: int, given: list[Any], way: Way, expe
 
 
 def shrunk(recipe: Recipe, seed: int, kind: str) -> Recipe:
-    """The smallest recipe found, by taking out parts, of which the same kind of thing becomes."""
+    """Return the smallest recipe that fails in the same way, found by removing parts."""
     for _ in range(40):
         smaller = next((each for each in recipe.smaller() if attempt(each, seed).kind == kind), None)
         if smaller is None:
@@ -285,7 +285,7 @@ def shrunk(recipe: Recipe, seed: int, kind: str) -> Recipe:
 
 
 def report(seed: int, outcome: Outcome, recipe: Recipe) -> str:
-    """The seed, what is wrong, and the source, so that it can be repeated."""
+    """Return the seed, the failure and the source, so that it can be repeated."""
     return f"net of seed {seed}: {outcome.kind}: {outcome.what}\n{recipe.source()}"
 
 

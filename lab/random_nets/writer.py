@@ -1,4 +1,4 @@
-"""Writes the source of a random module: classes, helpers, and what is done to the model after it was made."""
+"""Write the source of a random module: classes, helpers, and changes to the finished model."""
 
 import inspect
 import itertools
@@ -25,7 +25,7 @@ CLASSES = 5
 
 @dataclass
 class File:
-    """One source file: what several classes of it share.
+    """One source file, shared by several classes.
 
     Attributes:
         after: lines that are run on the finished model, which they call `net`, before it is distributed.
@@ -49,7 +49,7 @@ class File:
 
 
 def _helpers(text: str) -> list[str]:
-    """The source of those that a text names."""
+    """Return the source of the helpers that a text names."""
     words = set(re.findall(r"\w+", text))
     plain = {"SCALE": 'SCALE = {"value": 1.0}', "Pair": 'Pair = namedtuple("Pair", "main other")'}
     own = {k: v for k, v in vars(helpers).items() if getattr(v, "__module__", "") == helpers.__name__ and k in words}
@@ -60,7 +60,7 @@ def _helpers(text: str) -> list[str]:
 
 @dataclass
 class Writer:
-    """One class: its `__init__` and its `forward`, in which `x` is always the present value.
+    """One class: its `__init__` and its `forward`, in which `x` is the current value.
 
     Attributes:
         shape: of `x` without its batch axis: (channels, height, width).
@@ -82,7 +82,7 @@ class Writer:
         return f"{stem}{next(self.file.numbers)}"
 
     def make(self, expression: str, stem: str = "") -> str:
-        """Give the module an attribute; returns `self.name`."""
+        """Give the module an attribute; return `self.name`."""
         stem = stem or (re.findall(r"nn\.([A-Z]\w+)", expression) or ["own"])[0].lower()
         name = f"self.{self.fresh(stem)}"
         self.inits.append(f"{name} = {expression}")
@@ -123,7 +123,7 @@ class Writer:
         return dict(zip("chw", self.shape, strict=True))
 
     def choose(self, rows: list[str], rng: Random) -> None:
-        """Write one of several lines, of those whose condition holds."""
+        """Write one of the lines whose condition holds."""
         possible = []
         for row in rows:
             condition = re.match(r"\[(.*?)\] ", row) if row.startswith(("[$", "[min")) else None

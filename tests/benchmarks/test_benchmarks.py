@@ -1,4 +1,4 @@
-"""The benchmarks: their configurations, statistics worked out by hand, results and pages."""
+"""The benchmarks: configurations, hand-calculated statistics, results and pages."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ GROUND = Ground("a processor", 2, "Linux 6", "3.11", "2.13", "0.1", "abc")
 # --- configurations --------------------------------------------------------------------------------------------------
 
 
-def test_the_validation_covers_what_was_asked_for() -> None:
+def test_validation_covers_the_required_cases() -> None:
     cases = [case for series in SETS["validation"] for case in series.cases()]
     rows = [(case.fleet, case.net, case.batch, plan) for case in cases for plan in case.plans]
     assert len(rows) == len(set(rows)) >= 60
@@ -42,7 +42,7 @@ def test_the_validation_covers_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_every_configuration_can_be_made(name: str) -> None:
+def test_every_configuration_builds(name: str) -> None:
     for series in series_of(name):
         assert fleet_named(series.fleet).devices
         with torch.device("meta"):  # without the hundreds of megabytes
@@ -50,14 +50,13 @@ def test_every_configuration_can_be_made(name: str) -> None:
         assert [case.batch for case in series.cases()] == list(series.batches)
 
 
-def test_one_net_is_one_series_on_a_fleet() -> None:
-    """Results are kept by net."""
+def test_results_are_grouped_by_net() -> None:
     for name, every in SETS.items():
         nets = [(series.fleet, series.net) for series in every]
         assert len(nets) == len(set(nets)), name
 
 
-def test_wrong_names_are_told_with_the_choices() -> None:
+def test_unknown_names_list_the_choices() -> None:
     with pytest.raises(InputError, match=r"validtion.*validation"):
         series_of("validtion")
     with pytest.raises(InputError, match=r"moon.*mixed4, straggler2"):
@@ -70,7 +69,7 @@ def test_wrong_names_are_told_with_the_choices() -> None:
         Series("mixed4", "two-conv:4:8", (0,))
 
 
-def test_any_case_can_be_asked_for_by_itself() -> None:
+def test_any_case_can_be_selected_alone() -> None:
     chosen = Choice(None, ("even4",), ("two-conv:500:1500",), (16,), ("master",)).series()
     assert chosen == (Series("even4", "two-conv:500:1500", (16,), ("master",)),)
     assert [case.name for case in chosen[0].cases()] == ["even4.two-conv-500-1500.16"]
@@ -89,14 +88,14 @@ def test_a_set_can_be_narrowed() -> None:
         Choice("bench", nets=("alexnet:4096",), batches=(16,)).series()
 
 
-def test_equal_fleets_are_made_not_read() -> None:
+def test_equal_fleets_need_no_file() -> None:
     for count in (1, 8):
         fleet = fleet_named(f"equal{count}")
         assert [device.cores for device in fleet.devices] == [0.2] * count
         assert Fleet.from_toml(fleet.to_toml()) == fleet, "the emulated hosts are given it as a file"
 
 
-def test_every_plan_of_convoy_is_drawn() -> None:
+def test_every_convoy_plan_is_plotted() -> None:
     assert set(MARKS) == {*PLANS, AUTO} == set(PLAN_NAMES)
 
 
@@ -108,14 +107,14 @@ def row(plan: str, predicted_s: float | None, *rounds_s: float, fleet: str = "f"
                rounds_s, **other)  # fmt: skip
 
 
-def test_an_error_is_that_of_the_median() -> None:
+def test_errors_use_the_median() -> None:
     assert score.error(row("data", 1.1, 1.0, 5.0, 0.9)) == pytest.approx(0.1)
     assert score.error(row("data", 0.5, 1.0, 5.0, 0.9)) == pytest.approx(-0.5)
     with pytest.raises(ValueError, match="has no prediction"):
         score.error(row("ddp-even", None, 1.0))
 
 
-def test_spreads_by_hand() -> None:
+def test_spread_matches_hand_calculation() -> None:
     seconds = (1.0, 2.0, 4.0, 3.0, 5.0)
     assert score.full_spread(seconds) == pytest.approx(4 / 3)
     assert score.middle_spread(seconds) == pytest.approx((4 - 2) / 3)
@@ -129,7 +128,7 @@ def test_spreads_by_hand() -> None:
     assert score.relative_range([2.0, 1.5, 1.9]) == pytest.approx(0.25)
 
 
-def test_a_summary_is_of_absolute_errors() -> None:
+def test_summary_uses_absolute_errors() -> None:
     rows = [row("data", 1.1, 1.0), row("data", 0.7, 1.0), row("data", 1.0, 1.0), row("ddp-even", None, 1.0)]
     found = score.summarise(rows)
     assert found is not None
@@ -139,7 +138,7 @@ def test_a_summary_is_of_absolute_errors() -> None:
     assert score.summarise([row("ddp-even", None, 1.0)]) is None
 
 
-def test_which_rows_are_filter_split() -> None:
+def test_filter_split_rows_are_recognised() -> None:
     by_filter, by_batch = {"0": "batch(4,4)", "3": "filter(6,2)"}, {"0": "batch(4,4)"}
     assert score.splits_filters(row("master", 1.0, 1.0))
     assert score.splits_filters(row("model", 1.0, 1.0))
@@ -148,7 +147,7 @@ def test_which_rows_are_filter_split() -> None:
     assert not score.splits_filters(row("hybrid", 1.0, 1.0, strategies=by_filter))
 
 
-def test_choices_compare_auto_with_the_best_of_convoys_plans() -> None:
+def test_auto_is_compared_with_the_best_convoy_plan() -> None:
     rows = [
         *(row("auto", 1.0, 1.02), row("data", 1.0, 1.0), row("ddp-even", None, 0.1)),
         *(row("auto", 1.0, 1.0, batch=16), row("data", 1.0, 1.2, batch=16)),
@@ -216,7 +215,7 @@ def test_only_results_of_the_same_code_and_settings_are_continued() -> None:
     assert not replace(result, settings={"rounds": 5.0}).continues(result)
 
 
-def test_a_case_that_was_measured_is_not_run_again_and_one_that_lacks_a_plan_is_as_a_whole(tmp_path: Path) -> None:
+def test_only_incomplete_cases_are_run_again(tmp_path: Path) -> None:
     path, result = tmp_path / "f.net.8.json", small_result()
     same, empty = Case("f", "net", 8, ("data", "auto")), replace(result, nets={})
     assert still_to_run(path, empty, same) == same, "there is no file"
@@ -233,7 +232,7 @@ def test_a_case_that_was_measured_is_not_run_again_and_one_that_lacks_a_plan_is_
     assert unfinished.measured_rows() == ()
 
 
-def test_of_a_case_that_was_measured_twice_the_page_has_the_later_run(tmp_path: Path) -> None:
+def test_page_shows_the_latest_run_of_a_case(tmp_path: Path) -> None:
     old, new = small_result(), small_result(scale=2.0)
     later = replace(new.nets["net"], finished="2026-02-01T00:00:00")
     other = Row("f", "net", 16, "data", None, 1.0, {}, 1, (1.0,))
@@ -248,7 +247,7 @@ def test_of_a_case_that_was_measured_twice_the_page_has_the_later_run(tmp_path: 
     assert results_in(tmp_path) == kept
 
 
-def test_the_page_says_what_the_numbers_say() -> None:
+def test_page_text_matches_the_numbers() -> None:
     good = validation_page(Paper([small_result()], "figures/validation.png"))
     # Errors 0, 5 % and 0; filter-split: master and auto.
     assert (
@@ -277,7 +276,7 @@ def test_the_page_says_what_the_numbers_say() -> None:
     assert "![" not in bad
 
 
-def test_the_command_makes_the_page_from_results_alone(tmp_path: Path) -> None:
+def test_page_is_built_from_results_alone(tmp_path: Path) -> None:
     write_result(tmp_path / "straggler2.json", small_result())
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
@@ -299,7 +298,7 @@ def a_drive(output: Path, **changed: Any) -> Drive:
     return replace(drive, **changed)
 
 
-def test_a_drive_tells_its_command_and_refuses_what_cannot_be(tmp_path: Path) -> None:
+def test_drive_reports_its_command_and_refuses_bad_options(tmp_path: Path) -> None:
     drive = a_drive(tmp_path)
     drive.check()
     assert drive.command() == (
@@ -318,8 +317,8 @@ def test_a_drive_tells_its_command_and_refuses_what_cannot_be(tmp_path: Path) ->
             a_drive(tmp_path, **changed).check()
 
 
-def test_measured_hours_are_not_written_over(tmp_path: Path) -> None:
-    """A pass over a fleet was lost when it was started again after a commit: other code, so the file began anew."""
+def test_existing_results_are_not_overwritten(tmp_path: Path) -> None:
+    """Regression: restarting after a commit began the file anew and lost hours of results."""
     devices = tuple((device.name, device.cores) for device in fleet_named("mixed4").devices)
     old = FleetResult("smoke", "mixed4", devices, replace(ground(), revision="older"), "c", "random images", {})
     write_result(tmp_path / "mixed4.two-conv-4-8.8.json", old)
@@ -328,7 +327,7 @@ def test_measured_hours_are_not_written_over(tmp_path: Path) -> None:
     assert read_result(tmp_path / "mixed4.two-conv-4-8.8.json") == old
 
 
-def test_nothing_is_started_where_all_was_measured(
+def test_complete_results_start_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[str] = []
@@ -364,7 +363,7 @@ def cli() -> Any:
     return app
 
 
-def test_the_ground_is_told() -> None:
+def test_page_reports_the_machine() -> None:
     here = ground()
     assert here.torch == torch.__version__
     assert here.processor

@@ -1,4 +1,4 @@
-"""The peers: DDP's gradient is that of one device for any shares, and its search finds the best setting there is to find."""
+"""The DDP and FSDP peers: gradients match one device for any shares, and the search finds the best setting."""
 
 import copy
 import math
@@ -39,7 +39,7 @@ def images() -> Images:
 
 
 def trained_alone(batch: int, steps: int) -> dict[str, list[float]]:
-    """Gradients of the last step and weights after it, by plain PyTorch."""
+    """Return the last gradients and the weights of plain PyTorch."""
     model = build_net("two-conv:4:8", (3, 8, 8), 10).double()
     optimizer, batches = sgd(model), iter(Loader(images(), batch, drop_last=True))
     for _ in range(steps):
@@ -89,9 +89,7 @@ def train_ddp(group: Group, shares: list[int], static_graph: bool, between: bool
         ([4, 3, 1], False, False, True),
     ],
 )
-def test_ddp_takes_the_gradient_steps_of_one_device(
-    shares: Shares, static_graph: bool, between: bool, zero: bool
-) -> None:
+def test_ddp_gradients_match_one_device(shares: Shares, static_graph: bool, between: bool, zero: bool) -> None:
     expected = trained_alone(8, STEPS)
     for found in on_processes(3, "tests.benchmarks.test_benchmarks_ddp:train_ddp", shares, static_graph, between, zero):
         assert found.keys() == expected.keys()
@@ -113,7 +111,7 @@ def train_fsdp(group: Group, shares: list[int]) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("shares", [[4, 3, 1], [7, 0, 1]])
-def test_fsdp_takes_the_steps_of_one_device(shares: list[int]) -> None:
+def test_fsdp_steps_match_one_device(shares: list[int]) -> None:
     expected = trained_alone(8, STEPS)
     for found in on_processes(3, "tests.benchmarks.test_benchmarks_ddp:train_fsdp", shares):
         for name, values in found.items():
@@ -121,7 +119,7 @@ def test_fsdp_takes_the_steps_of_one_device(shares: list[int]) -> None:
 
 
 class Recorded:
-    """A runner of known seconds on a clock that only it moves."""
+    """A runner with known seconds, on a clock that only it advances."""
 
     now_s = 0.0
 
@@ -146,8 +144,8 @@ class Recorded:
             self.story.append("rest")
 
 
-def test_the_best_of_long_trials_stays_ready_for_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another first step of DDP takes as long as the one that counts: 26 s each on a slow wire."""
+def test_best_long_trial_is_reused_for_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another first step of DDP takes as long as a counted one: 26 s each on a slow link."""
     monkeypatch.setattr(ddp, "DdpRunner", Recorded)
     monkeypatch.setattr(ddp.time, "perf_counter", lambda: Recorded.now_s)
     trials = ddp._Trials(AloneGroup(torch.device("cpu")), torch.nn.Linear(1, 1), images())
@@ -173,7 +171,7 @@ def test_the_best_of_long_trials_stays_ready_for_its_rounds(monkeypatch: pytest.
 
 
 class Fleet:
-    """A step takes the slowest rank's samples and 20 ms of network, less with one bucket size or a static graph."""
+    """A simulated fleet: a step takes the slowest rank's samples and 20 ms of network, less with some options."""
 
     def __init__(
         self,
@@ -200,7 +198,7 @@ class Fleet:
         return Trial(step_s, compute_s, 5 * step_s, first_s, gradients=gradients)
 
 
-def test_wrong_speeds_are_corrected_by_what_computing_takes() -> None:
+def test_wrong_speeds_are_corrected_by_compute_time() -> None:
     fleet = Fleet([0.001, 0.003])
     tuned = tune(fleet.attempt, 64, [1.0, 1.0], budget_s=1e9)
     assert [s.shares for s in fleet.seen[:2]] == [(32, 32), (48, 16)]
@@ -211,13 +209,13 @@ def test_wrong_speeds_are_corrected_by_what_computing_takes() -> None:
     assert str(tuned.setting) == "batch(48,16), 100 MB, static graph"
 
 
-def test_neighbours_find_what_correction_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbour_search_improves_the_corrected_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one sharing only, the search starts two samples off the best, 12 and 4."""
     monkeypatch.setattr(tuning, "MOST_SHARINGS", 1)
     assert tune(Fleet([0.001, 0.003]).attempt, 16, [10.0, 6.0], budget_s=1e9).setting.shares == (12, 4)
 
 
-def test_without_a_budget_short_steps_have_the_first_correction_and_the_options_still() -> None:
+def test_zero_budget_still_tries_correction_and_options() -> None:
     fleet = Fleet([0.001, 0.003], best_bucket=5)
     tuned = tune(fleet.attempt, 64, [1.0, 1.0], budget_s=0.0)
     assert [s.shares for s in fleet.seen[:2]] == [(32, 32), (48, 16)]
@@ -225,13 +223,13 @@ def test_without_a_budget_short_steps_have_the_first_correction_and_the_options_
     assert len(dict.fromkeys(fleet.seen)) == 2 + len(tuning.BUCKETS_MB) + 1, "buckets, a static graph, shared updates"
 
 
-def test_a_rank_that_only_delays_can_be_left_without_samples() -> None:
-    """It takes 300 ms for each sample; the others carry all 8 in 40 ms."""
+def test_slow_rank_can_get_no_samples() -> None:
+    """It takes 300 ms per sample; the others process all 8 in 40 ms."""
     fleet = Fleet([0.01, 0.01, 0.3])
     assert tune(fleet.attempt, 8, [1.0, 1.0, 1.0], budget_s=1e9).setting.shares == (4, 4, 0)
 
 
-def test_options_that_are_known_from_another_batch_are_taken_over() -> None:
+def test_known_options_are_reused_for_another_batch() -> None:
     known = Setting((32, 32), 5, static_graph=True)
     fleet = Fleet([0.001, 0.003])
     setting = tune(fleet.attempt, 16, [10.0, 6.0], budget_s=1e9, known=known).setting
@@ -253,7 +251,7 @@ SLOW = Wire(1e6, (1e6, 1e6))
 """Two ranks: a sum of 10 MB takes 10 s."""
 
 
-def test_what_cannot_win_is_told_and_not_tried() -> None:
+def test_options_that_cannot_win_are_reported_and_skipped() -> None:
     """Steps of 0.3 s of computing and 10 s of wire, measured 10.32 s: no bucket and no share wins 3 % of that; shared updates
     need 5 s more. The search took more than seven minutes for such a net, and found the same."""
     fleet = Fleet([0.01, 0.01], network_s=10.02, size_bytes=10_000_000)
@@ -267,7 +265,7 @@ def test_what_cannot_win_is_told_and_not_tried() -> None:
     assert ends["batch(27,33), 25 MB"] == (pytest.approx(10.3), "cannot win"), "more samples take as long at least"
 
 
-def test_long_steps_are_tried_as_long_as_the_budget_lasts_and_given_up_where_the_first_is_far_behind() -> None:
+def test_long_steps_are_tried_within_the_budget_and_dropped_if_far_behind() -> None:
     """Two seconds of computing, which the network never limits, on ranks that the measuring took for equal."""
     fleet = Fleet([0.01, 0.03], network_s=1.0, first=2.0)
     tuned = tune(fleet.attempt, 64, [1.0, 1.0], budget_s=60.0, wire=Wire(1e12, (1e12, 1e12)))
@@ -283,7 +281,7 @@ def test_long_steps_are_tried_as_long_as_the_budget_lasts_and_given_up_where_the
     assert poor.setting == Setting((48, 16))
 
 
-def test_the_wire_of_a_step_by_hand() -> None:
+def test_step_communication_time_by_hand() -> None:
     """Three gradients of 3, 1 and 2 MB, ready after 4, 2 and 3 s on the later rank; the ring takes a second for each MB."""
     gradients = Gradients((3_000_000, 1_000_000, 2_000_000), ((4.0, 2.0, 1.0), (3.0, 2.0, 3.0)))
     assert buckets([4.0, 2.0, 3.0], gradients.size_bytes, (1e6, 5e6)) == [[1], [2, 0]]
@@ -298,7 +296,7 @@ def test_the_wire_of_a_step_by_hand() -> None:
     assert scaled.ready_s == ((2.0, 1.0, 0.5), (3.0, 2.0, 3.0))
 
 
-def test_the_ring_goes_over_the_narrowest_way() -> None:
+def test_ring_is_limited_by_the_slowest_link() -> None:
     """lab8: 100 Mbit/s in each room, 50 from room to room, which the ring crosses once each way."""
     wire = Wire.of(fleet_named("lab8"))
     assert wire is not None
@@ -325,7 +323,7 @@ def result() -> FleetResult:
     return FleetResult("bench", "f", (("a", 1.0), ("b", 0.3)), GROUND, "python -m it", "CIFAR-10", {}).with_net(net)
 
 
-def test_page_compares_auto_with_tuned_ddp_and_with_the_devices_alone(tmp_path: Path) -> None:
+def test_page_compares_auto_with_tuned_ddp_and_single_devices(tmp_path: Path) -> None:
     page = bench_page(Sources([result()]))
     assert "`auto` was faster than tuned DDP in 1 of 1 cases: 1.33 to 1.33 times its speed." in page
     assert "`auto` was faster than even DDP in 1 of 1 cases: 2.03 to 2.03 times its speed." in page
@@ -356,7 +354,7 @@ def run_with_peers(group: Group, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_peers_take_turns_with_plans(tmp_path: Path) -> None:
+def test_peers_alternate_with_plans(tmp_path: Path) -> None:
     path = tmp_path / "straggler2.two-conv-4-8.8.json"
     on_processes(2, "tests.benchmarks.test_benchmarks_ddp:run_with_peers", str(tmp_path), limit_s=150.0)
     rows = read_result(path).measured_rows()

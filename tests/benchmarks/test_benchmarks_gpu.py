@@ -1,4 +1,4 @@
-"""What `make gpu` shows, on a simulated accelerator where there is no real one."""
+"""`make gpu` on a simulated accelerator, or a real one if there is one."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from tests.support.model_zoo import make_importable
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
-def test_every_part_runs_and_finds_nothing_that_is_not_as_it_should_be() -> None:
+def test_every_check_runs_and_passes() -> None:
     argv = [sys.executable, "-m", "benchmarks.gpu"]
     done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,7 +34,7 @@ def test_cases_name_nets_that_exist() -> None:
         assert graph_of(net, (3, side, side), 10).layers
 
 
-def test_a_part_that_fails_is_a_row_and_the_run_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_check_is_a_row_and_the_run_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Place) -> Iterator[Row]:
         yield Row("staging", "before the error", "1")
         raise ValueError("no such net")
@@ -46,7 +46,7 @@ def test_a_part_that_fails_is_a_row_and_the_run_continues(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
-def test_started_processes_find_what_the_caller_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_find_the_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somewhere/packages")
     try:
         with place_of(None) as place:
@@ -55,13 +55,13 @@ def test_started_processes_find_what_the_caller_finds(monkeypatch: pytest.Monkey
         sim.load(devices=0)
 
 
-def test_the_committed_page_is_of_a_gpu_or_says_that_none_has_run() -> None:
+def test_committed_page_is_from_a_gpu_or_says_none_ran() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert page == page_of_none() or "| part | what | found | as it should be |" in page
     assert all(f"| {part} |" in page for part in PARTS)
 
 
-def test_the_page_says_what_is_not_as_it_should_be() -> None:
+def test_page_lists_failed_checks() -> None:
     rows = [Row("parity", "float64", "1e-3", good=False), Row("staging", "pinned", "12 GB/s")]
     page = page_of(Place("cpu", simulated=True, environment={}), rows, 12.3)
     assert "| parity | float64 | 1e-3 | **no** |" in page

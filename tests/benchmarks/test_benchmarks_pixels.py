@@ -1,4 +1,4 @@
-"""A net with a label for every pixel in the benchmarks: outputs stay with their samples, and it trains as on one device."""
+"""A net with a label per pixel in the benchmarks: outputs stay local, and it trains as on one device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def net() -> torch.nn.Module:
 
 
 def trained_alone(steps: int) -> tuple[float, list[list[float]]]:
-    """The loss of the first step, and the weights after some, by plain PyTorch."""
+    """Return the first loss and the later weights of plain PyTorch."""
     model = net()
     first = train_steps(model, sgd(model), iter(Loader(images(), BATCH, drop_last=True)), steps)
     return first, flat(model)
@@ -59,8 +59,8 @@ def flat(model: torch.nn.Module) -> list[list[float]]:
 # --- what travels ----------------------------------------------------------------------------------------------------
 
 
-def test_no_output_of_the_cell_crosses_the_wire() -> None:
-    """By no plan of the cell, and no other that `auto` may try: no message holds logits or their gradient, 88 MB of each."""
+def test_no_pixel_output_is_sent() -> None:
+    """Check every plan that `auto` may try: no message holds logits or their gradient, 88 MB each."""
     (series,) = [each for each in SETS["lab"] if (each.fleet, each.net) == ("mixed4", "unet:8")]
     (case,) = series.cases()
     task, described = task_of(case.net), fleet_named(case.fleet)
@@ -95,7 +95,7 @@ def by_speed() -> tuple[torch.nn.Module, Plan]:
     return model, replace(plan, outputs="where-computed")
 
 
-def test_a_step_sends_gradients_and_two_numbers_of_the_loss() -> None:
+def test_step_sends_only_gradients_and_two_loss_values() -> None:
     model, plan = by_speed()
     first, weights = trained_alone(UNCOUNTED_STEPS + 1)
 
@@ -138,7 +138,7 @@ def train_peer(group: Group, name: str, shares: list[int]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_peers_train_a_net_of_pixels_as_one_device(name: str) -> None:
+def test_peers_train_a_pixel_net_as_one_device(name: str) -> None:
     _, weights = trained_alone(UNCOUNTED_STEPS + 1)
     for found in on_processes(2, "tests.benchmarks.test_benchmarks_pixels:train_peer", name, [6, 2]):
         for own, expected in zip(found, weights, strict=True):
@@ -149,8 +149,8 @@ def test_peers_train_a_net_of_pixels_as_one_device(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured, predicted and trained with small images, on threads."""
+def test_pixel_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure, predict and train with small images, on threads."""
     monkeypatch.setattr(tasks, "PIXELS", SMALL)
     measure = worker.measure_job
     quick = lambda *given: measure(*given[:-1], replace(given[-1], slice_s=1e-4))  # noqa: E731

@@ -1,4 +1,4 @@
-"""The benchmarks: who trains, in which rounds, what is timed, and a whole small run."""
+"""Benchmark rounds: turns, timing, and a whole small run."""
 
 import itertools
 import time
@@ -58,7 +58,7 @@ def plain_losses(net: str, batch: int, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("net", ["two-conv:4:8", "resnet:8:4"])
-def test_every_turn_of_a_plan_is_the_run_of_one_device_from_the_start(net: str, plan: str) -> None:
+def test_every_turn_of_a_plan_follows_one_device(net: str, plan: str) -> None:
     model = build_net(net, (3, 8, 8), 10)
     graph = trace(model, torch.zeros(1, 3, 8, 8)).graph
     made = named_plan(plan, graph, 8, Speeds((3.0, 1.0)))
@@ -96,7 +96,7 @@ def test_one_device_trains_alone_while_the_others_rest() -> None:
 
 
 class Clocked:
-    """A runner that takes a known time, and keeps what happened to it."""
+    """A runner that takes a known time and records its calls."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
@@ -115,7 +115,7 @@ class Clocked:
         self.story.append("rest")
 
 
-def test_a_step_is_that_of_the_slowest_device() -> None:
+def test_step_time_is_that_of_the_slowest_device() -> None:
     def work(group: Group) -> float:
         return timed(group, Turn((row("data", 1.0),), Clocked(0.05 * group.device))).rows_s[0]
 
@@ -124,8 +124,8 @@ def test_a_step_is_that_of_the_slowest_device() -> None:
     assert 0.05 <= first < 2.0
 
 
-def test_devices_that_train_alone_at_the_same_time_have_a_row_each() -> None:
-    """The slow one takes 2 steps, the fast one 8; each row has the time and the loss of its own device."""
+def test_concurrent_solo_devices_get_one_row_each() -> None:
+    """The slow one takes 2 steps, the fast one 8; each row has its own device's time and loss."""
 
     class Own(Clocked):
         def wake(self) -> float | None:
@@ -141,8 +141,8 @@ def test_devices_that_train_alone_at_the_same_time_have_a_row_each() -> None:
     assert found[0].median_s >= 0.04 > found[1].median_s >= 0.01
 
 
-def test_clocks_tell_where_the_time_of_a_step_goes() -> None:
-    """Three rounds, in which a step takes device 0 one, two and three seconds of computing, and device 1 half of that."""
+def test_clocks_split_step_time_by_cause() -> None:
+    """Three rounds: device 0 computes for one, two and three seconds per step, device 1 for half of that."""
 
     class Clockwork(Clocked):
         rounds = 0
@@ -159,7 +159,7 @@ def test_clocks_tell_where_the_time_of_a_step_goes() -> None:
     assert found.seen == Where((2.0, 1.0), (0.5, 0.5))
 
 
-def test_a_case_ends_after_its_limit_with_two_rounds_at_least() -> None:
+def test_case_ends_at_its_limit_after_two_rounds() -> None:
     said: list[str] = []
     turns = [Turn((row("data", 1.0),), Clocked(0.02))]
     (found,) = run_rounds(AloneGroup(CPU), turns, 5, said.append, limit_s=0.001)
@@ -167,7 +167,7 @@ def test_a_case_ends_after_its_limit_with_two_rounds_at_least() -> None:
     assert said[-1].endswith("2 rounds of 5")
 
 
-def test_a_pair_has_rounds_until_its_ratio_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pair_repeats_rounds_until_its_ratio_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of the pair takes 1.1 and 0.9 s in turn, the second half of that in every round but the first: of five ratios
     4, 2, 2, 2, 2 the standard error is 1.2533 * 0.894 / sqrt(5) / 2 = 25 %, and 10 % after twelve or so. The third has five."""
     seconds = {
@@ -193,7 +193,7 @@ def test_a_pair_has_rounds_until_its_ratio_is_known(monkeypatch: pytest.MonkeyPa
     assert [len(each.rounds_s) for each in capped] == [8, 8, 5]
 
 
-def test_rounds_go_over_all_configurations_in_turn() -> None:
+def test_rounds_alternate_over_all_configurations() -> None:
     story: list[str] = []
 
     class Telling(Clocked):
@@ -215,7 +215,7 @@ def test_rounds_go_over_all_configurations_in_turn() -> None:
     assert rows[2].median_s >= 0.01
 
 
-def test_a_round_has_steps_enough_and_devices_alone_are_busy_as_long_as_the_slowest() -> None:
+def test_rounds_have_enough_steps_and_solo_devices_run_equally_long() -> None:
     where = Where((0.2, 0.2), (0.1, 0.1))
     plans = {"data": Prediction(a_plan().to_json(), 0.3, where, 0.05, "computing on a")}
     case = Case("f", "net", 8, (ALONE, "one-device", "ddp-even", "data"))
@@ -233,7 +233,7 @@ def a_plan() -> Any:
     return named_plan("data", graph, 8, Speeds((3.0, 1.0)))
 
 
-def test_what_others_take_is_what_is_left() -> None:
+def test_time_of_other_programs_is_the_remainder() -> None:
     # Two cores for 10 s, 12 s of them busy, 7 s of those our own.
     assert share(12.0, 7.0, 10.0, 2) == pytest.approx(0.25)
     assert share(6.9, 7.0, 10.0, 2) == 0, "clocks tick in hundredths"
@@ -263,7 +263,7 @@ def worker_job(folder: str, name: str = "smoke") -> WorkerJob:
 
 
 def run_smoke(group: Group, folder: str) -> list[str]:
-    """Twice, so that the second finds the work of the first; beside the file it leaves what stood there before the runs."""
+    """Run twice, so that the second run finds the results of the first, and keep the file from before."""
     said: list[str] = []
     real, measure = worker.run_rounds, worker.measure_job
 
@@ -282,7 +282,7 @@ def run_smoke(group: Group, folder: str) -> list[str]:
     return said
 
 
-def test_a_whole_run_is_predicted_first_then_measured_then_not_repeated(tmp_path: Path) -> None:
+def test_run_is_predicted_then_measured_then_not_repeated(tmp_path: Path) -> None:
     (tmp_path / "measured").mkdir()
     said, _ = on_processes(2, "tests.benchmarks.test_benchmarks_rounds:run_smoke", str(tmp_path))
     before = read_result(tmp_path / "before")
@@ -316,14 +316,14 @@ def test_a_whole_run_is_predicted_first_then_measured_then_not_repeated(tmp_path
     assert predicted == list(net.rows), "the runs change no prediction"
 
 
-def test_a_round_is_seen_at_the_speed_of_the_measuring() -> None:
+def test_round_times_are_scaled_to_the_measured_speed() -> None:
     """Predicted 2 s; rounds of 2, 3 and 5 s, on a machine that was 1, 1.5 and 2 times as slow: 2, 2 and 2.5 s then."""
     row = Row("f", "n", 1, "data", None, 2.0, {}, 1, (2.0, 3.0, 5.0), drifts=(1.0, 1.5, 2.0))
     assert (error(row), error_at_measured_speed(row)) == (pytest.approx(-1 / 3), 0.0)
     assert error_at_measured_speed(replace(row, drifts=())) == pytest.approx(-1 / 3)
 
 
-def test_the_reference_tells_how_much_slower_the_devices_are() -> None:
+def test_reference_task_reports_the_slowdown() -> None:
     """A clock on which every look takes 0.25 s: one calculation lies between the looks at 0.25 and 0.5, so it counts 0.5 s.
 
     The bases are 0.125 and 0.25 s, in the mean of two readings: now it takes 4 and 2 times as long.

@@ -1,4 +1,4 @@
-"""Three accelerators beside a CPU: the wire that they need; the command runs on simulated ones."""
+"""Three accelerators and a CPU: the link rate they need, and the command on simulated ones."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.support import sim
 
 
-def test_the_wire_is_the_least_that_brings_the_published_speedup() -> None:
+def test_link_rate_is_the_lowest_that_reaches_the_published_speedup() -> None:
     graph = graph_of(NET, IMAGE, 10)
     least, most = wire_for(graph, "gtx1080", "data-by-speed", free=True)
     assert least is not None

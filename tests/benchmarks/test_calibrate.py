@@ -1,4 +1,4 @@
-"""The spreads of predictions are those of what was measured, by the stated rule, and hold where they were not taken from."""
+"""Prediction spreads follow from measurements by the stated rule, and hold on data they were not derived from."""
 
 import math
 
@@ -23,27 +23,27 @@ MEASURED = SIMULATION["measured"]
     ],
     ids=["one processor", "one measured processor", "by another net", "steps", "gains"],
 )
-def test_a_spread_is_that_of_the_measurements(residuals: list[Residual], constant: float):
+def test_spread_matches_the_measurements(residuals: list[Residual], constant: float):
     assert constant - 0.015 < spread_of(residuals) <= constant
     assert inside(residuals, constant) >= 0.9
     assert held(residuals) >= 0.85
 
 
-def test_the_rule():
-    """Of nine residuals the largest, of nineteen the eighteenth."""
+def test_spread_is_a_high_quantile_of_the_residuals():
+    """Of nine residuals take the largest, of nineteen the eighteenth."""
     rows = [Residual("", str(n), math.exp(n / 10), 1.0) for n in range(1, 20)]
     assert spread_of(rows[:9]) == pytest.approx(math.exp(0.9))
     assert spread_of(rows) == pytest.approx(math.exp(1.8))
 
 
-def test_what_a_known_cause_explains_is_not_counted_twice():
-    """Off by 0.5, of which 0.3 are expected: 0.4 are left, since independent causes add up as squares."""
+def test_explained_error_is_subtracted_from_the_residual():
+    """The error is 0.5 with 0.3 expected: 0.4 remain, since independent causes add as squares."""
     assert Residual("", "", math.exp(0.5), 1.0, known=math.exp(0.3)).size == pytest.approx(0.4)
     assert Residual("", "", math.exp(0.2), 1.0, known=math.exp(0.3)).size == 0
 
 
 @pytest.mark.slow
-def test_intervals_of_described_fleets_hold_nine_of_ten():
+def test_intervals_of_described_fleets_cover_nine_of_ten():
     described = SIMULATION["described"]
     for residuals, constant in ((steps("described"), described.step), (gains("described"), described.gain)):
         assert constant - 0.015 < spread_of(residuals) <= constant

@@ -1,4 +1,4 @@
-"""Benchmarks of rebalancing, of Convoy's overhead, and of accuracy on a fleet: what they conclude from made-up runs."""
+"""Benchmarks of rebalancing, overhead and accuracy: their conclusions from invented runs."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,8 @@ def a_run(steps_s: list[float], split: list[list[int]], losses: float = 0.0, res
 
 
 def four_runs(after: list[int], answer_at: int = 4, steps: int = 60, slow_at: int = 10) -> dict[str, Run]:
-    """Slowed at step 10 from 1 s to 2 s; from `answer_at` steps later on 1.3 s, as the best split has."""
+    """Return four runs: slowed at step 10 from 1 s to 2 s, and 1.3 s from `answer_at` steps later, as the best
+    split."""
     before, late = [[4, 4]] * (slow_at + answer_at), [[2, 6]] * (steps - slow_at - answer_at - 10)
     moved = a_run(
         [1.0] * slow_at + [2.0] * answer_at + [1.3] * (steps - slow_at - answer_at), [*before, *late, *[after] * 10], 2e-6,
@@ -34,7 +35,7 @@ def four_runs(after: list[int], answer_at: int = 4, steps: int = 60, slow_at: in
     }
 
 
-def test_rebalancing_is_judged_by_its_answer_its_calm_and_its_loss() -> None:
+def test_rebalancing_score_covers_response_stability_and_loss() -> None:
     good = summarise(four_runs([2, 6]), slow_at=10)
     assert (good.back_after, good.last_change, good.of_best) == (4, 4, pytest.approx(1.0)), "not before shares changed"
     assert good.left_alone == pytest.approx(1.3 / 2)
@@ -57,9 +58,8 @@ def test_rebalancing_is_judged_by_its_answer_its_calm_and_its_loss() -> None:
     assert not summarise(runs, 10).is_same_curve
 
 
-def test_a_mood_of_the_machine_falls_on_all_four_alike() -> None:
-    """The four trainings once ran one after the other: while one of them ran, the machine could be slower by a sixth. Now they
-    take turns step by step, and steps of the same turn are compared."""
+def test_machine_slowdown_affects_all_four_runs_alike() -> None:
+    """The four trainings alternate step by step. One after the other, machine load changed their ratio by a sixth."""
     runs = four_runs([2, 6])
     for run in runs.values():
         run.step_s = [each * (1.5 if 15 <= step < 45 else 1.0) for step, each in enumerate(run.step_s)]
@@ -67,8 +67,8 @@ def test_a_mood_of_the_machine_falls_on_all_four_alike() -> None:
     assert (moody.back_after, moody.of_best) == (4, pytest.approx(1.0))
 
 
-def test_the_command_names_the_emulated_fleet_and_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page showed a command without its fleet, which gave another experiment."""
+def test_command_names_the_emulated_fleet_without_local_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the page showed a command without its fleet, which ran a different experiment."""
     monkeypatch.setattr("sys.argv", ["it", "--batch", "16", "-o", "/some/where.json", "--slowdown", "1,1"])
     monkeypatch.delenv("CONVOY_FLEET", raising=False)
     assert rebalance._command() == "python -m benchmarks.rebalance --batch 16 --slowdown 1,1"
@@ -78,7 +78,7 @@ def test_the_command_names_the_emulated_fleet_and_no_path_of_this_machine(monkey
     )
 
 
-def test_ways_that_train_otherwise_are_not_compared() -> None:
+def test_runs_with_different_training_are_not_compared() -> None:
     steps = steps_of("two-conv:4:6", (1, 8, 8), 4)
     times = in_turns(steps, 2, 0.0)
     assert {way: len(each) for way, each in times.items()} == {"plain": 2, "alone": 2, "shared": 2, "layer by layer": 2}
@@ -97,7 +97,7 @@ def trained(where: str, seed: int, accuracy: float, **other: Any) -> dict[str, A
     }  # fmt: skip
 
 
-def test_what_a_training_wrote_into_its_log_is_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_log_is_summarised(monkeypatch: pytest.MonkeyPatch) -> None:
     epoch = {"what": "epoch", "loss": 2.0, "accuracy": None, "train_s": 3.0}
     lines = [
         {"what": "run", "date": "2026-01-01", "torch": "2", "convoy": "0.1"}, {"what": "prediction", "step_s": 0.5},
@@ -117,7 +117,7 @@ def test_what_a_training_wrote_into_its_log_is_summed_up(monkeypatch: pytest.Mon
     assert (found["sent_bytes"], found["reshares"], found["losses"]) == (15, 1, [2.3])
 
 
-def test_accuracies_are_compared_within_the_noise_of_the_seeds() -> None:
+def test_accuracies_are_compared_within_seed_noise() -> None:
     """Deviations of 1 point over three seeds: standard errors of 0.58 points, of their difference 0.82."""
     within = accuracy_fleet.verdict([0.71, 0.70, 0.69], [0.72, 0.71, 0.70])
     assert "-1.00 points from that of one device, within twice the standard error" in within
@@ -125,7 +125,7 @@ def test_accuracies_are_compared_within_the_noise_of_the_seeds() -> None:
     assert "more than twice" in accuracy_fleet.verdict([0.69, 0.68, 0.67], [0.72, 0.71, 0.70])
 
 
-def test_the_epochs_fill_the_minutes_and_a_run_goes_on_where_it_was_cut_off(
+def test_epochs_fit_the_minutes_and_interrupted_runs_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An epoch of 10,240 images takes ten times the 2 s of the pilot; start and tests take 10 s a run."""

@@ -1,4 +1,4 @@
-"""Checkpoints: what a fleet saves, any other fleet, one device and plain PyTorch go on from."""
+"""Checkpoints: any fleet, one device and plain PyTorch continue from a checkpoint of any fleet."""
 
 import itertools
 import json
@@ -16,7 +16,8 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import TensorDataset
 
 from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, save_checkpoint
-from convoy.checkpoint.run_folder import checkpoints, decode, encode
+from convoy.checkpoint.manifest import decode, encode
+from convoy.checkpoint.run_folder import checkpoints
 from convoy.checkpoint.tensors import Spec, TensorStream, file_chunks, file_order, write_file
 from convoy.comm.group import Group
 from convoy.plan.plan import Plan
@@ -37,7 +38,7 @@ def plan_for(devices: int, plan: str, net: str) -> Plan:
 
 
 def apart(a: Any, b: Any) -> float:
-    """The largest difference of two tables of tensors and numbers."""
+    """Return the largest difference of two tables of tensors and numbers."""
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         return max((apart(a[key], b[key]) for key in a), default=0.0)
@@ -47,7 +48,7 @@ def apart(a: Any, b: Any) -> float:
 
 
 def state_of(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """As `full_optimizer_state` tells it, of an ordinary model."""
+    """Return the state of an ordinary model in the form of `full_optimizer_state`."""
     return {key: dict(optimizer.state[p]) for key, p in model.named_parameters() if p in optimizer.state}
 
 
@@ -57,7 +58,7 @@ ORDER = [*PLANS, "mixed"]
 
 
 def save_and_load(net: str, plans: tuple[str, str], folder: Path, optimizer: str = "adam") -> None:
-    """Save by one plan, load by another into a net with other weights, and check that not one bit is different."""
+    """Save by one plan, load by another into a net with other weights, and check that every bit is equal."""
     training = Training(net, (10, 3), optimizer)
     whole, other = nets.build(net), nets.build(net, seed=1)
     batches = training.batches(whole)
@@ -93,7 +94,7 @@ def save_and_load(net: str, plans: tuple[str, str], folder: Path, optimizer: str
 
 
 @pytest.mark.parametrize(("first", "then"), [*itertools.pairwise([*ORDER, ORDER[0]])])
-def test_every_plan_loads_what_another_saved(first: str, then: str, tmp_path: Path) -> None:
+def test_every_plan_loads_a_checkpoint_of_another(first: str, then: str, tmp_path: Path) -> None:
     save_and_load("resnet", (first, then), tmp_path / "run")
 
 
@@ -102,7 +103,7 @@ def test_special_parameters_are_saved_and_loaded(net: str, tmp_path: Path) -> No
     save_and_load(net, ("mixed", "data-by-speed"), tmp_path, "sgd")
 
 
-def test_copies_that_differ_are_saved_as_their_average(tmp_path: Path) -> None:
+def test_differing_copies_are_saved_as_their_average(tmp_path: Path) -> None:
     net = "two-conv"
     whole, training = nets.build(net), Training(net, (10,))
     ((x, y),) = training.batches(whole)
@@ -140,7 +141,7 @@ def data_of(net: str) -> TensorDataset:
 def go_on(
     model: nn.Module, optimizer: Optimizer, folder: Path, until: int, *, net: str, data: TensorDataset, resume: bool
 ) -> list[float]:
-    """The losses of the steps from where the run is up to `until`, wherever in an epoch those are."""
+    """Train up to step `until` and return the losses."""
     schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS + 1)
     keeper = Checkpointer(folder, model, optimizer, schedule=schedule, settings={"seed": 7, "net": net})
     loader = Loader(data, BATCH, model if isinstance(model, Distributed) else None, seed=7)
@@ -382,7 +383,7 @@ def test_files_are_synced_before_the_folder_is_renamed(tmp_path: Path, monkeypat
 # ------------------------------------------------------------------------------------------------------------- the files
 
 
-def test_the_library_reads_our_safetensors_files(tmp_path: Path) -> None:
+def test_safetensors_library_reads_our_files(tmp_path: Path) -> None:
     tensors = {
         "half": torch.tensor([1.5, -2.0, 3.25], dtype=torch.float16),
         "brain": torch.tensor([[1.5], [-2.0]], dtype=torch.bfloat16),
@@ -414,7 +415,7 @@ def test_the_library_reads_our_safetensors_files(tmp_path: Path) -> None:
         tensors["x" * (extra + 1)] = torch.tensor([extra], dtype=torch.uint8)
 
 
-def test_one_whole_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_saving_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
     specs = {str(i): Spec((4,), torch.float32) for i in range(5)}
     alive: list[weakref.ref[Tensor]] = []
 

@@ -1,4 +1,4 @@
-"""Runs that are killed: between any two operations on files, at any moment, with any device, on any fleet."""
+"""Runs killed between any two file operations, at any moment, on any device and fleet."""
 
 import errno
 import itertools
@@ -35,7 +35,7 @@ WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink
 
 
 def small(fill: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A net whose weights and momentum all have one value."""
+    """Return a net whose weights and momentum all have one value."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def save_and_tidy(folder: Path, step: int, score: float) -> None:
 
 
 class Ambush:
-    """Waits for the operations on files in a folder, and does something just before one of them.
+    """A hook that runs an action before one file operation in a folder.
 
     Args:
         strike: None only counts.
@@ -118,7 +118,7 @@ def save_two(folder: Path) -> None:
 
 
 def whole(folder: Path, among: tuple[int, ...]) -> int:
-    """The step of the latest checkpoint, which must be loadable, and hold what belongs to that step."""
+    """Return the step of the latest checkpoint after checking that it loads and matches that step."""
     model, optimizer = small(-1)
     progress = load_checkpoint(folder, model, optimizer)
     values = [*model.parameters(), *(state["momentum_buffer"] for state in optimizer.state.values())]
@@ -168,23 +168,23 @@ def data() -> TensorDataset:
 
 
 def go_on(model: nn.Module, folder: str, resume: bool, losses: dict[int, float], began: Any = None) -> None:
-    """Train to the end; `losses` has each step's as soon as it is known."""
+    """Train to the end, storing each step's loss in `losses` at once."""
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    keeper = Checkpointer(folder, model, optimizer, every=1, settings={"seed": SEED})
+    checkpointer = Checkpointer(folder, model, optimizer, every=1, settings={"seed": SEED})
     loader = Loader(data(), BATCH, model if isinstance(model, Distributed) else None, seed=SEED)
-    start = keeper.begin(resume)
+    start = checkpointer.begin(resume)
     if began is not None:
         began()
     for epoch in range(start.epoch, EPOCHS):
-        loader.set_epoch(epoch, keeper.progress.batch)
+        loader.set_epoch(epoch, checkpointer.progress.batch)
         for x, y in loader:
             optimizer.zero_grad()
             loss = loss_of(model(x), y)
             loss.backward()
             optimizer.step()
-            losses[keeper.progress.step] = loss.item()
-            keeper.after_step()
-        keeper.at_evaluation(float(epoch))
+            losses[checkpointer.progress.step] = loss.item()
+            checkpointer.after_step()
+        checkpointer.at_evaluation(float(epoch))
 
 
 def train_until_killed(
@@ -253,9 +253,9 @@ def test_a_step_is_logged_before_it_is_saved(tmp_path: Path) -> None:
     samples = TensorDataset(torch.randn(10, 4), torch.randint(0, 2, (10,)))
     loaders = Loader(samples, 2), Loader(samples, 2, shuffle=False)
 
-    def run(keeper: Checkpointer, resume: bool) -> None:
-        with RunLog(tmp_path / "log.jsonl", keeper.begin(resume).step) as log:
-            loop.fit(loop.Training(model, optimizer), *loaders, 1, log, keeper=keeper)
+    def run(checkpointer: Checkpointer, resume: bool) -> None:
+        with RunLog(tmp_path / "log.jsonl", checkpointer.begin(resume).step) as log:
+            loop.fit(loop.Training(model, optimizer), *loaders, 1, log, checkpointer=checkpointer)
 
     with pytest.raises(KeyboardInterrupt):
         run(SavedAndKilled(tmp_path / "run", model, optimizer, every=1), resume=False)

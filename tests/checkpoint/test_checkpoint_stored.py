@@ -1,4 +1,4 @@
-"""A checkpoint that an earlier Convoy wrote, kept in the repository: it must load, and the run must go on as it did then.
+"""A stored checkpoint of an earlier Convoy loads, and the run continues as it did then.
 
 `stored/` was written by Convoy at format 1 (November 2026): `write_stored` trained three steps, saved, trained three more, and
 stored the weights at the end as `after_six_steps.safetensors`.
@@ -45,7 +45,7 @@ def batches(start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class Run:
-    """A model with all that a checkpoint keeps."""
+    """A model with everything that a checkpoint keeps."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         self.model = model
@@ -72,7 +72,7 @@ class Run:
 
 
 def write_stored(folder: Path) -> None:
-    """What wrote `stored/`; the code of today need not write the same bytes."""
+    """Write `stored/`; today's code need not write the same bytes."""
     run = Run(net(), folder)
     run.keeper.begin(resume=False)
     run.train(0, 3)

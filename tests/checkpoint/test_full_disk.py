@@ -1,4 +1,4 @@
-"""A full disk ends no training, and earlier checkpoints stay."""
+"""A full disk ends no training, and earlier checkpoints remain."""
 
 import errno
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from convoy.checkpoint import Checkpointer, Progress, checkpoint, latest, load_checkpoint, save_checkpoint
-from convoy.checkpoint.run_folder import Written, checkpoints, read_checked
+from convoy.checkpoint.manifest import Written, read_checked
+from convoy.checkpoint.run_folder import checkpoints
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.plan.presets import Speeds
@@ -21,7 +22,7 @@ from tests.support.threads import run_on_threads
 
 
 class Disk:
-    """The disk of device 0, which is full at some of the attempts to write a checkpoint.
+    """The disk of device 0, full during some attempts to write a checkpoint.
 
     Args:
         room: returns, for each attempt counted from 0, the bytes that fit; None: all.
@@ -51,7 +52,7 @@ def full_at(*attempts: int) -> Callable[[int], int | None]:
 
 
 def on_three(folder: Path, work: Callable[[Checkpointer], Any]) -> list[tuple[Any, list[str]]]:
-    """On three devices: what came of `work`, and the lines that were told."""
+    """Run `work` on three devices; return the results and the printed lines."""
     whole, plan = nets.build("two-conv"), by_name("master", "two-conv", speeds=Speeds((2.0, 1.0, 1.0)))
     (x, _), *_ = Training("two-conv", (10,)).batches(whole)
 
@@ -106,7 +107,7 @@ def test_the_last_checkpoint_is_retried(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(found[0][1]) == 4
 
 
-def test_a_last_checkpoint_without_room_is_an_error_on_all_devices(
+def test_full_disk_at_the_last_checkpoint_is_an_error_on_all_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("convoy.checkpoint.checkpointer.PAUSES_S", (0.01, 0.01))
@@ -128,7 +129,7 @@ def test_a_last_checkpoint_without_room_is_an_error_on_all_devices(
     assert load_checkpoint(tmp_path / "run", nets.build("two-conv")) == Progress(1, 0, 1)
 
 
-def test_without_tell_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_a_warning_without_a_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Disk(monkeypatch, full_at(0))
     model = nn.Linear(2, 1)
     keeper = Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)

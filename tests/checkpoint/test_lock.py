@@ -1,4 +1,4 @@
-"""One run at a time writes into a folder: the second is refused, and a killed run blocks nobody."""
+"""One run at a time writes into a folder: a second is refused, and a killed run leaves no lock."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ time.sleep(60)
 
 @contextlib.contextmanager
 def another_run(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds the lock of the folder, and has forked a worker, which lives longer."""
+    """Start a process that holds the folder's lock and has forked a longer-lived worker."""
     folder.mkdir(exist_ok=True)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
@@ -100,13 +100,13 @@ def test_all_devices_report_that_the_folder_is_locked(tmp_path: Path) -> None:
         assert run_on_threads(3, device, timeout_s=20) == ["began"] * 3
 
 
-def test_a_process_may_lock_a_folder_again(tmp_path: Path) -> None:
+def test_same_process_can_lock_a_folder_again(tmp_path: Path) -> None:
     assert hold(tmp_path)
     with holding(tmp_path / "." / ""):
         assert not hold(tmp_path)
 
 
-def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+def test_uncreatable_lock_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
     with pytest.raises(InputError, match=r"cannot make or lock the folder .* for checkpoints: Is a directory"):
         keeper(tmp_path).begin(resume=True)
@@ -114,7 +114,7 @@ def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, nn.Linear(2, 1), progress=Progress(1))
 
 
-def test_a_locked_folder_of_a_lost_device_does_not_end_the_training(tmp_path: Path) -> None:
+def test_training_survives_a_folder_locked_by_a_lost_device(tmp_path: Path) -> None:
     model, said = nn.Linear(2, 1), list[str]()
     here = Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, tell=said.append)
     with another_run(tmp_path):

@@ -1,4 +1,4 @@
-"""The command is started by a person, not by a launcher or a terminal of some width."""
+"""Fixtures: the command runs without a launcher's variables or a terminal width."""
 
 import pytest
 

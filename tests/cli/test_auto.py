@@ -1,4 +1,4 @@
-"""Plan `auto` in a running job: the devices are measured, one plans, all train by its plan like one device."""
+"""Plan `auto` in a job: devices are measured, one plans, and all train like one device."""
 
 import copy
 import re
@@ -55,7 +55,7 @@ def example() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def measured() -> Measurement:
-    """Two processes, measured for a moment."""
+    """Measure two processes briefly."""
     return Measurement.from_toml(on_processes(2, "tests.cli.test_auto:measure", limit_s=100)[0])
 
 
@@ -66,7 +66,7 @@ def measure(group: Group) -> str:
 
 
 def timed(measured: Measurement, *factors: float) -> Measurement:
-    """The same fleet with layer times in proportion to the layer's size, in seconds: what a wire takes is nothing beside."""
+    """Return the same fleet with layer times proportional to layer size; network time is negligible."""
     names = [device.name for device in measured.fleet.devices]
     rows = []
     for p in measured.layer:
@@ -76,7 +76,7 @@ def timed(measured: Measurement, *factors: float) -> Measurement:
 
 
 def trained(group: Group, plan: Plan) -> list[torch.Tensor]:
-    """Weights after four steps of one batch each."""
+    """Return the weights after four steps of one batch each."""
     part = distribute(net(), plan, group, example())
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
@@ -123,10 +123,10 @@ def assert_like_one_device(weights: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("factors", "workers"), [((1.0, 1.5), {0, 1}), ((1.0, 1e3), {0}), ((1e3, 1.0), {1})])
-def test_a_file_of_times_decides_who_works(
+def test_measured_times_decide_which_devices_work(
     measured: Measurement, tmp_path: Path, factors: tuple[float, float], workers: set[int]
 ) -> None:
-    """Slow layers beside a fast wire: both work. One device far slower: it gets nothing, joins all the same."""
+    """Slow layers with a fast network: both work. A far slower device gets no work but still joins."""
     file = tmp_path / "fleet.toml"
     file.write_text(timed(measured, *factors).to_toml())
     graph = trace(net(), example()).graph
@@ -170,7 +170,7 @@ def test_a_file_of_another_fleet_or_model_is_refused(measured: Measurement, tmp_
         refused(file, 2, net(), example())
 
 
-def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, tmp_path: Path) -> None:
+def test_fleet_without_enough_memory_is_refused_on_every_device(measured: Measurement, tmp_path: Path) -> None:
     devices = tuple(replace(device, memory_bytes=1000) for device in measured.fleet.devices)
     small = replace(measured, fleet=replace(measured.fleet, devices=devices))
     file = tmp_path / "fleet.toml"
@@ -179,7 +179,7 @@ def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, 
         refused(file, 2, net(), example())
 
 
-def test_on_emulated_hosts_the_fleet_file_describes_what_is_measured(
+def test_emulated_hosts_measure_the_fleet_of_their_file(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`convoy emulate` names its fleet file in CONVOY_FLEET: for scripts of four lines as for `convoy train`. Its times, if it
@@ -206,7 +206,7 @@ def test_speeds_and_auto_exclude_each_other() -> None:
         run_on_threads(1, lambda g: make_plan("auto", net(), example(), BATCH, g, speeds=(1.0,)))
 
 
-def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_times_skip_partial_and_first_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps end at 10, 11, 13 (a small batch), 14, 17: whole ones took 1, 1 and 3 s; the first of an epoch is not known."""
     ends = iter([10.0, 11.0, 13.0, 14.0, 17.0, 30.0, 32.0])
     monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: next(ends))
@@ -225,10 +225,10 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "outside the interval" in timer.compared_with(1.8, around(1.8, 1.1))
 
 
-def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps(
+def test_changed_plan_is_reported_after_enough_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the first plan a step takes 3 s, by the second 1 s; one in which the weights travelled takes 20 s, and is none."""
+    """A step takes 3 s by the first plan, 1 s by the second; a step with a reshard (20 s) is ignored."""
     now = [0.0]
     monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: now[0])
     timer = StepTimer(8)
@@ -247,7 +247,7 @@ def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps
     assert "the median of 5 steps" in timer.compared_with(1.0, around(1.0, 1.1))
 
 
-def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first(
+def test_all_devices_try_the_same_plans_planners_choice_first(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -274,7 +274,7 @@ def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first
 
 
 def measure_tiny(group: Group) -> str:
-    """The net of `tests.support.commands.TINY` on digits."""
+    """Measure the net of `tests.support.commands.TINY` on digits."""
     model = build_net("two-conv:4:6", (1, 8, 8), 10)
     traced = trace(model, torch.zeros(1, 1, 8, 8))
     times = {"budget_s": 0.5, "links_budget_s": 0.2, "slice_s": 0.002}
@@ -301,10 +301,10 @@ def tiny() -> Measurement:
     return Measurement.from_toml(on_processes(2, "tests.cli.test_auto:measure_tiny", limit_s=100)[0])
 
 
-def test_the_forecast_marks_what_does_not_fit(
+def test_forecast_marks_plans_that_do_not_fit(
     tiny: Measurement, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Device 0 has room for nothing but what it receives, beside its process, which takes nothing here; watts for both."""
+    """Device 0's memory is limited to its receive buffers; both devices have watts."""
     monkeypatch.setenv("COLUMNS", "200")  # in 80 a long number elsewhere breaks the heading that is looked for
     first, second = tiny.fleet.devices
     devices = (
@@ -328,8 +328,8 @@ def test_the_forecast_marks_what_does_not_fit(
         plan_verbs.plan(fleet=file, least_energy=1e-9, **QUESTION)
 
 
-def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> None:
-    """`convoy plan --wire bf16`: every plan is predicted so, and the file says so."""
+def test_forecast_uses_the_wire_format(tiny: Measurement, tmp_path: Path) -> None:
+    """`convoy plan --wire bf16` predicts every plan with it, and writes it to the file."""
     file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
     file.write_text(tiny.to_toml())
     command = [sys.executable, "-m", "convoy", "plan", "two-conv:4:6", "--image", "1,8,8", "--batch", "32"]
@@ -345,6 +345,5 @@ def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_train_by_auto_as_a_person_starts_it(tmp_path: Path) -> None:
-    """As above, after measuring."""
+def test_command_trains_with_plan_auto(tmp_path: Path) -> None:
     assert_trains(tmp_path, "--slowdown", "1,3", "--budget", "1")

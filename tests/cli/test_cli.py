@@ -1,4 +1,4 @@
-"""The command, as a person meets it: training end to end, and what it prints and writes."""
+"""The command as users run it: training end to end, with its output and files."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from tests.support.processes import on_processes
 
 
 def test_every_plan_prints_the_results_of_one_device(tmp_path: Path) -> None:
-    """Also a plan that was saved, with another way of summing; and the inexact mode, which does not and says so."""
+    """Include a saved plan with another collective, and the inexact mode, which differs and says so."""
     base = [*TINY, "--epochs", "2"]
     fast = ["--speeds", "4,2,1"]
     file, log = tmp_path / "plan.json", tmp_path / "run.jsonl"
@@ -58,7 +58,7 @@ def check_mixing(text: str, expected: list[tuple[float, str]]) -> None:
 
 
 def check_saved(texts: dict[str, str], file: Path) -> None:
-    """The plan in the file is the one that ran, so everything about it is printed again but the step list."""
+    """Check that the saved plan is the one that ran: everything but the step list is printed again."""
     assert Plan.load(file).name == "hybrid"
     assert file.stat().st_mode & 0o777 == 0o666 & ~_umask(), "as readable as any new file"
     tables = [re.search(r"Plan hybrid.*?└[─┴]+┘", texts[name], re.DOTALL) for name in ("hybrid", "file")]
@@ -78,7 +78,7 @@ def _umask() -> int:
 
 
 def check_log(path: Path, expected: list[tuple[float, str]]) -> None:
-    """Every line is JSON; a step each with its loss, an epoch each with its results, a device each with its times."""
+    """Check that every line is JSON: one per step with its loss, per epoch with results, per device with times."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     by_kind = {what: [line for line in lines if line["what"] == what] for what in ("run", "step", "epoch", "device")}
     assert [len(by_kind[what]) for what in ("run", "step", "epoch", "device")] == [1, 6, 2, 3]
@@ -99,7 +99,7 @@ def check_log(path: Path, expected: list[tuple[float, str]]) -> None:
 
 
 def train_differently(device: int, argv: list[str], stranger: list[str]) -> str:
-    """On processes: device 1 was started with other options; what each says."""
+    """Start device 1 with other options; return each device's error."""
     try:
         cli.app(args=["train", *argv, *(stranger if device == 1 else [])], standalone_mode=False)
     except Exception as error:
@@ -117,7 +117,7 @@ def train_differently(device: int, argv: list[str], stranger: list[str]) -> str:
     ],
 )
 def test_devices_with_other_options_are_named(stranger: list[str], words: str) -> None:
-    """A learning rate of its own would let the copies of the weights drift apart without a sign."""
+    """With its own learning rate, a device's weight copies would silently diverge."""
     for said in on_processes(3, "tests.cli.test_cli:train_differently", TINY, stranger, joined=False):
         assert said.startswith("MismatchError: ")
         assert words in said
@@ -127,8 +127,8 @@ def test_devices_with_other_options_are_named(stranger: list[str], words: str) -
 # ------------------------------------------------------------------------------------------------- the real command
 
 
-def test_a_training_as_a_person_starts_it(tmp_path: Path) -> None:
-    """Measured speeds, one device beside it, worker processes; every warning would be an error; plain lines in a pipe."""
+def test_command_trains_and_compares_with_one_device(tmp_path: Path) -> None:
+    """Use measured speeds, one device, worker processes, warnings as errors, and plain lines in a pipe."""
     log = tmp_path / "run.jsonl"
     options = [
         "--devices",
@@ -175,7 +175,7 @@ def test_a_training_as_a_person_starts_it(tmp_path: Path) -> None:
 
 
 def train_until_one_freezes(device: int, argv: list[str]) -> str:
-    """On processes: device 1 stops in its third step; what the others say."""
+    """Stop device 1 in its third step; return the errors of the others."""
     step, steps = torch.optim.SGD.step, itertools.count()
 
     def freeze(optimizer: torch.optim.SGD) -> None:

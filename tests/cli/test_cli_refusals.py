@@ -1,4 +1,4 @@
-"""What the command says to bad input, and which devices it takes, before anything starts."""
+"""Bad input to the command is refused, and devices are chosen, before anything starts."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ from tests.support.commands import TINY, convoy_in_process
 
 @pytest.fixture
 def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A good plan of this model for one device, made by the command itself."""
+    """Return a valid plan of this model for one device, made by the command."""
     path = tmp_path / "plan.json"
     assert convoy_in_process(monkeypatch, ["train", *TINY, "--speeds", "1", "--save-plan", str(path)]) == 0
     capsys.readouterr()
@@ -51,7 +51,7 @@ BAD_PLANS: dict[str, tuple[Callable[[dict[str, Any]], str], list[str], list[str]
 
 
 @pytest.mark.parametrize("case", BAD_PLANS)
-def test_a_plan_file_that_does_not_fit(
+def test_plan_file_that_does_not_fit_is_refused(
     case: str, plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit, options, words = BAD_PLANS[case]
@@ -73,7 +73,7 @@ def test_a_plan_file_that_does_not_fit(
 
 @pytest.fixture
 def corrupt_cifar10(tmp_path: Path) -> Path:
-    """The last of CIFAR-10's binary files, which the others must stand beside."""
+    """Write only the last of CIFAR-10's binary files."""
     folder = tmp_path / "corrupt"
     folder.mkdir()
     (folder / "test_batch.bin").write_bytes(bytes(30_730_000))
@@ -94,7 +94,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--data", "mnist"], ["'mnist'", "cifar10", "digits", "fashion-mnist"]),
     (
         ["--data", "cifar10", "--data-dir", "EMPTY"],
-        ["EMPTY holds no cifar-10-batches-bin", "unpack https://", "leave it out to download"],
+        ["EMPTY holds no cifar-10-batches-bin", "unpack https://", "leave --data-dir out to download"],
     ),
     (["--data", "cifar10", "--data-dir", "NOWHERE"], ["NOWHERE is no folder", "--data-dir"]),
     (
@@ -137,7 +137,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: " ".join(value) if value else "")
-def test_bad_input_is_told_before_anything_starts(
+def test_bad_input_is_refused_before_anything_starts(
     options: list[str],
     words: list[str],
     tmp_path: Path,
@@ -145,7 +145,7 @@ def test_bad_input_is_told_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One line with the value, the rule and the remedy; status 2; nothing measured, trained, started or written."""
+    """Expect one line with value, rule and remedy, status 2, and no other effect."""
     for step in (
         "convoy.launch.local.launch_local",
         "convoy.measure.planning.measure_speeds",
@@ -182,16 +182,14 @@ def contents(folder: Path) -> dict[str, bytes]:
         (["plan9"], "'plan9'"),
     ],
 )
-def test_arguments_that_the_command_does_not_know(
+def test_unknown_arguments_are_refused(
     argv: list[str], word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert convoy_in_process(monkeypatch, argv) == 2
     assert word in capsys.readouterr().err
 
 
-def test_an_older_log_and_plan_survive_a_job_that_is_refused(
-    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_job_keeps_older_log_and_plan(plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "run.jsonl"
     log.write_text("of another day\n")
     before = contents(tmp_path)
@@ -204,17 +202,17 @@ def test_an_older_log_and_plan_survive_a_job_that_is_refused(
         assert contents(tmp_path) == before
 
 
-def test_a_port_in_use_is_told_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert convoy_in_process(monkeypatch, ["train", *TINY, *TWO, "--port", str(port)]) == 2
     assert f"error: cannot listen at 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
-def test_the_status_of_a_failed_demo_is_that_of_its_training(
+def test_failed_demo_returns_the_status_of_its_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what it runs is a command that a person can repeat."""
+    """It also prints a command that a user can repeat."""
     started: list[Sequence[str]] = []
 
     def fail(argv: Sequence[str], devices: Sequence[str], **_: object) -> int:
@@ -252,7 +250,7 @@ def test_the_status_of_a_failed_demo_is_that_of_its_training(
         (2, False, "cpu,cuda:1", ["cpu", "cuda:1"]),
     ],
 )
-def test_the_devices_of_this_machine(
+def test_local_devices_are_listed(
     gpus: int, apple: bool, given: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
@@ -265,7 +263,7 @@ def test_the_devices_of_this_machine(
     assert started == expected
 
 
-def test_a_device_named_by_the_environment_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_selects_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     monkeypatch.setenv("CONVOY_DEVICE", "cpu")
     monkeypatch.setattr("convoy.machine.accelerator.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
@@ -274,5 +272,5 @@ def test_a_device_named_by_the_environment_is_the_one(monkeypatch: pytest.Monkey
     assert started == ["alone"]
 
 
-def test_the_names_of_nets_are_known_without_torch() -> None:
+def test_net_names_need_no_torch() -> None:
     assert tuple(NETS) == checks.NETS

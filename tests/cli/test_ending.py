@@ -1,4 +1,4 @@
-"""`convoy leave` and `convoy stop`: which processes they find, what they refuse, and what these then do."""
+"""`convoy leave` and `convoy stop`: the processes they find, refusals, and effects."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def row(
     ("here", "devices", "leaves"),
     [((1,), (), [1]), ((0, 1), (), [0, 1]), ((0, 1, 2), (2,), [2]), ((0, 2), (0, 2), [0, 2])],
 )
-def test_the_devices_of_this_machine_leave_or_those_that_are_named(
+def test_leave_removes_local_or_named_devices(
     here: tuple[int, ...], devices: tuple[int, ...], leaves: list[int]
 ) -> None:
     assert [each.device for each in leaving([row(d) for d in here], devices)] == leaves
@@ -44,12 +44,12 @@ def test_the_devices_of_this_machine_leave_or_those_that_are_named(
         ([row(0, ()), row(2, ())], (2,), "device 2 (cpu) of job 10.0.0.5:7000 (run /runs/one) cannot leave"),
     ],
 )
-def test_who_cannot_leave_is_told_why(here: list[JobProcess], devices: tuple[int, ...], says: str) -> None:
+def test_devices_that_cannot_leave_get_a_reason(here: list[JobProcess], devices: tuple[int, ...], says: str) -> None:
     with pytest.raises(InputError, match=re.escape(says)):
         leaving(here, devices)
 
 
-def test_a_job_is_named_where_there_are_several() -> None:
+def test_job_must_be_named_if_there_are_several() -> None:
     rows = [row(0), row(0, job="10.0.0.5:7001", run="/runs/two"), row(1)]
     assert [each.device for each in of_job(rows, "10.0.0.5:7000")] == [0, 1]
     assert [each.job for each in of_job(rows, "two")] == ["10.0.0.5:7001"]
@@ -85,7 +85,7 @@ with handle_signals(members):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Rows of this test alone."""
+    """A roster folder with rows of this test only."""
     folder = tmp_path / "rows"
     folder.mkdir(mode=0o700)
     monkeypatch.setattr(roster, "_folder", lambda: folder)
@@ -103,7 +103,7 @@ def device(folder: Path, kind: str) -> "subprocess.Popen[str]":
     return process
 
 
-def test_a_device_hears_what_it_is_told(folder: Path) -> None:
+def test_device_receives_the_request(folder: Path) -> None:
     with device(folder, "training") as process:
         try:
             stop(None, 20.0)
@@ -114,7 +114,7 @@ def test_a_device_hears_what_it_is_told(folder: Path) -> None:
     assert list(folder.glob("*")) == []
 
 
-def test_a_device_that_has_not_begun_cannot_leave_and_is_ended_at_once(folder: Path) -> None:
+def test_device_that_has_not_started_training_cannot_leave_but_stops_at_once(folder: Path) -> None:
     with device(folder, "starting") as process:
         try:
             with pytest.raises(InputError, match="cannot leave"):
@@ -130,7 +130,7 @@ def test_a_device_that_has_not_begun_cannot_leave_and_is_ended_at_once(folder: P
     assert list(folder.glob("*")) == []
 
 
-def test_who_is_still_there_is_told_with_a_remedy(folder: Path) -> None:
+def test_remaining_devices_are_listed_with_a_remedy(folder: Path) -> None:
     with device(folder, "deaf") as process:
         try:
             with pytest.raises(ConvoyError, match=f"did not end within 0.2 s.* kill -9 {process.pid}"):
@@ -144,7 +144,7 @@ def test_who_is_still_there_is_told_with_a_remedy(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_training_loses_a_device_by_leave_and_ends_by_stop_to_be_resumed(tmp_path: Path) -> None:
+def test_leave_removes_a_device_and_stopped_training_resumes(tmp_path: Path) -> None:
     convoy = [sys.executable, "-m", "convoy"]
     options = "--data digits --net two-conv:6:12 --devices cpu,cpu,cpu --plan model --speeds 1,1,1 --checkpoint run"
     printed = tmp_path / "printed"
@@ -168,11 +168,9 @@ def test_a_training_loses_a_device_by_leave_and_ends_by_stop_to_be_resumed(tmp_p
         job.kill()
         job.wait()
     text = printed.read_text()
-    assert "; 2 go on after step" in text
+    assert "; 2 continue after step" in text
     assert "repeated" not in text
-    found = re.search(
-        r"error: the training was stopped after step (\d+), as it was asked to; --resume goes on from", text
-    )
+    found = re.search(r"error: the training was stopped after step (\d+), as requested; --resume continues from", text)
     assert found, text
     epochs = int(found[1]) // 23 + 1
     command = [*convoy, "train", *options.split(), "--epochs", str(epochs), "--resume"]

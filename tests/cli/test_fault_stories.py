@@ -1,4 +1,4 @@
-"""What goes wrong while people train, as stories: damaged checkpoints, losses that are no numbers, full disks, odd files."""
+"""Faults while users train: damaged checkpoints, NaN losses, full disks, odd files."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ Output = tuple[int, str, str]
 
 @pytest.fixture
 def convoy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Output]:
-    """The command, in this process: exit status, output, errors."""
+    """Run the command in this process; return exit status, output and errors."""
     for name in (*PLACE, "CONVOY_DEVICE", "COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -47,7 +47,7 @@ def convoy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def refused(output: Output) -> str:
-    """The one line of an error."""
+    """Return the one line of an error."""
     status, out, err = output
     assert status == 2
     assert out in ("", "Starting 1 device ...\n"), "nothing was trained"
@@ -69,10 +69,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-def test_the_advice_for_a_damaged_checkpoint_is_a_command_that_works_and_loses_nothing(
-    tmp_path: Path, convoy: Callable[..., Output]
-) -> None:
-    """It was followed: "holds no checkpoint yet", and the run began at step 0 inside that folder, with exit status 0."""
+def test_damaged_checkpoint_error_gives_a_working_command(tmp_path: Path, convoy: Callable[..., Output]) -> None:
+    """Regression: the advised command started again at step 0 inside that folder, with exit status 0."""
     run, whole = tmp_path / "my run", tmp_path / "whole.jsonl"
     saving = ["--checkpoint", str(run), "--checkpoint-steps", "3"]
     assert convoy("train", *TINY, "--epochs", "3", "--log", str(whole))[0] == 0
@@ -93,7 +91,7 @@ def test_the_advice_for_a_damaged_checkpoint_is_a_command_that_works_and_loses_n
     assert not list(before.parent.glob("*/*/log.jsonl")), "nothing was written into a checkpoint"
 
 
-def test_one_checkpoint_of_a_run_can_be_gone_on_from_and_not_be_begun_in(
+def test_checkpoint_folder_can_be_resumed_but_not_used_for_a_new_run(
     tmp_path: Path, convoy: Callable[..., Output]
 ) -> None:
     run = tmp_path / "run"
@@ -114,7 +112,7 @@ def test_one_checkpoint_of_a_run_can_be_gone_on_from_and_not_be_begun_in(
     assert "does not exist" in refused(convoy("train", *TINY, "--checkpoint", str(gone), "--resume"))
 
 
-def test_a_folder_of_something_else_is_no_run_to_be_gone_on_with(tmp_path: Path, convoy: Callable[..., Output]) -> None:
+def test_unrelated_folder_cannot_be_resumed(tmp_path: Path, convoy: Callable[..., Output]) -> None:
     (tmp_path / "thesis.tex").write_text("")
     said = refused(convoy("train", *TINY, "--checkpoint", str(tmp_path), "--resume"))
     assert f"there is nothing to resume: {tmp_path} is a folder of something else ('thesis.tex', ...)" in said
@@ -134,11 +132,11 @@ def test_a_folder_of_something_else_is_no_run_to_be_gone_on_with(tmp_path: Path,
         (lambda _: None, [], "holds the checkpoints of another run"),
     ],
 )
-def test_what_needs_no_training_to_be_known_is_told_before_anything_is_measured(
+def test_static_errors_are_reported_before_measuring(
     spoil: Callable[[Path], Any], options: Sequence[str], words: str,
     tmp_path: Path, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """It came 4 to 14 s late, below the table of the plan."""
+    """Regression: the error came 4 to 14 s late, below the table of the plan."""
     run = tmp_path / "run"
     assert convoy("train", *TINY, "--checkpoint", str(run))[0] == 0
     spoil(run)
@@ -151,8 +149,8 @@ def test_what_needs_no_training_to_be_known_is_told_before_anything_is_measured(
 DIVERGES = [*TINY[:-2], "--lr", "1e10", "--epochs", "2"]
 
 
-def test_the_first_loss_that_is_no_number_is_told_with_its_step(tmp_path: Path, convoy: Callable[..., Output]) -> None:
-    """It ended with "Best test accuracy: 10.28%" and exit status 0, and said nothing."""
+def test_first_nan_loss_is_reported_with_its_step(tmp_path: Path, convoy: Callable[..., Output]) -> None:
+    """Regression: training ended with "Best test accuracy: 10.28%" and exit status 0, without a message."""
     log = tmp_path / "log.jsonl"
     status, out, _ = convoy("train", *DIVERGES, "--log", str(log))
     assert status == 0
@@ -162,7 +160,7 @@ def test_the_first_loss_that_is_no_number_is_told_with_its_step(tmp_path: Path, 
     assert f"WARNING: the training has diverged: its loss is not a finite number since step {first + 1}\n" in out
 
 
-def test_a_training_can_be_stopped_there_and_what_was_saved_before_is_good(
+def test_nan_loss_can_stop_training_and_earlier_checkpoints_stay_good(
     tmp_path: Path, convoy: Callable[..., Output]
 ) -> None:
     run = tmp_path / "run"
@@ -177,8 +175,8 @@ def test_a_training_can_be_stopped_there_and_what_was_saved_before_is_good(
     assert saved[-1].name.endswith(f"-step-{int(found[1]) - 1}")
 
 
-def test_weights_that_are_no_numbers_are_not_gone_on_with(tmp_path: Path, convoy: Callable[..., Output]) -> None:
-    """They were accepted. And the last good checkpoint was removed after three bad ones."""
+def test_nan_weights_are_not_resumed(tmp_path: Path, convoy: Callable[..., Output]) -> None:
+    """Regression: they were accepted, and three bad checkpoints removed the last good one."""
     run = tmp_path / "run"
     saving = ["--checkpoint", str(run), "--checkpoint-steps", "1"]
     assert convoy("train", *TINY, *saving, "--epochs", "1")[0] == 0
@@ -201,7 +199,7 @@ def test_weights_that_are_no_numbers_are_not_gone_on_with(tmp_path: Path, convoy
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
-def test_a_full_disk_under_the_log_does_not_end_the_training(convoy: Callable[..., Output]) -> None:
+def test_training_survives_a_full_disk_under_the_log(convoy: Callable[..., Output]) -> None:
     status, out, err = convoy("train", *TINY, "--epochs", "2", "--log", "/dev/full")
     assert (status, err) == (0, "")
     assert len(re.findall(r"^WARNING: cannot write the log /dev/full \(No space left", out, re.M)) == 1
@@ -209,10 +207,10 @@ def test_a_full_disk_under_the_log_does_not_end_the_training(convoy: Callable[..
     assert "epoch 2/2" in out
 
 
-def test_a_checkpoint_that_finds_no_room_does_not_end_the_training(
+def test_training_survives_a_full_disk_at_a_checkpoint(
     tmp_path: Path, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long run ended with the first checkpoint that could not be written; the next one found room."""
+    """Regression: a long run ended at the first failed checkpoint, although the next one fitted."""
     write, left = checkpoint_module.write_file, [2]
 
     def full_for_a_while(path: Path, chunks: Any) -> Any:
@@ -232,8 +230,8 @@ def test_a_checkpoint_that_finds_no_room_does_not_end_the_training(
     assert [path.name for path in sorted(run.glob("0*"))] == ["000001-step-3", "000002-step-4", "000003-step-4"]
 
 
-def test_a_checkpoint_that_was_written_is_not_said_to_be_lost(tmp_path: Path, convoy: Callable[..., Output]) -> None:
-    """`best` was a folder of the user's: "cannot write the checkpoint of step 4", which was there."""
+def test_written_checkpoint_is_not_reported_as_lost(tmp_path: Path, convoy: Callable[..., Output]) -> None:
+    """Regression: with a user folder named `best`, the error named a checkpoint that existed."""
     run = tmp_path / "run"
     (run / "best" / "mine").mkdir(parents=True)
     status, out, err = convoy("train", *TINY, "--checkpoint", str(run))
@@ -253,7 +251,7 @@ ODD: list[tuple[list[str], str]] = [
     (["--speeds", "1e308"], "from 1e-12 to 1e12"),
     (
         ["--batch", "9999999990", "--accumulate", "7"],
-        "the micro-batches of a step must be equal; give one of 1, 2, 3, 5",
+        "micro-batches must be equally large; set --accumulate to one of 1, 2, 3, 5",
     ),
     (["--batch", "1000000000"], "--batch 1000000000 with 80 training images"),
     (["--augment", "crop:99999"], "crop:99999"),
@@ -280,7 +278,7 @@ ODD: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), ODD, ids=[f"{row[0][0][:20]} {row[0][-1][:20]}" for row in ODD])
-def test_odd_values_are_refused_in_one_line_of_bounded_length(
+def test_odd_values_are_refused_in_one_bounded_line(
     options: Sequence[str], words: str, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("convoy.cli.train_session.fit", lambda *_, **__: pytest.fail("it went on"))
@@ -290,7 +288,7 @@ def test_odd_values_are_refused_in_one_line_of_bounded_length(
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "nan", "1e30"])
-def test_an_odd_slowdown_in_the_environment(
+def test_odd_slowdown_in_the_environment_is_refused(
     value: str, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CONVOY_SLOWDOWN", value)
@@ -309,8 +307,8 @@ def real(*argv: str) -> list[str]:
 QUIET = {k: v for k, v in os.environ.items() if k not in (*PLACE, "COLUMNS")} | {"PYTHONPATH": str(ROOT)}
 
 
-def test_a_reader_that_has_seen_enough_ends_the_command_quietly(tmp_path: Path) -> None:
-    """`convoy train | head -1`."""
+def test_closed_output_pipe_ends_the_command_quietly(tmp_path: Path) -> None:
+    """As with `convoy train | head -1`."""
     command = subprocess.Popen(
         real("train", *TINY[:8], "--epochs", "1000000"),
         cwd=tmp_path,
@@ -327,7 +325,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly(tmp_path: Path) 
 
 
 def test_ctrl_c_ends_the_command_soon(tmp_path: Path) -> None:
-    """It took 7 s, and nothing was said."""
+    """Regression: it took 7 s without a message."""
     log = tmp_path / "log.jsonl"
     with (tmp_path / "errors").open("wb") as errors:
         argv = real("train", *TINY[:8], "--epochs", "1000000", "--log", str(log))
@@ -349,7 +347,7 @@ def test_ctrl_c_ends_the_command_soon(tmp_path: Path) -> None:
 
 
 class Spoilt(Dataset[Any]):
-    """Its eleventh sample cannot be read."""
+    """A data set with an unreadable eleventh sample."""
 
     targets = torch.arange(20) % 2
 
@@ -363,7 +361,7 @@ class Spoilt(Dataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_data_set_names_the_sample(workers: int) -> None:
+def test_data_set_error_names_the_sample(workers: int) -> None:
     from convoy.train.loader import Loader
 
     with pytest.raises(KeyError) as raised:

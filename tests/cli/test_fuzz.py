@@ -1,4 +1,4 @@
-"""Thousands of damaged files: each is used, or refused in one bounded message. No traceback, no hang.
+"""Thousands of damaged files: each is used, or refused in one bounded message, without traceback or hang.
 
 The slow tests have the thousands, the fast ones a sample of the same.
 """
@@ -87,7 +87,7 @@ def use_fleet(path: Path) -> None:
 
 
 def use_classes(path: Path) -> None:
-    """As `convoy fleet show` and `convoy predict`; and what is written of it is read again."""
+    """Read the file as `convoy fleet show` and `convoy predict` do, and read it again after writing it."""
     fleet_commands.show(path)
     fleet = read_fleet(path)
     assert Fleet.from_toml(fleet.to_toml()) == fleet
@@ -137,14 +137,14 @@ def fuzz_files(name: str, folder: Path, seeds: range) -> int:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_sample_of_damaged_files(name: str, tmp_path: Path) -> None:
+def test_damaged_files_are_used_or_refused(name: str, tmp_path: Path) -> None:
     assert fuzz_files(name, tmp_path, range(25)) > 5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FILES)
-def test_a_thousand_damaged_files_of_each_kind(name: str, tmp_path: Path) -> None:
+def test_thousands_of_damaged_files_are_used_or_refused(name: str, tmp_path: Path) -> None:
     assert fuzz_files(name, tmp_path, range(1000, 2000)) > 200
 
 
@@ -166,7 +166,7 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 def damaged_bytes(content: bytes, every: int) -> Iterator[bytes]:
-    """With one byte changed, one left out, cut off there: at every so many of its places."""
+    """Yield the bytes with one changed, one removed, or cut off there, at regular positions."""
     for place in range(0, len(content), every):
         yield content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
         yield content[:place] + content[place + 1 :]
@@ -188,5 +188,5 @@ def refuse_damaged_bytes(folder: Path, every: int) -> None:
     load_checkpoint(folder, other, its_optimizer, schedule=its_schedule)
 
 
-def test_no_damaged_byte_of_a_checkpoint_goes_unnoticed(tmp_path: Path) -> None:
+def test_every_damaged_checkpoint_byte_is_noticed(tmp_path: Path) -> None:
     refuse_damaged_bytes(tmp_path, every=61)

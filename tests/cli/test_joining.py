@@ -35,8 +35,8 @@ def admission(run: RunSettings, count: int) -> TrainAdmission:
     return TrainAdmission(model, "", Replanner(PlanRequest(model, 1, known, "data")), reporter)
 
 
-def test_who_goes_on_with_the_log_later_logs_the_settings_of_the_run() -> None:
-    """A newcomer that became the first logged how it had come itself: other devices, no slow-downs, all from a file."""
+def test_new_log_writer_logs_the_run_settings() -> None:
+    """Regression: a joined device that became rank 0 logged its own join options as the run's settings."""
     run = resolve_settings(None, GIVEN)
     offer = {"run": to_toml(run.settings)}
     own = run_of(offer, {"devices": "cpu"})
@@ -47,7 +47,9 @@ def test_who_goes_on_with_the_log_later_logs_the_settings_of_the_run() -> None:
     assert joining.reporter.devices == {0: ("cpu", "desk", 1.0), 1: ("cpu", "desk", 1.0)}
 
 
-def test_a_job_cannot_make_a_joining_device_call_any_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_cannot_call_arbitrary_functions_of_a_joining_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").touch()
     monkeypatch.chdir(tmp_path)
     run = resolve_settings(None, GIVEN).settings
@@ -56,15 +58,15 @@ def test_a_job_cannot_make_a_joining_device_call_any_function(tmp_path: Path, mo
         return {"run": to_toml(run.model_copy(update=named))}
 
     for option in "net", "data":
-        with pytest.raises(InputError, match=f"--{option} os:abort, a function that does not lie in this folder"):
+        with pytest.raises(InputError, match=f"--{option} os:abort, a function outside of this folder"):
             run_of(told(**{option: "os:abort"}), {})
         assert getattr(run_of(told(**{option: "os:abort"}), {}, ["os:abort"]).settings, option) == "os:abort"
         assert getattr(run_of(told(**{option: "mine:build"}), {}).settings, option) == "mine:build"
     assert run_of(told(net="timm:resnet18"), {}).settings.net == "timm:resnet18"
 
 
-def test_a_folder_for_checkpoints_that_nobody_writes_is_refused(tmp_path: Path) -> None:
-    """The newcomer alone would have come to the first checkpoint, and waited there for the others."""
+def test_unwritten_checkpoint_folder_is_refused(tmp_path: Path) -> None:
+    """Only the joining device would reach the first checkpoint, and it would wait there for the others."""
     run = resolve_settings(None, GIVEN).settings
     with pytest.raises(InputError, match=re.escape(f"--checkpoint {tmp_path}: the job saves no checkpoints")):
         run_of({"run": to_toml(run)}, {"checkpoint": tmp_path})
@@ -87,27 +89,23 @@ def group(device: int, address: str) -> JoinedGroup:
 
 
 @pytest.mark.parametrize(("device", "port"), [(0, 7000), (1, 0)])
-def test_devices_that_met_on_this_machine_answer_at_the_address_that_was_given(
-    device: int, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of a fleet file whose only host is this machine met at 127.0.0.1, answered there, and newcomers were told that."""
+def test_local_job_listens_at_the_given_address(device: int, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a fleet file with only this host listened at 127.0.0.1 and sent that to joining devices."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv(LISTENER, raising=False)
     home = home_at("192.168.1.5", 7000, group(device, "127.0.0.1"))
     assert (home.address, home.port) == ("192.168.1.5", port)
 
 
-def test_devices_of_several_machines_answer_where_they_speak() -> None:
+def test_multi_host_devices_listen_at_their_own_address() -> None:
     assert member_address("192.168.1.5", "192.168.1.5", first=True) == "192.168.1.5"
     assert member_address("192.168.1.5", "192.168.1.6", first=False) == "192.168.1.6"
-    with pytest.raises(
-        InputError, match=r"--listen 10.0.0.5: the devices communicate at 192.168.1.5 .* --listen 192.168.1.5"
-    ):
+    with pytest.raises(InputError, match=r"--listen 10.0.0.5: all devices.* at 192.168.1.5 .* --listen 192.168.1.5"):
         member_address("10.0.0.5", "192.168.1.5", first=True)
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0:7000", "0.0.0.0", "[::]:7000", "*:7000"])
-def test_no_address_to_ask_at(text: str) -> None:
-    """It was taken, and others were told to ask at 0.0.0.0."""
+def test_wildcard_listen_address_is_refused(text: str) -> None:
+    """Regression: it was accepted, and joining devices were sent to 0.0.0.0."""
     with pytest.raises(InputError, match=r"means all addresses of this machine, .* give that"):
         resolve_settings(None, {"listen": text})

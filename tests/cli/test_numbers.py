@@ -28,12 +28,12 @@ def screen() -> tuple[Screen, io.StringIO]:
 
 
 def cells(text: str) -> list[list[str]]:
-    """The numbers of a printed table, row by row."""
+    """Return the numbers of a printed table, row by row."""
     return [[c.strip() for c in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
 
 
-def test_the_seconds_of_a_device_add_up_to_those_in_the_title() -> None:
-    """Over 18.4 s, it said, a device had computed for 49.7 s and waited for 33.1 s: the tests were not in the title."""
+def test_device_seconds_sum_to_the_title() -> None:
+    """Regression: over 18.4 s a device computed 49.7 s and waited 33.1 s, since the title left out the tests."""
     shown, file = screen()
     uses = [
         DeviceLine(
@@ -49,8 +49,8 @@ def test_the_seconds_of_a_device_add_up_to_those_in_the_title() -> None:
         assert sum(float(cell.removesuffix(" s")) for cell in row[4:7]) == pytest.approx(85.0)
 
 
-def test_samples_per_second_are_those_of_training_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """47 samples/s in the bar and 231 in the epoch's line: the bar counted the seconds of the tests."""
+def test_samples_per_second_excludes_tests_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the bar showed 47 samples/s and the epoch line 231, since the bar counted test time."""
     now_s = 0.0
     monkeypatch.setattr("convoy.report.screen.time.monotonic", lambda: now_s)
     shown, file = screen()
@@ -96,8 +96,8 @@ def test_a_run_prints_what_it_logs(
     assert use.compute_s + use.exchange_s <= use.wall_s
 
 
-def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
-    """The table showed 18/11/27/8 and the first change began at 20/14/30/0: another plan had won in between."""
+def test_current_plan_is_printed_before_its_shares_change() -> None:
+    """Regression: the table showed 18/11/27/8, but another plan with 20/14/30/0 had won since."""
     graph = graph_of("two-conv")
     first, second = by_name("master", "two-conv"), by_name("data", "two-conv")
 
@@ -107,7 +107,7 @@ def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
     reporter: Any = SimpleNamespace(screen=shown, part=part, plans=[first], log=None, timer=StepTimer(8))
     Reporter.on_decision(reporter, 7, Reshard(second, (), "autotune: plan 1 0.2 s; now plan 2"))
     assert "Plan" not in file.getvalue()
-    chosen = Keep("autotune: plan 1 0.2 s, plan 2 0.1 s a step; plan 2 goes on")
+    chosen = Keep("autotune: plan 1 0.2 s, plan 2 0.1 s a step; plan 2 continues")
     assert is_end(chosen)
     Reporter.on_decision(reporter, 9, chosen)
     table = {row[0]: row[3:7] for row in cells(file.getvalue())}

@@ -26,9 +26,7 @@ def tight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_the_number_of_micro_batches_that_the_refusal_names_fits(
-    tight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_micro_batch_count_in_the_refusal_fits(tight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(PlanError, match=r"Make a step of (\d+) micro-batches .*, which fits: \S+ s a step") as caught:
         plan_verbs.plan(NET, tight, **QUESTION)
     wanted = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
@@ -45,13 +43,13 @@ def test_the_number_of_micro_batches_that_the_refusal_names_fits(
     assert max(each.total_bytes for each in needs) <= ROOM
 
 
-def test_a_net_with_batch_norm_is_told_what_passes_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_norm_warning_names_micro_batch_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text(fleet((1e9, 250_000), (5e8, 250_000)).to_toml())
     plan_verbs.plan("resnet:8:4", file, accumulate=16, **QUESTION)
-    assert "with other numbers than in one, since batch norm" in " ".join(capsys.readouterr().out.split())
+    assert "with different numbers, since batch norm" in " ".join(capsys.readouterr().out.split())
 
 
-def test_micro_batches_that_are_not_equal_are_refused(tight: Path) -> None:
+def test_unequal_micro_batches_are_refused(tight: Path) -> None:
     with pytest.raises(PlanError, match="divides 64"):
         plan_verbs.plan(NET, tight, accumulate=3, **QUESTION)

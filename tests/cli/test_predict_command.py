@@ -1,4 +1,4 @@
-"""`convoy predict`, and `convoy plan` of a fleet that is only described."""
+"""`convoy predict`, and `convoy plan` for a described fleet."""
 
 import sys
 from pathlib import Path
@@ -41,7 +41,7 @@ def convoy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     return told.out
 
 
-def test_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_prints_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("two-conv:50:500", "--image", "3,32,32", "--classes", "10", "--batch", "256")
     out = convoy(monkeypatch, capsys, "predict", *words, "--on", "zen5-core,laptop-cpu", "--link", "10 Gbit/s")
     for said in (
@@ -55,13 +55,15 @@ def test_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         assert said in out, out
 
 
-def test_an_answer_for_outputs_that_stay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a U-Net: 3.89 MB of gradients. With the logits of all images on all devices it would be 25.9 MB."""
+def test_predict_answers_for_local_outputs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A U-Net sends 3.89 MB of gradients. With the logits of all images on all devices it would be 25.9 MB."""
     words = ("unet:8", "--image", "3,256,256", "--classes", "21", "--batch", "4", "--on", "zen5-core,zen5-core")
     assert "3.89 MB sent per step" in convoy(monkeypatch, capsys, "predict", *words, "--outputs", "where-computed")
 
 
-def test_the_list_of_classes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_option_prints_the_device_classes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = convoy(monkeypatch, capsys, "predict", "--list")
     for name in ("rtx3060", "laptop-cpu", "raspberry-pi-5", "NVIDIA GeForce RTX 3090"):
         assert name in out
@@ -70,7 +72,7 @@ def test_the_list_of_classes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_plan_answers_for_a_described_fleet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It refused with "run convoy measure"."""
+    """Regression: it refused with "run convoy measure"."""
     path = tmp_path / "fleet.toml"
     path.write_text(FLEET)
     plan = tmp_path / "plan.json"
@@ -85,12 +87,12 @@ def test_plan_answers_for_a_described_fleet(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "say on what: --on"),
-        ({"on": "rtx3060", "fleet": Path("f.toml")}, "say on what"),
+        ({}, "give the fleet, once: --on"),
+        ({"on": "rtx3060", "fleet": Path("f.toml")}, "give the fleet, once"),
         ({"on": "rtx3061"}, "did you mean rtx3060"),
         ({"on": "rtx3060", "outputs": "here"}, "unknown place of outputs 'here'"),
     ],
 )
-def test_what_cannot_be_answered(given: dict[str, Any], message: str) -> None:
+def test_unanswerable_requests_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_verbs.predict("two-conv:4:6", image="3,32,32", **given)

@@ -1,4 +1,4 @@
-"""Run files: what stands in them, what the command line says instead, and what is refused, with its line."""
+"""Run files: their settings, command-line overrides, and refusals with line numbers."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from convoy import cli
 from convoy.config.checks import check
 from convoy.config.run_file import resolve_settings, to_toml
-from convoy.config.settings import FIELDS, Settings, extra_of, key_of, kind_of
+from convoy.config.train_options import FIELDS, Settings, extra_of, key_of, kind_of
 from convoy.errors import InputError
 from tests.support.processes import PLACE, ROOT
 
@@ -72,14 +72,14 @@ def test_a_switch_of_the_file_can_be_turned_off(run: Path) -> None:
     assert not resolve_settings(run, {"rebalance": False}).settings.rebalance
 
 
-def test_shares_follow_the_devices_with_auto_unless_told_otherwise() -> None:
+def test_auto_rebalances_unless_disabled() -> None:
     assert Settings(plan="auto").rebalances
     assert not Settings(plan="data-by-speed").rebalances
     assert not Settings(plan="auto", rebalance=False).rebalances
     assert Settings(plan="data", rebalance=True).rebalances
 
 
-def test_without_a_file_there_are_defaults() -> None:
+def test_missing_file_gives_defaults() -> None:
     found = resolve_settings(None, {})
     assert found.settings == Settings()
     assert set(found.sources.values()) == {"default"}
@@ -90,21 +90,21 @@ def test_without_a_file_there_are_defaults() -> None:
 @pytest.mark.parametrize(
     ("written", "expected"), [("4", "4"), ('"cuda:0,cpu"', "cuda:0,cpu"), ('["cuda:0", "cpu"]', "cuda:0,cpu")]
 )
-def test_devices_as_a_number_a_text_or_a_list(tmp_path: Path, written: str, expected: str) -> None:
+def test_devices_can_be_a_number_a_string_or_a_list(tmp_path: Path, written: str, expected: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(f"devices = {written}\n")
     assert resolve_settings(file, {}).settings.devices == expected
 
 
 @pytest.mark.parametrize(("written", "seconds"), [("30", 30.0), ('"450 ms"', 0.45), ('"2 min"', 120.0), ('"30"', 30.0)])
-def test_times_as_people_write_them(tmp_path: Path, written: str, seconds: float) -> None:
-    """Fleet files took `450 ms`, options and run files numbers only."""
+def test_times_accept_units(tmp_path: Path, written: str, seconds: float) -> None:
+    """Regression: fleet files took `450 ms`, options and run files numbers only."""
     file = tmp_path / "run.toml"
     file.write_text(f"budget = {written}\n")
     assert resolve_settings(file, {}).settings.budget_s == seconds
 
 
-def test_times_of_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_command_line_times_accept_units(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert command(monkeypatch, ["train", "--timeout", "2 min", "--epochs", "0"]) == 2
     assert "--epochs" in capsys.readouterr().err, "the time is fine, what comes after it is not"
     for verb in (["train", "--timeout", "2 parsecs"], ["measure", "-o", "x", "--budget", "2 parsecs"]):
@@ -113,7 +113,7 @@ def test_times_of_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: Any)
         assert "450 ms" in told
 
 
-def test_what_is_saved_is_read_back(run: Path, tmp_path: Path) -> None:
+def test_saved_settings_read_back(run: Path, tmp_path: Path) -> None:
     """All that has a value, in the order and the parts of the list; not the name of the saved file itself."""
     before = resolve_settings(run, {"epochs": 3, "weight_decay": 1e-5, "save_run": tmp_path / "saved.toml"}).settings
     saved = tmp_path / "saved.toml"
@@ -161,7 +161,7 @@ REFUSED: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("text", "words"), REFUSED, ids=lambda value: value)
-def test_what_a_file_must_not_say(text: str, words: str, tmp_path: Path) -> None:
+def test_invalid_settings_of_a_file_are_refused(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(f"epochs = 1\n{text}\n" if not text.startswith("Ep") else f"lr = 1.0\n{text}\n")
     with pytest.raises(InputError) as refused:
@@ -171,13 +171,13 @@ def test_what_a_file_must_not_say(text: str, words: str, tmp_path: Path) -> None
     assert "\n" not in str(refused.value)
 
 
-def test_a_value_of_the_command_line_is_told_as_such(run: Path) -> None:
+def test_command_line_errors_name_the_option(run: Path) -> None:
     run.write_text("batch = 0\n")
     with pytest.raises(InputError, match=r"^--batch -3: input should be greater than or equal to 1$"):
         resolve_settings(run, {"batch": -3})
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read the run file .*gone.toml: No such file.*; give a TOML file"):
         resolve_settings(tmp_path / "gone.toml", {})
     with pytest.raises(InputError, match=r"cannot read the run file .*: it is a folder"):
@@ -188,15 +188,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["slowdown", "speeds"])
-def test_an_empty_list_is_no_default(name: str, tmp_path: Path) -> None:
-    """`slowdown = []` counted as nothing given, and trained with factors of 1."""
+def test_empty_list_is_refused(name: str, tmp_path: Path) -> None:
+    """Regression: `slowdown = []` counted as not given, and trained with factors of 1."""
     file = tmp_path / "run.toml"
     file.write_text(f"devices = 2\n{name} = []\n")
     with pytest.raises(InputError, match=f"--{name} : give one .* for each of the 2 devices"):
         check(resolve_settings(file, {}).settings)
 
 
-def test_a_plan_is_for_one_pass(tmp_path: Path) -> None:
+def test_plan_is_for_one_micro_batch(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     row = {"format": 1, "name": "mine", "model": "x", "devices": 1, "batch": 16, "reduce": "ring"}
     plan.write_text(json.dumps({**row, "otherwise": {"strategy": "batch", "shares": [16]}, "layers": {}}))
@@ -224,8 +224,8 @@ def test_help_all_shows_every_setting_with_its_default_and_meaning() -> None:
             assert re.sub(r"\s+", "", part) in text, (name, part)
 
 
-def test_help_fits_one_screen_and_says_where_the_rest_is() -> None:
-    """It listed 62 options on 250 lines, each flag with a <bool> beside it."""
+def test_help_fits_one_screen_and_points_to_the_rest() -> None:
+    """Regression: it listed 62 options on 250 lines."""
     text = help_text("--help")
     assert len(text.splitlines()) <= 33
     for option in (
@@ -253,7 +253,7 @@ def test_there_are_at_most_fourteen_verbs_and_old_names_still_work() -> None:
     assert {name for name, verb in verbs.commands.items() if verb.hidden} == {"rehearse", "setup", "key"}
 
 
-def test_every_setting_says_what_may_be_given() -> None:
+def test_every_setting_documents_its_values() -> None:
     for name in FIELDS:
         assert kind_of(name) in (bool, int, float, str, Path, tuple)
         assert FIELDS[name].description, name
@@ -269,12 +269,12 @@ def test_micro_batches_are_equal_parts_of_the_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "2.5", "auto", "", 0, 1.5])
-def test_other_numbers_of_micro_batches_are_refused(given: object) -> None:
+def test_indivisible_micro_batch_counts_are_refused(given: object) -> None:
     with pytest.raises(InputError, match=r"--accumulate"):
         resolve_settings(None, {"accumulate": given})
 
 
-def test_what_decides_the_numbers_must_be_the_same_on_every_device() -> None:
+def test_settings_that_affect_results_must_match_on_every_device() -> None:
     names = set(Settings().decisive)
     assert {"data", "net", "batch", "accumulate", "ema", "precision", "clip_norm", "schedule", "seed"} <= names
     assert {"evaluate_steps", "evaluate_epochs"} <= names, "tests are made together"
@@ -324,7 +324,7 @@ def test_a_run_file_is_trained_explained_and_saved(
 
 
 def told(log: Path) -> list[dict[str, Any]]:
-    """Losses, rates and accuracies, without seconds."""
+    """Return losses, rates and accuracies, without seconds."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     kept = ("what", "step", "epoch", "loss", "samples", "accuracy", "best", "lr")
     return [
@@ -332,7 +332,7 @@ def told(log: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_page_shows_the_example_and_it_is_good() -> None:
+def test_documented_example_is_valid() -> None:
     text = (ROOT / "examples" / "run.toml").read_text()
     section = (ROOT / "docs" / "training.md").read_text().partition("## A run is a file")[2].partition("\n## ")[0]
     (block,) = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
@@ -353,10 +353,10 @@ ON_AND_ON = [
 """Epochs of four steps."""
 
 
-def test_a_run_that_was_cut_off_goes_on_as_if_nothing_had_been(
+def test_interrupted_run_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Cut off in mid-epoch: order, momentum, schedule and average go on, and the log. In parts of another size, too."""
+    """Interrupt mid-epoch: order, momentum, schedule, average and log continue, also with other micro-batches."""
     whole, cut, folder = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl", tmp_path / "run"
     keeping = ["--checkpoint", str(folder), "--checkpoint-steps", "3"]
     assert command(monkeypatch, ["train", *ON_AND_ON, "--epochs", "3", "--log", str(whole)]) == 0
@@ -391,7 +391,7 @@ def test_a_run_that_was_cut_off_goes_on_as_if_nothing_had_been(
         ),
     ],
 )
-def test_runs_that_cannot_go_on(
+def test_unresumable_runs_are_refused(
     options: list[str], words: str, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(monkeypatch, ["train", *ON_AND_ON, "--checkpoint", str(finished), *options]) == 2
@@ -400,7 +400,7 @@ def test_runs_that_cannot_go_on(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two epochs."""
+    """Return the folder of a run of two epochs."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
         for name in (*PLACE, "CONVOY_DEVICE"):
@@ -410,12 +410,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("option", [["--resume"], ["--checkpoint-steps", "5"]])
-def test_options_that_want_a_folder(option: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_options_that_need_a_folder_are_refused_without_one(
+    option: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     assert command(monkeypatch, ["train", *ON_AND_ON, *option]) == 2
     assert f"{option[0]} without --checkpoint: name the folder" in capsys.readouterr().err
 
 
-def test_what_must_be_the_same_when_a_run_goes_on() -> None:
+def test_resume_refuses_changed_settings() -> None:
     lasting = set(Settings().lasting)
     assert {"data", "net", "limit", "seed", "batch", "lr", "ema", "precision", "augment", "label_smoothing"} <= lasting
     assert not lasting & {"epochs", "accumulate", "plan", "slowdown", "speeds", "wire", "rebalance", "evaluate_steps"}

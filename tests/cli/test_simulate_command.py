@@ -1,4 +1,4 @@
-"""`convoy simulate --fleet`: one step as a Chrome trace that keeps the rules of the Trace Event Format, and a picture."""
+"""`convoy simulate --fleet`: one step as a valid Chrome trace, and a plot."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ def trace_of(tmp_path: Path, fleet_file: Path, plan: str) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("plan", ["auto", "data"])
-def test_outputs_that_stay_join_their_losses(tmp_path: Path, fleet_file: Path, plan: str) -> None:
+def test_local_outputs_combine_their_losses(tmp_path: Path, fleet_file: Path, plan: str) -> None:
     for outputs, expected in (("everywhere", False), ("where-computed", True)):
         simulating.simulate(tmp_path, NET, fleet_file, plan, batch=6000, outputs=outputs, figures=False)
         names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
@@ -81,7 +81,7 @@ def test_the_trace_is_the_replay_in_microseconds(tmp_path: Path, fleet_file: Pat
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(timeline.step_s * 1e6)
 
 
-def test_a_plan_file_and_a_picture(tmp_path: Path, fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_file_is_simulated_and_plotted(tmp_path: Path, fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     graph = graph_of(NET)
     plan = tmp_path / "plan.json"
@@ -98,7 +98,7 @@ def test_a_plan_file_and_a_picture(tmp_path: Path, fleet_file: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("plan", "words"), [("automatic", "a plan file"), ("none.json", "cannot read the plan")])
-def test_what_a_step_refuses(tmp_path: Path, fleet_file: Path, plan: str, words: str) -> None:
+def test_simulate_refuses_bad_steps(tmp_path: Path, fleet_file: Path, plan: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         simulating.simulate(tmp_path / "out", NET, fleet_file, plan)
     assert not (tmp_path / "out").exists()
@@ -107,7 +107,7 @@ def test_what_a_step_refuses(tmp_path: Path, fleet_file: Path, plan: str, words:
 def test_without_a_fleet_it_names_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It used to run the study of the four works, which lies beside the package: an installed Convoy does not have it."""
+    """Regression: it ran the study, which an installed Convoy does not contain."""
     monkeypatch.setattr(sys, "argv", ["convoy", "simulate", "-o", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
         cli.main()

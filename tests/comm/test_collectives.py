@@ -1,11 +1,11 @@
-"""What all devices agree on: values shared, device 0's result or its error, and who differs."""
+"""Agreement between devices: gathered values, device 0's result or error, and differing devices."""
 
 import time
 
 import pytest
 import torch
 
-from convoy.comm.collectives import check_same, difference, from_first, gather, share_number, share_tensor
+from convoy.comm.control_messages import check_same, difference, from_first, gather, share_number, share_tensor
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError, MismatchError, PlanError
 from tests.support.processes import on_processes
@@ -13,8 +13,8 @@ from tests.support.threads import run_on_threads
 
 
 def share_all(group: Group) -> list[object]:
-    table, travels = share_tensor(group, torch.full((2, 3), float(group.device)))
-    travels.wait()
+    table, pending = share_tensor(group, torch.full((2, 3), float(group.device)))
+    pending.wait()
     assert [each.unique().tolist() for each in table] == [[float(device)] for device in range(group.devices)]
     rows = gather(group, "rows", {"device": group.device, "name": "é"})
     assert [row["device"] for row in rows] == list(range(group.devices))
@@ -22,7 +22,7 @@ def share_all(group: Group) -> list[object]:
     return [share_number(group, group.device + 0.1), only_first]
 
 
-def test_everybody_knows_the_same() -> None:
+def test_all_devices_gather_the_same_values() -> None:
     told = [[0.1, 1.1, 2.1], [0, None]]
     assert run_on_threads(3, share_all) == [told] * 3
     assert on_processes(3, "tests.comm.test_collectives:share_all") == [told] * 3
@@ -30,7 +30,7 @@ def test_everybody_knows_the_same() -> None:
 
 
 def refuse(group: Group) -> str:
-    """Device 0's work is refused, a little later than the others ask."""
+    """Raise an error on device 0, slightly after the others ask."""
 
     def work() -> None:
         assert group.device == 0
@@ -43,11 +43,11 @@ def refuse(group: Group) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_an_error_of_device_0_is_an_error_of_all() -> None:
+def test_error_of_device_0_is_raised_everywhere() -> None:
     assert set(run_on_threads(3, refuse)) == {"PlanError: plan 'x' does not fit: use another"}
 
 
-def test_who_differs_is_named() -> None:
+def test_differing_devices_are_named() -> None:
     check_same(["a", "a"], "was given another x")
     assert difference([64, 64]) == ""
     assert difference([64, 32, 64, 16]) == "64 on device 0, but 32 on device 1, 16 on device 3"

@@ -1,4 +1,4 @@
-"""Whoever dies, freezes, leaves or strays is named by all survivors, and the messages tell these apart."""
+"""Survivors name every device that dies, freezes, leaves or diverges, with distinct messages."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from tests.support.processes import on_processes
 
 
 def lose_by_signal(group: Group, number: int) -> list[Any]:
-    """0 waits for 1, 1 waits for 2, 3 waits for a text of all; 2 is hit by a signal while they wait."""
+    """Let 0 wait for 1, 1 for 2, 3 for a text of all; signal 2 while they wait."""
     group.agree("all are here", "")
     if group.device == 2:
         time.sleep(0.3)
@@ -60,7 +60,7 @@ def test_all_survivors_name_a_frozen_device(network: dict[str, str]) -> None:
 
 
 def have_bad_days(device: int) -> list[Any]:
-    """Several groups one after another on the same processes, each with another trouble."""
+    """Run several groups with different faults on the same processes."""
     reports = []
     here = torch.zeros(1)
 
@@ -121,7 +121,7 @@ def have_bad_days(device: int) -> list[Any]:
 
 
 @on_each_network_slowly
-def test_troubles_are_told_apart(network: dict[str, str]) -> None:
+def test_failure_causes_are_distinguished(network: dict[str, str]) -> None:
     raised, circle, slow, sizes, finished, topics, alone, end = zip(
         *on_processes(3, "tests.comm.test_failure:have_bad_days", joined=False, environment=network), strict=True
     )
@@ -142,13 +142,13 @@ def test_troubles_are_told_apart(network: dict[str, str]) -> None:
     assert re.match(
         r"device 0 is at 'this' \(test_failure.py line \d+, `group.agree.*`\) while device 1 is at", alone[0]
     )
-    assert "'the end of its work'" in alone[0]
+    assert "'exit barrier'" in alone[0]
     assert list(end) == [["0", "1", "2"]] * 3
 
 
 @dataclass(frozen=True)
 class LateReport:
-    """A note that is still on the way: it is here only for those who wait a moment."""
+    """A report in transit: it is found only after a short wait."""
 
     note: FailureReport
 
@@ -157,7 +157,7 @@ Said = Health | NoAnswer | FailureReport | LateReport
 
 
 class StoryPeers:
-    """Answers of devices as a test gives them."""
+    """Peer replies given by a test."""
 
     def __init__(self, story: dict[int, Said]) -> None:
         self.story = story
@@ -186,19 +186,19 @@ class StoryPeers:
         ({1: LateReport(FailureReport(1, 1, "left because of its own error"))}, False, 1, "own error"),
         ({1: FailureReport(1, 1, "left because of its own error")}, False, 1, "own error"),
         ({1: Health(2), 2: Health(None)}, True, 2, "alive but sent nothing"),
-        ({1: Health(None)}, False, 1, "went on after an error"),
+        ({1: Health(None)}, False, 1, "continued after an error"),
         ({1: Health(2), 2: Health(done=True)}, True, 2, "had ended its work"),
         ({1: Health(0)}, True, 1, r"0 -> 1 -> 0"),
     ],
 )
-def test_the_root_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lost: int, words: str) -> None:
+def test_root_cause_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lost: int, words: str) -> None:
     verdict = find_failed(StoryPeers(story), me=0, peer=1, timed_out=timed_out, limit_s=60.0)
     assert verdict.device == lost
     assert words in verdict.cause
 
 
-def test_connections_to_devices_that_are_gone_are_closed() -> None:
-    """Whom a device had asked whether it is there, and asked no more when others came between them, kept its connection."""
+def test_connections_to_lost_devices_are_closed() -> None:
+    """Regression: a device that had been asked whether it is alive kept its connection."""
     credentials = Credentials(make_key())
     listeners = [Listener(listen_at("127.0.0.1", 0), credentials) for _ in range(3)]
     servers = [HealthServer(device, listener, "a test") for device, listener in enumerate(listeners)]

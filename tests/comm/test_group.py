@@ -1,4 +1,4 @@
-"""The contract of a group, on threads and on processes: messages of every kind, counters, agreement, and losses."""
+"""The contract of a group on threads and processes: messages of every kind, counters, agreement, and losses."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ DTYPES = [
 
 
 def say(group: Group, work: Callable[[], object]) -> list[Any]:
-    """What a device reports about a failure: [lost device, message], or ["no error"]."""
+    """Return a device's report about a failure: [lost device, message], or ["no error"]."""
     try:
         work()
     except DeviceLostError as error:
@@ -68,7 +68,7 @@ def test_lanes_are_independent(network: dict[str, str]) -> None:
 
 
 def wait_for_the_last_only(group: Group) -> list[float]:
-    """Device 1 is late each time: what device 0 started and dropped still lies on its side."""
+    """Device 1 is late each time: unawaited messages of device 0 are still in its buffers."""
     peer, arrived = group.device ^ 1, torch.zeros(4000)
     for number in range(3):
         time.sleep(0.1 * group.device)
@@ -79,7 +79,7 @@ def wait_for_the_last_only(group: Group) -> list[float]:
 
 
 @on_each_network
-def test_messages_that_nobody_waits_for_arrive(network: dict[str, str]) -> None:
+def test_messages_without_a_waiter_arrive(network: dict[str, str]) -> None:
     """A rebalancer sends its seconds after a step and takes them after the next. After its last step nobody did: gloo forgot
     these messages on one side, and the first move of the next training waited for ever."""
     assert run_on_threads(2, wait_for_the_last_only, timeout_s=20.0) == [[10.0], [9.0]]
@@ -90,12 +90,12 @@ def test_messages_that_nobody_waits_for_arrive(network: dict[str, str]) -> None:
 
 
 def pattern(sender: int, receiver: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor only this pair exchanges; small whole numbers are exact in every dtype."""
+    """Return a tensor unique to this pair; small whole numbers are exact in every dtype."""
     return ((torch.arange(size) * 7 + 3 * sender + 5 * receiver) % 64).to(dtype)
 
 
 def send_every_dtype(group: Group) -> int:
-    """All pairs, both ways, every dtype, sizes that differ by pair; one call."""
+    """Exchange between all pairs, both directions, every dtype, sizes that differ by pair, in one call."""
     peers = [peer for peer in range(group.devices) if peer != group.device]
     size = {(a, b): 1 + 1000 * a + 17 * b for a in range(group.devices) for b in range(group.devices)}
     sends = [
@@ -112,7 +112,7 @@ def send_every_dtype(group: Group) -> int:
 
 
 def keep_many_outstanding(group: Group) -> None:
-    """20 calls, three messages of different shapes each, waited for in an order of this device's own."""
+    """Start 20 calls of three messages with different shapes, awaited in this device's own order."""
     peers = [peer for peer in range(group.devices) if peer != group.device]
     started = []
     for call in range(20):
@@ -134,7 +134,7 @@ def keep_many_outstanding(group: Group) -> None:
 
 
 def leave_out_empty_messages(group: Group) -> None:
-    """Messages of no elements take no number on the way, so those after them still arrive where they belong."""
+    """Empty messages take no sequence number, so later ones still arrive in place."""
     right, left = (group.device + 1) % group.devices, (group.device - 1) % group.devices
     before = group.sent_bytes[right]
     got = torch.zeros(2)
@@ -167,7 +167,7 @@ def agree_on_texts(group: Group) -> None:
 
 
 def messages_arrive(group: Group) -> int:
-    """Everything above on one group, so that it starts once."""
+    """Run all of the above on one group, so that it starts once."""
     received = send_every_dtype(group)
     keep_many_outstanding(group)
     count_bytes(group)
@@ -207,7 +207,7 @@ def test_messages_arrive_on_gpus(own_gpu: bool) -> None:
 
 
 @pytest.mark.parametrize("peer", [1, 2, -1])
-def test_a_message_needs_another_device(peer: int) -> None:
+def test_message_to_the_own_device_is_refused(peer: int) -> None:
     def work(group: Group) -> None:
         if group.device == 1:
             with pytest.raises(InputError, match="another device"):
@@ -217,7 +217,7 @@ def test_a_message_needs_another_device(peer: int) -> None:
     run_on_threads(2, work)
 
 
-def test_a_message_is_contiguous() -> None:
+def test_non_contiguous_messages_are_refused() -> None:
     def work(group: Group) -> None:
         with pytest.raises(InputError, match="contiguous"):
             group.start([Message(1 - group.device, torch.ones(3, 2).t())], [])
@@ -225,7 +225,7 @@ def test_a_message_is_contiguous() -> None:
     run_on_threads(2, work)
 
 
-def test_a_sent_tensor_may_change_once_the_call_has_been_waited_for() -> None:
+def test_sent_tensor_may_change_after_the_wait() -> None:
     def work(group: Group) -> None:
         tensor, got = torch.ones(4), torch.zeros(4)
         if group.device == 0:

@@ -1,4 +1,4 @@
-"""The key of a job: files that only their owner reads, refusals without one, and that it is found nowhere it must not be."""
+"""Job keys: private key files, refusals without a key, and no exposure of the key."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def test_a_key_file_is_its_owners_alone(tmp_path: Path) -> None:
+def test_key_file_must_be_private_to_its_owner(tmp_path: Path) -> None:
     file = tmp_path / "job.key"
     before = os.umask(0)
     try:
@@ -46,7 +46,7 @@ def test_a_key_file_is_its_owners_alone(tmp_path: Path) -> None:
         os.umask(before)
     assert file.stat().st_mode & 0o777 == 0o600
     assert read_key_file(file).pem == file.read_bytes()
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="exists already"):
         write_key_file(file)
     for mode in (0o640, 0o604, 0o620, 0o610):
         file.chmod(mode)
@@ -57,7 +57,7 @@ def test_a_key_file_is_its_owners_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "shopping list", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
 )
-def test_what_is_no_key_is_refused_and_not_repeated(tmp_path: Path, content: str) -> None:
+def test_invalid_key_is_refused_without_printing_it(tmp_path: Path, content: str) -> None:
     file = tmp_path / "job.key"
     file.touch(0o600)
     file.write_text(content)
@@ -84,7 +84,7 @@ def test_this_machines_key_is_made_once(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- processes
 
 
-def test_where_a_process_finds_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_lookup_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"no key.*2 devices.*192.0.2.7.*`convoy fleet key FILE`.*--trust-network"):
         key_of_process(ELSEWHERE, {})
     assert key_of_process(ELSEWHERE, {job_key.TRUST: "1"}) is None
@@ -109,8 +109,8 @@ def test_a_launcher_makes_a_key_for_each_job(tmp_path: Path) -> None:
         key_to_start(named | {job_key.TRUST: "1"})
 
 
-def test_a_key_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """`convoy train --job-key none.key` on one device, which needs no key, trained and said nothing."""
+def test_missing_key_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Regression: `convoy train --job-key none.key` on one device ignored the missing file."""
     chosen: dict[str, str] = {}
     with pytest.raises(InputError, match=r"none\.key cannot be read: No such file"):
         job_key.choose(tmp_path / "none.key", False, chosen)
@@ -130,7 +130,7 @@ def meet_with_different_keys(device: int, folder: str) -> list[str]:
         return [type(error).__name__, str(error)]
 
 
-def test_who_has_another_key_does_not_get_in(tmp_path: Path) -> None:
+def test_peer_with_another_key_is_rejected(tmp_path: Path) -> None:
     for device in range(2):
         write_key_file(tmp_path / f"{device}.key")
     target = "tests.comm.test_job_key:meet_with_different_keys"
@@ -144,13 +144,13 @@ def test_who_has_another_key_does_not_get_in(tmp_path: Path) -> None:
 
 
 def secrets_of(file: Path) -> list[str]:
-    """The lines of the private key."""
+    """Return the lines of the private key."""
     private = file.read_text().split("-----BEGIN CERTIFICATE")[0]
     return [line for line in private.splitlines() if re.fullmatch(r"[A-Za-z0-9+/=]{20,}", line)]
 
 
 def told_of_processes(parent: psutil.Process) -> Iterator[str]:
-    """Arguments and variables of a process and all below it, as everybody or their owner can read them."""
+    """Return arguments and environments of a process and its descendants, as others can read them."""
     for process in [parent, *parent.children(recursive=True)]:
         for name in ("cmdline", "environ"):
             with suppress(OSError):
@@ -165,8 +165,8 @@ def started(words: list[str], folder: Path) -> tuple[subprocess.Popen[str], dict
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **said), environment  # type: ignore[call-overload]
 
 
-def test_the_key_is_nowhere_to_be_read(tmp_path: Path) -> None:
-    """A training with everything that it can write, watched from outside while it runs."""
+def test_key_is_never_exposed(tmp_path: Path) -> None:
+    """Watch a training that writes everything it can from outside while it runs."""
     key = tmp_path / "job.key"
     write_key_file(key)
     secrets = secrets_of(key)

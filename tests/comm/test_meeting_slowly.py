@@ -1,4 +1,4 @@
-"""Devices that meet while one of them is slow to answer."""
+"""Rendezvous with a device that is slow to answer."""
 
 import threading
 
@@ -15,7 +15,7 @@ from convoy.errors import DeviceLostError
 
 
 def met(monkeypatch: pytest.MonkeyPatch, slow: int) -> list[int | str]:
-    """How many devices each of two has met, or its error, where device 1 does not answer the first questions in time."""
+    """Return each device's number of peers or its error, where device 1 answers the first requests late."""
     asked, ask = [0], HealthServer.ping
 
     def ping(self: HealthServer, device: int) -> Health | NoAnswer:
@@ -47,12 +47,12 @@ def met(monkeypatch: pytest.MonkeyPatch, slow: int) -> list[int | str]:
     return found
 
 
-def test_a_device_that_is_slow_to_answer_the_first_question_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with 25 processes for two cores, 2 of 290 trainings ended before they began."""
+def test_slow_first_reply_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with 25 processes on two cores, 2 of 290 trainings failed to start."""
     assert met(monkeypatch, slow=3) == [2, 2]
 
 
-def test_one_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = met(monkeypatch, slow=10**9)
     assert "device 1" in str(first)
     assert "cannot reach it" in str(first)

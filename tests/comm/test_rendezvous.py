@@ -1,4 +1,4 @@
-"""How processes meet: every way in which it can fail, and the address that each one chooses."""
+"""Rendezvous: every way it can fail, and the address that each process chooses."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ from tests.support.processes import on_processes
 
 
 def meet_badly(device: int) -> list[Any]:
-    """Joins that fail: a device that never comes, other versions, a place taken twice."""
+    """Run joins that fail: a missing device, other versions, a rank taken twice."""
     reports: list[Any] = []
     world = dict(os.environ)
 
@@ -51,7 +51,7 @@ def say_join(timeout_s: float = 10.0) -> list[str]:
 
 
 @on_each_network_slowly
-def test_a_meeting_that_fails_says_why(network: dict[str, str]) -> None:
+def test_failed_rendezvous_says_why(network: dict[str, str]) -> None:
     absent, versions, twice, well = zip(
         *on_processes(3, "tests.comm.test_rendezvous:meet_badly", joined=False, environment=network), strict=True
     )
@@ -63,12 +63,12 @@ def test_a_meeting_that_fails_says_why(network: dict[str, str]) -> None:
         assert "9.9.9 on device 2 (host" in text
     kinds = [report[0] for report in twice]
     assert sorted(kinds[1:]) == ["DeviceLostError", "InputError"], twice
-    assert any("two processes claim to be device 1" in report[1] for report in twice)
+    assert any("two processes are device 1" in report[1] for report in twice)
     assert list(well) == [["joined"]] * 3
 
 
 def be_beside_torch(device: int, torch_first: bool) -> int:
-    """The script has a process group of its own, made before or after joining."""
+    """Use the script's own process group, created before or after joining."""
     if torch_first:
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     with join("cpu", timeout_s=10) as group:
@@ -83,7 +83,7 @@ def be_beside_torch(device: int, torch_first: bool) -> int:
 
 @on_each_network
 @pytest.mark.parametrize("torch_first", [True, False])
-def test_a_script_may_have_a_process_group_of_its_own(torch_first: bool, network: dict[str, str]) -> None:
+def test_script_can_use_its_own_process_group(torch_first: bool, network: dict[str, str]) -> None:
     target = "tests.comm.test_rendezvous:be_beside_torch"
     assert on_processes(2, target, torch_first, joined=False, environment=network) == [31, 30]
 
@@ -125,13 +125,13 @@ def test_an_unreachable_master_is_named(monkeypatch: pytest.MonkeyPatch, free_po
         ({"RANK": "0", "WORLD_SIZE": "x", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE='x'"),
     ],
 )
-def test_half_a_place_is_an_error(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
+def test_incomplete_rank_is_an_error(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
     set_place(monkeypatch, **variables)
     with pytest.raises(InputError, match=words):
         join("cpu")
 
 
-def test_a_device_that_does_not_exist_is_an_error() -> None:
+def test_missing_device_is_an_error() -> None:
     with pytest.raises(InputError, match=r"'gpu0'.*this machine has cpu; choose one of them"):
         join("gpu0")
 
@@ -148,7 +148,7 @@ def test_addresses_follow_the_route() -> None:
     assert environment.reachable_address("192.0.2.7", ["127.0.0.1", "192.0.2.7"]) == "192.0.2.7"
 
 
-def test_a_device_that_only_knows_loopback_follows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_device_takes_the_interface_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian maps a machine's own name to loopback, so on that machine the route to MASTER_ADDR says nothing."""
     asked = []
     monkeypatch.setattr(environment, "route_to", lambda host, _: asked.append(host) or f"the way to {host}")
@@ -180,13 +180,13 @@ def test_two_processes_on_one_accelerator_are_named(monkeypatch: pytest.MonkeyPa
     assert own_info(torch.device("cpu"), 2, "10.0.0.1").accelerator == ""
 
 
-def test_a_memory_that_is_none_is_refused_before_anybody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_memory_is_refused_before_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONVOY_MEMORY", "6 Gbit")
     with pytest.raises(InputError, match=r"CONVOY_MEMORY='6 Gbit': .* is no unit of an amount of memory"):
         join("cpu")
 
 
-def test_greetings_of_other_versions_are_read() -> None:
+def test_hello_of_other_versions_is_read() -> None:
     assert ProcessInfo.from_text('{"convoy": "2.0", "colour": "red"}') == ProcessInfo(convoy="2.0")
     assert ProcessInfo.from_text("no JSON") == ProcessInfo()
     check_infos([INFO, INFO])
@@ -194,7 +194,7 @@ def test_greetings_of_other_versions_are_read() -> None:
         check_infos([INFO, ProcessInfo("cpu", "x", "lab2", "a", "2", "1.0", "2.12"), INFO])
 
 
-def test_a_store_of_torch_for_nccl_is_shared() -> None:
+def test_nccl_shares_one_torch_store() -> None:
     hosted = host_torch_store(listen_at("127.0.0.1", 0))
     connected = connect_torch_store("127.0.0.1", hosted.port, time.monotonic() + 10)
     connected.set("key", "text")

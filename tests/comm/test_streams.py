@@ -1,4 +1,4 @@
-"""Connections of a pair: dropped ones are made again, and which thread moves which message."""
+"""Stream connections of a pair: retries, and the thread that sends each message."""
 
 import socket
 import threading
@@ -20,8 +20,8 @@ from convoy.comm.listener import Listener
 from convoy.comm.streams import StreamBackend
 
 
-def test_a_connection_that_a_listener_drops_is_made_again() -> None:
-    """On a busy machine a handshake took longer than `HANDSHAKE_S`, and the job failed to start."""
+def test_dropped_connection_is_retried() -> None:
+    """Regression: on a busy machine a handshake exceeded `HANDSHAKE_S`, and the job failed to start."""
     listeners = two_listeners()
     take, dropped = listeners[0].handlers["stream"], []
 
@@ -48,7 +48,7 @@ def two_listeners() -> list[Listener]:
 
 @contextmanager
 def connected(listeners: list[Listener]) -> Iterator[list[StreamBackend]]:
-    """Two backends, connected to each other."""
+    """Return two connected backends."""
     addresses, backends = [listener.address for listener in listeners], dict[int, StreamBackend]()
 
     def connect(device: int) -> None:
@@ -91,7 +91,7 @@ def end(*works: PendingWork) -> None:
 
 
 def test_small_messages_need_no_thread(pair: list[StreamBackend]) -> None:
-    """Handing a message of a few bytes over to a thread, and waiting for it, took twice what moving it takes."""
+    """Handing a message of a few bytes to a thread took twice as long as sending it."""
     rows = [torch.full((100,), float(d)) for d in range(2)]
     arrived = [torch.zeros(100) for _ in range(2)]
     works = [begin(pair[d], 1 - d, [rows[d]], [arrived[d]]) for d in range(2)]
@@ -100,8 +100,8 @@ def test_small_messages_need_no_thread(pair: list[StreamBackend]) -> None:
     assert not movers()
 
 
-def test_what_the_kernel_does_not_take_waits_for_the_receiver_and_stays_in_order(pair: list[StreamBackend]) -> None:
-    """More than fits into the buffers of a connection: who sends goes on, and may change what has left."""
+def test_unsent_bytes_wait_and_stay_in_order(pair: list[StreamBackend]) -> None:
+    """Send more than the socket buffers hold: the sender continues and may change the sent tensor."""
     count, row = 4000, torch.zeros(1000)
     for number in range(count):
         work = begin(pair[0], 1, [row.fill_(number)], [])
@@ -123,14 +123,14 @@ def test_small_and_large_messages_keep_their_order(pair: list[StreamBackend]) ->
     assert all(torch.equal(a, b) for a, b in zip(sent, arrived, strict=True))
 
 
-def test_numbers_that_python_does_not_know_travel_too(pair: list[StreamBackend]) -> None:
+def test_bfloat16_bool_and_scalar_messages_arrive(pair: list[StreamBackend]) -> None:
     sent = [torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16), torch.tensor([True, False]), torch.tensor(7)]
     arrived = [torch.zeros_like(each) for each in sent]
     end(begin(pair[0], 1, sent, []), begin(pair[1], 0, [], arrived))
     assert all(torch.equal(a, b) for a, b in zip(sent, arrived, strict=True))
 
 
-def test_a_wait_ends_after_its_time_and_the_message_still_comes(pair: list[StreamBackend]) -> None:
+def test_timed_out_wait_does_not_lose_the_message(pair: list[StreamBackend]) -> None:
     arrived = torch.zeros(3)
     work = begin(pair[1], 0, [], [arrived])
     with pytest.raises(PeerFailure, match="timed out"):
@@ -139,8 +139,8 @@ def test_a_wait_ends_after_its_time_and_the_message_still_comes(pair: list[Strea
     assert arrived.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_who_waits_while_another_reads_gets_its_message_as_well(pair: list[StreamBackend]) -> None:
-    """The first reads the connection up to its own message, and nobody would have read the second's."""
+def test_concurrent_waiters_each_get_their_message(pair: list[StreamBackend]) -> None:
+    """Regression: the first waiter read up to its own message, and nobody read the second's."""
     arrived = [torch.zeros(3) for _ in range(2)]
     works = [begin(pair[1], 0, [], [each]) for each in arrived]
     threads = [threading.Thread(target=end, args=(work,)) for work in works]
@@ -161,7 +161,7 @@ def test_who_waits_while_another_reads_gets_its_message_as_well(pair: list[Strea
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_a_wait_ends_where_the_other_side_is_gone(size: int, pair: list[StreamBackend]) -> None:
+def test_wait_ends_when_the_peer_is_lost(size: int, pair: list[StreamBackend]) -> None:
     work = begin(pair[1], 0, [], [torch.zeros(size)])
     pair[0].cut(broken=True)
     with pytest.raises(PeerFailure, match="closed"):
@@ -175,7 +175,7 @@ def test_a_wait_ends_where_the_other_side_is_gone(size: int, pair: list[StreamBa
         send()
 
 
-def test_a_wait_ends_where_its_own_side_is_cut(pair: list[StreamBackend]) -> None:
+def test_wait_ends_when_the_local_side_closes(pair: list[StreamBackend]) -> None:
     work = begin(pair[1], 0, [], [torch.zeros(3)])
     first = work.works[0][1]
     assert isinstance(first, streams.Arrival)
@@ -197,13 +197,13 @@ def test_a_wait_ends_where_its_own_side_is_cut(pair: list[StreamBackend]) -> Non
 
 
 @pytest.mark.parametrize("size", [4, 100_000])
-def test_another_size_than_expected_is_an_error(size: int, pair: list[StreamBackend]) -> None:
+def test_unexpected_message_size_is_an_error(size: int, pair: list[StreamBackend]) -> None:
     end(begin(pair[0], 1, [torch.zeros(5)], []))
     with pytest.raises(PeerFailure, match=f"sent a message of 20 bytes where one of {4 * size} was expected"):
         end(begin(pair[1], 0, [], [torch.zeros(size)]))
 
 
-def test_of_a_large_message_there_leaves_at_once_what_the_kernel_takes() -> None:
+def test_large_message_fills_the_send_buffer_at_once() -> None:
     """To wake a thread for each made a step of AlexNet, its Linear layers by filters, 9 % longer than over gloo. What is left
     of one goes behind it, and so do the messages after it."""
     with connected(two_listeners()) as pair:
@@ -222,7 +222,7 @@ def test_of_a_large_message_there_leaves_at_once_what_the_kernel_takes() -> None
 
 
 class Full:
-    """A connection whose kernel has room for so many bytes, when it is asked not to wait."""
+    """A connection whose kernel accepts a limited number of bytes without blocking."""
 
     def __init__(self, whole: socket.socket, takes: int) -> None:
         self.whole, self.takes = whole, takes
@@ -239,8 +239,8 @@ class Full:
 
 
 @pytest.mark.parametrize("takes", [0, 3, 8, 9, 20_000])
-def test_a_message_arrives_whole_wherever_the_kernel_cuts_it(takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also within the eight bytes of its header."""
+def test_partial_writes_deliver_the_whole_message(takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within the eight bytes of the header."""
     with connected(two_listeners()) as pair:
         channel = pair[0]._out[0, 1]._channel
         monkeypatch.setattr(channel, "socket", Full(channel.socket, takes))

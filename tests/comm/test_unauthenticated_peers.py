@@ -1,4 +1,4 @@
-"""Peers without the job's key: rejected before Convoy reads a byte of theirs, counted, and harmless to the job."""
+"""Peers without the job's key: rejected before Convoy reads their bytes, counted, and harmless."""
 
 import os
 import resource
@@ -35,7 +35,7 @@ def key() -> JobKey:
 
 @contextmanager
 def a_listener(key: JobKey) -> Iterator[tuple[Listener, list[Fields]]]:
-    """A listener with one handler, and all that this has heard."""
+    """Return a listener with one handler, and the messages it received."""
     heard: list[Fields] = []
 
     def answer(words: Fields, _: Connection) -> Fields:
@@ -62,19 +62,19 @@ def ask(key: JobKey, address: Address, limit_s: float = 10.0) -> Fields:
 
 
 def scan(address: Address) -> None:
-    """As a port scanner: connect, and go."""
+    """Connect and close, like a port scanner."""
     socket.create_connection(address, timeout=5).close()
 
 
 def babble(address: Address) -> None:
-    """Random bytes in the place of a handshake."""
+    """Send random bytes instead of a handshake."""
     with socket.create_connection(address, timeout=5) as connection, suppress(OSError):
         connection.sendall(LOUD)
         connection.recv(1)
 
 
 def babble_afterwards(address: Address) -> None:
-    """A handshake without a certificate, which the calling side believes to be done; then random bytes."""
+    """Complete a handshake without a certificate, which the client believes done, then send random bytes."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with suppress(OSError), context.wrap_socket(socket.create_connection(address, timeout=5)) as connection:
@@ -83,7 +83,7 @@ def babble_afterwards(address: Address) -> None:
 
 
 def bring_another_key(address: Address) -> None:
-    """Who has the key of another job, and does not care that the other side has not."""
+    """Connect with another job's key without verifying the peer."""
     context = make_key().contexts()[1]
     context.verify_mode = ssl.CERT_NONE
     with suppress(OSError), context.wrap_socket(socket.create_connection(address, timeout=5)) as connection:
@@ -92,7 +92,7 @@ def bring_another_key(address: Address) -> None:
 
 
 def old_tls(address: Address) -> None:
-    """TLS 1.2, with the right key."""
+    """Connect by TLS 1.2 with the right key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -114,12 +114,12 @@ def test_unauthenticated_peers_are_rejected_and_counted(key: JobKey, attack: Cal
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait for what a thread does. The test's time limit is the bound."""
+    """Wait for another thread; the test's time limit is the bound."""
     while not true():
         time.sleep(0.01)
 
 
-def test_the_caller_finds_out_that_the_other_side_has_another_key(key: JobKey) -> None:
+def test_connecting_to_another_key_fails_clearly(key: JobKey) -> None:
     with a_listener(make_key()) as (listener, heard):
         with pytest.raises(NotOfThisJob):
             ask(key, listener.address)
@@ -127,7 +127,7 @@ def test_the_caller_finds_out_that_the_other_side_has_another_key(key: JobKey) -
 
 
 def recorded(key: JobKey, address: Address) -> bytes:
-    """What a device of the job says to a listener, from the first byte to the last; a listener between them writes it down."""
+    """Return the bytes of a device's conversation with a listener, recorded by a proxy."""
     said = b""
     with socket.create_server(("127.0.0.1", 0)) as between:
         caller = threading.Thread(target=lambda: ask(key, between.getsockname()[:2]))
@@ -150,7 +150,7 @@ def recorded(key: JobKey, address: Address) -> bytes:
     return said
 
 
-def test_a_recorded_conversation_opens_nothing(key: JobKey) -> None:
+def test_replayed_handshake_is_rejected(key: JobKey) -> None:
     with a_listener(key) as (listener, heard):
         said = recorded(key, listener.address)
         assert len(heard) == 1
@@ -163,7 +163,7 @@ def test_a_recorded_conversation_opens_nothing(key: JobKey) -> None:
         assert len(heard) == 1
 
 
-def test_who_sends_nothing_or_slowly_is_dropped_in_time(key: JobKey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_and_slow_peers_are_dropped_in_time(key: JobKey, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.3)
     with a_listener(key) as (listener, heard):
         hello = recorded(key, listener.address)
@@ -247,7 +247,7 @@ def many_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_listener_is_open_at_one_address_only(key: JobKey) -> None:
+def test_listener_binds_one_address_only(key: JobKey) -> None:
     with a_listener(key) as (listener, _), pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", listener.address[1]), timeout=1).close()
 
@@ -294,7 +294,7 @@ def exchange_under_attack(group: Group) -> list[Any]:
 
 
 @pytest.mark.parametrize("network", [ONE_MACHINE, ENCRYPTED])
-def test_a_job_continues_under_attack(network: dict[str, str]) -> None:
+def test_job_continues_under_attack(network: dict[str, str]) -> None:
     target = "tests.comm.test_unauthenticated_peers:exchange_under_attack"
     (rounds, few), (_, many) = on_processes(2, target, environment=network)
     assert rounds > 10

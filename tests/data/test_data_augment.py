@@ -1,4 +1,4 @@
-"""Augmentation: what each step does, that it is drawn by seed, epoch and sample alone, and how steps are written."""
+"""Augmentation: the effect of each step, its dependence on seed, epoch and sample only, and its notation."""
 
 import pytest
 import torch
@@ -13,18 +13,18 @@ MANY = 300
 
 
 def noise(count: int = 9, height: int = 16, width: int = 12, channels: int = 3) -> Tensor:
-    """Images in [0, 1]."""
+    """Return images in [0, 1]."""
     return torch.rand(count, channels, height, width, generator=torch.Generator().manual_seed(2))
 
 
 def copies(x_CHW: Tensor, text: str, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> Tensor:
-    """Many augmented copies of one image."""
+    """Return many augmented copies of one image."""
     return read_augment(text, mean, std)(x_CHW.expand(MANY, *x_CHW.shape), range(MANY), 0, 0)
 
 
 @pytest.mark.parametrize("text", [*STEPS, ",".join(STEPS)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_each_image_is_changed_as_if_it_were_alone(text: str, dtype: torch.dtype) -> None:
+def test_each_image_is_augmented_independently(text: str, dtype: torch.dtype) -> None:
     augment = read_augment(text, MEAN, STD)
     x_NCHW = noise(33, height=15, width=13).to(dtype) * 4 - 2
     before = x_NCHW.clone()
@@ -56,7 +56,7 @@ def test_each_image_is_changed_as_if_it_were_alone(text: str, dtype: torch.dtype
 # ---------------------------------------------------------------------------------------------------------- steps
 
 
-def test_a_crop_moves_the_image_by_up_to_its_padding_evenly() -> None:
+def test_crop_offsets_are_uniform_up_to_the_padding() -> None:
     (x_CHW,) = noise(1, height=6, width=5) + 1
     found = [0] * 25
     for y_CHW in copies(x_CHW, "crop:2"):
@@ -78,7 +78,7 @@ def test_every_second_image_is_flipped() -> None:
     assert all(y_CHW.equal(x_CHW) for y_CHW, flip in zip(copies(x_CHW, "flip"), flipped, strict=True) if not flip)
 
 
-def test_a_resized_crop_shows_a_part_enlarged() -> None:
+def test_resized_crop_enlarges_a_region() -> None:
     ramp = torch.linspace(0, 1, 32)
     y_NCHW = copies(torch.stack([ramp.expand(32, 32), ramp[:, None].expand(32, 32)]), "resized-crop:0.25")
     wide, tall = (y_NCHW[:, channel].amax((1, 2)) - y_NCHW[:, channel].amin((1, 2)) for channel in (0, 1))
@@ -89,7 +89,7 @@ def test_a_resized_crop_shows_a_part_enlarged() -> None:
     assert (wide / tall).max() < 1.6
 
 
-def test_jitter_changes_colours_between_black_and_white_whatever_the_normalisation() -> None:
+def test_jitter_stays_within_the_colour_range_under_any_normalisation() -> None:
     x_CHW = torch.tensor([0.2, 0.4, 0.6]).reshape(3, 1, 1).expand(3, 4, 5)
     mean, std = (torch.tensor(v).reshape(3, 1, 1) for v in (MEAN, STD))
     y_NCHW = copies((x_CHW - mean) / std, "jitter:0.5", MEAN, STD) * std + mean
@@ -125,13 +125,13 @@ def test_steps_that_do_not_fit_the_size_are_refused() -> None:
         ("flip,crop,flip", "augmentation 'flip,crop,flip' has flip twice: name each step once"),
     ],
 )
-def test_what_cannot_be_read_is_refused(text: str, says: str) -> None:
+def test_unreadable_augmentation_is_refused(text: str, says: str) -> None:
     with pytest.raises(InputError) as error:
         augment_steps(text)
     assert_says(error, says)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.zeros(2, 16)])
-def test_what_are_no_images_is_refused(x: Tensor) -> None:
+def test_augmentation_refuses_non_images(x: Tensor) -> None:
     with pytest.raises(InputError, match=r"takes floating numbers \(N, C, H, W\), this data set gives torch"):
         read_augment("flip")(x, [0, 1], 0, 0)

@@ -1,4 +1,4 @@
-"""Data sets of anybody's: tensors and PIL images, labels, held-out samples, seeds, and what cannot be used."""
+"""User data sets: tensors and PIL images, labels, held-out samples, seeds, and refusals."""
 
 import random
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SHAPE = (3, 2, 4)
 
 
 class Listed(Dataset[Any]):
-    """Items as they are given; counts what is loaded."""
+    """A data set of given items that counts what is loaded."""
 
     def __init__(self, items: Sequence[Any], **offered: Any) -> None:
         self.items, self.loaded = items, []
@@ -45,7 +45,7 @@ def pixels(count: int = 40, classes: int = 4) -> list[tuple[Tensor, int]]:
 # --------------------------------------------------------------------------------------------------------- images
 
 
-def test_pixels_are_normalised_by_those_of_the_training_samples() -> None:
+def test_pixels_are_normalised_by_training_statistics() -> None:
     both = from_datasets(Listed(pixels(40)), Listed(pixels(8)), dtype=torch.float64)
     x_NCHW = torch.stack([x for x, _ in pixels(40)]).double() / 255
     mean_C11, std_C11 = x_NCHW.mean((0, 2, 3)).reshape(3, 1, 1), x_NCHW.std((0, 2, 3), correction=0).reshape(3, 1, 1)
@@ -57,7 +57,7 @@ def test_pixels_are_normalised_by_those_of_the_training_samples() -> None:
     assert both.notes[0] == "4 classes; 40 samples to train on, 8 to test on; test samples of their own"
 
 
-def test_pil_images_are_grey_where_all_are_and_else_colours() -> None:
+def test_pil_images_are_grey_only_if_all_are() -> None:
     grey: list[Any] = [(plain_image(index), index % 2) for index in range(10)]
     assert from_datasets(Listed(grey)).train.image_shape == (1, 4, 6)
     grey[0] = (plain_image((9, 8, 7)), 0)
@@ -67,7 +67,7 @@ def test_pil_images_are_grey_where_all_are_and_else_colours() -> None:
     assert both.train.read(5)[:, 0, 0].tolist() == [5, 5, 5]
 
 
-def test_samples_are_held_out_of_each_class_where_there_are_no_others() -> None:
+def test_missing_test_set_holds_out_samples_of_each_class() -> None:
     items = [
         (torch.full((1, 1, 1), index, dtype=torch.uint8), label) for index, label in enumerate([0] * 10 + [1] * 4 + [2])
     ]
@@ -85,7 +85,7 @@ def test_samples_are_held_out_of_each_class_where_there_are_no_others() -> None:
 # --------------------------------------------------------------------------------------------------------- labels
 
 
-def test_labels_are_those_of_the_items_not_those_of_an_attribute() -> None:
+def test_labels_come_from_items_not_attributes() -> None:
     items = [(torch.zeros(1, 1, 1), index % 2) for index in range(10)]
     both = from_datasets(Listed(items, targets=[0, 1, 2, 3, 4] * 2), Listed(items))
     assert both.train.targets.tolist() == [label for _, label in items]
@@ -98,7 +98,7 @@ def numbers() -> tuple[float, float, float]:
     return float(torch.rand(())), random.random(), float(np.random.rand())
 
 
-def test_a_key_decides_what_is_drawn() -> None:
+def test_seed_key_determines_the_draws() -> None:
     drawn = {}
     with own_random_numbers():
         for key in ("0/0/0/7", "0/0/1/7", "0/1/0/7", "1/0/0/7", "0/0/0/8"):
@@ -118,14 +118,14 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("dataset", [Stream(), iter(pixels()), 7])
-def test_what_is_not_map_style_is_refused(dataset: Any) -> None:
+def test_iterable_data_sets_are_refused(dataset: Any) -> None:
     with pytest.raises(
         InputError, match=f"mine is a {type(dataset).__name__}: give a map-style data set, with __len__"
     ):
         from_datasets(dataset, name="mine")
 
 
-def test_samples_to_train_and_to_test_on_are_needed() -> None:
+def test_empty_train_or_test_sets_are_refused() -> None:
     with pytest.raises(DataError, match="mine is empty, its length is 0: give a data set with samples"):
         from_datasets(Listed([]), name="mine")
     with pytest.raises(DataError, match="mine for the test is empty"):
@@ -155,7 +155,7 @@ BYTES = torch.zeros(SHAPE, dtype=torch.uint8)
         ((Image.new("I;16", (4, 2)), 1), r"mine\[5\] has more than 8 bits per channel \(mode I;16\): convert it to 8"),
     ],
 )  # fmt: skip
-def test_an_item_that_cannot_be_used_is_named(item: Any, says: str) -> None:
+def test_unusable_item_is_named(item: Any, says: str) -> None:
     items: list[Any] = pixels(30)
     items[5] = item
     with pytest.raises(DataError, match=says):

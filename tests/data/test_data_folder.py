@@ -1,4 +1,4 @@
-"""Folders of images: how they may be laid out, what is held out, how files are read, and which are refused."""
+"""Image folders: layouts, held-out samples, decoding, and refusals."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ CLASSES = ("ant", "bee", "cat")
 
 
 def value_of(label: int, number: int) -> int:
-    """The grey of image `number` of a class: it tells both."""
+    """Return the grey value of image `number` of a class, which encodes both."""
     return 50 * label + number
 
 
@@ -28,7 +28,7 @@ def write_class(root: Path, label: int, count: int) -> None:
 
 @pytest.fixture
 def pets(tmp_path: Path) -> Path:
-    """Ten images of each of three classes, in one folder below a hidden one."""
+    """Write ten images of each of three classes, in one folder below a hidden one."""
     for label in range(3):
         write_class(tmp_path / ".here" / "pets", label, 10)
     return tmp_path / ".here" / "pets"
@@ -36,7 +36,7 @@ def pets(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Path:
-    """Training and validation images apart; the first class is not validated."""
+    """Write separate training and validation images; the first class has no validation images."""
     for label, count in enumerate((4, 5, 6)):
         write_class(tmp_path / "apart" / "train", label, count)
     for label, count in ((1, 2), (2, 1)):
@@ -45,12 +45,11 @@ def apart(tmp_path: Path) -> Path:
 
 
 def values(samples: Samples) -> list[tuple[int, int]]:
-    """Grey and label of each image, as stored."""
+    """Return the stored grey and label of each image."""
     return [(int(samples.read(i)[0, 0, 0]), int(samples.targets[i])) for i in range(len(samples))]
 
 
 def read_all(folder: Path) -> list[torch.Tensor]:
-    """Every image as it is stored."""
     both = load(str(folder))
     return [split.read(i) for split in (both.train, both.test) for i in range(len(split))]
 
@@ -58,7 +57,7 @@ def read_all(folder: Path) -> list[torch.Tensor]:
 # -------------------------------------------------------------------------------------------------------- layouts
 
 
-def test_training_and_validation_folders_are_taken_as_they_are(apart: Path) -> None:
+def test_train_and_val_folders_are_used_unchanged(apart: Path) -> None:
     both = load(f"folder:{apart}")
     assert both.class_names == CLASSES
     assert (len(both.train), len(both.test), both.train.classes, both.train.image_shape) == (15, 3, 3, (3, 4, 6))
@@ -72,7 +71,7 @@ def test_training_and_validation_folders_are_taken_as_they_are(apart: Path) -> N
     assert len(load(str(apart)).test) == 1
 
 
-def test_one_folder_gives_a_fifth_of_each_class_to_the_test_by_names_alone(pets: Path, tmp_path: Path) -> None:
+def test_single_folder_holds_out_a_fifth_of_each_class_by_file_name(pets: Path, tmp_path: Path) -> None:
     both = load(str(pets))
     assert torch.bincount(both.train.targets).tolist() == [8, 8, 8]
     assert torch.bincount(both.test.targets).tolist() == [2, 2, 2]
@@ -89,7 +88,7 @@ def test_one_folder_gives_a_fifth_of_each_class_to_the_test_by_names_alone(pets:
 # ---------------------------------------------------------------------------------------------------------- files
 
 
-def test_files_of_all_kinds_become_the_colours_that_they_show(pets: Path) -> None:
+def test_all_file_formats_decode_to_rgb(pets: Path) -> None:
     shutil.rmtree(pets / "cat")
     upright = Image.fromarray(np.arange(72, dtype=np.uint8).reshape(4, 6, 3))
     exif = Image.Exif()
@@ -124,7 +123,7 @@ def test_images_of_different_sizes_are_resized_or_refused(pets: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:40], lambda _: b"GIF of nothing"])
-def test_a_damaged_image_is_named_when_it_is_read(pets: Path, damage: object) -> None:
+def test_damaged_image_is_named_when_read(pets: Path, damage: object) -> None:
     path = pets / "cat" / "05.png"
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(DataError, match=r"cannot be read as an image .*: replace or remove it") as error:

@@ -1,4 +1,4 @@
-"""Images in memory: how they are normalised, read one by one and in batches, and what they refuse."""
+"""Images in memory: normalisation, single and batched reads, and refusals."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def test_a_batch_is_the_stack_of_its_samples(
         assert label == y_N[row] == images.targets[int(index)]
 
 
-def test_images_refuse_what_they_cannot_hold(pixels: Labelled) -> None:
+def test_images_refuse_invalid_arrays(pixels: Labelled) -> None:
     x_NCHW, y_N = pixels
     mean, std = (0.5,) * 3, (0.2,) * 3
     with pytest.raises(InputError, match=r"torch\.float32 \(50, 3, 4, 5\) .*: give uint8"):
@@ -81,7 +81,7 @@ def test_images_refuse_what_they_cannot_hold(pixels: Labelled) -> None:
         Images(x_NCHW, y_N, 6, mean, std)
 
 
-def test_the_fair_order_is_one_of_names_and_mixes_them() -> None:
+def test_fair_order_is_stable_and_mixes_classes() -> None:
     names = [f"class{c}/{i}.jpg" for c in range(4) for i in range(50)]
     order = fair_order(names)
     assert sorted(order) == list(range(200))

@@ -1,4 +1,4 @@
-"""Data sets by name: the digits, CIFAR's binary files, and what torchvision reads and downloads."""
+"""Named data sets: digits, CIFAR's binary files, and torchvision's files and downloads."""
 
 import hashlib
 import shutil
@@ -21,7 +21,7 @@ from tests.support.data_files import assert_says, write_cifar10, write_idx
 # --------------------------------------------------------------------------------------------------------- digits
 
 
-def test_the_digits_are_those_that_scikit_learn_gives() -> None:
+def test_digits_match_scikit_learn() -> None:
     from sklearn.datasets import load_digits
 
     bunch, ours = load_digits(), load("digits", dtype=torch.float64)
@@ -31,7 +31,7 @@ def test_the_digits_are_those_that_scikit_learn_gives() -> None:
     assert [*ours.train.targets.tolist(), *ours.test.targets.tolist()] == bunch.target.tolist()
 
 
-def test_digits_without_scikit_learn_give_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scikit_learn_error_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(InputError, match=r"scikit-learn, which is not installed: pip install 'convoy-train\[digits\]'"):
         load("digits")
@@ -64,7 +64,7 @@ def assert_is_made_up_cifar10(both: Splits) -> None:
     np.testing.assert_allclose(both.train.mean, [3 / 1024 / 255, 100 / 1024 / 255, 200 / 1024 / 255], rtol=1e-13)
 
 
-def test_cifar10_is_read_from_binary_files_here_above_or_in_the_cache(
+def test_cifar10_is_found_in_parent_folders_and_the_cache(
     batches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_is_made_up_cifar10(load("cifar10", batches))
@@ -126,7 +126,7 @@ def test_a_folder_without_the_files_is_refused_at_once(tmp_path: Path) -> None:
         assert_says(
             error,
             f"--data-dir {tmp_path} holds no {there}: unpack https://",
-            "or leave it out to download",
+            "or leave --data-dir out to download",
         )
     with pytest.raises(DataError, match="nowhere is no folder"):
         load("cifar100", tmp_path / "nowhere")

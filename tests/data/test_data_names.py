@@ -1,4 +1,4 @@
-"""What may stand after --data, and the options that go with each kind."""
+"""Values of --data, and the options of each kind."""
 
 import subprocess
 import sys
@@ -64,7 +64,7 @@ def test_importing_the_package_imports_neither_torch_nor_scikit_learn_nor_torchv
         (("my.pets:build", None, None, 1.0), "--test-fraction 1.0 with --data my.pets:build: give"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_before_anything_is_read(options: tuple, says: str) -> None:
+def test_conflicting_options_are_refused_before_reading_data(options: tuple, says: str) -> None:
     with pytest.raises(InputError) as error:
         check(*options)
     assert_says(error, says)
@@ -82,7 +82,7 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_read(options: tu
         ),
     ],
 )
-def test_without_a_torchvision_that_imports_the_remedy_is_given(
+def test_broken_torchvision_error_gives_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, says: str
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
@@ -104,7 +104,7 @@ def test_without_a_torchvision_that_imports_the_remedy_is_given(
 
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module in the working folder."""
+    """Write a module in the working folder."""
     (tmp_path / "my_pets.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
@@ -120,7 +120,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     ],
 )
 @pytest.mark.usefixtures("own_module")
-def test_what_is_no_function_or_fails_is_refused(text: str, says: str) -> None:
+def test_missing_or_failing_data_functions_are_refused(text: str, says: str) -> None:
     with pytest.raises(InputError) as error:
         load(text)
     assert_says(error, text, says)

@@ -1,4 +1,4 @@
-"""The page of the rooms names what is there: every room has a purpose, every file and name that the page points to exists."""
+"""The architecture page matches the code: every room has a purpose, every named file and name exists."""
 
 import re
 
@@ -11,23 +11,23 @@ from tests.support.processes import ROOT
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def test_the_contract_names_every_room() -> None:
+def test_import_contract_lists_every_room() -> None:
     there = {path.name.removesuffix(".py") for path in (ROOT / "convoy").iterdir() if path.suffix in ("", ".py")}
     assert set(figures_rooms.rooms()) == {name for name in there if not name.startswith("_")}
 
 
-def test_few_files_lie_loose_beside_the_rooms() -> None:
-    """Whoever opens the package sees its rooms; six files at most have none."""
+def test_few_files_are_outside_the_rooms() -> None:
+    """Readers of the package should see its rooms; at most six files have none."""
     loose = sorted(path.name for path in (ROOT / "convoy").glob("*.py"))
     assert loose == ["__init__.py", "__main__.py", "_version.py", "api.py", "errors.py", "files.py"]
 
 
-def test_every_room_is_of_one_kind() -> None:
+def test_every_room_has_one_kind() -> None:
     kinds = [room for names in figures_rooms.KINDS.values() for room in names.split()]
     assert sorted(kinds) == sorted(figures_rooms.rooms())
 
 
-def test_the_figure_finds_the_imports_of_all_forms() -> None:
+def test_figure_finds_every_import_form() -> None:
     found = figures_rooms.imports()
     assert ("plan", "layout") in found
     # Imports in functions count too: the command line loads what a verb needs when it is called.
@@ -37,12 +37,12 @@ def test_the_figure_finds_the_imports_of_all_forms() -> None:
 
 
 @pytest.mark.parametrize("room", figures_rooms.rooms())
-def test_a_room_says_what_it_is_for(room: str) -> None:
+def test_every_room_states_its_purpose(room: str) -> None:
     assert 10 < len(purpose_of(room)) <= 130, f"the first sentence of {room}'s docstring: {purpose_of(room)!r}"
     assert f"| `{room}` |" in rooms_markdown()
 
 
-def test_files_and_names_of_the_page_exist() -> None:
+def test_files_and_names_on_the_page_exist() -> None:
     paths = set(re.findall(r"`([\w/]+\.py)`", PAGE))
     assert len(paths) > 30
     missing = {path for path in paths if not any((ROOT / at / path).is_file() for at in ("convoy", "."))}

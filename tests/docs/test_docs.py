@@ -1,4 +1,4 @@
-"""The pages: every snippet is run, every command exists, every quoted message is one that the code says."""
+"""The pages: every snippet runs, every command exists, every quoted message is in the code."""
 
 import ast
 import contextlib
@@ -24,7 +24,7 @@ from PIL import Image
 
 import convoy
 from convoy.cli import app, main
-from convoy.config.settings import FIELDS, key_of
+from convoy.config.train_options import FIELDS, key_of
 from docs import figures_plans, figures_rooms, figures_step
 from docs.from_code import commands_markdown, settings_markdown
 from tests.support.data_files import write_cifar10, write_images
@@ -66,7 +66,7 @@ def title(page: Path) -> str:
 
 @pytest.fixture(scope="session")
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages call D: CIFAR-10's files in full size, with made-up images."""
+    """Write CIFAR-10's files in full size, with generated images, as the pages' folder D."""
     folder = tmp_path_factory.mktemp("cifar10")
     write_cifar10(folder)
     return folder
@@ -74,8 +74,8 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with what the pages take for granted: pictures of pets, a module of one's own, the examples; and `convoy`,
-    `torchrun` and `python` are commands."""
+    """Return a folder with the pages' prerequisites: pet pictures, a user module, the examples, and the commands on
+    PATH."""
     for name in (*PLACE, "CONVOY_DEVICE", "CONVOY_FLEET", "COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     programs, folder = tmp_path / "programs", tmp_path / "page"
@@ -103,7 +103,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def play(page: Path, *, slow: bool) -> None:
-    """Run the blocks of a page in order; slow ones only if asked for."""
+    """Run the blocks of a page in order; slow ones only on request."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks_of(page):
         if block.not_run or (block.slow and not slow):
@@ -149,13 +149,13 @@ def _run(block: Block, command: str, printed: str) -> None:
 
 
 def _needs_a_shell(block: Block, command: str) -> bool:
-    """Whether a command is more than one call of convoy, the demo, or the training that people meet first."""
+    """Return whether a command needs bash: more than one call of convoy, the demo, or the first training."""
     starts = command.startswith(("convoy demo", "convoy run")) or (block.page == "README.md" and "--devices" in command)
     return not command.startswith("convoy ") or starts or bool(re.search(r"[;|&<>$#\n]", command))
 
 
 def _here(words: list[str]) -> tuple[int, str, str]:
-    """As `_bash`, for a call of convoy: neither it nor the devices that it starts import torch once more."""
+    """Do as `_bash` for a call of convoy, without importing torch again."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", words)
@@ -166,7 +166,7 @@ def _here(words: list[str]) -> tuple[int, str, str]:
 
 
 def _bash(command: str) -> tuple[int, str, str]:
-    """Exit status, output and errors of a command; all of it is ended where it takes too long."""
+    """Return exit status, output and errors of a command; kill all of it after a time limit."""
     process = subprocess.Popen(
         ["bash", "-ec", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -180,7 +180,7 @@ def _bash(command: str) -> tuple[int, str, str]:
 
 
 def prepared(page: Path, request: pytest.FixtureRequest, *, slow: bool) -> None:
-    """CIFAR-10's files are large: they are made for pages that train on them."""
+    """Write CIFAR-10's large files for pages that train on them."""
     blocks = [block for block in blocks_of(page) if slow or not block.slow]
     if any("--data-dir D" in block.text for block in blocks):
         Path("D").symlink_to(request.getfixturevalue("cifar"))
@@ -221,7 +221,7 @@ def test_most_snippets_are_run() -> None:
         ("```text\nconvoy train\n```\n", "a command in a text block"),
     ],
 )
-def test_a_block_that_nobody_could_run_is_found(source: str, says: str, tmp_path: Path) -> None:
+def test_unrunnable_block_is_found(source: str, says: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(source)
     with pytest.raises(PageError, match=re.escape(says)):
@@ -240,14 +240,14 @@ def test_a_block_that_nobody_could_run_is_found(source: str, says: str, tmp_path
         ("<!-- part of: examples/four_lines.py -->\n```python\nnot there\n```\n", AssertionError),
     ],
 )
-def test_a_snippet_that_fails_is_found(source: str, fails: type[Exception], tmp_path: Path) -> None:
+def test_failing_snippet_is_found(source: str, fails: type[Exception], tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"Text.\n\n{source}")
     with pytest.raises(fails):
         play(page, slow=False)
 
 
-def test_what_varies_in_an_output_is_left_open(tmp_path: Path) -> None:
+def test_varying_output_matches_placeholders(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```pycon\n>>> 1 + 1\n2\n```\n\n```console\n$ echo one; echo 2.5 s\none\n... s\n```\n")
     play(page, slow=False)
@@ -257,7 +257,7 @@ def test_what_varies_in_an_output_is_left_open(tmp_path: Path) -> None:
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every call of convoy on any page, also of those that are not run: place and arguments."""
+    """Return every call of convoy on any page, run or not: location and arguments."""
     for page in PAGES:
         for block in (block for block in blocks_of(page) if block.is_shell):
             text = "\n".join(command for command, _ in block.commands()).replace("\\\n", " ")
@@ -268,8 +268,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                     yield block.place, words[start:stop]
 
 
-def test_every_command_line_is_one_that_convoy_takes() -> None:
-    """A renamed option is found without running anything."""
+def test_every_documented_command_parses() -> None:
+    """This finds a renamed option without running anything."""
     top: Any = typer.main.get_command(app)
     seen = set()
     for place, words in commands():
@@ -288,7 +288,7 @@ def test_every_command_line_is_one_that_convoy_takes() -> None:
 
 
 def spoken() -> list[str]:
-    """Every text in the sources, with … where something is put in."""
+    """Return every text in the sources, with … for inserted values."""
     texts = []
     for path in (ROOT / "convoy").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -299,7 +299,7 @@ def spoken() -> list[str]:
     return texts
 
 
-def test_quoted_messages_are_those_of_the_code() -> None:
+def test_quoted_messages_exist_in_the_code() -> None:
     quoted = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
     texts = spoken()
     for message in quoted:
@@ -311,13 +311,13 @@ def test_quoted_messages_are_those_of_the_code() -> None:
 # ----------------------------------------------------------------------------------------------- what is made from code
 
 
-def test_the_figures_are_those_that_the_code_draws() -> None:
+def test_committed_figures_match_the_code() -> None:
     for name, drawing in (figures_plans.figures() | figures_step.figures() | figures_rooms.figures()).items():
         drawn = (DOCS / "figures" / name).read_text(encoding="utf-8")
         assert drawn == drawing.to_svg(), f"{name} is not what the code draws now: make docs"
 
 
-def test_all_settings_and_commands_are_told() -> None:
+def test_all_settings_and_commands_are_documented() -> None:
     settings, told = settings_markdown(), commands_markdown()
     assert all(f"| `{key_of(name)}` |" in settings for name in FIELDS)
     top: Any = typer.main.get_command(app)
@@ -331,8 +331,8 @@ def test_all_settings_and_commands_are_told() -> None:
         assert all(f"`{each.opts[0]}`" in told for each in own if each.opts[0].startswith("--"))
 
 
-def test_what_a_diff_calls_is_there() -> None:
-    """Files of others are not ours to keep: their changed lines are shown, and what they say of Convoy must be right."""
+def test_names_in_diffs_exist() -> None:
+    """Only changed lines of foreign files are shown; the Convoy names in them must exist."""
     added = [
         line
         for page in PAGES
@@ -351,7 +351,7 @@ RECIPES = sorted(page for page in (DOCS / "recipes").glob("*.md") if page.name !
 
 
 @pytest.mark.parametrize("page", RECIPES, ids=title)
-def test_a_recipe_says_where_it_is_from_what_to_type_and_when_not_to(page: Path) -> None:
+def test_recipes_name_source_command_and_limits(page: Path) -> None:
     source = page.read_text(encoding="utf-8")
     assert re.search(r"[\w.-]+/[\w.-]+ #\d+", source), "no thread is named"
     assert "\n## The command\n" in source

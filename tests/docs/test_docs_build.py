@@ -1,4 +1,4 @@
-"""The pages build, without a warning: no dead link, no docstring that Sphinx cannot read, no name that is not there.
+"""The pages build without a warning: links, docstrings and names resolve.
 
 The build is slow; what of it people break most is read in the sources: links, tables of contents, names and types it shows.
 """
@@ -25,7 +25,7 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]+)(?:#[^)\s]*)?\)")
 CONTENTS = re.compile(r"^```\{toctree\}\n(.*?)^```", re.M | re.S)
 
 
-def test_no_link_is_dead() -> None:
+def test_links_resolve() -> None:
     dead = [
         f"{page.relative_to(ROOT)}: {target}"
         for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
@@ -45,7 +45,7 @@ def test_every_page_is_named_in_a_table_of_contents() -> None:
     assert named >= set(PAGES), sorted(set(PAGES) - named)
 
 
-def test_the_reference_names_what_is_exported() -> None:
+def test_reference_names_are_exported() -> None:
     told = re.findall(r"^\.\. auto(\w+):: ([\w.]+)$", (DOCS / "reference" / "api.md").read_text(encoding="utf-8"), re.M)
     names = {name.rpartition(".")[2] for _, name in told}
     for what, name in told:
@@ -54,7 +54,7 @@ def test_the_reference_names_what_is_exported() -> None:
 
 
 def _named(name: str) -> Any:
-    """What the reference calls so: `convoy.data.Splits`, or `prepare` of the module `convoy`."""
+    """Return the names the reference documents: `convoy.data.Splits`, or `prepare` of the module `convoy`."""
     *folders, last = name.removeprefix("convoy.").split(".")
     return getattr(importlib.import_module(".".join(["convoy", *folders])), last)
 
@@ -67,8 +67,8 @@ def _classes(hint: Any) -> Iterator[type]:
         yield from _classes(each)
 
 
-def test_the_reference_tells_of_the_types_that_it_shows() -> None:
-    """`Plans` had got two fields of types that no page tells of: only the build of the pages said so, and nobody built them."""
+def test_reference_documents_the_types_it_shows() -> None:
+    """Regression: `Plans` had fields of undocumented types, found only by a full build."""
     told = re.findall(r"^\.\. auto(\w+):: ([\w.]+)", (DOCS / "reference" / "api.md").read_text(encoding="utf-8"), re.M)
     objects = [_named(name) for what, name in told if what in ("class", "function")]
     modules = [vars(importlib.import_module(name)).values() for what, name in told if what == "module"]
@@ -108,6 +108,6 @@ def test_every_exported_name_is_in_the_reference(built: Path) -> None:
 
 @pytest.mark.slow
 def test_every_page_is_in_a_table_of_contents(built: Path) -> None:
-    """Sphinx warns of pages that are in none; here, that none is left out of the build."""
+    """Sphinx warns of unlisted pages; this checks that none is excluded from the build."""
     pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
     assert all((built / page).is_file() for page in pages if "_build" not in page.parts)

@@ -1,4 +1,4 @@
-"""Examinations of this machine, of jobs of threads and processes, over ssh, and the command."""
+"""Examinations of this machine, of jobs of threads and processes, over ssh, and by the command."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-def test_this_machine_reports_what_it_is() -> None:
+def test_machine_facts_are_reported() -> None:
     found = collect_facts(None)
     assert found.info.torch == ".".join(torch.__version__.split(".")[:2])
     assert found.own.cores == torch.get_num_threads()
@@ -58,7 +58,7 @@ def test_this_machine_reports_what_it_is() -> None:
     assert found.problems == ()
 
 
-def test_what_cannot_be_used_is_a_fact_not_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_interface_is_reported_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's `^lo` means "not lo", which is no interface."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo")
     found = collect_facts(None, "cuda:99")
@@ -83,7 +83,7 @@ def test_a_missing_home_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @contextmanager
 def deaf_server() -> Iterator[int]:
-    """A port whose queue is full: the kernel drops further attempts, as a firewall does."""
+    """Return a port with a full queue: the kernel drops further attempts, as a firewall does."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
         waiting = [socket.socket() for _ in range(4)]
         try:
@@ -96,7 +96,7 @@ def deaf_server() -> Iterator[int]:
                 each.close()
 
 
-def test_closed_ways_are_told_apart() -> None:
+def test_blocked_and_refused_ports_are_distinguished() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert reach("127.0.0.1", listener.getsockname()[1], 0.3) is Reach.OPEN
     assert reach("127.0.0.1", free_port(), 0.3) is Reach.REFUSED
@@ -106,7 +106,7 @@ def test_closed_ways_are_told_apart() -> None:
 
 
 def side_by_side(devices: Sequence[int], of: int, work: Callable[[Exchange], Any]) -> list[Any]:
-    """What each of some devices of a job gets, or the error it meets."""
+    """Return the result or error of each device of a job."""
     store = HostedStore(listen_at("127.0.0.1", 0), Credentials(None))
 
     def run(device: int) -> Any:
@@ -127,7 +127,7 @@ def test_absent_devices_are_waited_for_once() -> None:
     assert side_by_side([0, 2], 3, two_rounds) == [{0: "by 0", 2: "by 2"}] * 2
 
 
-def test_errors_of_the_exchange_name_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchange_errors_name_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "SLACK_S", 0.2)
 
     def come_late(exchange: Exchange) -> Any:
@@ -145,8 +145,8 @@ def test_errors_of_the_exchange_name_the_device(monkeypatch: pytest.MonkeyPatch)
     assert sum("two processes claim to be device 1" in str(each) for each in outcomes) == 1
 
 
-def test_the_first_device_of_each_host_tries_every_way() -> None:
-    """One host has an address that is none of this machine, so it cannot listen: it holds up no other."""
+def test_first_device_of_each_host_probes_every_route() -> None:
+    """One host has a foreign address and cannot listen; it delays no other."""
     addresses = ("127.0.0.1", "127.0.0.1", "127.0.0.1", "192.0.2.7")
     machines = ("m", "m", "n", "o")
     here = [
@@ -163,7 +163,7 @@ def test_the_first_device_of_each_host_tries_every_way() -> None:
 
 
 def examine_as(device: int, devices: int, port: int, changed: dict[str, dict[str, str]]) -> Any:
-    """Examine as one device of a job on as many machines."""
+    """Examine as one device of a multi-host job."""
     env = ProcessEnv(device, devices, device, devices, "127.0.0.1", port, False, 0)
     own = collect_facts(env, "cpu")
     info = replace(own.info, **changed.get(str(device), {}))
@@ -182,14 +182,14 @@ def test_processes_examine_each_other_and_measure_their_links() -> None:
     assert first == {"came": [0, 1, 2], "links": 6, "errors": []}
 
 
-def test_the_devices_that_came_are_measured_without_the_absent_ones() -> None:
+def test_present_devices_are_measured_without_absent_ones() -> None:
     first, other = on_processes(2, "tests.doctor.test_examine:examine_as", 4, free_port(), {}, joined=False)
     assert other is None
     assert (first["came"], first["links"]) == ([0, 1], 2)
     assert first["errors"] == ["2 of 4 devices did not come within 2 s: device 2, device 3"]
 
 
-def test_a_device_that_cannot_meet_the_others_says_why() -> None:
+def test_device_that_cannot_join_the_rendezvous_says_why() -> None:
     def come(host: str, port: int, device: int = 1) -> str:
         found = examine_job(ProcessEnv(device, 2, 0, 2, host, port, False, 0), facts(device), Context(), 0.2)
         assert isinstance(found, Finding)
@@ -207,7 +207,7 @@ def test_a_device_that_cannot_meet_the_others_says_why() -> None:
 # --- over ssh ---------------------------------------------------------------------------------------------------------
 
 
-def test_hosts_that_ssh_does_not_reach_are_reported_and_the_others_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_ssh_hosts_are_reported_and_the_others_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[Fleet, Sequence[str]]] = []
 
     def ask(host: Host) -> Answer | str:
@@ -239,7 +239,7 @@ def test_hosts_that_ssh_does_not_reach_are_reported_and_the_others_examined(monk
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_alone_it_prints_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_machine_findings_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "facts.json"
     assert doctor.run_doctor(None, file, 5.0) == 0
     assert "Ready to train" in capsys.readouterr().out.splitlines()[-1]
@@ -248,7 +248,7 @@ def test_alone_it_prints_and_writes_what_it_found(tmp_path: Path, capsys: pytest
     assert written["examination"]["paces"]["0"]["samples_per_s"] > 0
 
 
-def test_an_error_is_status_1_and_2_for_a_launcher(
+def test_errors_exit_with_status_1_or_2_for_a_launcher(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo")
@@ -257,7 +257,7 @@ def test_an_error_is_status_1_and_2_for_a_launcher(
     assert doctor.run_doctor(None, None, 5.0, CONTEXT.dump_json(Context()).decode()) == 2
 
 
-def test_options_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+def test_unusable_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--wait 0: give a number of seconds above 0"):
         doctor.run_doctor(None, None, 0.0)
     path = tmp_path / "fleet.toml"

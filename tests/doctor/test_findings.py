@@ -1,4 +1,4 @@
-"""The findings for hand-made facts, and none for a healthy fleet."""
+"""Findings for given facts, and none for a healthy fleet."""
 
 import io
 from dataclasses import replace
@@ -34,7 +34,7 @@ GB = 10**9
 
 
 def facts(device: int, devices: int = 3, *, info: dict[str, Any] | None = None, **changed: Any) -> DeviceFacts:
-    """A healthy machine, a, b, c, ...; `info` changes what it would report when joining a job."""
+    """Return a healthy machine a, b, c, ...; `info` changes its report on joining a job."""
     name = "abcdefghij"[device]
     own = DeviceInfo(name, f"machine {name}", "cpu", 4, 12 * GB, 1.0)
     reported = ProcessInfo("cpu", "x86_64", name, f"10.0.0.{device + 1}", str(devices), "0.1.0", "2.13", accelerator="")
@@ -55,7 +55,7 @@ def job(
     closed: dict[tuple[int, int], Reach] | None = None, latency_s: float = 1e-4, file: Fleet | None = None,
     missing: tuple[int, ...] = (),
 ) -> Examination:  # fmt: skip
-    """A healthy job of one device for each host, but for what is given: rates of links in bytes/s, closed ways."""
+    """Return a healthy job of one device per host, except for given link rates (bytes/s) and blocked routes."""
     new = {each.device: each for each in changed}
     came = [new.get(device, facts(device, devices)) for device in range(devices) if device not in missing]
     found = replace(
@@ -102,8 +102,8 @@ def test_absent_devices_are_named() -> None:
     assert absent(job(), "", 30.0) == []
 
 
-def test_a_meeting_point_on_loopback_explains_why_no_device_came() -> None:
-    """MASTER_ADDR=lab1, and Debian's /etc/hosts on lab1 says 127.0.1.1: device 0 listens where no other device can come."""
+def test_loopback_master_address_explains_absent_devices() -> None:
+    """With MASTER_ADDR=lab1 and Debian's 127.0.1.1 entry, device 0 listens where no other device can connect."""
     found = job(facts(0, 2, info={"address": "127.0.1.1"}), devices=2, missing=(1,))
     [finding] = absent(found, "lab1 port 29500", 30.0)
     assert "lab1 port 29500 leads to 127.0.1.1 on device 0's machine, to itself only" in finding.cure
@@ -123,7 +123,7 @@ def test_a_silent_device_is_named() -> None:
         ({"devices": "2"}, "number of devices (WORLD_SIZE): 4 on most, but 2 on device 1"),
     ],
 )
-def test_a_job_that_would_refuse_to_start_is_an_error(info: dict[str, str], what: str) -> None:
+def test_unstartable_job_is_an_error(info: dict[str, str], what: str) -> None:
     finding = only(job(facts(1, 4, info=info), devices=4))
     assert what in finding.what
     assert finding.severity == "error"
@@ -158,7 +158,7 @@ def test_one_address_on_two_machines_is_an_error() -> None:
         (Reach.REFUSED, "b does not reach c: 10.0.0.3 port 4242 refuses the connection", "any port from 1024 up"),
     ],
 )
-def test_a_closed_way_is_an_error(reach: Reach, what: str, cure: str) -> None:
+def test_blocked_route_is_an_error(reach: Reach, what: str, cure: str) -> None:
     finding = only(job(closed={(1, 2): reach}))
     assert finding.severity == "error"
     assert finding.what.startswith(what)
@@ -167,7 +167,7 @@ def test_a_closed_way_is_an_error(reach: Reach, what: str, cure: str) -> None:
     assert both.what.startswith("b and c do not reach each other: 10.0.0.3")
 
 
-def test_a_host_that_no_other_reaches_is_one_finding() -> None:
+def test_unreachable_host_is_one_finding() -> None:
     into = {(device, 2): Reach.SILENT for device in (0, 1, 3)}
     assert only(job(devices=4, closed=into)).what.startswith("no host reaches c: 10.0.0.3 port 4242 does not answer")
     out = {(2, device): Reach.NO_ROUTE for device in (0, 1, 3)}
@@ -219,32 +219,30 @@ def gpu(**changed: Any) -> Examination:
         (alone(cores=16.0, own=replace(facts(0).own, cores=1)), "warning", "threads: 1, cores for them: 16", "=16 there"),
     ],
 )  # fmt: skip
-def test_limits_of_a_machine_are_findings_with_the_cure(
-    found: Examination, severity: str, what: str, cure: str
-) -> None:
+def test_machine_limits_are_findings_with_a_remedy(found: Examination, severity: str, what: str, cure: str) -> None:
     finding = only(found)
     assert (finding.severity, what in finding.what, cure in finding.cure) == (severity, True, True), finding
 
 
-def test_gpus_that_torch_does_not_find_are_a_warning() -> None:
+def test_gpus_not_found_by_torch_are_a_warning() -> None:
     inventory = Answer("Linux", 4, 16 * GB, "Xeon", ("RTX 3090",))
     assert "torch 2.13, built for processors only, finds no GPU" in only(alone(inventory=inventory)).what
     assert "torch 2.13, built for CUDA 12.8, finds no GPU" in only(alone(inventory=inventory, cuda="12.8")).what
     assert diagnose(alone(inventory=inventory, cuda="12.8", accelerators=1)) == ()
 
 
-def test_equal_troubles_of_several_hosts_are_one_finding() -> None:
+def test_same_problem_on_several_hosts_is_one_finding() -> None:
     finding = only(job(*(facts(device, shm_bytes=(1 << 20, 64 << 20)) for device in (0, 2))))
     assert finding.about == ("a", "c")
     assert finding.what.startswith("a and c: /dev/shm")
 
 
-def test_cores_of_the_fleet_file_are_the_devices_own() -> None:
+def test_fleet_file_cores_count_as_device_cores() -> None:
     own = [facts(device, cores=16.0, own=replace(facts(device).own, cores=1)) for device in range(3)]
     assert diagnose(job(*own, file=described(cores=0.8))) == ()
 
 
-def test_a_machine_that_other_programs_use_is_a_warning() -> None:
+def test_machine_load_by_other_programs_is_a_warning() -> None:
     found = job()
     finding = only(replace(found, paces={**found.paces, 1: Pace(100.0, busy_cores=3.1)}))
     assert finding.what == "b: other programs keep 3.1 of the 4 cores busy"

@@ -1,4 +1,4 @@
-"""The doctor on emulated hosts with real troubles: closed ways, a slow NIC, lost packets."""
+"""The doctor on emulated hosts with real faults: blocked routes, a slow NIC, lost packets."""
 
 import ctypes
 import os
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.root, needs("ip", "tc", root=True)]
 
 @contextmanager
 def hosts(*cards: Nic) -> Iterator[namespaces.Wiring]:
-    """Emulated hosts a, b, c, ... on one switch."""
+    """Return emulated hosts a, b, c, ... on one switch."""
     wiring = namespaces.wire(RunName.mine(), "abcd"[: len(cards)])
     with namespaces.network(wiring):
         namespaces.shape(wiring, dict(zip("abcd", cards, strict=False)).__getitem__)
@@ -39,7 +39,7 @@ def hosts(*cards: Nic) -> Iterator[namespaces.Wiring]:
 
 
 def examine_on(device: int, wiring: list[list[str]], devices: int, wait_s: float) -> Any:
-    """What one device of a job finds: device 0 all findings, a stranded one what is in its way."""
+    """Return the findings of one device: all for device 0, its own fault for a stranded one."""
     with Path("/var/run/netns", wiring[device][0]).open() as file:
         assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) == 0, os.strerror(
             ctypes.get_errno()
@@ -61,8 +61,8 @@ def examine(wiring: namespaces.Wiring, devices: int, wait_s: float) -> list[Sequ
         return on_processes(len(ports), target, ports, devices, wait_s, joined=False, environment=environment)
 
 
-def test_a_closed_way_and_hosts_that_do_not_come_are_named() -> None:
-    """b has no route to c; d has none to a, where all meet."""
+def test_blocked_routes_and_absent_hosts_are_named() -> None:
+    """b has no route to c; d has none to a, the rendezvous host."""
     with hosts(*[GIGABIT] * 4) as wiring:
         space = {port.host: port.namespace for port in wiring.ports}
         call("ip", "-netns", space["b"], "route", "add", "unreachable", wiring.port("c").address)
@@ -87,7 +87,7 @@ def test_a_slow_nic_is_one_finding() -> None:
     assert "100 Mbit/s" in slow[0]
 
 
-def test_lost_packets_of_full_size_are_an_error_that_names_the_mtu() -> None:
+def test_lost_full_size_packets_are_an_mtu_error() -> None:
     """Jumbo frames on both hosts, not on the switch: small messages pass, data never arrives."""
     with hosts(GIGABIT, GIGABIT) as wiring:
         for port in wiring.ports:

@@ -1,4 +1,4 @@
-"""The state machine by which survivors agree: single events, and random orders of messages, deaths and silences."""
+"""The agreement state machine: single events, and random orders of messages, deaths and silences."""
 
 import random
 from dataclasses import dataclass, field
@@ -101,11 +101,11 @@ def after(me: int, *events: Event, generation: Generation = FOUR) -> Member:
         (1, (Lost(0, dead=False), Reached(0, Generation(1, (0, 2)))), Gather((2, 3))),  # it is elsewhere already
     ],
 )
-def test_instruction_after_events(me: int, events: tuple[Event, ...], expected: object) -> None:
+def test_state_machine_answers_events(me: int, events: tuple[Event, ...], expected: object) -> None:
     assert instruction(after(me, *events)) == expected
 
 
-def test_a_dead_joining_device_is_not_called_again() -> None:
+def test_dead_joining_device_is_not_retried() -> None:
     asked = [Requested(d, FOUR, 0) for d in (1, 2, 3)]
     called = after(0, Granted((4,)), *asked)
     assert answer(called, 4) == Generation(1, (0, 1, 2, 3, 4))
@@ -120,7 +120,7 @@ def test_at_most_as_many_devices_join_as_there_are_members() -> None:
     assert instruction(alone) == Meet(Generation(1, (0, 1)), hosts=True)
 
 
-def test_a_silent_device_learns_that_it_is_out() -> None:
+def test_silent_device_learns_that_it_was_removed() -> None:
     state = after(0, Lost(3, dead=False), Requested(1, FOUR, 0), Requested(2, FOUR, 0), Met())
     assert state.generation == Generation(1, (0, 1, 2))
     assert answer(state, 3) == Generation(1, (0, 1, 2))
@@ -156,7 +156,7 @@ def test_a_leader_without_a_majority_stops() -> None:
 
 @dataclass
 class World:
-    """Devices with their machines, messages between them in any order, and a meeting that takes place only with all."""
+    """Devices with their machines, unordered messages, and a rendezvous that needs all of them."""
 
     dice: random.Random
     members: dict[int, Member]
@@ -214,7 +214,7 @@ class World:
                 self.members[device] = observe(state, Called(peer, called))
 
     def grow(self) -> None:
-        """All agree, between two steps, to let one in; some of them may have lost their connection just then."""
+        """Let all agree between two steps to admit one device; some may have just lost their connection."""
         generations = {
             s.generation for d, s in self.members.items() if d in self.alive - {*self.comes} and s.phase == "training"
         }
@@ -232,7 +232,7 @@ class World:
                 self.members[device] = observe(state, event)
 
     def knock(self, device: int) -> None:
-        """A newcomer asks one of the devices, and hears of a meeting, or of one that failed."""
+        """Send a join request to one device; receive a rendezvous, or a failed one."""
         for peer in sorted((self.alive & self.awake) - {*self.comes}):
             theirs = self.members[peer]
             called = theirs.called if peer in self.waits else None
@@ -269,7 +269,7 @@ class World:
             self.members[device] = observe(observe(self.members[device], Missed()), NotReached(silent))
 
 
-def test_the_higher_of_two_devices_that_do_not_reach_each_other_is_left_out() -> None:
+def test_higher_rank_of_a_disconnected_pair_is_removed() -> None:
     state = after(0, *(Requested(d, FOUR, 0) for d in (1, 2, 3)), Missed())
     for device, unreachable in ((1, (2,)), (2, (1,)), (3, ())):
         state = observe(state, Requested(device, FOUR, 1, unreachable))
@@ -282,10 +282,10 @@ def test_the_higher_of_two_devices_that_do_not_reach_each_other_is_left_out() ->
     assert observe(three, Met()).parted == {(1, 2)}
     out = instruction(observe(after(2, Interrupted()), Excluded(gone_on.generation, gone_on.parted)))
     assert isinstance(out, Stop)
-    assert out.reason.startswith("devices 1 and 2 do not reach each other")
+    assert out.reason.startswith("devices 1 and 2 cannot reach each other")
 
 
-def test_a_device_that_missed_one_meeting_is_called_to_the_next() -> None:
+def test_device_that_missed_one_regroup_joins_the_next() -> None:
     three = observe(after(3, Interrupted()), NotReached(frozenset({1})))
     three = observe(three, NotReached(frozenset({1, 2})))
     assert three.unreachable == {1}  # after both meetings
@@ -299,7 +299,7 @@ def test_a_device_that_missed_one_meeting_is_called_to_the_next() -> None:
     assert state.parted == {(1, 2), (3, 2), (4, 2)}
 
 
-def test_a_device_that_took_the_leader_for_lost_follows_it_again() -> None:
+def test_device_follows_a_leader_it_had_declared_lost() -> None:
     zero, one = after(0, Interrupted()), after(1, Lost(0, dead=False))
     two = after(2, Interrupted())
     assert instruction(one) == Gather((2, 3))
@@ -309,7 +309,7 @@ def test_a_device_that_took_the_leader_for_lost_follows_it_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_any_order_of_messages_ends_in_one_generation(seed: int) -> None:
+def test_any_message_order_ends_in_one_generation(seed: int) -> None:
     dice = random.Random(seed)
     count = dice.randint(2, 6)
     everyone = Generation(0, tuple(range(count)))
@@ -352,7 +352,7 @@ def test_any_order_of_messages_ends_in_one_generation(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_only_a_device_that_stood_still_is_left_out(seed: int) -> None:
+def test_only_a_frozen_device_is_removed(seed: int) -> None:
     dice = random.Random(seed)
     everyone = Generation(0, tuple(range(dice.randint(3, 6))))
     world = World(

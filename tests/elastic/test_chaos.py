@@ -1,4 +1,4 @@
-"""Chaos inside this process: devices on threads with machines of their own, which are switched off and fall silent."""
+"""Chaos in this process: devices on threads with their own machines, which are killed and frozen."""
 
 import gc
 import subprocess
@@ -61,7 +61,7 @@ def test_a_full_disk_and_a_slow_device_change_no_number() -> None:
     assert "cannot write the checkpoint of step 2 " in found.fates[2].warned[0]
 
 
-def test_chaos_finds_a_checkpoint_that_was_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_detects_a_destroyed_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     publish = checkpoint_module.publish
 
     def overwrites(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
@@ -75,7 +75,7 @@ def test_chaos_finds_a_checkpoint_that_was_destroyed(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", TROUBLES)
-def test_troubles_are_drawn_from_the_seed_and_leave_the_rest_as_it_is(kind: str) -> None:
+def test_faults_depend_on_the_seed_alone(kind: str) -> None:
     case = drawn(10007)
     found = with_troubles(case, [kind])
     assert found == with_troubles(case, [kind])
@@ -84,7 +84,7 @@ def test_troubles_are_drawn_from_the_seed_and_leave_the_rest_as_it_is(kind: str)
     assert len({with_troubles(drawn(seed), [kind]).blows[-1].at for seed in range(30)}) > 5
 
 
-def test_chaos_finds_a_schedule_that_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_detects_an_unrestored_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     restore = members_module.restore
 
     def forgetful(kept: dict[str, Any], optimizers: Any, others: Any, *rest: Any) -> Any:
@@ -118,7 +118,7 @@ def test_losses_leak_no_groups_files_or_threads() -> None:
 
 
 @pytest.mark.slow  # it has to be silent for longer than the limit
-def test_a_device_asked_to_leave_that_fell_silent_has_left() -> None:
+def test_silent_device_that_was_asked_to_leave_has_left() -> None:
     found = run(Case(3, 3, "data", blows=(Blow(1, "term", 4, 1), Blow(1, "stop", 4, 1))))
     assert not found.short
     assert [fate.ended for fate in found.fates] == ["done", "left", "done"]

@@ -1,4 +1,4 @@
-"""`--compile` with devices that are lost or join: all devices compile the new plan's layers at the same step."""
+"""`--compile` with lost and joining devices: all compile the new plan's layers at the same step."""
 
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,7 @@ class Compiles(Equipped):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Compiler]:
-    """All compilers, in the order in which they were made. What they make is used, however long it takes."""
+    """Record all compilers in order of creation, and use their results however slow they are."""
     made: list[Compiler] = []
 
     def compiler(group: Group) -> Compiler:

@@ -1,4 +1,4 @@
-"""The addresses at which a joining device asks, after single answers."""
+"""The addresses a joining device tries after single replies."""
 
 from convoy.comm.connection import Credentials
 from convoy.comm.job_key import make_key
@@ -11,7 +11,7 @@ def entrance() -> Entrance:
     return Entrance([A, B], Credentials(make_key()))
 
 
-def test_an_address_without_an_answer_is_asked_last() -> None:
+def test_unanswered_address_is_tried_last() -> None:
     joining = entrance()
     joining._ask_next()
     assert joining.addresses == [B, A]

@@ -1,4 +1,4 @@
-"""Devices that join a training change no number: losses, weights, statistics of batch norm, optimizer state."""
+"""Devices that join a training change no number: losses, weights, batch norm statistics, optimizer state."""
 
 import copy
 import re
@@ -46,7 +46,7 @@ ALONE = ProcessEnv(0, 1, 0, 1, "127.0.0.1", 1, hosted=False, attempt=0)
 
 
 class Everybody:
-    """Admits every device, or keeps some as spares."""
+    """An admission policy that admits every device, or keeps some as spares."""
 
     def __init__(self, spare: Callable[[Fields, Sequence[int]], str] = lambda _facts, _members: "") -> None:
         self.spare, self.came_as, self.learned = spare, [], None
@@ -110,7 +110,7 @@ class Job:
         return distribute(net, plan, group, EXAMPLE)
 
     def made(self, model: nn.Module, part: Distributed | None) -> tuple[Training, Any, Any]:
-        """The training and its loaders, for a distributed model (`part`) or an ordinary one."""
+        """Return the training and its loaders, for a distributed model (`part`) or an ordinary one."""
         return build(self.case, model, part)
 
     def _train(self, name: str, group: Group, entrance: Any, home: Home | None) -> None:
@@ -169,7 +169,7 @@ def _zeroed(module: nn.Module) -> None:
 
 @contextmanager
 def started(job: Job, devices: int) -> Iterator[list[threading.Thread]]:
-    """The job's first devices; all threads have ended afterwards."""
+    """Start the job's first devices; end all threads afterwards."""
     port = host_store("127.0.0.1", credentials_of(ALONE))  # which all threads of this process find
     env = [ProcessEnv(d, devices, d, devices, "127.0.0.1", port, hosted=False, attempt=0) for d in range(devices)]
 
@@ -268,7 +268,7 @@ def test_a_stopped_training_ends_on_all_devices_after_the_same_step() -> None:
         join_job(job, "first", threads)
     assert [type(error) for error in job.errors] == [StoppedError] * 3, job.errors
     assert len({str(error) for error in job.errors}) == 1
-    assert re.match(r"the training was stopped after step (9|10), as it was asked to$", str(job.errors[0]))
+    assert re.match(r"the training was stopped after step (9|10), as requested$", str(job.errors[0]))
 
 
 def test_a_training_that_all_leave_ends_after_the_same_step() -> None:
@@ -290,13 +290,14 @@ def test_messages_name_a_device_by_its_first_id() -> None:
         pass
     assert sorted(type(error).__name__ for error in job.errors) == ["LeftError", "ValueError"]
     left, lost = job.told["1"]
-    assert left.startswith("device 0 left the job; 2 go on after step")
+    assert left.startswith("device 0 left the job; 2 continue after step")
     assert re.match(
-        r"device 2 \(host \S+, cpu\) left because of its own error: ValueError: no such image; 1 go on after step", lost
+        r"device 2 \(host \S+, cpu\) left because of its own error: ValueError: no such image; 1 continue after step",
+        lost,
     )
 
 
-def test_a_joining_device_that_misses_the_meeting_is_ignored() -> None:
+def test_joining_device_that_misses_the_regroup_is_ignored() -> None:
     job = Job(Case(5, 2, "hybrid", "sgd", epochs=2))
     job.expected = {3: "nobody"}
     with started(job, 2):
@@ -332,7 +333,7 @@ def test_a_spare_joins_when_the_devices_have_changed() -> None:
     assert job.results["1"][0] == pytest.approx(losses, rel=TIGHT)
 
 
-def test_no_device_is_called_to_the_store_of_the_last_meeting() -> None:
+def test_each_regroup_uses_a_new_store() -> None:
     home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
     membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
     try:
@@ -350,7 +351,7 @@ def test_no_device_is_called_to_the_store_of_the_last_meeting() -> None:
 
 @dataclass
 class OwnLoop(Job):
-    """A script's loop: each device's losses by step, results of its tests, and its weights."""
+    """A script's loop, with each device's losses by step, test results and weights."""
 
     rows: dict[str, tuple[dict[int, float], list[float], dict[str, Tensor]]] = field(default_factory=dict)
 
@@ -526,7 +527,7 @@ def test_a_join_request_to_a_wrong_address_is_refused() -> None:
     with lone_membership() as membership:
         with pytest.raises(InputError, match=r"no job that can be joined answers at 127\.0\.0\.1:9"):
             Entrance([("127.0.0.1", 9)], credentials_of(ALONE)).hello(0.1)
-        with pytest.raises(InputError, match="this training admits nobody"):
+        with pytest.raises(InputError, match="this training admits no devices"):
             Entrance([membership.addresses[0]], credentials_of(ALONE)).hello(0.1)
         membership.offer = {}
         with pytest.raises(InputError, match="has another key"):

@@ -1,4 +1,4 @@
-"""What a training may have beside its steps, together with devices that come: the numbers are those of one device."""
+"""Training features combined with joining devices: the numbers match one device."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support.poisoned import Poisoned
 
 @dataclass
 class Equipped(Job):
-    """With loss scaling, of which some steps are skipped."""
+    """A training with loss scaling that skips some steps."""
 
     scales: bool = False
 

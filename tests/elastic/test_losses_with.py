@@ -1,4 +1,4 @@
-"""What a training may have beside its steps, together with the loss of devices: the numbers are those of one device."""
+"""Training features combined with lost devices: the numbers match one device."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +30,7 @@ EPOCHS = 3
 
 @dataclass(frozen=True)
 class Extras:
-    """What a training has beside its steps."""
+    """Optional features of a training."""
 
     ema: bool = False
     scales: bool = False
@@ -50,7 +50,7 @@ def planned(name: str, graph: Graph, batch: int) -> Plan:
 
 
 def train(here: Device | None, plan: str, extras: Extras) -> tuple[list[float], dict[str, Tensor], Any]:
-    """By a plan on a device of several, or alone."""
+    """Train by a plan on one of several devices, or alone."""
     with torch_seed(0):
         net, example = make_net(), torch.zeros(2, 2, 8, 8, dtype=torch.float64)
     model: Any = net
@@ -132,7 +132,7 @@ def test_a_loss_changes_no_number(
 
 
 def compare(extras: Extras, plan: str, strikes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training that loses devices beside one device."""
+    """Compare a training that loses devices with one device."""
     losses, state, rest = train(None, plan, extras)
     with one_trace("chaos", torch.float64):
         found = with_losses(monkeypatch, 3, lambda here: train(here, plan, extras), strikes)

@@ -1,4 +1,4 @@
-"""A training that loses devices ends with the numbers of one device: losses, weights, statistics of batch norm, momentum."""
+"""A training that loses devices matches one device: losses, weights, batch norm statistics, momentum."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from tests.support.slow import most_slow
 
 
 def train(group: Group, row: dict[str, Any], folder: str) -> None:
-    """On every device."""
+    """Train on every device."""
     work(Case(**{**row, "blows": tuple(Blow(**each) for each in row["blows"])}), Path(folder), group)
 
 
@@ -116,7 +116,7 @@ def test_convoy_train_continues_log_and_checkpoints_without_device_0(tmp_path: P
     text = printed.read_text()
     assert "device 0 (" in text
     assert " was lost: " in text
-    assert "2 go on after step" in text
+    assert "2 continue after step" in text
     assert "epoch 4/4" in text
     record = read_log(tmp_path / "run" / "log.jsonl")
     assert [line.step for line in record.steps] == list(range(4 * 23))
@@ -129,7 +129,7 @@ def test_convoy_train_continues_log_and_checkpoints_without_device_0(tmp_path: P
 def own_loop(
     group: Group, plan: str, victims: dict[str, list[int]], folder: str = "", tests_first: bool = False
 ) -> dict[str, Any]:
-    """On every device: a loop of one's own, with tests between the epochs; who is a victim kills itself in it."""
+    """Run a user-written loop with tests between epochs on every device; victims kill themselves in it."""
     torch.manual_seed(0)
     case = Case(5, devices=3, plan=plan)
     net, example = make_net(), torch.zeros(2, 2, 8, 8, dtype=torch.float64)
@@ -209,12 +209,12 @@ def test_a_loss_in_a_test_before_the_first_step_is_recovered(plan: str, call: in
 
 
 def test_shards_lost_before_they_were_copied_end_the_job(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"with device 1 went shards .* no step was done yet, start it again"):
+    with pytest.raises(AssertionError, match=r"model shards of lost device 1: no step was finished, start it again"):
         on_processes(3, "tests.elastic.test_members:own_loop", "model", {"1": [0, 1]}, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", most_slow(1, ["term", "stop"]))
-def test_a_silent_device_is_out_and_a_leaving_one_costs_no_step(kind: str) -> None:
+def test_silent_device_is_removed_and_leaving_costs_no_step(kind: str) -> None:
     command = [sys.executable, "-c", f"""
 from lab.chaos import Blow, Case, TIGHT, run
 found = run(Case(9, 3, "model", "sgd", blows=(Blow(0, {kind!r}, 6, 4),)))

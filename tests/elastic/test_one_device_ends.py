@@ -1,4 +1,4 @@
-"""A training of one device that is asked to leave, or to end, finishes the step and saves it."""
+"""A training of one device that is asked to leave or stop finishes the step and saves it."""
 
 import os
 import re
@@ -27,7 +27,7 @@ LAST = 5
 
 
 class Killing(Observer):
-    """Sends this process a signal while step `LAST` is under way."""
+    """An observer that signals this process during step `LAST`."""
 
     def __init__(self, signum: signal.Signals) -> None:
         self.signum = signum
@@ -55,7 +55,7 @@ def test_a_signal_ends_the_training_after_the_step_and_saves_it(signum: signal.S
     keeper = Checkpointer(tmp_path / "run", model, training.optimizer)
     keeper.begin(resume=False)
     members, observer = Members(model, training.optimizer), Killing(signum)
-    says = f"the training was stopped after step {LAST}, as it was asked to; --resume goes on from there"
+    says = f"the training was stopped after step {LAST}, as requested; --resume continues from there"
     loaders = Loader(Samples(), 20, model), Loader(Samples(), 23, model, shuffle=False)
     with handle_signals(members), pytest.raises(StoppedError, match=f"^{re.escape(says)}$"):
         fit(training, *loaders, 10, observer, None, keeper, members=members)
@@ -90,7 +90,7 @@ def test_a_script_of_one_device_ends_after_the_step(capsys: pytest.CaptureFixtur
 
     with pytest.raises(SystemExit, match="2"):
         script()
-    assert capsys.readouterr().err == f"error: the training was stopped after step {LAST}, as it was asked to\n"
+    assert capsys.readouterr().err == f"error: the training was stopped after step {LAST}, as requested\n"
     members.close()
 
 

@@ -1,4 +1,4 @@
-"""Who has what, and who sends what: against a fill of arrays, entry by entry."""
+"""Snapshot holders and transfers, compared with arrays entry by entry."""
 
 import random
 
@@ -31,7 +31,7 @@ def filled(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_left_of_a_box_is_the_rest_of_it_once(seed: int) -> None:
+def test_box_difference_covers_the_rest_once(seed: int) -> None:
     dice = random.Random(seed)
     shape = tuple(dice.randint(2, 5) for _ in range(dice.randint(1, 3)))
     mine, taken = random_box(dice, shape), [random_box(dice, shape) for _ in range(dice.randint(0, 3))]
@@ -55,7 +55,7 @@ def layout(dice: random.Random, devices: int, extent: int) -> Layout:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_device_gets_each_entry_once_from_one_that_has_it(seed: int) -> None:
+def test_every_entry_is_sent_once_by_a_holder(seed: int) -> None:
     dice = random.Random(seed)
     shapes: dict[str, tuple[int, ...]] = {"a": (7, 3), "b": (12,), "c": ()}
     before, now = dice.randint(1, 4), dice.randint(1, 4)
@@ -91,16 +91,16 @@ def test_every_device_gets_each_entry_once_from_one_that_has_it(seed: int) -> No
         ([{}, {}], None),
     ],
 )
-def test_the_last_step_that_is_whole(kept: list[dict[int, dict[str, list[Box]]]], step: int | None) -> None:
+def test_last_complete_snapshot_is_found(kept: list[dict[int, dict[str, list[Box]]]], step: int | None) -> None:
     assert newest_whole(kept, {"a": whole((4,))}) == step
 
 
 @pytest.mark.parametrize(("kept_s", "every"), [(0.0, 1), (0.02, 1), (0.021, 2), (0.1, 5), (1.0, 50)])
-def test_snapshots_take_two_per_cent(kept_s: float, every: int) -> None:
+def test_snapshot_interval_costs_two_per_cent(kept_s: float, every: int) -> None:
     assert interval_of(kept_s, 1.0) == every
 
 
-def test_the_median_of_the_first_steps_decides_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_median_of_first_steps_sets_the_interval_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr(snapshot.time, "perf_counter", lambda: now_s[0])
     found = SnapshotInterval()

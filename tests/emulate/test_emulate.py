@@ -1,4 +1,4 @@
-"""Emulated fleets: what the command finds on its host, and that nothing is left behind."""
+"""Emulated fleets: the command's environment on its host, and complete cleanup."""
 
 import fcntl
 import io
@@ -49,7 +49,7 @@ def python(program: str) -> list[str]:
 
 
 def machine() -> dict[str, object]:
-    """What an emulation could leave on this machine; what belongs to other living ones is not counted."""
+    """Return the traces of an emulation on this machine, except those of other live ones."""
     routes = [subprocess.check_output(["ip", "-json", *family, "route"], text=True) for family in ([], ["-6"])]
     nics = json.loads(subprocess.check_output(["ip", "-json", "address"], text=True))
     return {
@@ -184,7 +184,7 @@ peer.close()
 
 
 def transfer_s(folder: Path, network: Nic, size_bytes: int, first: Nic | None = None) -> list[float]:
-    """Seconds that a transfer to device 0, and one to device 1, takes."""
+    """Return the seconds of a transfer to device 0 and of one to device 1."""
     fleet = fleet_of([None, None], network)
     if first is not None:
         fleet = replace(fleet, hosts=(replace(fleet.hosts[0], card=first), fleet.hosts[1]))
@@ -194,7 +194,7 @@ def transfer_s(folder: Path, network: Nic, size_bytes: int, first: Nic | None = 
 
 
 @needs_root
-def test_sending_and_receiving_have_rates_of_their_own(tmp_path: Path) -> None:
+def test_send_and_receive_rates_are_independent(tmp_path: Path) -> None:
     slow_in = transfer_s(tmp_path, FAST, 2_000_000, first=Nic(125e6, 5e6, 0))
     assert slow_in[0] > 0.35
     assert slow_in[1] < slow_in[0] / 2
@@ -204,7 +204,7 @@ def test_sending_and_receiving_have_rates_of_their_own(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_what_crosses_an_uplink_goes_at_its_rate(tmp_path: Path) -> None:
+def test_uplink_traffic_is_limited_to_its_rate(tmp_path: Path) -> None:
     """2 MB out of the segment at 5 MB/s are 0.4 s; in, they have the NICs' 125 MB/s."""
     two = fleet_of([None, None])
     segment = NetworkSegment("east", (two.hosts[0].name,), Nic(5e6, 125e6, 0))
@@ -216,10 +216,8 @@ def test_what_crosses_an_uplink_goes_at_its_rate(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_hosts_have_the_congestion_control_of_ordinary_ones_whatever_this_machine_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine had BBR: where both directions of a slow NIC were busy it reached four fifths of what was predicted."""
+def test_emulated_hosts_use_the_usual_congestion_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: under BBR a slow NIC busy in both directions reached four fifths of the prediction."""
     monkeypatch.setattr("convoy.emulate.namespaces._CONGESTION_CONTROL", "reno")
     command = ["sh", "-c", f"cat /proc/sys/net/ipv4/tcp_congestion_control > {tmp_path}/$RANK"]
     assert emulate(fleet_of([None, None], FAST), command, timeout_s=HANG_S, output=io.StringIO()) == 0
@@ -239,7 +237,7 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(obtained))
 
 
 @needs_root
-def test_a_device_gets_its_cores_and_no_more(tmp_path: Path) -> None:
+def test_device_gets_only_its_cores(tmp_path: Path) -> None:
     # Never more than the quota and a period's remainder. On a busy machine it may be less: three tries for the ratio.
     for _ in range(3):
         command = [*python(BUSY), str(tmp_path)]
@@ -268,7 +266,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_root
-def test_the_first_failure_gives_the_status_and_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_first_failure_gives_the_status_and_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Device 1 is the cause, device 2 fails in its wake with another status, device 0 would go on for ever.
     monkeypatch.setattr(run, "_GRACE_S", 1.0)
     script = f"""
@@ -320,7 +318,7 @@ sleep 0.$RANK
 
 @needs_root
 @pytest.mark.usefixtures("short_grace")
-def test_time_runs_out_even_for_processes_that_will_not_go(tmp_path: Path) -> None:
+def test_time_limit_ends_stubborn_processes(tmp_path: Path) -> None:
     command = ["sh", "-c", f"trap '' TERM; sleep 600 & echo $! $$ > {tmp_path}/$RANK; echo stuck; wait; sleep 600"]
     output = io.StringIO()
     assert emulate(fleet_of([0.4] * 2), command, timeout_s=1.0, output=output) == run.TIMED_OUT
@@ -338,14 +336,14 @@ def test_a_child_left_behind_by_the_command_is_ended(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_nothing_stays_when_the_machine_refuses_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_setup_is_cleaned_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces, "bucket", lambda _: namespaces.TokenBucket(1_000_000, 0, 65_536))
     with pytest.raises(InputError, match=r"`tc .* burst 0b .*` ended with status \d+: .*burst"):
         emulate(fleet_of([0.4] * 2), ["true"], timeout_s=HANG_S, output=io.StringIO())
 
 
 @needs_root
-def test_nothing_stays_when_the_reader_of_the_output_goes_away() -> None:
+def test_closed_output_is_cleaned_up() -> None:
     class Gone(io.StringIO):
         def write(self, _text: str) -> int:
             raise BrokenPipeError
@@ -365,7 +363,7 @@ sys.exit(emulate(fleet, ["sh", "-c", sys.argv[1]], timeout_s=60))
 
 
 def start_and_wait(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """An emulation in a process of its own whose command is running; the ids of the command's processes."""
+    """Start an emulation in its own process; return the ids of the running command's processes."""
     command = f"sleep 600 & echo $! $$ > {folder}/$RANK.new; echo ready; mv {folder}/$RANK.new {folder}/$RANK; wait"
     process = subprocess.Popen(
         [*python(EMULATE), command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -390,7 +388,7 @@ def test_a_signal_ends_it_cleanly(signum: signal.Signals, tmp_path: Path) -> Non
 
 
 @needs_root
-def test_a_signal_while_the_hosts_are_made_is_heeded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_signal_during_setup_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def shape_and_signal(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
@@ -418,7 +416,7 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_living_run_is_left_alone(tmp_path: Path) -> None:
+def test_running_emulation_is_left_alone(tmp_path: Path) -> None:
     process, pids = start_and_wait(tmp_path)
     try:
         output = io.StringIO()
@@ -445,7 +443,7 @@ def test_bad_calls_are_refused() -> None:
     refuse("timeout_s = inf: must be", timeout_s=float("inf"))
 
 
-def test_a_machine_that_cannot_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_machine_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with monkeypatch.context() as patch:
@@ -470,7 +468,7 @@ def test_fleets_that_no_machine_can_emulate_are_refused() -> None:
 # --- the parts, without a machine ---------------------------------------------------------------------------------
 
 
-def test_what_an_emulation_does_not_show_is_said() -> None:
+def test_emulation_limits_are_reported() -> None:
     fleet = fleet_of([0.8, 0.2])
     assert run.caveats(fleet, machine_cores=1) == []
     assert run.caveats(fleet_of([0.8, 0.4]), machine_cores=1) == [
@@ -487,7 +485,7 @@ def test_what_an_emulation_does_not_show_is_said() -> None:
     ("cores", "quota_us", "period_us"),
     [(0.45, 4500, 10_000), (1.2, 12_000, 10_000), (0.1, 1000, 10_000), (0.08, 1000, 12_500), (0.001, 1000, 1_000_000)],
 )
-def test_quotas_respect_the_kernels_least(cores: float, quota_us: int, period_us: int) -> None:
+def test_quotas_respect_the_kernel_minimum(cores: float, quota_us: int, period_us: int) -> None:
     assert cgroups.quota_us(cores) == (quota_us, period_us)
 
 
@@ -522,7 +520,7 @@ def test_the_controller_is_found_among_mounts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e3, 1e5, 12.5e6, 50e6, 125e6, 1.25e9, 5e9])
-def test_a_bucket_holds_a_whole_packet(bytes_per_s: float) -> None:
+def test_token_bucket_holds_a_whole_packet(bytes_per_s: float) -> None:
     """The story: 62,500 bytes at 1 Gbit/s were less than a 64 KiB packet. The kernel cut every packet up in the
     processor, and a ring of four hosts reached half the rate, though one transfer alone reached all of it."""
     bucket = namespaces.bucket(bytes_per_s)
@@ -534,11 +532,11 @@ def test_a_bucket_holds_a_whole_packet(bytes_per_s: float) -> None:
     assert bucket.burst_bytes <= max(1e-3 * bytes_per_s, 6000), "a millisecond of the link, or a few frames"
 
 
-def test_what_no_cable_carries_is_not_held_back() -> None:
+def test_very_fast_links_are_not_limited() -> None:
     assert namespaces.bucket(1e12) is None
 
 
-def test_names_tell_the_living_from_the_dead() -> None:
+def test_names_distinguish_live_and_dead_runs() -> None:
     mine = RunName.mine()
     assert mine.pid == os.getpid()
     assert RunName.parse(mine.of("host-1.lan")) == RunName.parse(str(mine)) == mine
@@ -553,7 +551,7 @@ def test_names_tell_the_living_from_the_dead() -> None:
     assert not name.alive()
 
 
-def test_signals_are_noted_and_the_old_handlers_come_back() -> None:
+def test_signals_are_recorded_and_handlers_restored() -> None:
     before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
     with Interrupts() as interrupts:
         interrupts.check()

@@ -1,4 +1,4 @@
-"""The catalogue of device classes: every figure has a source and is of a size that such devices have."""
+"""The catalogue of device classes: every figure has a source and a plausible size."""
 
 import tomllib
 
@@ -59,13 +59,13 @@ def test_every_figure_has_a_source_and_a_likely_size(known):
     assert (known.kind == "cpu") == (known.cores is not None)
 
 
-def test_a_class_by_any_of_its_names():
+def test_class_is_found_by_any_of_its_names():
     assert device_class("RTX 3060") is device_class("desktop-gpu") is device_classes()["rtx3060"]
     with pytest.raises(InputError, match=r"unknown device class 'rtx3061'.* rtx3060"):
         device_class("rtx3061")
 
 
-def test_part_of_a_processor():
+def test_part_of_a_processor_scales_its_class():
     whole = device_class("epyc-7763")
     quarter, few = whole.with_cores(16), whole.with_cores(4)
     assert quarter.peak_flop_per_s.value == whole.peak_flop_per_s.value / 4
@@ -101,7 +101,7 @@ cores = 2
 
 
 def test_a_fleet_file_names_classes_and_writes_units():
-    """`memory_bytes = 12e9` was refused where `125e6` was taken elsewhere, and no class could be named in a fleet file."""
+    """Regression: `memory_bytes = 12e9` was refused, and fleet files could not name a class."""
     fleet = Fleet.from_toml(FLEET)
     gpu, cpu = fleet.devices
     assert (gpu.kind, gpu.class_name, gpu.memory_bytes) == ("cuda", "rtx3090", 20_000_000_000)
@@ -123,7 +123,7 @@ def test_a_fleet_file_names_classes_and_writes_units():
         ("cores = 2", "core = 2", r"core = 2: unknown key; .*, class$"),
     ],
 )
-def test_what_a_fleet_file_has_wrong_is_told(old, new, message):
+def test_fleet_file_class_errors_are_reported(old, new, message):
     assert old in FLEET
     with pytest.raises(InputError, match=message):
         Fleet.from_toml(FLEET.replace(old, new))

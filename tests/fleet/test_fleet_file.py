@@ -78,7 +78,7 @@ def test_a_fleet_survives_its_file(fleet: Fleet) -> None:
     assert Fleet.from_toml(fleet.to_toml()) == fleet
 
 
-def test_the_file_is_read_as_it_stands() -> None:
+def test_fleet_file_values_are_read_unchanged() -> None:
     fast, slow = Nic(125e6, 125e6, 1e-4), Nic(12.5e6, 25e6, 2e-4)
     assert Fleet.from_toml(TEXT) == Fleet(
         hosts=(Host("attic", "192.168.1.20"), Host("cellar", card=slow)),
@@ -92,7 +92,7 @@ def test_the_file_is_read_as_it_stands() -> None:
     )
 
 
-def test_what_ssh_needs_to_know_of_a_host() -> None:
+def test_ssh_settings_of_a_host_are_read() -> None:
     told = 'user = "ann"\nssh_port = 2222\npython = "/opt/convoy/bin/python"\nfolder = "/home/ann/my nets"\n'
     text = TEXT.replace('address = "192.168.1.20"\n', f'address = "attic.lan"\n{told}')
     host = Host("attic", "attic.lan", None, "ann", 2222, "/opt/convoy/bin/python", "/home/ann/my nets")
@@ -109,7 +109,7 @@ def test_one_host_needs_no_network() -> None:
         fleet.nic("here")
 
 
-def test_paths_are_measured_or_follow_from_the_cards() -> None:
+def test_link_rates_are_measured_or_follow_from_the_nics() -> None:
     fleet = Fleet.from_toml(TEXT)
     assert fleet.nic("attic") == Nic(125e6, 125e6, 1e-4)
     assert fleet.path("attic", "cellar") == Link("attic", "cellar", 11e6, 3e-4)
@@ -159,7 +159,7 @@ def test_devices_of_a_host_keep_their_index() -> None:
         ("5e6,", "-1,", r"send_bytes_per_s = -1.* of a NIC: must be a finite number, at least 1e-12"),
     ],
 )
-def test_segments_that_cannot_be_are_refused(old: str, new: str, message: str) -> None:
+def test_invalid_segments_are_refused(old: str, new: str, message: str) -> None:
     assert old in TWO_FLOORS
     with pytest.raises(InputError, match=message):
         Fleet.from_toml(TEXT + TWO_FLOORS.replace(old, new))
@@ -192,13 +192,13 @@ def test_segments_that_cannot_be_are_refused(old: str, new: str, message: str) -
         ("[[device]]", "[[thing]]", r"my\.toml: device is missing: add it"),
     ],
 )
-def test_a_bad_file_is_refused_with_the_place(old: str, new: str, message: str) -> None:
+def test_bad_file_is_refused_with_the_location(old: str, new: str, message: str) -> None:
     assert old in TEXT
     with pytest.raises(InputError, match=message):
         Fleet.from_toml(TEXT.replace(old, new), source="my.toml")
 
 
-def test_all_findings_are_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     text = TEXT.replace("cores = 0.45", "cores = -1").replace("slowdown = 2", "slowdwon = 2")
     with pytest.raises(InputError) as caught:
         Fleet.from_toml(text)
@@ -218,7 +218,7 @@ def test_values_made_in_python_are_checked_too() -> None:
         Fleet(*two, network=Nic(1e6, 1e6, 0), links=(link, link))
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         InputError,
         match=r"cannot read the fleet .*nowhere\.toml: No such file or directory; give the path of a TOML file",
@@ -236,7 +236,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
         ("many8", (0.35, 0.35, 0.25, 0.25, 0.12, 0.12, 0.08, 0.08), 125e6),
     ],
 )
-def test_the_fleets_of_the_benchmarks(name: str, cores: tuple[float, ...], bytes_per_s: float) -> None:
+def test_benchmark_fleet_files_load(name: str, cores: tuple[float, ...], bytes_per_s: float) -> None:
     fleet = read_fleet(FLEETS / f"{name}.toml")
     assert tuple(device.cores for device in fleet.devices) == cores
     assert math.fsum(cores) <= 1.8, "two cores carry no more than this"
@@ -246,8 +246,8 @@ def test_the_fleets_of_the_benchmarks(name: str, cores: tuple[float, ...], bytes
         assert (card.send_bytes_per_s, card.receive_bytes_per_s) == (bytes_per_s, bytes_per_s)
 
 
-def test_of_a_thousand_mistakes_twenty_are_told() -> None:
-    """A measured file with one word misspelt in every row was told of in 24,552 characters."""
+def test_error_list_stops_at_twenty() -> None:
+    """Regression: one misspelt word in every row of a file gave an error of 24,552 characters."""
     rows = "".join(f'[[host]]\nnme = "h{n}"\n' for n in range(1000))
     with pytest.raises(InputError) as error:
         Fleet.from_toml(rows)

@@ -1,4 +1,4 @@
-"""Numbers with units: what people write, and what is refused."""
+"""Numbers with units: accepted spellings and refusals."""
 
 import pytest
 
@@ -51,12 +51,12 @@ REFUSED: list[tuple[object, Dimension, str]] = [
 
 
 @pytest.mark.parametrize(("text", "dimension", "number"), READ)
-def test_units_as_people_write_them(text, dimension, number):
+def test_common_unit_spellings_are_read(text, dimension, number):
     assert quantity(text, dimension) == pytest.approx(number, rel=1e-12)
 
 
 @pytest.mark.parametrize(("text", "dimension", "words"), REFUSED)
-def test_what_is_no_such_quantity_is_refused_with_examples(text, dimension, words):
+def test_wrong_quantity_is_refused_with_examples(text, dimension, words):
     with pytest.raises(InputError, match=r"write e\.g\. ") as refusal:
         quantity(text, dimension)
     assert words in str(refusal.value)

@@ -31,7 +31,7 @@ from tests.support.stacks import Stack
 
 
 class Normed(nn.Module):
-    """Convolutions one behind the other, each with its norm, and a Linear."""
+    """Consecutive convolutions, each with its norm, and a Linear."""
 
     def __init__(self, width: int, convolutions: int) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Normed(nn.Module):
 
 
 def sixteenths(rng: random.Random, total: int, devices: int) -> Shares:
-    """Multiples of a sixteenth, often with nothing for somebody."""
+    """Return multiples of a sixteenth, often zero for some device."""
     cuts = sorted(rng.choice([0, 4, 8, 12, 16, rng.randrange(17)]) for _ in range(devices - 1))
     return tuple((b - a) * total // 16 for a, b in itertools.pairwise([0, *cuts, 16]))
 
 
 def place_of(layout: Layout, device: int) -> int:
-    """The place of a layer that gives such a layout."""
+    """Return the place of a layer for this layout."""
     if isinstance(layout, Replicated):
         return PLACES.copies
     if isinstance(layout, OnOne | Partial):
@@ -62,8 +62,8 @@ def place_of(layout: Layout, device: int) -> int:
 
 
 @pytest.mark.parametrize("case", most_slow(8, range(60)))
-def test_no_plan_has_a_sum_that_is_longer_than_its_step(case: int) -> None:
-    """Chain, device and card apart, of plans whose shares are places, with wires by which messages take the most."""
+def test_no_plan_beats_the_relaxed_bound(case: int) -> None:
+    """Check chain, device and NIC separately, for plans whose shares are places, on message-bound networks."""
     rng = random.Random(case)
     width, batch, devices = rng.choice([16, 32]), 16, rng.choice([2, 2, 3, 4])
     make = rng.choice([lambda: Normed(width, 3), lambda: Block(width, normed=True), lambda: Block(width, normed=False)])
@@ -108,8 +108,8 @@ def test_no_plan_has_a_sum_that_is_longer_than_its_step(case: int) -> None:
             assert (total <= step_s * (1 + 1e-9)).all(), (total, step_s, places, plan.layers)
 
 
-def test_who_comes_last_to_a_norm_has_the_messages_of_the_others() -> None:
-    """A chain pays a second of latency, forward and backward, where it goes on at another device: 2 x (1 - x) times."""
+def test_last_device_at_a_norm_pays_for_the_messages() -> None:
+    """A chain pays a second of latency, forward and backward, where it changes device: 2 x (1 - x) times."""
     graph = graph_without_weights(lambda: Normed(4, 1), (3, 8, 8))
     (norm,) = (layer for layer in graph.layers.values() if layer.statistics)
 
@@ -126,7 +126,7 @@ def test_who_comes_last_to_a_norm_has_the_messages_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rounding_shares_at_random_takes_no_more_in_the_mean(seed: int) -> None:
+def test_random_rounding_costs_nothing_on_average(seed: int) -> None:
     """What the places rest on, with one number for samples, and one for features and channels."""
     rng = np.random.default_rng(seed)
     draws = (np.arange(4000) + 0.5) / 4000
@@ -149,14 +149,14 @@ def test_rounding_shares_at_random_takes_no_more_in_the_mean(seed: int) -> None:
 
 
 def by_the_wire(graph: Graph, batch: int, costs: Costs) -> float:
-    """The bound without what shares of one layer after the other say."""
+    """Return the bound without the relation between shares of consecutive layers."""
     kinds, path = Kinds.of(graph, batch, costs, 1), path_of(graph, batch, costs)
     assert path is not None
     found = (wire_s(graph, batch, costs, path, kinds, d, costs.itemsize, 1) for d in range(costs.network.devices))
     return max(tight_bound(asked(graph, batch, costs)).compute_s, *found)
 
 
-def test_devices_that_wait_for_each_other_by_hand() -> None:
+def test_waiting_devices_by_hand() -> None:
     """Four Linears of 1,000 x 1,000, 16 samples, two equal devices of 5 GFLOP/s: 19.2 ms for each on one device.
 
     By a wide wire all are shared: 38.4 ms. By 300 kB/s no tensor of 64 kB passes twice in time; what has no price is a part of
@@ -172,7 +172,7 @@ def test_devices_that_wait_for_each_other_by_hand() -> None:
     assert bound_of(3e5) == pytest.approx(0.066912, rel=1e-3)
 
 
-def test_the_wire_of_a_device_by_hand() -> None:
+def test_traffic_bound_of_a_device_by_hand() -> None:
     """Three Linears of 1,000 x 1,000, 16 samples, two equal devices, a wire of 1 MB/s each way.
 
     A device takes 6e6 FLOP for a sample of each: 96 ms of 16 samples at 1 GFLOP/s, so alone 288 ms, and two of them 144 ms. For

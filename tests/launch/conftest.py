@@ -1,4 +1,4 @@
-"""Hosts with ssh servers for all tests of a file, who look that nothing stays at work there."""
+"""Hosts with ssh servers for all tests of a file, with a check for leftover processes."""
 
 from collections.abc import Iterator
 
@@ -15,6 +15,6 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture
 def nobody_left(hosts: Lab) -> Iterator[None]:
-    """The test ends with nothing but ssh servers on all hosts."""
+    """Check that the test ends with only ssh servers on all hosts."""
     yield
     assert eventually(lambda: not hosts.at_work()), f"still at work: {hosts.at_work()}"

@@ -1,4 +1,4 @@
-"""What `--print` writes, run here by a shell: a line to paste, a file for Slurm, a JobSet for Kubernetes."""
+"""The output of `--print`, run here by a shell: a command line, a Slurm file, a Kubernetes JobSet."""
 
 import json
 import os
@@ -62,8 +62,8 @@ def told(folder: Path, who: object, *names: str) -> list[Any]:
     return [row[name] for name in names]
 
 
-def test_a_line_to_paste_starts_what_it_says(tmp_path: Path) -> None:
-    """A shell runs it, with a Python that writes down what it was told."""
+def test_printed_command_starts_the_devices(tmp_path: Path) -> None:
+    """Run it in a shell, with a Python that records its arguments."""
     folder, python = tmp_path / "ann's folder", tmp_path / "ann's python"
     folder.mkdir()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CONVOY_DEVICE")
@@ -118,7 +118,7 @@ def sbatch(fleet: Fleet, folder: Path, **further: str) -> str:
     return sbatch_file(host_jobs(fleet), Command(RUN, None, sys.executable, str(folder), further))
 
 
-def test_a_file_for_slurm_starts_each_device_on_its_node(folder: Path) -> None:
+def test_slurm_file_starts_each_device_on_its_node(folder: Path) -> None:
     """Slurm is not to be had here: a shell runs the file, with an srun that does what its manual says. The script sees the
     job, but not its own place in it: scripts that find SLURM_PROCID distribute the work themselves."""
     text = sbatch(FLEET, folder)
@@ -137,7 +137,7 @@ def test_a_file_for_slurm_starts_each_device_on_its_node(folder: Path) -> None:
     assert told(folder, 3, "seen", "words") == [["SLURM_JOB_ID"], ["it's $HOME"]]
 
 
-def test_slurm_is_asked_for_the_gpus_that_every_node_has(folder: Path) -> None:
+def test_slurm_file_requests_the_gpus_of_each_node(folder: Path) -> None:
     devices = tuple(
         Device(f"{host}{n}", host, "cuda") for host, count in (("attic", 3), ("cellar", 2)) for n in range(count)
     )
@@ -151,7 +151,7 @@ def test_one_device_under_slurm_is_named(folder: Path) -> None:
     assert told(folder, "alone", "CONVOY_DEVICE", "words") == ["cuda:0", ["it's $HOME"]]
 
 
-def test_slurm_has_one_folder_for_all_nodes(folder: Path) -> None:
+def test_slurm_nodes_share_one_folder(folder: Path) -> None:
     hosts = (Host("a", "10.0.0.1", folder="x"), Host("b", "10.0.0.2"))
     fleet = Fleet(hosts, (Device("a0", "a", "cpu"), Device("b0", "b", "cpu")), FLEET.network)
     with pytest.raises(InputError, match="one folder on all nodes"):
@@ -174,7 +174,7 @@ def pods(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_jobset_has_a_job_for_each_host_and_its_pod_starts_its_devices(folder: Path) -> None:
-    """It follows the schema; and here the commands of the pods are run."""
+    """Validate it against the schema and run the pods' commands here."""
     memory = {"c0": 4_000_000_000, "a1": 3_000_000_000}
     made = manifest(replace(FLEET, devices=tuple(replace(d, memory_bytes=memory.get(d.name)) for d in FLEET.devices)))
     assert not list(breaches(SCHEMA, made))
@@ -203,8 +203,8 @@ def test_a_jobset_has_a_job_for_each_host_and_its_pod_starts_its_devices(folder:
     ]
 
 
-def test_what_others_start_is_told_where_the_key_is(folder: Path) -> None:
-    """The file's name, never its content. In Kubernetes the file is a secret's, which only the pods get."""
+def test_printed_jobs_name_the_key_file(folder: Path) -> None:
+    """Print the file's name, never its content. In Kubernetes it belongs to a secret that only the pods get."""
     further = {"CONVOY_JOB_KEY": "/home/ann/job.key"}
     assert "\nexport CONVOY_JOB_KEY=/home/ann/job.key\n" in sbatch(FLEET, folder, **further)
     made = manifest(**further)
@@ -215,7 +215,7 @@ def test_what_others_start_is_told_where_the_key_is(folder: Path) -> None:
         assert f"CONVOY_JOB_KEY={mount['mountPath']}/job.key" in pod["containers"][0]["command"][2]
 
 
-def test_a_host_is_named_as_kubernetes_names_jobs() -> None:
+def test_kubernetes_host_names_are_valid() -> None:
     fleet = Fleet((Host("Attic_1", "10.0.0.1"),), (Device("a0", "Attic_1", "cpu"),), FLEET.network)
     with pytest.raises(InputError, match=r"host 'Attic_1'.*small letters, digits and dashes; rename the host"):
         manifest(fleet)
@@ -230,7 +230,9 @@ def test_a_host_is_named_as_kubernetes_names_jobs() -> None:
         (("spec", "coordinator"), {}, "spec.coordinator: take its part of the schema over"),
     ],
 )
-def test_the_schema_finds_what_kubernetes_would_refuse(path: tuple[str | int, ...], value: object, words: str) -> None:
+def test_schema_rejects_manifests_kubernetes_would_refuse(
+    path: tuple[str | int, ...], value: object, words: str
+) -> None:
     made: Any = manifest()
     place = made
     for step in path[:-1]:

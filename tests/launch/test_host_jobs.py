@@ -1,4 +1,4 @@
-"""Fleets to be started, as values: who starts what, the lines to paste, what ssh's complaints mean, which options travel."""
+"""Jobs on several hosts as values: start commands, printed lines, ssh errors, forwarded options."""
 
 import socket
 from dataclasses import replace
@@ -44,7 +44,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 # -------------------------------------------------------------------------------------------------------- who, and what
 
 
-def test_hosts_get_their_devices_and_that_of_device_0_comes_first() -> None:
+def test_hosts_get_their_devices_with_device_0_first() -> None:
     attic, cellar = host_jobs(FLEET)
     assert (attic.host.name, attic.ranks, attic.names) == ("attic", (0, 2, 3), ("cuda:0", "cpu", "cuda:1"))
     assert (cellar.host.name, cellar.ranks, cellar.names) == ("cellar", (1, 4), ("cpu", "cpu"))
@@ -52,7 +52,7 @@ def test_hosts_get_their_devices_and_that_of_device_0_comes_first() -> None:
     assert attic.title(3) == "host attic, cuda:1"
 
 
-def test_an_accelerator_is_told_its_memory_and_that_it_is_shared_where_it_is_named_twice() -> None:
+def test_accelerator_named_twice_gets_shared_memory_limits() -> None:
     limited = replace(FLEET, devices=tuple(replace(each, memory_bytes=6_000_000_000) for each in FLEET.devices))
     attic, _ = host_jobs(limited)
     assert attic.own == ({"CONVOY_MEMORY": "6000000000"}, {}, {"CONVOY_MEMORY": "6000000000"})
@@ -85,7 +85,7 @@ def test_only_hosts_with_addresses_are_started(
 # ---------------------------------------------------------------------------------------------------------------- ssh
 
 
-def test_ssh_is_called_so_that_it_cannot_wait_or_ask() -> None:
+def test_ssh_never_waits_or_prompts() -> None:
     host = Host("a", "10.0.0.1", user="ann", ssh_port=2222, folder="my nets")
     call = ssh_call(
         ssh_program({"CONVOY_SSH": "ssh -F 'lab config'"}), host, agent_command(host, "/usr/bin/python3", "/x")
@@ -109,7 +109,7 @@ def test_ssh_is_called_so_that_it_cannot_wait_or_ask() -> None:
         ),
         ("ssh: Could not resolve hostname a: Name or service not known", "add a Host to ~/.ssh/config"),
         ("ssh: connect to host a port 2222: No route to host", "ssh -p 2222 ann@10.0.0.1"),
-        ("Timeout, server 10.0.0.1 not responding.\nConnection closed", "whether the machine is on"),
+        ("Timeout, server 10.0.0.1 not responding.\nConnection closed", "check that the machine is on"),
         ("sh: 1: exec: /opt/python: not found", "/opt/python cannot be run there"),
         ("bash: line 1: /opt/python: Permission denied", "/opt/python cannot be run there"),
         ("/opt/python: Error while finding module specification (ModuleNotFoundError: No module named 'convoy')", "no Convoy"),
@@ -118,12 +118,12 @@ def test_ssh_is_called_so_that_it_cannot_wait_or_ask() -> None:
         ("something that nobody has seen", "try it by hand: ssh -p 2222 ann@10.0.0.1"),
     ],
 )  # fmt: skip
-def test_what_ssh_and_a_shell_say_has_a_cure(words: str, cure: str) -> None:
+def test_ssh_and_shell_errors_have_a_remedy(words: str, cure: str) -> None:
     host = Host("a", "10.0.0.1", user="ann", ssh_port=2222, python="/opt/python")
     assert cure in remedy(host, words, "/usr/bin/python3", "/home/me")
 
 
-def test_what_a_login_shell_prints_is_no_message() -> None:
+def test_login_shell_output_is_ignored() -> None:
     assert from_line(b"Welcome!") is None
     assert from_line(b'{"name": "value"}') is None
     assert from_line(b"42") is None
@@ -132,7 +132,7 @@ def test_what_a_login_shell_prints_is_no_message() -> None:
 
 @given(st.lists(st.text(st.characters(exclude_characters="\n"), max_size=9), max_size=9), st.integers(1, 7))
 def test_lines_arrive_as_they_were_sent(texts: list[str], cut: int) -> None:
-    """Whatever is in them, and however they are cut on the way."""
+    """Use any content, split anywhere in transit."""
     lines = [text.encode(errors="replace") for text in texts] + [b"the last has no end"]
     sent, arrived = b"\n".join(lines), []
     sink = by_line(arrived.append)
@@ -146,7 +146,7 @@ def test_lines_arrive_as_they_were_sent(texts: list[str], cut: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- addresses
 
 
-def test_the_meeting_point_is_on_the_route_and_free() -> None:
+def test_master_address_is_on_the_route_with_a_free_port() -> None:
     host, port = meeting_point(["127.0.0.1"], None)
     assert host == "127.0.0.1"
     assert port > 0
@@ -160,8 +160,8 @@ def test_the_meeting_point_is_on_the_route_and_free() -> None:
 # -------------------------------------------------------------------------------------------------------- the command
 
 
-def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the run file and the command line have said is said to every device, so that it settles on the same."""
+def test_all_settings_are_forwarded_as_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Pass the run file's and the command line's settings to every device, so that all resolve the same."""
     run = tmp_path / "run.toml"
     run.write_text(
         'net = "two-conv:4:6"\nslowdown = [1, 1, 2, 4, 1.5]\nrebalance = true\nclip-norm = 1e-3\nfleet = "f.toml"\n'
@@ -184,7 +184,7 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert given[0].settings == settled.settings.model_copy(update={"fleet": None}), "the file has started the fleet"
 
 
-def test_files_that_the_devices_read_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_files_are_checked_on_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(
         "convoy.launch.fleet_command.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
@@ -219,7 +219,7 @@ def fleet_file(tmp_path: Path) -> Path:
         (["measure", "-o", "x.toml", "--devices", "2"], "--devices with a fleet of hosts"),
     ],
 )
-def test_options_that_do_not_go_with_a_fleet(
+def test_options_that_conflict_with_a_fleet_are_refused(
     argv: list[str], words: str, fleet_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("convoy.launch.fleet_command.run_on_fleet", lambda *_, **__: pytest.fail("it went on"))
@@ -228,14 +228,14 @@ def test_options_that_do_not_go_with_a_fleet(
 
 
 @pytest.mark.parametrize("verb", [["train"], ["measure", "-o", "x.toml"]])
-def test_lines_without_hosts(
+def test_fleet_without_hosts_prints_lines(
     verb: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert convoy_in_process(monkeypatch, [*verb, "--print"]) == 2
     assert "--print without hosts: give --fleet FILE" in capsys.readouterr().err
 
 
-def test_measuring_is_started_with_the_same_words(
+def test_measure_starts_with_the_same_options(
     fleet_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["measure", "--fleet", str(fleet_file), "-o", "out.toml", "--budget", "3"]
@@ -251,10 +251,10 @@ def test_measuring_is_started_with_the_same_words(
             {"files": [fleet_file]},
         )
     ]
-    assert capsys.readouterr().out == "Device 0 is on host attic: files that the job writes lie there.\n"
+    assert capsys.readouterr().out == "Device 0 is on host attic: the job writes its files there.\n"
 
 
-def test_in_a_job_a_fleet_file_starts_nothing(fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fleet_file_inside_a_job_starts_nothing(fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command under torchrun is one of its processes."""
     given: list[Any] = []
     monkeypatch.setattr("convoy.cli.train_job.run_device", given.append)

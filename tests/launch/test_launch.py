@@ -1,4 +1,4 @@
-"""Starting the devices of one machine: what they are told, how their ends are reported, and that nothing stays."""
+"""Starting the devices of one machine: their environment, exit reports, and complete cleanup."""
 
 import json
 import os
@@ -54,8 +54,8 @@ print("device", group.device, "is done")
 """
 
 
-def test_devices_meet_and_leave_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nothing is closed by the script, warnings are errors, and yet the interpreters end silently."""
+def test_devices_connect_and_exit_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The script closes nothing and warnings are errors, yet the interpreters exit silently."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     status = launch_local(
@@ -96,8 +96,8 @@ except DeviceLostError as error:
 """
 
 
-def test_a_script_that_ends_with_an_error_tells_the_others(tmp_path: Path) -> None:
-    """It closes nothing itself, so the error is told as the interpreter ends."""
+def test_failing_script_informs_the_other_devices(tmp_path: Path) -> None:
+    """The script closes nothing itself, so the error is sent when the interpreter exits."""
     script, told = tmp_path / "train.py", tmp_path / "told"
     script.write_text(STUMBLE)
     with pytest.raises(DeviceLostError, match=r"(?s)device 1 \(cpu\) ended with exit status 1.*no such image$"):
@@ -126,13 +126,12 @@ def test_a_killed_device_is_named_and_the_others_end() -> None:
 
 
 def test_a_device_that_is_killed_in_start_up_is_named_at_once() -> None:
-    """Where others go on without lost devices, they waited at the meeting point for the whole time limit, and blamed the
-    network."""
+    """Regression: with recovery the others waited for the whole rendezvous limit and blamed the network."""
     with pytest.raises(DeviceLostError, match=r"device 1 \(cpu\) was killed by SIGKILL"):
         launch("if RANK == 0: time.sleep(100)\nos.kill(os.getpid(), 9)", goes_on=True)
 
 
-def test_a_device_that_ignores_the_polite_signal_ends_too() -> None:
+def test_device_that_ignores_sigterm_is_killed() -> None:
     with pytest.raises(DeviceLostError, match=r"device 0 \(cpu\) ended with exit status 7. Its own output is above"):
         launch(
             "if RANK == 0: time.sleep(0.5); sys.exit(7)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
@@ -140,8 +139,8 @@ def test_a_device_that_ignores_the_polite_signal_ends_too() -> None:
         )
 
 
-def test_a_stopped_device_ends_too(capfd: pytest.CaptureFixture[str]) -> None:
-    """Device 2 froze; the others found out and left, and their message is shown although device 0 said nothing."""
+def test_stopped_device_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Device 2 freezes; the others notice and leave, and their message is shown although device 0 printed nothing."""
     status = launch(
         "if RANK == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "time.sleep(0.3)\n"
@@ -154,12 +153,12 @@ def test_a_stopped_device_ends_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == "error: device 2 (host a, cpu) was lost: frozen\n"
 
 
-def test_an_error_that_all_meet_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_common_error_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch("print('error: no such plan: fast', file=sys.stderr); sys.exit(2)", ["cpu"] * 4) == 2
     assert capfd.readouterr().err == "error: no such plan: fast\n"
 
 
-def test_what_cannot_be_started_is_an_error() -> None:
+def test_unstartable_command_is_an_error() -> None:
     with pytest.raises(InputError, match="no-such-program"):
         launch_local([], ["cpu", "cpu"], command=("no-such-program",))
     with pytest.raises(InputError, match="no devices"):
@@ -195,7 +194,7 @@ TRACE_2 = "convoy.errors.DeviceLostError: device 2 (host a, cpu) was lost: it is
         ([ending(1, 1, TRACE_2), ending(2, -9, stopped=True), ending(3, 1, TRACE_2)], 2, "frozen"),
     ],
 )
-def test_the_first_cause_is_found_among_the_endings(endings: list[Ending], lost: int, words: str) -> None:
+def test_first_cause_is_found_among_the_exits(endings: list[Ending], lost: int, words: str) -> None:
     with pytest.raises(DeviceLostError, match=f"(?s).*{words}") as caught:
         conclude(endings)
     assert caught.value.device == lost
@@ -219,14 +218,14 @@ def test_the_first_cause_is_found_among_the_endings(endings: list[Ending], lost:
         ([ending(1, 2, "Usage: convoy")], 2, ["error on device 1 (cpu): Usage: convoy"]),
     ],
 )
-def test_errors_that_the_terminal_has_not_seen_are_printed(
+def test_unseen_errors_are_printed(
     endings: list[Ending], status: int, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert conclude(endings) == status
     assert capsys.readouterr().err == "".join(f"{line}\n" for line in lines)
 
 
-def test_a_job_that_goes_on_ends_as_its_last_devices_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recovering_job_exits_as_its_last_devices(capsys: pytest.CaptureFixture[str]) -> None:
     refused = [ending(1, -9), ending(2, 2, "error: asked to stop"), ending(0, 2)]
     lost = DeviceLostError(3, "device 3 was lost with its host")
     assert conclude(refused, lost, goes_on=True) == 2
@@ -267,7 +266,7 @@ except KeyboardInterrupt:
 
 
 def end_launcher(folder: Path, how: str, end: Callable[[int], None]) -> tuple[int, str, str]:
-    """Start a launcher in a session of its own, end it somehow, and see its devices go; status, output, errors."""
+    """Start a launcher in its own session, end it, and wait for its devices; return status, output, errors."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, SLEEPER],
         cwd=ROOT,
@@ -300,21 +299,21 @@ def wait_for(done: Callable[[], bool], limit_s: float = 30.0) -> None:
 
 
 @pytest.mark.parametrize("how", ["polite", "stubborn"])
-def test_after_ctrl_c_no_device_stays(tmp_path: Path, how: str) -> None:
-    """Ctrl-C reaches the launcher and its devices at once; one device may not listen to it."""
+def test_ctrl_c_ends_all_devices(tmp_path: Path, how: str) -> None:
+    """Ctrl-C reaches the launcher and its devices at once; one device may ignore it."""
     status, output, errors = end_launcher(tmp_path, how, lambda pid: os.killpg(pid, signal.SIGINT))
     assert (status, output) == (0, "status 130\n")
     assert errors == "SIGINT: ending 2 devices\n"
 
 
-def test_a_launcher_that_is_asked_to_end_ends_its_devices(tmp_path: Path) -> None:
-    """Only Ctrl-C was heeded: a scheduler's SIGTERM ended the launcher alone, and devices that watch nobody trained on."""
+def test_sigterm_to_the_launcher_ends_its_devices(tmp_path: Path) -> None:
+    """Regression: a scheduler's SIGTERM ended the launcher alone, and its devices trained on."""
     status, output, errors = end_launcher(tmp_path, "plain", lambda pid: os.kill(pid, signal.SIGTERM))
     assert (status, output) == (0, f"status {128 + signal.SIGTERM}\n")
     assert errors.startswith("SIGTERM: ending 2 devices")
 
 
-def test_when_the_launcher_is_killed_its_devices_end(tmp_path: Path) -> None:
+def test_killed_launcher_ends_its_devices(tmp_path: Path) -> None:
     status, _, errors = end_launcher(tmp_path, "watched", lambda pid: os.kill(pid, signal.SIGKILL))
     assert status == -signal.SIGKILL
-    assert "the launcher of this device is gone" in errors
+    assert "the launcher of this device has ended" in errors

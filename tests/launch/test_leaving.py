@@ -1,4 +1,4 @@
-"""SIGTERM to who started devices: these finish the step, and leave or end; and whatever happens, nothing stays."""
+"""SIGTERM to launchers and agents: devices finish the step, then leave or end, and nothing remains."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ sys.exit(fleet.run_on_fleet(devices, argv, JobOptions(grace_s=1.0, goes_on=True)
 def started(
     folder: Path, launcher: str, how: str = "trains", members: int = 2, limit_s: float = 60.0
 ) -> Iterator[tuple["subprocess.Popen[str]", list[psutil.Process]]]:
-    """A launcher in a session of its own, and its two devices, which train; nothing of them is left."""
+    """Start a launcher in its own session with two training devices; check that nothing remains."""
     quick = folder / "quick"
     quick.write_text(
         QUICK.format(
@@ -112,27 +112,25 @@ def heard(folder: Path) -> list[str]:
         pytest.param(FLEET, 2, "ends", id="fleet-all"),
     ],
 )
-def test_devices_finish_the_step_and_end_or_leave_to_others(
-    tmp_path: Path, launcher: str, members: int, what: str
-) -> None:
-    """A scheduler's SIGTERM killed them within the step: nothing was saved, and others that had joined saw a loss."""
+def test_sigterm_finishes_the_step_then_ends_or_leaves(tmp_path: Path, launcher: str, members: int, what: str) -> None:
+    """Regression: SIGTERM killed devices within the step; nothing was saved, and the others saw a loss."""
     with started(tmp_path, launcher, members=members) as (process, _):
         process.terminate()
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
-    assert errors.startswith("SIGTERM: ending 2 devices: where they train after the step")
+    assert errors.startswith("SIGTERM: ending 2 devices: training devices end after the step")
     assert heard(tmp_path) == [what, what]
 
 
-def test_who_gets_the_signal_of_the_system_and_that_of_its_launcher_finishes_the_step(tmp_path: Path) -> None:
-    """A machine that is switched off sends it to all processes: what the launcher passed on counted as the second one."""
+def test_two_sigterms_still_finish_the_step(tmp_path: Path) -> None:
+    """A shutdown signals all processes, so the launcher's forwarded signal must not count as a second one."""
     with started(tmp_path, HERE, members=3) as (process, _):
         os.killpg(process.pid, signal.SIGTERM)
     assert heard(tmp_path) == ["leaves", "leaves"]
 
 
 @pytest.mark.parametrize("how", ["limit", "twice"])
-def test_a_device_that_does_not_finish_is_killed(tmp_path: Path, how: str) -> None:
+def test_device_that_does_not_finish_the_step_is_killed(tmp_path: Path, how: str) -> None:
     with started(tmp_path, HERE, "deaf", limit_s=0.3 if how == "limit" else 60.0) as (process, _):
         process.terminate()
         if how == "twice":
@@ -144,14 +142,14 @@ def test_a_device_that_does_not_finish_is_killed(tmp_path: Path, how: str) -> No
     assert heard(tmp_path) == ["", ""]
 
 
-def test_devices_that_do_not_train_yet_end_at_once(tmp_path: Path) -> None:
+def test_devices_before_training_end_at_once(tmp_path: Path) -> None:
     with started(tmp_path, HERE, "starting") as (process, _):
         process.terminate()
     assert heard(tmp_path) == ["", ""]
 
 
-def test_the_devices_of_a_host_leave_when_its_agent_is_asked_to_end(tmp_path: Path) -> None:
-    """At a shutdown sshd ends beside it: the end of its orders killed them within the step."""
+def test_sigterm_to_the_host_agent_makes_its_devices_leave(tmp_path: Path) -> None:
+    """Regression: at shutdown sshd ends too, and the closed command channel killed devices within the step."""
     with started(tmp_path, FLEET, members=3) as (process, devices):
         agent = devices[0].parent()
         assert agent is not None

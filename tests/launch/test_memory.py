@@ -1,4 +1,4 @@
-"""Memory settings: those that Convoy starts use again what their tensors leave; a process of somebody else's is untouched."""
+"""Memory settings: processes that Convoy starts reuse freed memory; other processes are unchanged."""
 
 import os
 import platform
@@ -37,14 +37,14 @@ def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @glibc
-def test_a_started_device_uses_its_memory_again(tmp_path: Path) -> None:
+def test_started_device_reuses_freed_memory(tmp_path: Path) -> None:
     """Each step's large tensors were fresh pages, which the kernel fills with zeros: on one device, with 52 samples of
     two-conv 150:800, Convoy was a tenth slower than plain PyTorch, which holds a few of them less."""
     assert launch_local([WHERE, str(tmp_path)], ["cpu", "cpu"], command=(sys.executable, "-c")) == 0
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["True 1"] * 2
 
 
-def test_what_is_set_depends_on_what_was() -> None:
+def test_memory_settings_keep_the_users_values() -> None:
     assert memory_environment({}).keys() == {THP, *MALLOC_NAMES}
     for other in (*MALLOC_NAMES, "GLIBC_TUNABLES", "LD_PRELOAD"):
         assert memory_environment({other: "x"}) == {THP: "1"}, "another malloc, or other settings of it"

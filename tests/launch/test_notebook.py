@@ -1,4 +1,4 @@
-"""A cell of a notebook runs as a script on several devices."""
+"""A notebook cell runs as a script on several devices."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Shell:
-    """What IPython offers an extension."""
+    """The part of IPython that an extension uses."""
 
     def __init__(self) -> None:
         self.magics: dict[tuple[str, str], Callable[[str, str], None]] = {}
@@ -38,7 +38,7 @@ def test_a_cell_runs_once_per_device_and_device_0_prints(capfd: pytest.CaptureFi
     assert capfd.readouterr().out.startswith("device 0 of 2\n")
 
 
-def test_a_cell_that_fails_is_an_error_of_the_cell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_cell_raises_in_the_cell(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConvoyError, match="the cell ended with status 1"):
         convoy.notebook("raise SystemExit('no such layer')", "--devices 1")
     assert "no such layer" in capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_an_interrupt_ends_the_devices() -> None:
 
 
 class _Seen:
-    """Python's print, remembered."""
+    """A print replacement that records its calls."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -1,4 +1,4 @@
-"""`convoy run`: a script of one's own on every device, here and as a file for Slurm."""
+"""`convoy run`: a user script on every device, here and as a file for Slurm."""
 
 import contextlib
 import json
@@ -75,36 +75,36 @@ def test_every_device_runs_the_script_with_its_own_options(folder: Path) -> None
 
 
 def test_a_script_that_joins_no_job_is_named(folder: Path) -> None:
-    """It ran whole in each process, with status 0 and no word."""
+    """Regression: it ran whole in each process, with status 0 and no message."""
     note = "note: the script joined no job, so each of the 2 processes ran all of it by itself: call convoy.prepare"
     assert note in run(["--devices", "2", "tell.py"], folder).stderr
     (folder / "joins.py").write_text("import convoy\nconvoy.join().close()\n")
     assert run(["--devices", "2", "joins.py"], folder).stderr == ""
 
 
-def test_a_module_runs_as_with_python_m_and_its_status_is_told(folder: Path) -> None:
+def test_module_runs_as_with_python_m_and_returns_its_status(folder: Path) -> None:
     done = run(["--devices", "2", "-m", "tell", "--lr", "1", "fail"], folder)
     assert told(folder, 1)[6:] == [["--lr", "1", "fail"], "__main__"]
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
 
 
-def test_one_device_is_this_process_with_the_settings_of_memory(folder: Path) -> None:
-    """So far a single local device went without them."""
+def test_single_device_runs_here_with_memory_settings(folder: Path) -> None:
+    """Regression: a single local device ran without them."""
     done = run(["--devices", "1", "tell.py"], folder)
     assert (done.returncode, done.stdout) == (0, "device None\n")
     assert told(folder, "alone")[:6] == [None, None, None, None, None, str(2**31 - 1)]
 
 
-def test_as_a_process_of_a_job_it_runs_the_script_here(folder: Path) -> None:
-    """What `convoy run` tells a host over ssh, and what torchrun may start."""
+def test_inside_a_job_run_executes_the_script_here(folder: Path) -> None:
+    """`convoy run` sends this command to hosts over ssh, and torchrun may start it."""
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}
     assert run(["--fleet", "nowhere.toml", "tell.py", "a"], folder, **place).stdout == "device 1\n"
     assert told(folder, 1)[:2] == ["1", "2"]
 
 
-def test_a_script_that_could_share_out_the_work_itself_sees_one_device(folder: Path) -> None:
-    """timm's and torchvision's training scripts find RANK, WORLD_SIZE or SLURM_PROCID and wrap the model in DDP."""
+def test_script_with_its_own_ddp_sees_one_device(folder: Path) -> None:
+    """timm's and torchvision's scripts would find RANK, WORLD_SIZE or SLURM_PROCID and wrap the model in DDP."""
     slurm = {
         "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0",
         "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "a",
@@ -114,7 +114,7 @@ def test_a_script_that_could_share_out_the_work_itself_sees_one_device(folder: P
     assert told(folder, 1)[:4] == ["1", "2", "1", "2"]
 
 
-def test_convoy_finds_its_place_under_its_own_names() -> None:
+def test_rank_is_read_from_convoys_own_variables() -> None:
     place = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a"}
     place |= {"MASTER_PORT": "4000", "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "/root"}
     seen = hidden(place)
@@ -124,8 +124,8 @@ def test_convoy_finds_its_place_under_its_own_names() -> None:
     assert read_process_env(inner).devices == 2  # torchrun started by the script
 
 
-def test_what_the_other_devices_print_goes_to_files(folder: Path) -> None:
-    """So far it was dropped, but for the last words of one that failed; those are still told."""
+def test_output_of_other_devices_goes_to_files(folder: Path) -> None:
+    """Regression: it was dropped, except for a failed device's last words, which are still printed."""
     (folder / "tell.py").write_text(
         "import os, sys\nprint('out', os.environ['CONVOY_RANK'], flush=True)\nsys.exit('why ' + os.environ['CONVOY_RANK'])\n"
     )
@@ -164,7 +164,7 @@ def test_the_doctor_comes_first_if_asked(folder: Path) -> None:
         (["--fleet", "here.toml", "tell.py"], "its hosts have no address"),
     ],
 )
-def test_what_cannot_be_run(
+def test_unrunnable_scripts_are_refused(
     argv: list[str], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "f.toml").write_text(FLEET.to_toml())

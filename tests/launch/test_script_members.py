@@ -39,7 +39,7 @@ def losses(lines: Sequence[str]) -> list[tuple[int, float]]:
 
 
 def assert_as_one_device(lines: Sequence[str]) -> None:
-    """Every step was done once, with the loss of the script without a job."""
+    """Check that every step ran once, with the loss of the script without a job."""
     found = losses(lines)
     assert [step for step, _ in found] == [*range(1, len(found) + 1)]
     status, printed = call(sys.executable, SCRIPT, str(len(found) // 4 + 1))
@@ -49,7 +49,7 @@ def assert_as_one_device(lines: Sequence[str]) -> None:
 
 
 def training(folder: Path) -> list[roster.JobProcess]:
-    """The devices of the script that train in this folder."""
+    """Return the script's devices that train in this folder."""
     found = []
     for row in roster.rows():
         with suppress(psutil.Error):  # it has just ended
@@ -73,7 +73,7 @@ def test_a_device_leaves_another_is_killed_and_the_last_is_stopped(tmp_path: Pat
         assert status == 0, said
         assert not psutil.pid_exists(second.pid)
         psutil.Process(third.pid).kill()
-        assert eventually(lambda: "1 go on after step" in output.read_text(), 100), output.read_text()
+        assert eventually(lambda: "1 continue after step" in output.read_text(), 100), output.read_text()
         status, said = call(*convoy("stop", first.job, "--wait", "100"))
         assert status == 0, said
         assert launcher.wait(60) == 2, "as with `convoy train`, which was stopped"
@@ -82,7 +82,7 @@ def test_a_device_leaves_another_is_killed_and_the_last_is_stopped(tmp_path: Pat
         launcher.wait(30)
     lines = output.read_text().splitlines()
     assert "Traceback" not in "".join(lines)
-    assert re.fullmatch(r"error: the training was stopped after step \d+, as it was asked to", lines[-1])
+    assert re.fullmatch(r"error: the training was stopped after step \d+, as requested", lines[-1])
     assert_as_one_device(lines)
 
 
@@ -91,13 +91,13 @@ def test_a_device_leaves_another_is_killed_and_the_last_is_stopped(tmp_path: Pat
 @needs_ssh
 @pytest.mark.timeout(400)
 def test_a_host_that_was_switched_off_joins_again(hosts: Lab, tmp_path: Path) -> None:
-    """The others, which ssh started, go on meanwhile; a command on the host itself brings its device back."""
+    """The others, started by ssh, continue; a command on the host itself restarts its device."""
     (tmp_path / "fleet.toml").write_text(FLEET.format(attic="", cellar=""))
     key, output = tmp_path / "key", tmp_path / "output"
     write_key_file(key)
 
     def steps_after(pattern: str) -> int:
-        """Steps printed since the last line of that kind; 0 while there is no such line."""
+        """Count the steps printed since the last such line; 0 without one."""
         text = output.read_text() if output.exists() else ""
         found = [*re.finditer(pattern, text)]
         return text[found[-1].end() :].count('{"step"') if found else 0
@@ -110,10 +110,10 @@ def test_a_host_that_was_switched_off_joins_again(hosts: Lab, tmp_path: Path) ->
         assert "Others may join: convoy run --join 10.77.0.2:7077 --job-key FILE" in output.read_text()
         with hosts.cable_pulled("cellar"):
             switch_off(hosts, "cellar")
-            assert eventually(lambda: steps_after(r"device 1 was lost.*; 2 go on after step \d+") > 5, 120)
+            assert eventually(lambda: steps_after(r"device 1 was lost.*; 2 continue after step \d+") > 5, 120)
         join = convoy("run", "--join", "10.77.0.2:7077", "--job-key", str(key), SCRIPT, FOR_EVER)
         with hosts.on("cellar", join) as joining:
-            assert eventually(lambda: steps_after(r"device 3 .*joined; 3 go on after step \d+") > 20, 200)
+            assert eventually(lambda: steps_after(r"device 3 .*joined; 3 continue after step \d+") > 20, 200)
             status, *told = hosts.run("attic", convoy("stop"))
             assert status == 0, told
             joining.communicate(timeout=60)
@@ -123,7 +123,7 @@ def test_a_host_that_was_switched_off_joins_again(hosts: Lab, tmp_path: Path) ->
 
 
 def switch_off(hosts: Lab, host: str) -> None:
-    """End all that runs there but its ssh server, which nobody reaches while the cable is out."""
+    """End everything on the host except its ssh server, which is unreachable while the cable is out."""
     listed = subprocess.check_output(["ip", "netns", "pids", hosts.wiring.port(host).namespace], text=True)
     for pid in set(map(int, listed.split())) - {hosts.servers[host]}:
         os.kill(pid, signal.SIGKILL)

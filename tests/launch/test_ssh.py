@@ -1,4 +1,4 @@
-"""Fleets that are started over a real ssh: what their devices are told, what goes wrong, and that nothing stays anywhere.
+"""Fleets started over real ssh: device environments, failures, and complete cleanup on every host.
 
 Host attic starts the fleet in most tests, so that one host is this machine; cellar is reached by ssh. In some tests a third
 machine, desk, starts both.
@@ -62,7 +62,7 @@ def launching(fleet: Path, script: str, *files: str) -> list[str]:
 
 @pytest.mark.parametrize("start", ["attic", "desk"])
 def test_every_device_of_the_file_runs_on_its_host(hosts: Lab, tmp_path: Path, start: str) -> None:
-    """Device 0 speaks as it would here, wherever it is; the others keep still."""
+    """Device 0 prints as if it ran here, wherever it is; the others are silent."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CONVOY_DEVICE")
     script = f"""
 import json, subprocess
@@ -90,8 +90,8 @@ print("careful", RANK, file=sys.stderr)
     assert len({row["MASTER_PORT"] for row in told}) == 1
 
 
-def test_folder_and_python_of_a_host(hosts: Lab, tmp_path: Path) -> None:
-    """Blanks and quotes in a path are no trouble."""
+def test_host_folder_and_python_are_used(hosts: Lab, tmp_path: Path) -> None:
+    """Spaces and quotes in a path work."""
     folder = tmp_path / "ann's $HOME folder"
     folder.mkdir()
     python = python_of(folder)
@@ -113,8 +113,8 @@ TROUBLES: dict[str, tuple[str, str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", TROUBLES)
-def test_a_host_that_cannot_be_used_is_told_with_the_cure(case: str, hosts: Lab, tmp_path: Path) -> None:
-    """One line, and nothing has been started, on no host."""
+def test_unusable_host_is_reported_with_a_remedy(case: str, hosts: Lab, tmp_path: Path) -> None:
+    """One line is printed, and nothing has started on any host."""
     ssh, section, words = TROUBLES[case]
     if section == "BARE":
         bare = tmp_path / "bare"
@@ -133,8 +133,8 @@ def test_a_host_that_cannot_be_used_is_told_with_the_cure(case: str, hosts: Lab,
     assert not (tmp_path / "0").exists()
 
 
-def test_all_hosts_with_troubles_are_told_at_once(hosts: Lab, tmp_path: Path) -> None:
-    """A name that nobody knows, and a machine that is not there."""
+def test_all_failing_hosts_are_reported_at_once(hosts: Lab, tmp_path: Path) -> None:
+    """One name is unknown, and one machine is absent."""
     fleet = fleet_file(tmp_path, python_of(tmp_path), python_of(tmp_path))
     text = fleet.read_text().replace("10.77.0.2", "attic.invalid").replace("10.77.0.3", "10.77.0.99")
     fleet.write_text(text)
@@ -144,18 +144,18 @@ def test_all_hosts_with_troubles_are_told_at_once(hosts: Lab, tmp_path: Path) ->
     assert "host attic (attic.invalid): ssh ended with status 255" in first
     assert "correct its address in the fleet file" in first
     assert "host cellar (10.77.0.99): ssh ended with status 255" in second
-    assert "see whether the machine is on" in second
+    assert "check that the machine is on" in second
 
 
-def test_another_version_of_convoy(hosts: Lab, tmp_path: Path) -> None:
+def test_other_convoy_version_is_refused(hosts: Lab, tmp_path: Path) -> None:
     older = python_of(tmp_path, "older", 'agent.__version__ = "0.0.1"')
     status, _, errors = hosts.run("attic", launching(fleet_file(tmp_path, python_of(tmp_path), older), "here()"))
     assert status == 2
     assert re.match(r"MismatchError: .* here, but 0.0.1 on host cellar \(10.77.0.3\). Install the same", errors)
 
 
-def test_a_file_that_a_host_has_not(hosts: Lab, tmp_path: Path) -> None:
-    """One is missing there, one is another."""
+def test_file_missing_on_a_host_is_reported(hosts: Lab, tmp_path: Path) -> None:
+    """One file is missing there, one differs."""
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     for name in ("plan.json", "same.json", "times.toml"):
@@ -175,7 +175,7 @@ def test_a_file_that_a_host_has_not(hosts: Lab, tmp_path: Path) -> None:
     assert not (tmp_path / "0").exists()
 
 
-def test_an_error_of_a_device_elsewhere_is_told(hosts: Lab, tmp_path: Path) -> None:
+def test_remote_device_error_is_printed(hosts: Lab, tmp_path: Path) -> None:
     script = "if RANK != 1: time.sleep(60)\nprint('error: no such image', file=sys.stderr); sys.exit(2)"
     status, output, errors = hosts.run("attic", launching(quick_fleet(tmp_path), script))
     assert (status, output) == (2, "")
@@ -183,7 +183,7 @@ def test_an_error_of_a_device_elsewhere_is_told(hosts: Lab, tmp_path: Path) -> N
 
 
 def pids(folder: Path) -> list[int]:
-    """Of the three devices, once they have all started."""
+    """Return the process ids of the three devices once they have all started."""
     files = [folder / str(rank) for rank in range(3)]
     assert eventually(lambda: all(file.exists() for file in files)), "the devices did not start"
     return [int(file.read_text()) for file in files]
@@ -193,8 +193,8 @@ WAIT = "here()\ntime.sleep(60)"
 STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
 
 
-def test_a_device_that_is_killed_ends_all(hosts: Lab, tmp_path: Path) -> None:
-    """And is named; also where the others ignore SIGTERM."""
+def test_killed_device_ends_the_job(hosts: Lab, tmp_path: Path) -> None:
+    """It is named, also if the others ignore SIGTERM."""
     rank = 1
     with hosts.on("attic", launching(quick_fleet(tmp_path), STUBBORN)) as launcher:
         os.kill(pids(tmp_path)[rank], signal.SIGKILL)
@@ -210,7 +210,7 @@ def test_a_device_that_is_killed_ends_all(hosts: Lab, tmp_path: Path) -> None:
         pytest.param("desk", STUBBORN, id="desk-stubborn"),
     ],
 )
-def test_after_ctrl_c_nothing_stays_on_any_host(hosts: Lab, tmp_path: Path, start: str, script: str) -> None:
+def test_ctrl_c_ends_processes_on_every_host(hosts: Lab, tmp_path: Path, start: str, script: str) -> None:
     with hosts.on(start, launching(quick_fleet(tmp_path), script)) as launcher:
         pids(tmp_path)
         os.killpg(launcher.pid, signal.SIGINT)
@@ -219,15 +219,15 @@ def test_after_ctrl_c_nothing_stays_on_any_host(hosts: Lab, tmp_path: Path, star
     assert "/convoy/" not in errors, "no traceback of ours; a device's own may be there"
 
 
-def test_when_the_starting_process_is_killed_nothing_stays(hosts: Lab, tmp_path: Path) -> None:
+def test_killed_launcher_leaves_nothing_on_any_host(hosts: Lab, tmp_path: Path) -> None:
     with hosts.on("attic", launching(quick_fleet(tmp_path), WAIT)) as launcher:
         pids(tmp_path)
         launcher.kill()
         launcher.communicate(timeout=60)
 
 
-def test_a_cable_that_is_pulled_ends_all(hosts: Lab, tmp_path: Path) -> None:
-    """Here ssh notices; there the silence does, since no word can tell it."""
+def test_pulled_cable_ends_the_job(hosts: Lab, tmp_path: Path) -> None:
+    """Here ssh notices; the remote host notices by silence, since no message can reach it."""
     # What a person gives ssh counts before what Convoy gives it.
     impatient = f"CONVOY_SSH=ssh -o ServerAliveInterval=1 -F {hosts.folder / 'client'}"
     with hosts.on("attic", ["env", impatient, *launching(quick_fleet(tmp_path), WAIT)]) as launcher:
@@ -243,7 +243,7 @@ def test_a_cable_that_is_pulled_ends_all(hosts: Lab, tmp_path: Path) -> None:
 
 
 def assert_as_one_device(output: str, training: str) -> None:
-    """What was printed is of this training, and of one device beside it (--compare): the same numbers."""
+    """Check that the output is of this training and of one device (--compare), with the same numbers."""
     assert training in output
     together, alone = results(output)
     assert together[1] == alone[1]
@@ -252,8 +252,8 @@ def assert_as_one_device(output: str, training: str) -> None:
     assert float(apart) < 1e-4
 
 
-def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path) -> None:
-    """Two devices on one host, one on the other; settings from a run file and the command line."""
+def test_ssh_fleet_trains_as_one_device(hosts: Lab, tmp_path: Path) -> None:
+    """Use two devices on one host, one on the other; settings from a run file and the command line."""
     fleet = fleet_file(tmp_path, "", "")
     run = tmp_path / "run.toml"
     run.write_text(f'fleet = "{fleet}"\nplan = "master"\nspeeds = [2, 1, 1]\nrebalance = true\n')
@@ -264,7 +264,7 @@ def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_script_of_ones_own_runs_on_every_host(hosts: Lab, tmp_path: Path) -> None:
+def test_user_script_runs_on_every_host(hosts: Lab, tmp_path: Path) -> None:
     """`convoy run` over ssh: the example of the README trains on three devices of two hosts, and prints on one."""
     fleet, script = fleet_file(tmp_path, "", ""), str(ROOT / "examples" / "one_line.py")
     status, output, errors = hosts.run("attic", convoy("run", "--fleet", str(fleet), script), limit_s=240)
@@ -280,8 +280,8 @@ def test_a_script_of_ones_own_runs_on_every_host(hosts: Lab, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_doctor_visits_every_host_over_ssh_and_names_the_one_that_is_gone(hosts: Lab, tmp_path: Path) -> None:
-    """First all are there: versions, links and speeds of both. Then nothing comes from cellar, and no host is told."""
+def test_doctor_checks_every_host_over_ssh_and_names_the_missing_one(hosts: Lab, tmp_path: Path) -> None:
+    """First all are present: versions, links and speeds. Then cellar's packets are dropped without notice."""
     fleet, found = fleet_file(tmp_path, "", f'folder = "{tmp_path}"'), tmp_path / "found.json"
     examine = convoy("doctor", "--fleet", str(fleet), "--json", str(found), "--wait", "20")
     status, output, errors = hosts.run("attic", examine, limit_s=110)

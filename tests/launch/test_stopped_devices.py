@@ -1,4 +1,4 @@
-"""A first device that is stopped: what the others print is shown, and the job ends in bounded time."""
+"""A stopped device 0: the others' output is shown, and the job ends in bounded time."""
 
 import sys
 

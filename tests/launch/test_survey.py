@@ -1,4 +1,4 @@
-"""`convoy fleet init` and `show`: what hosts say of themselves becomes a fleet file."""
+"""`convoy fleet init` and `show`: reports of hosts become a fleet file."""
 
 import socket
 import sys
@@ -28,8 +28,8 @@ mbit_per_s 2500
 MAC = "survey 1\nsystem Darwin\ncores 8\nmemory_bytes 17179869184\nprocessor Apple M2\nserver \nmbit_per_s \n"
 
 
-def test_what_a_linux_machine_says() -> None:
-    """What its login shell prints beside it does not matter."""
+def test_linux_machine_report_is_parsed() -> None:
+    """Additional output of the login shell does not matter."""
     assert read_answer(WORKSTATION) == Answer(
         "Linux", 16, 65536000 * 1024, "AMD Ryzen 9 5950X 16-Core Processor",
         ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 3060 Ti"), ("10.0.0.7", 2222), 312.5e6,
@@ -38,7 +38,7 @@ def test_what_a_linux_machine_says() -> None:
     assert read_answer(WORKSTATION.replace("mbit_per_s 2500", "mbit_per_s -1")).bytes_per_s is None  # type: ignore[union-attr]
 
 
-def test_hosts_become_a_fleet_with_the_figures_of_the_catalogue() -> None:
+def test_hosts_get_catalogue_figures() -> None:
     answers = [read_answer(WORKSTATION), read_answer(MAC)]
     hosts = [host_of("ann@box.lab:2222"), host_of("mac")]
     fleet, notes = fleet_of(hosts, [answer for answer in answers if answer is not None])
@@ -77,7 +77,7 @@ def test_hosts_become_a_fleet_with_the_figures_of_the_catalogue() -> None:
         ("", None),
     ],
 )
-def test_a_product_is_taken_for_no_other(product: str, name: str | None) -> None:
+def test_product_names_are_not_confused(product: str, name: str | None) -> None:
     known = class_of(product)
     assert (None if known is None else known.name) == name
 
@@ -91,24 +91,24 @@ def test_a_product_is_taken_for_no_other(product: str, name: str | None) -> None
         ("[fe80::1]:22", Host("fe80--1", "fe80::1", ssh_port=22)),
     ],
 )
-def test_hosts_as_people_write_them(text: str, host: Host) -> None:
+def test_host_spellings_are_read(text: str, host: Host) -> None:
     assert host_of(text) == host
 
 
 @pytest.mark.parametrize("text", ["", "a b", "a:b:c", "ann@", "a:99999", "-oProxyCommand=x"])
-def test_what_is_no_host(text: str) -> None:
+def test_invalid_hosts_are_refused(text: str) -> None:
     with pytest.raises(InputError):
         host_of(text)
 
 
-def test_the_latency_is_half_of_a_round_trip() -> None:
+def test_latency_is_half_a_round_trip() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert 0 < (latency_to(("127.0.0.1", port)) or 0) < 0.1
     assert latency_to(("127.0.0.1", port)) is None, "nobody listens there any more"
 
 
-def test_this_machine_answers_and_is_drawn(
+def test_local_machine_is_surveyed_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "lab.toml"
@@ -125,8 +125,8 @@ def test_this_machine_answers_and_is_drawn(
 
 @pytest.mark.root
 @needs_ssh
-def test_hosts_are_asked_over_ssh_and_those_that_do_not_answer_are_told(tmp_path: Path) -> None:
-    """With nothing of ours there: a login shell is enough."""
+def test_hosts_are_surveyed_over_ssh_and_silent_ones_reported(tmp_path: Path) -> None:
+    """A login shell is enough; nothing of Convoy is installed."""
     with lab(tmp_path, ["desk", "attic", "cellar"]) as hosts:
         init = [sys.executable, "-m", "convoy", "fleet", "init"]
         argv = [*init, "10.77.0.2", "10.77.0.3", "-o", str(tmp_path / "lab.toml")]
@@ -142,8 +142,8 @@ def test_hosts_are_asked_over_ssh_and_those_that_do_not_answer_are_told(tmp_path
         assert "ssh -p 2222 10.77.0.3" in errors
 
 
-def test_the_questions_are_for_any_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No word of bash, and an answer where neither nvidia-smi nor ip is to be had."""
+def test_survey_script_runs_in_any_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uses no bash syntax, and replies even without nvidia-smi and ip."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert "[[" not in QUESTIONS
     assert ask([host_of(".")])[0].cores >= 1

@@ -1,4 +1,4 @@
-"""The same command under torchrun on two machines with different numbers of devices: namespaces in place of machines."""
+"""The same command under torchrun on two machines (namespaces) with different numbers of devices."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ def wiring() -> Iterator[namespaces.Wiring]:
         yield made
 
 
-def test_two_hosts_with_one_device_and_two(wiring: namespaces.Wiring, tmp_path: Path) -> None:
+def test_torchrun_on_two_hosts_matches_one_device(wiring: namespaces.Wiring, tmp_path: Path) -> None:
     """Started as torchrun's users start it: one agent on each host. The devices find their addresses by the route to the
     first host, and the numbers are those of one device."""
     train = ["-m", "convoy", "train", *TINY, "--epochs", "2", "--speeds", "1,2,1", "--plan", "hybrid"]

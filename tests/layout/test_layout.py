@@ -1,4 +1,4 @@
-"""Where the pieces of a tensor lie: tables written by hand, and the properties of boxes."""
+"""Layouts: hand-written tables, and the properties of boxes."""
 
 import math
 
@@ -108,12 +108,12 @@ def test_dual_by_hand(layout: Layout, expected: Layout) -> None:
         (OnOne(3), "on(3)"),
     ],
 )
-def test_text(layout: Layout, text: str) -> None:
+def test_layout_text_names_kind_and_shares(layout: Layout, text: str) -> None:
     assert str(layout) == text
 
 
-def test_no_two_layouts_share_a_text() -> None:
-    """A moved value is named by its layout's text; with one name for two layouts one value would replace the other."""
+def test_layout_texts_are_unique() -> None:
+    """A moved value is named by its layout's text; a shared name would overwrite one of two values."""
     sets = [(0,), (1,), (0, 1), (1, 0), (1, 1), (11,)]
     layouts = [Split(axis, shares) for axis in range(5) for shares in sets]
     layouts += [kind(devices) for kind in (Replicated, Partial) for devices in sets] + [OnOne(0), OnOne(1), OnOne(11)]
@@ -161,7 +161,7 @@ def split(draw: st.DrawFn) -> tuple[Split, Shape]:
 
 @st.composite
 def any_layout(draw: st.DrawFn) -> tuple[Layout, Shape, int]:
-    """A layout, a shape it fits, and the number of devices."""
+    """Draw a layout, a shape it fits, and the number of devices."""
     if draw(st.booleans()):
         layout, shape = draw(split())
         return layout, shape, len(layout.shares)
@@ -197,7 +197,7 @@ def test_holders_are_those_with_a_box_and_local_shapes_fit_it(case: tuple[Layout
 
 @given(any_layout())
 @settings(deadline=None)
-def test_dual_keeps_every_piece_in_its_place_and_is_its_own_inverse(case: tuple[Layout, Shape, int]) -> None:
+def test_dual_keeps_boxes_and_is_its_own_inverse(case: tuple[Layout, Shape, int]) -> None:
     layout, shape, count = case
     assert dual(dual(layout)) == layout
     for device in range(count):
@@ -211,7 +211,7 @@ plane_boxes = st.tuples(spans, spans)
 
 @given(plane_boxes, plane_boxes)
 @settings(deadline=None)
-def test_intersection_is_what_two_boxes_share(a: Box, b: Box) -> None:
+def test_intersection_contains_the_common_entries(a: Box, b: Box) -> None:
     def points(one: Box) -> set[tuple[int, int]]:
         return {(y, x) for y in range(*one[0]) for x in range(*one[1])}
 

@@ -1,4 +1,4 @@
-"""Schedules: transfers written by hand, an interpreter that knows nothing of the executor, formulas of the collectives.
+"""Schedules: hand-written transfers, an interpreter independent of the executor, formulas of the collectives.
 
 Schedules are written here as text, one round a line: `+` adds at the receiver, `=` writes; `0>2 4:8` brings entries 4
 to 7 from device 0 to device 2, `1>1` keeps them; several axes are `0:1,0:3`.
@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from convoy.layout.collectives import Reduce, Round, Schedule, Transfer, mixing, schedule, sum_in_segments, traffic
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.layout.redistribute import Reduce, Round, Schedule, Transfer, mixing, schedule, sum_in_segments, traffic
 from tests.support.local_pieces import (
     DEVICES,
     Array,
@@ -32,7 +32,7 @@ ALWAYS_IN_ROUNDS: tuple[Reduce, ...] = ("ring", "butterfly", "star")
 
 
 def rounds(text: str) -> list[set[Transfer]]:
-    """The rounds that a text like those below describes; within a round the order does not matter."""
+    """Parse a text like those below into rounds; order within a round does not matter."""
     return [
         {
             Transfer(int(sender), int(receiver), _box(spans), line.strip().startswith("+"))
@@ -209,26 +209,26 @@ def test_direct_moves_by_hand(src: Layout, dst: Layout, shape: Shape, text: str)
 
 
 @pytest.mark.parametrize(("reduce", "devices", "n", "text"), SUMS, ids=[f"{s[0]}-{s[1]}-{s[2]}" for s in SUMS])
-def test_sums_by_hand(reduce: Reduce, devices: tuple[int, ...], n: int, text: str) -> None:
+def test_all_reduces_by_hand(reduce: Reduce, devices: tuple[int, ...], n: int, text: str) -> None:
     plan = schedule(Partial(devices), Replicated(devices), (n,), reduce)
     assert plan.in_place
     assert as_sets(plan) == rounds(text)
 
 
 @pytest.mark.parametrize(("reduce", "have", "want", "n", "text"), DELIVERED)
-def test_sums_for_other_devices_by_hand(
+def test_all_reduces_for_other_devices_by_hand(
     reduce: Reduce, have: tuple[int, ...], want: tuple[int, ...], n: int, text: str
 ) -> None:
     assert as_sets(schedule(Partial(have), Replicated(want), (n,), reduce)) == rounds(text)
 
 
-def test_sums_work_on_the_flat_tensor() -> None:
+def test_sums_split_the_flat_tensor() -> None:
     plan = schedule(Partial((0, 1)), Replicated((0, 1)), (2, 3, 4), "star")
     assert plan.shape == (24,)
     assert as_sets(plan) == rounds("+ 1>0 0:24 \n = 0>1 0:24")
 
 
-def test_nothing_moves_where_nothing_changes() -> None:
+def test_equal_layouts_move_nothing() -> None:
     for layout in every_layout((10, 6)):
         assert schedule(layout, layout, (10, 6)).rounds == ()
 
@@ -260,7 +260,7 @@ def test_traffic_by_hand(
 
 
 def interpret(plan: Schedule, src: Layout, dst: Layout, held: Pieces, whole: Array) -> Pieces:
-    """The pieces that a schedule brings about, by device."""
+    """Return the shards by device that a schedule produces."""
     if not plan.rounds:
         return held
     canvases = {device: np.full(plan.shape, np.nan) for device in range(DEVICES)}
@@ -307,7 +307,7 @@ def _after_round(
 
 
 def _positions(layout: Layout, shape: Shape) -> dict[int, NDArray[np.int64]]:
-    """Where the entries of each holder's piece stand in the tensor, counted from its first entry."""
+    """Return the tensor positions of each holder's shard entries, counted from its first entry."""
     if isinstance(layout, Partial):
         layout = Replicated(layout.devices)
     numbered = np.arange(math.prod(shape), dtype=np.float64).reshape(shape)
@@ -315,7 +315,7 @@ def _positions(layout: Layout, shape: Shape) -> dict[int, NDArray[np.int64]]:
 
 
 def _taken_off(canvases: dict[int, Array], positions: dict[int, NDArray[np.int64]]) -> Pieces:
-    """The pieces on the canvases: everything that was written lies in them, and they are complete."""
+    """Return the shards from the canvases, checking that they are complete and contain all that was written."""
     for device, canvas in canvases.items():
         written = np.flatnonzero(~np.isnan(canvas))
         wanted = positions[device] if device in positions else np.empty(0)
@@ -330,7 +330,7 @@ def check_meaning(src: Layout, dst: Layout, shape: Shape, reduce: Reduce) -> Non
 
 
 @pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), (0, 5), (3, 0)], ids=str)
-def test_every_move_brings_the_tensor_into_its_layout(shape: Shape) -> None:
+def test_every_move_reaches_its_layout(shape: Shape) -> None:
     for src, dst in product(every_layout(shape), repeat=2):
         try:
             check_meaning(src, dst, shape, "ring")
@@ -348,7 +348,7 @@ def test_every_sum_over_subsets(reduce: Reduce, n: int) -> None:
         check_meaning(Partial(have), Replicated(want), (n,), reduce)
 
 
-def test_moves_of_one_device_stay_there() -> None:
+def test_single_device_moves_are_local() -> None:
     for shape in [(10,), (10, 6), (4, 5, 3, 2), (0, 5)]:
         for src, dst in product(layouts_of_one_device(shape), repeat=2):
             check_meaning(src, dst, shape, "ring")
@@ -369,12 +369,12 @@ layouts = st.one_of(
 
 @given(layouts, layouts, st.sampled_from(REDUCES))
 @settings(max_examples=200, deadline=None)
-def test_any_move_brings_the_tensor_into_its_layout(src: Layout, dst: Layout, reduce: Reduce) -> None:
+def test_random_moves_reach_their_layout(src: Layout, dst: Layout, reduce: Reduce) -> None:
     check_meaning(src, dst, (12, 12), reduce)
 
 
 @pytest.mark.parametrize("shape", [(10, 6), (4, 5, 3, 2)], ids=str)
-def test_the_adjoint_sends_the_same_bytes_the_other_way(shape: Shape) -> None:
+def test_adjoint_sends_the_same_bytes_in_reverse(shape: Shape) -> None:
     """Except where a pending sum becomes copies: that is a collective, and its adjoint is one too."""
     for src, dst in product(every_layout(shape), repeat=2):
         if isinstance(src, Partial) and isinstance(dst, Replicated):
@@ -384,7 +384,7 @@ def test_the_adjoint_sends_the_same_bytes_the_other_way(shape: Shape) -> None:
         assert turned == traffic(back, 4), f"{src} to {dst}"
 
 
-def test_copies_share_the_work_of_serving_others() -> None:
+def test_holders_of_copies_split_the_sending() -> None:
     sent = traffic(schedule(Replicated((0, 1)), Replicated((0, 1, 2, 3, 4, 5)), (10,)), 1)
     assert sum(n for (sender, _), n in sent.items() if sender == 0) == 20
     assert sum(n for (sender, _), n in sent.items() if sender == 1) == 20
@@ -404,7 +404,7 @@ def sum_of(reduce: Reduce, p: int, n: int) -> Schedule:
 
 
 def per_device(plan: Schedule, p: int) -> tuple[list[int], list[int]]:
-    """Entries that each device sends, and receives."""
+    """Return the entries that each device sends, and receives."""
     sent = traffic(plan, 1)
     return (
         [sum(n for (sender, _), n in sent.items() if sender == d) for d in range(p)],
@@ -413,7 +413,7 @@ def per_device(plan: Schedule, p: int) -> tuple[list[int], list[int]]:
 
 
 def longest_path(plan: Schedule) -> int:
-    """Entries one after the other when every round lasts as long as its busiest device sends or receives."""
+    """Sum over rounds the entries that the busiest device sends or receives."""
     total = 0
     for transfers in plan.rounds:
         sent, received = per_device(Schedule((transfers,), plan.shape, in_place=True), 9)
@@ -422,7 +422,7 @@ def longest_path(plan: Schedule) -> int:
 
 
 @pytest.mark.parametrize("p", range(2, 10))
-def test_ring_costs_what_the_formula_says(p: int) -> None:
+def test_ring_cost_matches_the_formula(p: int) -> None:
     plan = sum_of("ring", p, N)
     assert len(plan.rounds) == 2 * (p - 1)
     assert per_device(plan, p) == ([2 * N * (p - 1) // p] * p,) * 2
@@ -430,7 +430,7 @@ def test_ring_costs_what_the_formula_says(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_butterfly_costs_what_the_formula_says_for_powers_of_two(p: int) -> None:
+def test_butterfly_cost_matches_the_formula_for_powers_of_two(p: int) -> None:
     plan = sum_of("butterfly", p, N)
     assert len(plan.rounds) == 2 * int(math.log2(p))
     assert per_device(plan, p) == ([2 * N * (p - 1) // p] * p,) * 2
@@ -483,8 +483,8 @@ def test_a_small_direct_sum_takes_one_round(p: int, n: int, rounds: int) -> None
 
 @pytest.mark.parametrize("reduce", REDUCES)
 @pytest.mark.parametrize("n", [0, 1, 5, 100])
-def test_gradients_are_summed_in_rounds_however_few(reduce: Reduce, n: int) -> None:
-    """Their buffers are summed where they lie."""
+def test_small_gradients_are_summed_in_rounds_too(reduce: Reduce, n: int) -> None:
+    """Their buffers are summed in place."""
     for p in range(2, 6):
         plan = sum_in_segments(tuple(range(p)), n, reduce, 1)
         assert plan.in_place
@@ -502,7 +502,7 @@ def test_other_readers_cost_one_tensor_each(reduce: Reduce) -> None:
 
 
 @pytest.mark.parametrize("p", range(2, 10))
-def test_ring_stays_even_where_the_chunks_are_not(p: int) -> None:
+def test_ring_is_balanced_with_uneven_chunks(p: int) -> None:
     sent, received = per_device(sum_of("ring", p, 1000), p)
     assert max(*sent, *received) - min(*sent, *received) <= 2  # a device leaves out one chunk of each half
     assert len(sum_of("ring", p, 1000).rounds) == 2 * (p - 1)
@@ -535,8 +535,8 @@ def test_mixing_by_hand(devices: tuple[int, ...], stage: int, text: str) -> None
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("first", [0, 1, 5])
-def test_after_all_stages_everybody_has_heard_of_everybody(p: int, first: int) -> None:
-    """For p a power of two, with k = lg p stages from any stage on; and nobody has before."""
+def test_all_mixing_stages_reach_every_device(p: int, first: int) -> None:
+    """For p a power of two, k = lg p stages suffice from any stage on, and fewer do not."""
     devices, k = tuple(range(p)), p.bit_length() - 1
     heard = {device: {device} for device in devices}
     for stage in range(first, first + k):
@@ -546,7 +546,7 @@ def test_after_all_stages_everybody_has_heard_of_everybody(p: int, first: int) -
     assert all(heard[device] == set(devices) for device in devices)
 
 
-def test_one_stage_adds_what_the_partner_has() -> None:
+def test_one_mixing_stage_adds_the_partners_values() -> None:
     (swap,) = mixing((0, 1, 2), 4, 0).rounds
     summands = {device: np.full(4, 10.0**device) for device in range(3)}
     mixed = _after_round(swap, summands, summands, in_place=True)

@@ -1,4 +1,4 @@
-"""Whole shares: tables worked out by hand, and what holds for any speeds and limits."""
+"""Whole shares: hand-calculated tables, and properties for any speeds and limits."""
 
 import re
 from fractions import Fraction
@@ -91,11 +91,11 @@ def test_speeds_may_be_as_far_apart_as_floats(
 @pytest.mark.parametrize(
     ("total", "weights", "limits", "message"),
     [
-        (5, (), {}, r"share 5 by the weights \(\): .*not all zero; give one positive speed"),
-        (5, (0.0, 0.0), {}, r"share 5 by the weights \(0\.0, 0\.0\): .*not all zero; give one positive speed"),
-        (5, (1.0, -2.0), {}, r"weights \(1\.0, -2\.0\): weights are finite, not negative.*give"),
-        (5, (1.0, float("nan")), {}, r"weights \(1\.0, nan\): weights are finite.*give"),
-        (0, (1.0, float("inf")), {}, r"weights \(1\.0, inf\): weights are finite.*give"),
+        (5, (), {}, r"share 5 by the weights \(\): .*not all zero; give at least one positive speed"),
+        (5, (0.0, 0.0), {}, r"share 5 by the weights \(0\.0, 0\.0\): .*not all zero; give at least one positive speed"),
+        (5, (1.0, -2.0), {}, r"weights \(1\.0, -2\.0\): weights must be finite, not negative.*give"),
+        (5, (1.0, float("nan")), {}, r"weights \(1\.0, nan\): weights must be finite.*give"),
+        (0, (1.0, float("inf")), {}, r"weights \(1\.0, inf\): weights must be finite.*give"),
         (-1, (1,), {}, r"share -1 in portions of 1: .* multiple; change the layer"),
         (10, (1, 1), {"quantum": 4}, r"share 10 in portions of 4: .* multiple; change the layer"),
         (5, (1, 1), {"at_most": (2, 2)}, r"shares of 5 .*at most \(2, 2\).*loosen the limits or add a device"),
@@ -105,7 +105,7 @@ def test_speeds_may_be_as_far_apart_as_floats(
         (0, (1,), {"at_most": (-1,)}, r"shares of 0 .*at most \(-1,\).*loosen"),
     ],
 )
-def test_what_cannot_be_shared_out(total: int, weights: tuple[float, ...], limits: dict, message: str) -> None:
+def test_impossible_shares_are_refused(total: int, weights: tuple[float, ...], limits: dict, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         apportion(total, weights, **limits)
 
@@ -119,7 +119,7 @@ some_weights = st.lists(any_weight, min_size=1, max_size=6).filter(any)
 
 @st.composite
 def limited(draw: st.DrawFn) -> tuple[int, list[float], int, list[int], list[int]]:
-    """Total, weights, quantum and limits that can be met: shares are drawn first, the limits around them."""
+    """Draw total, weights, quantum and feasible limits: shares first, then limits around them."""
     weights = draw(some_weights)
     quantum = draw(st.sampled_from([1, 1, 2, 5]))
     shares = [quantum * draw(st.integers(0, 30)) for _ in weights]
@@ -140,7 +140,7 @@ def test_shares_sum_and_keep_within_limits(case: tuple[int, list[float], int, li
 
 @given(limited())
 @settings(deadline=None)
-def test_no_device_is_a_portion_ahead_of_another(case: tuple[int, list[float], int, list[int], list[int]]) -> None:
+def test_no_device_is_a_quantum_ahead_of_another(case: tuple[int, list[float], int, list[int], list[int]]) -> None:
     """Largest remainder under limits: there is one level such that every share is less than one portion away from
     level * weight, unless a limit holds it. So whoever could give a portion is, with one less, not behind one who could
     take it, with one more."""
@@ -166,7 +166,7 @@ def test_no_device_is_a_portion_ahead_of_another(case: tuple[int, list[float], i
 
 @given(st.integers(0, 3000), some_weights, st.sampled_from([1, 2, 7]))
 @settings(deadline=None)
-def test_each_share_is_within_a_portion_of_its_quota(portions: int, weights: list[float], quantum: int) -> None:
+def test_each_share_is_within_a_quantum_of_its_quota(portions: int, weights: list[float], quantum: int) -> None:
     total = portions * quantum
     shares = apportion(total, weights, quantum=quantum)
     assert sum(shares) == total
@@ -178,7 +178,7 @@ def test_each_share_is_within_a_portion_of_its_quota(portions: int, weights: lis
 
 @given(st.integers(0, 7), st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any))
 @settings(deadline=None)
-def test_no_whole_shares_are_nearer_to_the_quotas(total: int, weights: list[int]) -> None:
+def test_shares_are_the_nearest_to_the_quotas(total: int, weights: list[int]) -> None:
     def distance(shares: Shares) -> Fraction:
         return sum(abs(s - Fraction(total * w, sum(weights))) for s, w in zip(shares, weights, strict=True))
 
@@ -188,7 +188,9 @@ def test_no_whole_shares_are_nearer_to_the_quotas(total: int, weights: list[int]
 
 @given(limited(), st.integers(-40, 40))
 @settings(deadline=None)
-def test_only_proportions_count(case: tuple[int, list[float], int, list[int], list[int]], exponent: int) -> None:
+def test_shares_depend_on_speed_ratios_only(
+    case: tuple[int, list[float], int, list[int], list[int]], exponent: int
+) -> None:
     total, weights, quantum, low, high = case
     assume(all(w == 0 or 1e-200 < w < 1e200 for w in weights))
     scaled = [w * 2.0**exponent for w in weights]
@@ -198,7 +200,7 @@ def test_only_proportions_count(case: tuple[int, list[float], int, list[int], li
 
 @given(st.integers(0, 500), some_weights)
 @settings(deadline=None)
-def test_the_faster_device_gets_no_less(total: int, weights: list[float]) -> None:
+def test_faster_device_gets_no_smaller_share(total: int, weights: list[float]) -> None:
     shares = apportion(total, weights)
     for i, j in product(range(len(weights)), repeat=2):
         if weights[i] > weights[j] or (weights[i] == weights[j] and i < j):
@@ -207,7 +209,7 @@ def test_the_faster_device_gets_no_less(total: int, weights: list[float]) -> Non
 
 @given(st.integers(0, 500), some_weights, st.floats(min_value=1, max_value=8), st.data())
 @settings(deadline=None)
-def test_a_device_that_gets_faster_gets_no_less(
+def test_speeding_up_never_shrinks_a_share(
     total: int, weights: list[float], factor: float, data: st.DataObject
 ) -> None:
     device = data.draw(st.integers(0, len(weights) - 1))
@@ -218,7 +220,7 @@ def test_a_device_that_gets_faster_gets_no_less(
 
 @given(st.integers(0, 500), st.lists(any_weight, min_size=1, max_size=6, unique=True).filter(any), st.randoms())
 @settings(deadline=None)
-def test_the_order_of_the_devices_does_not_matter(total: int, weights: list[float], random) -> None:  # type: ignore[no-untyped-def]
+def test_shares_do_not_depend_on_device_order(total: int, weights: list[float], random) -> None:  # type: ignore[no-untyped-def]
     """Where remainders tie the order decides, so speeds whose quotas tie are left out."""
     remainders = [total * Fraction(w) / sum(map(Fraction, weights)) % 1 for w in weights]
     assume(len(set(remainders)) == len(remainders))
@@ -235,7 +237,7 @@ def test_the_order_of_the_devices_does_not_matter(total: int, weights: list[floa
     ("total", "devices", "quantum", "shares"),
     [(7, 3, 1, (3, 2, 2)), (2, 4, 1, (1, 1, 0, 0)), (0, 2, 1, (0, 0)), (12, 2, 4, (8, 4)), (5, 1, 1, (5,))],
 )
-def test_even(total: int, devices: int, quantum: int, shares: Shares) -> None:
+def test_even_shares_by_hand(total: int, devices: int, quantum: int, shares: Shares) -> None:
     assert even(total, devices, quantum=quantum) == shares
 
 
@@ -274,7 +276,7 @@ def test_rescale_keeps_proportions_and_idle_devices(shares: Shares, total: int) 
         assert old or new == 0
 
 
-def test_rescale_of_nothing() -> None:
+def test_rescale_of_zero_weights_is_refused() -> None:
     with pytest.raises(PlanError, match=r"share 3 by the weights \(0, 0\)"):
         rescale((0, 0), 3)
 
@@ -289,7 +291,7 @@ def test_rescale_of_nothing() -> None:
         ((), (), ()),
     ],
 )
-def test_ranges_and_holders(shares: Shares, where: tuple[tuple[int, int], ...], who: tuple[int, ...]) -> None:
+def test_ranges_and_holders_by_hand(shares: Shares, where: tuple[tuple[int, int], ...], who: tuple[int, ...]) -> None:
     assert ranges(shares) == where
     assert holders(shares) == who
 
@@ -307,6 +309,6 @@ def test_check_accepts_shares_that_fit() -> None:
         ((5, 4, 0), "conv1: shares (5, 4, 0) sum to 9, the axis has 10: make them sum to 10"),
     ],
 )
-def test_check_refuses(shares: Shares, message: str) -> None:
+def test_check_refuses_shares_that_do_not_fit(shares: Shares, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         check(shares, 10, 3, "conv1")

@@ -1,4 +1,4 @@
-"""Every launcher's word for the place of a process, in torchrun's: as each of them says it, half said, and wrongly said."""
+"""Each launcher's rank variables are read as torchrun's: complete, incomplete and wrong."""
 
 import os
 import re
@@ -98,7 +98,7 @@ SAID: list[tuple[str, dict[str, str], tuple[int, int, int, int | None, str, int]
 
 
 @pytest.mark.parametrize(("environment", "expected"), [case[1:] for case in SAID], ids=[case[0] for case in SAID])
-def test_the_place_is_read_as_each_launcher_says_it(
+def test_rank_is_read_from_every_launcher(
     environment: dict[str, str], expected: tuple[int, int, int, int | None, str, int] | None
 ) -> None:
     before = dict(environment)
@@ -137,14 +137,14 @@ REFUSED: list[tuple[dict[str, str], list[str]]] = [
 @pytest.mark.parametrize(
     ("environment", "words"), REFUSED, ids=lambda value: value[0] if isinstance(value, list) else ""
 )
-def test_half_a_place_is_told(environment: dict[str, str], words: list[str]) -> None:
+def test_incomplete_rank_is_reported(environment: dict[str, str], words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         read_process_env(environment)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_the_first_host_of_a_nodelist() -> None:
+def test_first_host_of_a_slurm_nodelist() -> None:
     assert first_host("node[01-03,07]") == "node01"
     assert first_host("login,node[01-03]") == "login"
     assert first_host("rack[1-2]-node[03-04]") == "rack1-node03"
@@ -153,12 +153,12 @@ def test_the_first_host_of_a_nodelist() -> None:
             first_host(wrong)
 
 
-def test_tasks_per_node() -> None:
+def test_slurm_tasks_per_node_are_parsed() -> None:
     assert [tasks_on("2(x3),1,10", node) for node in range(5)] == [2, 2, 2, 1, 10]
 
 
-def test_the_command_knows_that_it_is_one_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then says so in torchrun's words to all that follows."""
+def test_command_detects_that_it_runs_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It then sets torchrun's variables for child processes."""
     for name in (*TORCHRUN, *SLURM, *OPEN_MPI, *MPICH):
         monkeypatch.setenv(name, "to be restored afterwards")
         monkeypatch.delenv(name)
@@ -171,7 +171,7 @@ def test_the_command_knows_that_it_is_one_of_a_job(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @needs("mpirun")
-def test_the_same_command_under_mpirun(tmp_path: Path) -> None:
+def test_command_trains_under_mpirun(tmp_path: Path) -> None:
     def train(*launcher: str) -> str:
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         command = [*launcher, sys.executable, "-m", "convoy", "train", *TINY, "--plan", "data", "--speeds"]

@@ -1,4 +1,4 @@
-"""What control groups leave of the memory: files as the kernel writes them, of both versions."""
+"""Memory left by control groups: kernel files of both versions."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ def written(folder: Path, **texts: str) -> None:
         (folder / name.replace("__", ".")).write_text(text + "\n")
 
 
-def test_the_group_that_leaves_least_counts(tmp_path: Path) -> None:
+def test_tightest_control_group_counts(tmp_path: Path) -> None:
     """The job's own has no limit; above it 700 of 1000 are used, 100 of them files; above that, 300 of 2000 are left."""
     own = tmp_path / "own"
     own.write_text("0::/batch/job\n")
@@ -25,7 +25,7 @@ def test_the_group_that_leaves_least_counts(tmp_path: Path) -> None:
     assert control_group_memory(tmp_path, own) == (300, 2000)
 
 
-def test_version_1_has_a_tree_of_its_own_and_containers_see_its_top(tmp_path: Path) -> None:
+def test_version_1_memory_tree_is_read_in_containers(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("4:cpu,cpuacct:/x\n3:memory:/not/seen/here\n0::/\n")
     names = {
@@ -37,7 +37,7 @@ def test_version_1_has_a_tree_of_its_own_and_containers_see_its_top(tmp_path: Pa
     assert control_group_memory(tmp_path, own) == (0, 500)
 
 
-def test_where_there_is_none(tmp_path: Path) -> None:
+def test_no_control_group_means_no_limit(tmp_path: Path) -> None:
     assert control_group_memory(tmp_path, tmp_path / "missing") is None
     (tmp_path / "own").write_text("odd\n")
     assert control_group_memory(tmp_path, tmp_path / "own") is None

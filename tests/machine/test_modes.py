@@ -1,4 +1,5 @@
-"""How torch computes (TF32, cuDNN, deterministic algorithms, the default dtype): set, told, and the same on every device."""
+"""torch's computing modes (TF32, cuDNN, deterministic algorithms, default dtype): set, reported, and equal
+everywhere."""
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def test_every_mode_is_known_to_this_torch() -> None:
 
 
 def choose(group: Group) -> dict[str, str]:
-    """Device 0 without TF32, device 1 with it; nothing else changes."""
+    """Run device 0 without TF32 and device 1 with it."""
     before = modes()
     set_modes(None, deterministic=False)
     assert modes() == before
@@ -27,8 +28,8 @@ def choose(group: Group) -> dict[str, str]:
     return {name: value for name, value in modes().items() if value != before[name]}
 
 
-def test_what_is_chosen_is_what_torch_does() -> None:
-    """Defaults of torch: TF32 in cuDNN, none in matrix products."""
+def test_chosen_modes_are_set_in_torch() -> None:
+    """torch's defaults: TF32 in cuDNN, none in matrix products."""
     without, with_tf32 = on_processes(2, "tests.machine.test_modes:choose")
     assert without == {
         "torch.backends.cudnn.conv.fp32_precision": "ieee", "torch.backends.cudnn.rnn.fp32_precision": "ieee",
@@ -41,7 +42,7 @@ def test_what_is_chosen_is_what_torch_does() -> None:
 
 
 def refused(group: Group) -> list[str]:
-    """Device 1 differs in one setting after the other."""
+    """Return the error as device 1 differs in one setting after another."""
     model, x, told = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.zeros(2, 3, 8, 8), []
 
     def make() -> None:
@@ -67,7 +68,7 @@ def refused(group: Group) -> list[str]:
     return told
 
 
-def test_a_device_with_a_setting_of_its_own_is_named_with_the_setting_and_both_values() -> None:
+def test_differing_torch_setting_is_named_with_both_values() -> None:
     precision, deterministic, benchmark, dtype = on_processes(2, "tests.machine.test_modes:refused")[0]
     assert precision.startswith(
         "torch would compute differently: torch.get_float32_matmul_precision is highest on device 0, but high on device 1."

@@ -1,4 +1,4 @@
-"""The folder in which a user's devices are noted: nobody else may have made it, or look into it."""
+"""The folder that lists a user's devices: no other user may create or read it."""
 
 import os
 import stat
@@ -17,7 +17,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_folder_is_its_users_alone(shared: Path) -> None:
+def test_roster_folder_is_private(shared: Path) -> None:
     assert roster.rows() == []
     (folder,) = shared.iterdir()
     assert folder.name == f"convoy-{os.geteuid()}"
@@ -25,9 +25,7 @@ def test_the_folder_is_its_users_alone(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["open to others", "another user's", "a link", "a file"])
-def test_a_folder_that_somebody_else_has_made_is_refused(
-    shared: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_another_user_is_refused(shared: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that a stranger wrote would have `convoy stop` signal processes of his choice, and tell him who trains what. A
     device trains without a row then."""
     if how == "another user's":
@@ -42,7 +40,7 @@ def test_a_folder_that_somebody_else_has_made_is_refused(
     else:
         path.mkdir()
         path.chmod(0o755 if how == "open to others" else 0o700)
-    with pytest.raises(InputError, match="in a folder that is this user's alone; have it removed"):
+    with pytest.raises(InputError, match="in a folder that only this user can access; have it removed"):
         roster.rows()
     roster.enter("a job", 0, "cpu")
     assert roster.of_processes([os.getpid()]) == [None]

@@ -1,4 +1,4 @@
-"""A budget is seconds on the wall. Clocks are injected: nothing here waits for a real one."""
+"""A measuring budget is wall-clock seconds. Clocks are injected: no test waits for a real one."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -37,7 +37,7 @@ def net() -> nn.Module:
 
 
 class Wall:
-    """Seconds on a wall that only move when a test moves them."""
+    """A wall clock that only tests advance."""
 
     def __init__(self) -> None:
         self.time_s = 100.0
@@ -47,7 +47,7 @@ class Wall:
 
 
 class Waiting(AloneGroup):
-    """A group whose other devices take this long to answer."""
+    """A group whose other devices reply after this time."""
 
     def __init__(self, wall: Wall, waits_s: float) -> None:
         super().__init__(CPU)
@@ -60,7 +60,7 @@ class Waiting(AloneGroup):
 
 
 class ScriptedTimer(LayerTimer):
-    """A timer that takes this multiple of what it is allowed; one size takes a second."""
+    """A timer that takes a multiple of its allowance; one size takes a second."""
 
     def __init__(self, wall: Wall, over: float = 1.0) -> None:
         model = net()
@@ -89,13 +89,13 @@ def grids_s(over: float, waits_s: float) -> tuple[float, list[float], float]:
     return wall.time_s - 100.0, layers.allowed_s, waits_s * group.waits
 
 
-def test_layers_that_take_what_they_may_take_the_budget() -> None:
+def test_layers_use_the_whole_budget() -> None:
     seconds, allowed_s, _ = grids_s(over=1.0, waits_s=0.0)
     assert seconds == pytest.approx(40.0)
     assert sum(allowed_s) == pytest.approx(40.0)
 
 
-def test_a_layer_that_takes_too_long_leaves_less_to_the_others() -> None:
+def test_slow_layer_leaves_less_time_for_the_others() -> None:
     seconds, allowed_s, _ = grids_s(over=3.0, waits_s=0.0)
     assert allowed_s[-1] == 0.0, "the last ones are timed at their smallest size"
     assert seconds < 2 * 40.0
@@ -110,10 +110,10 @@ def test_waiting_for_a_slower_device_counts() -> None:
 @pytest.mark.parametrize(
     ("left_s", "planning_s", "timed"), [(10.0, 0.0, 4), (2.5, 0.0, 2), (2.5, 1.0, 1), (-1.0, 0.0, 0)]
 )
-def test_sizes_of_plans_are_timed_while_there_is_time(
+def test_plan_sizes_are_timed_within_the_budget(
     left_s: float, planning_s: float, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planning them counts, too."""
+    """The time to plan them counts, too."""
     wall = Wall()
     layers: Any = ScriptedTimer(wall)
     name = next(iter(layers.alike))
@@ -136,7 +136,7 @@ def measured(**options: Any) -> Measurement:
     return measure_job(AloneGroup(CPU), traced, model, BATCH, MeasureOptions("two-conv", slice_s=1e-5, **options))
 
 
-def test_the_sizes_of_plans_get_the_seconds_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_sizes_get_the_remaining_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     wall, left = Wall(), []
     monkeypatch.setattr(LayerTimer, "unknown", lambda *_: [])
     monkeypatch.setattr(job, "_time_plan_sizes", lambda *given: left.append(given[3]))
@@ -168,14 +168,14 @@ def nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nothing_is_timed")
 @pytest.mark.parametrize("name", [*PLANS, AUTO])
-def test_one_device_has_nothing_to_share_and_measures_nothing(name: str) -> None:
+def test_single_device_measures_nothing(name: str) -> None:
     plans = make_plans(net(), torch.zeros(2, 1, 8, 8), BATCH, AloneGroup(CPU), plan=name)
     assert (plans[0].name, plans[0].devices, plans[0].batch) == (name, 1, BATCH)
     assert not plans.speeds.measured
 
 
 @pytest.mark.usefixtures("nothing_is_timed")
-def test_a_net_that_one_device_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_net_too_large_for_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(planning.describe_device(CPU, 1.0), memory_bytes=1000)
     monkeypatch.setattr(planning, "describe_device", lambda *_: small)
     with pytest.raises(PlanError, match=r"fits the devices' memory.* of 0\.001 MB"):

@@ -1,4 +1,4 @@
-"""Joules by the machine's own counters, on a made-up powercap tree and an NVML of the test's own."""
+"""Joules by hardware counters, on an invented powercap tree and a fake NVML."""
 
 import sys
 from pathlib import Path
@@ -27,8 +27,8 @@ def zone(tree: Path, path: str, name: str, energy_uj: int) -> Path:
     return folder / "energy_uj"
 
 
-def test_packages_are_added_and_nothing_is_counted_twice(tmp_path: Path) -> None:
-    """core lies within a package, psys is the machine with its packages, mmio is a second window on the first package."""
+def test_packages_are_summed_without_double_counting(tmp_path: Path) -> None:
+    """core is part of a package, psys the machine with its packages, mmio a second view of package 0."""
     first = zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
     second = zone(tmp_path, "intel-rapl:1", "package-1", 7_000_000)
     others = [
@@ -47,7 +47,7 @@ def test_packages_are_added_and_nothing_is_counted_twice(tmp_path: Path) -> None
     assert meter.joules() == 0.0
 
 
-def test_a_counter_that_begins_anew(tmp_path: Path) -> None:
+def test_counter_wraparound_is_handled(tmp_path: Path) -> None:
     file = zone(tmp_path, "intel-rapl:0", "package-0", RANGE_UJ - 1_000_000)
     meter = meter_of(CPU, tmp_path)
     file.write_text("2000000")
@@ -56,7 +56,7 @@ def test_a_counter_that_begins_anew(tmp_path: Path) -> None:
     assert Counter(int, 1e-3).joules(900, 200) == pytest.approx(0.2), "a driver that was loaded again counts from 0"
 
 
-def test_where_there_is_no_counter_the_meter_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_counter_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for tree in (tmp_path / "none", tmp_path):
         meter = meter_of(CPU, tree)
         assert meter.source == f"not available here: no RAPL counters of a processor in {tree}"
@@ -81,7 +81,7 @@ def test_where_there_is_no_counter_the_meter_says_so(tmp_path: Path, monkeypatch
     assert meter_of(CPU, tmp_path).source.startswith("not available here: invalid literal for int()")
 
 
-def test_a_counter_that_goes_away_ends_the_measuring_and_not_the_training(tmp_path: Path) -> None:
+def test_vanished_counter_ends_measuring_but_not_training(tmp_path: Path) -> None:
     file = zone(tmp_path, "intel-rapl:0", "package-0", 0)
     meter = meter_of(CPU, tmp_path)
     file.unlink()
@@ -101,7 +101,7 @@ class NotSupportedError(NVMLError):
 
 
 class Nvml(SimpleNamespace):
-    """A GPU of known energy; None: it has no counter."""
+    """A GPU with known energy; None: without a counter."""
 
     NVMLError, NVMLError_NotSupported = NVMLError, NotSupportedError
     energy_mj: int | None = 1_000_000
@@ -135,28 +135,28 @@ def test_a_gpu_counts_its_energy(nvml: Nvml) -> None:
     assert meter.joules() == pytest.approx(2.5)
 
 
-def test_gpus_that_nvml_does_not_tell_of(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_unknown_to_nvml_have_no_meter(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert meter_of(torch.device("cuda:0")).source == "not available here: NVML: Not Found"
     nvml.energy_mj = None
     assert meter_of(GPU).source == "not available here: NVML: Not Supported"
     monkeypatch.setattr(energy_meter, "NVML", "no_such_module")
     assert meter_of(GPU).source == 'not available here: NVML is not installed: pip install "convoy-train[energy]"'
     monkeypatch.undo()
-    assert meter_of(torch.device("meta")).source == "not available here: meta has no UUID by which NVML would know it"
+    assert meter_of(torch.device("meta")).source == "not available here: meta has no UUID, which NVML needs to find it"
 
 
 # --- of a fleet ---------------------------------------------------------------------------------------------------------
 
 
-def test_counters_that_devices_share_are_counted_once() -> None:
+def test_shared_counters_are_counted_once() -> None:
     assert once_each(["a", "", "a", "b"], ["A", "no", "A", "B"], [1.0, None, 1.5, 2.0]) == [
         (1.0, "A"), (None, "no"), (None, "counted with device 0"), (2.0, "B"),
     ]  # fmt: skip
     assert counted_with(0) == "counted with device 0"
 
 
-def test_two_devices_of_one_machine_tell_what_it_used(tmp_path: Path) -> None:
-    """Worked out by hand: 6 J in two steps of 8 samples."""
+def test_devices_of_one_machine_report_its_energy_once(tmp_path: Path) -> None:
+    """Calculated by hand: 6 J in two steps of 8 samples."""
     zone(tmp_path, "intel-rapl:0", "package-0", 0)
 
     def work(group: Group) -> SystemLine:

@@ -1,4 +1,4 @@
-"""The times of a device's layers: a layer at one size computes its shard, and a synthetic device's times are found again."""
+"""Layer times of a device: a layer at one size computes its shard, and a synthetic device's times are recovered."""
 
 import copy
 from dataclasses import replace
@@ -88,7 +88,7 @@ def test_every_kind_of_layer_runs_at_every_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["two-conv", "resnet", "mobile", "convolutions", "signal", "concatenation"])
 def test_a_layer_at_one_size_computes_its_shard_of_the_layer(name: str) -> None:
-    """With the inputs of the whole layer cut to the shard, its output is the cut of the whole output."""
+    """With the inputs cut to the shard, its output equals the cut of the whole output."""
     model, traced = traced_net(name)
     disable_in_place(model)
     for layer in traced.graph.layers.values():
@@ -111,8 +111,8 @@ def test_a_layer_at_one_size_computes_its_shard_of_the_layer(name: str) -> None:
         assert [g.shape for g in gx if g is not None] == [x.shape for x in part.inputs]
 
 
-def test_a_batch_norm_that_shares_its_statistics_computes_the_same_alone() -> None:
-    """Where the whole batch is here, the steps around the exchange give what torch's own kernel gives."""
+def test_synchronised_batch_norm_matches_torch_on_one_device() -> None:
+    """With the global batch on one device, the steps around the exchange match torch's kernel."""
     model, traced = traced_net("resnet")
     layer = next(layer for layer in traced.graph.layers.values() if layer.statistics)
     size = whole_size(layer, 4)
@@ -129,7 +129,7 @@ def test_a_batch_norm_that_shares_its_statistics_computes_the_same_alone() -> No
     torch.testing.assert_close(own_shared["bias"], own["bias"])
 
 
-def test_a_batch_norm_is_timed_as_it_runs_alone_and_with_others() -> None:
+def test_batch_norm_is_timed_alone_and_synchronised() -> None:
     model, traced = traced_net("resnet")
     layer = next(layer for layer in traced.graph.layers.values() if layer.statistics)
     timer = Ideal(traced, model, 8, RoundTimer(Clock(CPU)))
@@ -141,7 +141,7 @@ def test_a_batch_norm_is_timed_as_it_runs_alone_and_with_others() -> None:
         assert isinstance(work.run, SharedStatistics)
 
 
-def test_a_layer_with_fewer_inputs_has_the_weights_of_those() -> None:
+def test_layer_with_fewer_inputs_has_fewer_weights() -> None:
     model, traced = traced_net("two-conv")
     layer = traced.graph["conv2"]
     with torch.no_grad(), workload(model, traced, layer, LocalSize(2, 7, 3), (True,), backward=True) as part:
@@ -163,7 +163,7 @@ def test_the_first_layer_computes_no_gradient_of_the_images() -> None:
     assert "net.conv1" not in quick_timer(*traced_net("frozen")).trained
 
 
-def test_layers_alike_are_timed_once() -> None:
+def test_identical_layers_are_timed_once() -> None:
     model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=p) for p in (1, 1, 1, 1)), nn.Conv2d(4, 4, 5, padding=2))
     traced = trace(model, torch.randn(2, 4, 8, 8))
     # The first one computes no gradient of its input, the last one has larger kernels.
@@ -171,7 +171,7 @@ def test_layers_alike_are_timed_once() -> None:
 
 
 class Ideal(LayerTimer):
-    """On this device a layer takes 1 us, and 1 ns for each sample, filter and input; half of it forward."""
+    """A device on which a layer takes 1 us, and 1 ns per sample, filter and input; half of it forward."""
 
     slower = 1.0
 
@@ -183,8 +183,8 @@ class Ideal(LayerTimer):
 
 
 @pytest.mark.parametrize("slower", [1.0, 1e2, 1e4])
-def test_a_table_gives_back_the_times_of_a_synthetic_device(slower: float) -> None:
-    """If the whole layer would take too long, it lies on the line through smaller sizes."""
+def test_table_reproduces_a_synthetic_device(slower: float) -> None:
+    """If the whole layer would take too long, it is extrapolated linearly from smaller sizes."""
     model = nn.Sequential(nn.Conv2d(64, 128, 3, padding=1), nn.Conv2d(128, 256, 3, padding=1))
     traced = trace(model, torch.randn(2, 64, 8, 8))
     timer, layer = Ideal(traced, model, 64, RoundTimer(Clock(CPU))), traced.graph["1"]
@@ -199,7 +199,7 @@ def test_a_table_gives_back_the_times_of_a_synthetic_device(slower: float) -> No
 
 
 class Expected:
-    """The expected seconds of a size, by those of a known one."""
+    """Expected seconds of a size, from those of a known one."""
 
     def __init__(self, layer: Layer, known: LocalSize, known_s: float) -> None:
         self.layer, self.known, self.known_s = layer, known, known_s
@@ -221,7 +221,7 @@ def test_axes_follow_the_layer() -> None:
     assert full_axes(traced.graph, traced.graph["scale"], 64) == Axes((1,), (6,))
 
 
-def test_axes_shrink_to_the_time_there_is() -> None:
+def test_axes_shrink_to_the_available_time() -> None:
     graph = trace(nn.Sequential(nn.Conv2d(128, 256, 3)), torch.zeros(1, 128, 18, 18)).graph
     full, whole = Axes((4, 8, 16, 32, 64), (16, 32, 64, 128, 256), (8, 16, 32, 64, 128)), LocalSize(64, 256, 128)
 
@@ -243,7 +243,7 @@ def test_axes_shrink_to_the_time_there_is() -> None:
     assert choose_axes(full, whole, expected(10.0), 60.0) == Axes((4,), (16,))
 
 
-def test_samples_that_cost_next_to_nothing_are_timed() -> None:
+def test_cheap_extra_samples_are_timed() -> None:
     """A Linear of 4096 mostly reads its weights: 64 samples take little longer than 4, and a slow device times them too."""
     graph = trace(nn.Sequential(nn.Linear(4096, 4096)), torch.zeros(1, 4096)).graph
     full = full_axes(graph, graph["0"], 64)

@@ -1,4 +1,4 @@
-"""The wire: that of a synthetic fleet is found again, and takes the place of the described one."""
+"""Links: a synthetic fleet's network is recovered and replaces the described one."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ from tests.support.threads import run_on_threads
 
 
 class Net:
-    """The wire of a synthetic fleet: NICs of hosts, a rate within hosts, a latency, processor time per byte."""
+    """The network of a synthetic fleet: NICs, a rate within hosts, a latency, processor time per byte."""
 
     def __init__(self, host: Sequence[int], send: Sequence[float], receive: Sequence[float]) -> None:
         self.host, self.send, self.receive = host, send, receive
@@ -25,7 +25,7 @@ class Net:
 
 
 class TimedGroup:
-    """A group whose exchanges take computed time: both ends ready, the latency, then the fullest of pair and NICs."""
+    """A group with computed exchange times: both ends ready, the latency, then the busiest of pair and NICs."""
 
     def __init__(self, inner: Group, net: Net) -> None:
         self.inner, self.net = inner, net
@@ -76,13 +76,13 @@ def measured_wire(net: Net, share: float = 1.0, budget_s: float = 20.0) -> WireT
 
 
 class SlowToAnswer(Net):
-    """A fast wire with a long latency, such as devices under a quota have."""
+    """A fast network with high latency, as with devices under a quota."""
 
     def latency_s(self, a: int, b: int) -> float:
         return 0.02 * (a != b)
 
 
-def test_a_link_that_answers_late_is_not_taken_for_a_slow_one() -> None:
+def test_high_latency_link_is_not_measured_as_slow() -> None:
     """Story: on eight devices a message of 1 KB took longer than the time for one link allowed, and larger ones were left out;
     by that one message a link of 120 MB/s had 0.14 MB/s, and a step of 2.3 s was predicted to take 209 s."""
     net = SlowToAnswer(host=[0, 1, 2], send=[50e6] * 3, receive=[50e6] * 3)
@@ -93,7 +93,7 @@ def test_a_link_that_answers_late_is_not_taken_for_a_slow_one() -> None:
 
 
 class Pausing(Net):
-    """A fast wire between devices that pause: every message but the third waits 0.03 s in which its device may not compute."""
+    """A fast network of pausing devices: all messages but the third wait 0.03 s for their device's quota."""
 
     def __init__(self, host: Sequence[int], send: Sequence[float], receive: Sequence[float]) -> None:
         super().__init__(host, send, receive)
@@ -106,7 +106,7 @@ class Pausing(Net):
         return 1e-4 if self.messages[a] % 3 == 0 else 0.03
 
 
-def test_the_pauses_of_a_small_quota_are_not_taken_for_bytes() -> None:
+def test_quota_pauses_are_not_measured_as_transfer_time() -> None:
     """Story: eight devices, the slowest with 0.08 of a core, 0.14 s for each link: 2.2 s a step were predicted to take 281 s.
     The likely cause is played here: between two small sizes the median of a few messages catches a pause, the link seems slow,
     and no larger message is sent."""
@@ -116,8 +116,8 @@ def test_the_pauses_of_a_small_quota_are_not_taken_for_bytes() -> None:
     assert min(pair.bytes_per_s for pair in wire.pairs) > 20e6
 
 
-def test_a_synthetic_wire_is_found_again() -> None:
-    """Three hosts, the last one with a slow NIC; the first one has two devices."""
+def test_synthetic_network_is_recovered() -> None:
+    """Three hosts, the last with a slow NIC, the first with two devices."""
     net = Net(host=[0, 0, 1, 2], send=[100e6, 80e6, 10e6], receive=[100e6, 90e6, 20e6])
     wire = measured_wire(net, share=0.5)
     found = {(pair.source, pair.target): pair for pair in wire.pairs}
@@ -142,7 +142,7 @@ def test_a_synthetic_wire_is_found_again() -> None:
 
 
 def test_links_without_a_shared_nic_show_as_a_faster_nic() -> None:
-    """Two slow hosts behind a fast NIC: what it sends to both at once is more than either link alone."""
+    """Two slow hosts behind a fast NIC: sending to both at once is faster than either link alone."""
     wire = measured_wire(Net(host=[0, 1, 2], send=[50e6, 10e6, 10e6], receive=[50e6, 10e6, 10e6]))
     assert max(pair.bytes_per_s for pair in wire.pairs) == pytest.approx(10e6, rel=1e-6)
     assert wire.nics[0].send_bytes_per_s == pytest.approx(20e6, rel=0.02)
@@ -175,7 +175,7 @@ def test_every_pair_of_hosts_is_measured_once() -> None:
     assert pairs_to_measure([0]) == ([], [0])
 
 
-def test_an_uplink_is_as_fast_as_the_links_that_it_alone_holds_back() -> None:
+def test_uplink_rate_comes_from_the_links_it_limits() -> None:
     """Host a is alone behind an uplink that is said to carry 8 MB/s out and 1 GB/s in: 7.5 were measured on the way out; on
     the way in the NICs are narrower, so nothing is known of the uplink."""
     wire = measured_wire(Net(host=[0, 1], send=[7.5e6, 20e6], receive=[40e6, 30e6]))

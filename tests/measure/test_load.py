@@ -1,4 +1,4 @@
-"""Other programs are noticed, and CPU quotas are found."""
+"""Load by other programs is noticed, and CPU quotas are found."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,12 +25,12 @@ def use(busy: float, own: float, wants: float = 1.0, cores: float = 2.0, machine
         ([use(busy=1.9, own=0.8, wants=0.8), use(busy=1.9, own=1.0, wants=1.0)], [1.0, 1.0]),  # 0.1 for the kernel
     ],
 )  # fmt: skip
-def test_how_much_longer_others_make_it(uses: list[Usage], expected: list[float]) -> None:
+def test_load_of_other_programs_is_a_time_factor(uses: list[Usage], expected: list[float]) -> None:
     assert slowdowns(uses) == pytest.approx(expected)
 
 
 def quota_in(folder: Path, groups: str, files: Mapping[str, str]) -> float | None:
-    """Return the quota found in made-up files of control groups."""
+    """Return the quota found in invented control-group files."""
     for name, text in ({"own": groups} | dict(files)).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

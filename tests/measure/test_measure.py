@@ -1,4 +1,4 @@
-"""Measuring jobs: the fleet that they form, on one device, on threads and across processes."""
+"""Measuring jobs on one device, on threads and across processes: the fleet they describe."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from convoy.cli.measuring import check_measure, measure_device
 from convoy.comm.group import AloneGroup, Group
 from convoy.config.run_file import resolve_settings
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.measure.device_info import DeviceInfo, fit, fleet_of, host_indices
@@ -59,7 +59,7 @@ ROWS = [
 ]
 
 
-def test_devices_describe_their_fleet() -> None:
+def test_measured_devices_form_a_fleet() -> None:
     fleet = fleet_of(ROWS)
     assert [host.name for host in fleet.hosts] == ["attic", "attic-1", "host"]
     assert [d.name for d in fleet.devices] == ["attic-cpu0", "attic-cpu1", "attic-cuda0", "attic-1-cpu0", "host-cpu0"]
@@ -69,7 +69,7 @@ def test_devices_describe_their_fleet() -> None:
     assert fleet_of([replace(ROWS[0], kind="hpu")]).devices[0].kind == "hpu"
 
 
-def test_a_fleet_file_must_be_the_fleet_of_the_job() -> None:
+def test_fleet_file_must_match_the_job() -> None:
     fleet = fleet_of(ROWS)
     assert fit(fleet, ROWS) == fleet
     assert fit(fleet, [replace(ROWS[0], slowdown=3.0), *ROWS[1:]]).devices[0].slowdown == 3.0
@@ -86,7 +86,7 @@ def test_a_fleet_file_must_be_the_fleet_of_the_job() -> None:
 
 @pytest.fixture(autouse=True)
 def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever limits this test: seconds are those of the wall clock."""
+    """Ignore this process's own quota: seconds are wall-clock."""
     monkeypatch.setattr("convoy.measure.overhead_probe.quota_cores", lambda: None)
 
 
@@ -96,7 +96,7 @@ def measure_alone(budget_s: float = 1.0) -> Measurement:
         return measure_job(group, traced, model, 8, MeasureOptions("two-conv", budget_s=budget_s, slice_s=QUICK_S))
 
 
-def test_a_replay_of_every_plan_runs_on_what_was_measured() -> None:
+def test_every_plan_replays_on_the_measured_fleet() -> None:
     measured = measure_alone()
     assert Measurement.from_toml(measured.to_toml()) == measured
     _, traced = traced_net("two-conv")
@@ -112,7 +112,7 @@ def test_a_replay_of_every_plan_runs_on_what_was_measured() -> None:
     assert measured.fleet.devices[0].name in shown
 
 
-def test_the_callers_settings_of_torch_reach_no_probe() -> None:
+def test_callers_torch_settings_do_not_affect_probes() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.no_grad(), torch.autograd.set_detect_anomaly(True):
@@ -126,7 +126,7 @@ def test_the_callers_settings_of_torch_reach_no_probe() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_contention_is_in_every_layer_time_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_times_include_contention(monkeypatch: pytest.MonkeyPatch) -> None:
     factors: list[float] = []
     rows = LayerTimer.rows
     monkeypatch.setattr(LayerTimer, "rows", lambda self, factor=1.0: factors.append(factor) or rows(self, factor))
@@ -137,8 +137,8 @@ def test_contention_is_in_every_layer_time_of_a_device(monkeypatch: pytest.Monke
     assert factors == [1.0, 3.0]
 
 
-def test_watts_while_layers_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of 10 W: a little less, since the wait for the meter counts as well."""
+def test_watts_are_measured_while_timing_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of 10 W: slightly less, since waiting for the meter counts as well."""
     meter = EnergyMeter("RAPL", "m", [Counter(lambda: int(time.monotonic() * 1e7), 1e-6)])
     monkeypatch.setattr("convoy.measure.measure_job.meter_of", lambda _: meter)
     measured = measure_alone()
@@ -149,8 +149,8 @@ def test_watts_while_layers_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Measurement.from_toml(measured.to_toml()) == measured
 
 
-def test_measured_joules_of_an_image_stand_beside_the_predicted_ones() -> None:
-    """Two devices share a counter, at 10 W and some samples/s together. 10 W each would be twice that."""
+def test_measured_joules_per_image_are_shown_with_predicted_ones() -> None:
+    """Two devices share a counter at 10 W. 10 W each would be twice the joules."""
     one = measure_alone()
     (device,), (costs,) = one.fleet.devices, one.device
     pair = replace(device, name="b"), device
@@ -185,7 +185,7 @@ def _cells_of(measured: Measurement, row: str) -> list[str]:
 
 
 class Types(TorchDispatchMode):
-    """Remembers in which types a kernel was called."""
+    """A recorder of the dtypes a kernel was called with."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class Types(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
-def test_layers_are_timed_in_the_precision_that_they_train_in(precision: str, dtype: torch.dtype) -> None:
-    """A bf16 training was planned by times of float32, though devices differ in what they gain."""
+def test_layers_are_timed_in_the_training_precision(precision: str, dtype: torch.dtype) -> None:
+    """Regression: bf16 trainings were planned with float32 times, although devices differ in the gain."""
     model, traced = traced_net("two-conv")
     kernels = ("convolution", "convolution_backward", "addmm", "mm")
     with AloneGroup(CPU) as group, Types(*kernels) as types:
@@ -296,7 +296,7 @@ def test_bad_options_are_refused_before_anything_starts(
         check_measure(output, settings_of(**given), fleet)
 
 
-def test_an_emulated_host_measures_the_fleet_that_is_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulated_host_measures_the_emulated_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Fleet((Host("a"),), (Device("x", "a", "cpu"),))
     (tmp_path / "one.toml").write_text(one.to_toml())
     check_measure(tmp_path / "out.toml", settings_of(), None)
@@ -305,7 +305,7 @@ def test_an_emulated_host_measures_the_fleet_that_is_emulated(tmp_path: Path, mo
         check_measure(tmp_path / "out.toml", settings_of(), None)
 
 
-def test_a_loss_is_timed_of_the_outputs_that_the_model_has() -> None:
+def test_loss_is_timed_on_the_models_outputs() -> None:
     """Of as many samples as 16 MB hold; and what it takes is a number that a processor may have, on this one."""
     pixels = trace(UNet(), torch.zeros(2, 3, 32, 32)).graph
     (output,) = pixels.outputs

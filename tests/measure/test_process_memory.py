@@ -1,4 +1,4 @@
-"""The memory of a process before it trains: measured with the devices, added to a plan's tensors, kept free by plans."""
+"""Process memory before training: measured with the devices, added to a plan's tensors, reserved by plans."""
 
 from dataclasses import replace
 
@@ -24,13 +24,13 @@ MB = 1_000_000
 
 
 def net() -> nn.Module:
-    """50 MB of weights; gradients and momentum make it 150 MB."""
+    """Return a net of 50 MB of weights, 150 MB with gradients and momentum."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 3600), nn.ReLU(), nn.Linear(3600, 400))
 
 
 def resident_bytes(group: Group) -> tuple[int, int]:
-    """Before it trains, without the model, as `measure_job` has it; and while it trains."""
+    """Return resident memory before training without the model, as `measure_job` sees it, and while training."""
     model = net()
     plan = named_plan("data", trace(model, torch.zeros(2, 3, 32, 32)).graph, BATCH, Speeds((1.0, 1.0)))
     before = describe_device(CPU, 1.0).process_bytes - 4 * sum(p.numel() for p in model.parameters())
@@ -48,8 +48,8 @@ def resident_bytes(group: Group) -> tuple[int, int]:
     return before, most
 
 
-def test_resident_memory_is_that_of_the_process_and_of_the_tensors() -> None:
-    """Predicted: what it had before, and some 170 MB by the plan. Pages that were freed before are taken again."""
+def test_resident_memory_is_process_plus_tensors() -> None:
+    """Predicted: the memory before training and about 170 MB by the plan. Freed pages are reused."""
     graph = trace(net(), torch.zeros(2, 3, 32, 32)).graph
     plan = named_plan("data", graph, BATCH, Speeds((1.0, 1.0)))
     rows = on_processes(2, "tests.measure.test_process_memory:resident_bytes")
@@ -59,7 +59,7 @@ def test_resident_memory_is_that_of_the_process_and_of_the_tensors() -> None:
         assert most > 1.2 * max(before, memory.total_bytes)  # neither of the two would do
 
 
-def test_it_is_measured_with_the_devices_beside_the_model_and_stands_in_their_file(
+def test_process_memory_is_measured_and_stored_in_the_fleet_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
@@ -75,18 +75,18 @@ def test_it_is_measured_with_the_devices_beside_the_model_and_stands_in_their_fi
     assert Measurement.from_toml(before).costs(traced.graph).process_bytes == (0,)
 
 
-def test_devices_of_a_host_share_what_is_free_and_each_has_its_own() -> None:
-    """900 MB are free next to two processes of 100 MB each; a limit below what a process has stays a limit."""
+def test_devices_of_a_host_share_its_free_memory() -> None:
+    """900 MB are free next to two processes of 100 MB each; a limit below a process's memory stays a limit."""
     rows = [DeviceInfo("a", "m", "cpu", 1, 1000 * MB, 1.0, 100 * MB) for _ in range(2)]
     assert [device.memory_bytes for device in fleet_of(rows).devices] == [550 * MB, 550 * MB]
     assert fleet_of([replace(rows[0], memory_bytes=MB)]).devices[0].memory_bytes == MB
 
 
-def test_plans_may_fill_what_the_process_leaves() -> None:
+def test_plans_may_use_memory_the_process_leaves() -> None:
     fleet = Fleet((Host("a"),), (Device("a-0", "a", "cpu", memory_bytes=100 * MB), Device("a-1", "a", "cpu")))
     room = MemoryLimits.of(fleet, process_bytes=(70 * MB, 70 * MB))
     assert (room.bytes_of(0), room.bytes_of(1)) == (30 * MB, float("inf"))
     assert room.excess([31 * MB, 31 * MB]) == {0: MB}
     (words,) = room.overfull([31 * MB, 31 * MB])
-    assert words == "a-0 needs 101 MB (70 MB of them its process before it trains) of 100 MB"
+    assert words == "a-0 needs 101 MB (70 MB used by its process before training) of 100 MB"
     assert MemoryLimits.of(fleet, process_bytes=(200 * MB, 0)).excess([MB, 0]) == {0: MB - 1}  # no division by nothing

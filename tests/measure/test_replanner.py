@@ -1,4 +1,4 @@
-"""A job whose devices plan again after a loss, with what rebalancing has measured."""
+"""A job plans again after a loss, with the speeds that rebalancing measured."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ EXAMPLE = torch.zeros(2, 2, 8, 8, dtype=torch.float64)
 
 
 def test_a_device_slower_than_measured_is_found() -> None:
-    """Device 1 takes three times as long as it was measured to, in every layer; device 0 as long; device 2 has no part."""
+    """Device 1 takes three times its measured time in every layer; device 0 is unchanged; device 2 is idle."""
     graph = trace(make_net(), EXAMPLE).graph
     plan = named_plan("data-by-speed", graph, 8, Speeds((1.0, 1.0, 0.0)))
     times = measured_fleet(graph, [1e9, 2e9, 1e9], 8).costs(graph).times
@@ -47,7 +47,7 @@ def test_a_device_slower_than_measured_is_found() -> None:
     assert slower(state, predicted) == pytest.approx({0: 1.0, 1: 3.0})
 
 
-def test_a_prepared_plan_is_used_once_and_only_for_what_it_was_made_for() -> None:
+def test_prepared_plan_is_used_once_for_its_devices_only() -> None:
     graph = trace(make_net(), EXAMPLE).graph
     measured = measured_fleet(graph, [1e9, 2e9, 3e9], CASE.batch)
     speeds = Speeds((1.0, 2.0, 3.0))
@@ -71,7 +71,7 @@ def test_a_prepared_plan_is_used_once_and_only_for_what_it_was_made_for() -> Non
         assert replan(model, (0, 1), (0, 1, 2)) == usual
 
 
-def test_the_remaining_devices_know_the_same_and_continue_with_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_devices_agree_on_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     graph = trace(make_net(), EXAMPLE).graph

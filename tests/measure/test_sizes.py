@@ -1,4 +1,4 @@
-"""Sizes that plans use are timed in addition to the grids, and correct them there and near it."""
+"""Sizes used by plans are timed in addition to the grids, and correct the grids nearby."""
 
 import math
 from dataclasses import replace
@@ -29,12 +29,12 @@ LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 
 
 
 def grid(per_entry_s: float) -> Grid:
-    """In proportion to samples and filters."""
+    """Return a grid in proportion to samples and filters."""
     return Grid((1, 8), (1, 4), tuple(tuple(per_entry_s * s * o for o in (1, 4)) for s in (1, 8)))
 
 
 def test_a_correction_by_hand() -> None:
-    """Timed at 4 samples and 2 filters: 3 times what the grid says forward, half of it backward."""
+    """Timed at 4 samples and 2 filters: 3 times the grid's forward, half of its backward."""
     corrected = Correction(LocalSize(4, 2, 3), forward_s=3.0 * 4 * 2, backward_s=0.5 * 2 * 4 * 2)
     times = LayerTimes(grid(1.0), grid(2.0), corrections=(corrected,))
     assert times.seconds(LAYER, "forward", LocalSize(4, 2, 3)) == pytest.approx(4 * 2 * 3)
@@ -46,14 +46,14 @@ def test_a_correction_by_hand() -> None:
     assert times.seconds(LAYER, "forward", LocalSize(5, 2, 3)) == pytest.approx(5 * 2 * 3 ** (1 - away))
 
 
-def test_the_nearest_correction_counts() -> None:
+def test_nearest_correction_is_used() -> None:
     near, far = Correction(LocalSize(4, 4, 3), 2.0 * 16, 1.0), Correction(LocalSize(4, 2, 3), 7.0 * 8, 1.0)
     times = LayerTimes(grid(1.0), grid(1.0), corrections=(far, near))
     away = math.log2(4 / 3)
     assert times.seconds(LAYER, "forward", LocalSize(4, 3, 3)) == pytest.approx(12 * 2 ** (1 - away))
 
 
-def test_beyond_the_grid_by_hand() -> None:
+def test_extrapolation_by_hand() -> None:
     """The grid ends at 8 samples with 32 s. This layer does more than ten FLOP for a byte, so in proportion: 16 take 64 s.
 
     Timed: 32 samples in twice the 128 s that follow. At 16, half way between the grid's edge (1 times) and there (2 times),
@@ -69,7 +69,7 @@ def test_beyond_the_grid_by_hand() -> None:
     assert at(64) == pytest.approx(256 * 2**0.75)
 
 
-def test_a_wide_linear_is_not_taken_far_from_two_small_sizes() -> None:
+def test_wide_linear_is_not_extrapolated_from_two_small_sizes() -> None:
     """On a device of a fifth of a core there was time for 4 samples and 512 features of a Linear of 4,096; the line
     through them gave 2.3 s for 64 samples, and the planner left the device idle. In training it took about 0.5 s.
     """
@@ -86,13 +86,13 @@ def test_a_wide_linear_is_not_taken_far_from_two_small_sizes() -> None:
 
 
 def points(*beside: LayerPoint) -> list[LayerPoint]:
-    """A grid over filters and one over input channels, each call 1 s for every filter, sample and input channel."""
+    """Return a grid over filters and one over input channels; each call takes 1 s per filter, sample and channel."""
     sizes = [(s, o, 3) for s in (1, 8) for o in (1, 4)] + [(s, 4, 1) for s in (1, 8)]
     rows = [LayerPoint("d", "0", s, o, i, s * o * i, 2.0 * s * o * i, 0.0) for s, o, i in sizes]
     return [*rows, *beside]
 
 
-def test_a_point_beside_the_grid_is_no_part_of_it() -> None:
+def test_extra_point_does_not_join_the_grid() -> None:
     times = layer_times(points(LayerPoint("d", "0", 4, 2, 3, 48.0, 24.0, 0.0, beside=True)))
     assert times.forward.samples == (1, 8)
     at = [times.seconds(LAYER, phase, LocalSize(4, 2, 3)) for phase in ("forward", "backward")]
@@ -103,7 +103,7 @@ def test_a_point_beside_the_grid_is_no_part_of_it() -> None:
 
 
 def takes_s(layer: Layer, size: LocalSize) -> float:
-    """No bilinear grid can follow it: seconds go with a power of what is computed."""
+    """Return seconds that no bilinear grid can follow: a power of the computed entries."""
     entries = size.samples * size.outputs * (size.inputs if layer.weighted else 1)
     return float(1e-6 * entries**0.9)
 
@@ -139,14 +139,14 @@ def by_grids(measured: Measurement) -> Measurement:
     return replace(measured, layer=tuple(point for point in measured.layer if not point.beside))
 
 
-def test_every_device_gets_the_same_measurement_and_a_file_keeps_it(measured: list[Measurement]) -> None:
+def test_size_measurements_are_gathered_and_saved(measured: list[Measurement]) -> None:
     assert measured[0] == measured[1] == measured[2]
     assert any(point.beside for point in measured[0].layer)
     assert Measurement.from_toml(measured[0].to_toml()) == measured[0]
 
 
-def test_the_sizes_of_the_plans_are_exact(measured: list[Measurement]) -> None:
-    """Of every named plan and of auto, each large layer's time is what the synthetic device takes, not what a grid says."""
+def test_timed_plan_sizes_are_exact(measured: list[Measurement]) -> None:
+    """In every named plan and auto, each large layer takes the synthetic device's time, not the grid's."""
     graph = trace(build_net(NET, IMAGE, 10), torch.zeros(2, *IMAGE)).graph
     alone = by_grids(measured[0])
     costs, by_grids_costs = measured[0].costs(graph), alone.costs(graph)
@@ -166,7 +166,7 @@ def test_the_sizes_of_the_plans_are_exact(measured: list[Measurement]) -> None:
     assert seen > 15
 
 
-def test_what_is_on_the_grid_or_small_is_not_profiled_again(measured: list[Measurement]) -> None:
+def test_grid_sizes_and_small_layers_are_not_timed_again(measured: list[Measurement]) -> None:
     graph = trace(build_net(NET, IMAGE, 10), torch.zeros(2, *IMAGE)).graph
     alone = by_grids(measured[0])
     alike = {name: name for name in graph.layers}

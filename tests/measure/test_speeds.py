@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _one_call_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests do not look at the precision."""
+    """Call once per round: these tests do not check precision."""
     monkeypatch.setattr(convoy.measure.speeds, "SLICE_S", 0.0)
 
 
@@ -34,7 +34,7 @@ def seconds_of(model: nn.Module, traced: TracedModel, batch: int, clock: Clock |
     return time_layers(LayerTimer(traced, model, batch, RoundTimer(clock or Clock(CPU), slice_s=0.0), 1))
 
 
-def test_given_speeds_are_those_of_every_layer() -> None:
+def test_given_speeds_apply_to_every_layer() -> None:
     speeds = given_speeds([4, 2, 1], 3)
     assert speeds == Speeds((4.0, 2.0, 1.0))
 
@@ -49,7 +49,7 @@ def test_speeds_that_do_not_fit_are_refused(numbers: tuple[float, ...]) -> None:
 @pytest.mark.parametrize(
     "name", ["two-conv", "signal", "tied", "opaque-per-sample", "dependent-samples", "no-gradient"]
 )
-def test_every_layer_takes_time(name: str) -> None:
+def test_every_layer_has_a_measured_time(name: str) -> None:
     model = nets.build(name, dtype=torch.float32)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     traced = trace(model, torch.zeros(2, *nets.shape_of(model)))
@@ -63,7 +63,7 @@ def test_every_layer_takes_time(name: str) -> None:
 
 
 class Resting(Clock):
-    """A clock that makes every computation last at least 5 ms, as a slow-down of real length would."""
+    """A clock that makes every computation last at least 5 ms, like a real slowdown."""
 
     @contextmanager
     def compute(self, layer: str, phase: str) -> Iterator[None]:
@@ -72,14 +72,14 @@ class Resting(Clock):
         time.sleep(0.005)
 
 
-def test_the_slow_down_of_a_device_counts() -> None:
+def test_slowdown_factor_scales_speeds() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten(), nn.Linear(16, 2))
     traced = trace(model, torch.zeros(1, 1, 2, 2))
     assert all(seconds >= 0.01 / 2 for seconds in seconds_of(model, traced, 4, Resting(CPU)).values())
 
 
-def test_speeds_are_samples_per_second_of_layers_and_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device 1 takes three times as long at the convolution: 0.21 and 0.41 s a sample in all."""
+def test_speeds_are_samples_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device 1 takes three times as long at the convolution: 0.21 and 0.41 s per sample in total."""
     traced = trace(nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten(), nn.Linear(16, 2)), torch.zeros(1, 1, 2, 2))
     monkeypatch.setattr(convoy.measure.speeds, "LayerTimer", lambda *_: None)
 
@@ -117,7 +117,7 @@ def test_devices_with_another_model_are_named_before_anything_is_measured() -> N
 
 
 @pytest.mark.parametrize(("kind", "slowdown", "finished"), [("cpu", 2.0, 0), ("cpu", 1.0, 0), ("cuda", 2.0, 1)])
-def test_a_slowed_clock_waits_for_what_is_queued(
+def test_slowed_clock_waits_for_queued_kernels(
     kind: str, slowdown: float, finished: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sleep would run in parallel to the kernels."""
@@ -134,10 +134,10 @@ def test_a_slowed_clock_waits_for_what_is_queued(
     ("cpu", 2.0, 0.25, 0.0),  # it is late already
     ("cuda", 0.25, 0.0, 1.25),  # the time is the GPU's, no processor is busy
 ])  # fmt: skip
-def test_slowed_devices_that_share_the_cores_are_not_slowed_twice(
+def test_slowdown_on_shared_cores_is_not_doubled(
     kind: str, elapsed_s: float, processor_s: float, slept_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sleep that is a multiple of the wall-clock time would count the wait for a shared core several times."""
+    """Sleeping in proportion to wall time would count the wait for a shared core several times."""
     now = {"elapsed": 5.0, "processor": 3.0}
     slept: list[float] = []
     monkeypatch.setattr("time.perf_counter", lambda: now["elapsed"])

@@ -1,4 +1,4 @@
-"""What synchronisation costs devices that compute, and the noise model of devices under a CPU quota."""
+"""Synchronisation overhead of computing devices, and the noise model of devices under a CPU quota."""
 
 import time
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def jitter_of(devices: Sequence[Blocks], exchange_s: float = 0.0) -> tuple[float
 # --- jitter ------------------------------------------------------------------------------------------------------------
 
 
-def test_time_beyond_the_slowest_device_and_the_price_is_jitter() -> None:
+def test_jitter_is_time_beyond_slowest_device_and_exchange() -> None:
     """Tasks of 40 and 42 ms, together 50 ms; an exchange costs 3, so 5 ms are left. The second device varies half as much as
     the first (standard deviations 1 and 2) and is charged with half."""
     first, second = blocks(0.040, 0.050, (0.038, 0.042)), blocks(0.042, 0.049, (0.041, 0.043))
@@ -51,7 +51,7 @@ def test_steady_devices_have_no_jitter() -> None:
     assert jitter_of([blocks(0.040, 0.041, (0.03, 0.05))] * 2, 0.003) == (0.0, 0.0), "below the price it is noise"
 
 
-def test_one_interrupted_block_does_not_count() -> None:
+def test_single_interrupted_block_is_ignored() -> None:
     """Of six blocks the lowest and the highest do not count: typical values are 40 and 46 ms."""
     alone = [0.040, 0.040, 0.040, 0.040, 0.040, 4.0]
     together = [9.0, 0.046, 0.046, 0.046, 0.046, 0.046]
@@ -59,7 +59,7 @@ def test_one_interrupted_block_does_not_count() -> None:
     assert jitter_of([found] * 2) == pytest.approx((0.006, 0.006))
 
 
-def test_one_device_waits_for_nobody() -> None:
+def test_single_device_has_no_sync_overhead() -> None:
     cost = Overheads(round_s=0.1)
     found = measure_sync(AloneGroup(CPU), Clock(CPU), wire_of(1), [cost], slice_s=1e-6)
     assert found == SyncOverhead((0.0,), (cost,), (None,))
@@ -115,7 +115,7 @@ def test_a_quota_gives_a_clock_without_its_pauses(monkeypatch: pytest.MonkeyPatc
     assert quota.clock(1.0) is None
 
 
-def test_a_device_that_gets_less_of_a_processor_while_all_compute_is_slower() -> None:
+def test_cpu_contention_slows_a_device() -> None:
     """Of four emulated hosts on two cores, the one with 0.8 of a core had 0.75 while all computed."""
     quota = Quota(0.8, limited=True)
     assert quota.contention(10.0, 7.5, 1.0) == pytest.approx(0.8 / 0.75)
@@ -123,7 +123,7 @@ def test_a_device_that_gets_less_of_a_processor_while_all_compute_is_slower() ->
     assert quota.contention(10.0, 4.0, 2.0) == 1.0, "other programs had half of the machine"
 
 
-def test_noise_is_what_rests_save_and_what_computing_delays() -> None:
+def test_noise_model_by_hand() -> None:
     """Tasks take 40 ms, after a rest 32. A round of a sum takes 30 ms during computing, 10 at rest; its price is 13: it is 17
     late. The device that varies most is charged with all of it, the other in proportion; one without a quota has no noise."""
     first = Blocks(
@@ -138,7 +138,7 @@ def test_noise_is_what_rests_save_and_what_computing_delays() -> None:
     assert found.noise[1].burst == 4.0
 
 
-def test_under_a_quota_rests_and_rings_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quota_adds_rest_and_ring_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead_probe, "BLOCKS", 2)
     found: list[Blocks] = []
     monkeypatch.setattr(overhead_probe, "sync_overhead", lambda rows, *_: found.extend(rows))
@@ -153,7 +153,7 @@ def test_under_a_quota_rests_and_rings_are_timed_too(monkeypatch: pytest.MonkeyP
         assert len(each.rested_s) == len(each.ring_s) == len(each.overlapped_ring_s) == 2
 
 
-def test_a_ring_that_fails_on_its_thread_raises_here() -> None:
+def test_error_on_the_ring_thread_is_raised() -> None:
     class Lost(AloneGroup):
         lanes = 2
 

@@ -1,4 +1,4 @@
-"""Timing: quotas, long calls, cold caches, the optimizer, and what a step takes in addition to its layers."""
+"""Timing: quotas, long calls, cold caches, the optimizer, and step time beyond layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ QUICK_S = 1e-4
 
 
 class Processor:
-    """A clock that only computing moves on; under a quota it computes in bursts: so long in each period, then a pause."""
+    """A clock that only computing advances; under a quota it computes in bursts and pauses."""
 
     def __init__(self, quota: float = 1.0, period_s: float = 0.01) -> None:
         self.used_s, self.quota, self.period_s = 0.0037, quota, period_s
@@ -59,7 +59,7 @@ def timer_of(processor: Processor) -> RoundTimer:
 @pytest.mark.parametrize("forward_s", [1e-5, 2e-3, 0.07])
 @pytest.mark.parametrize(("times_backward", "quota"), [(0.3, 0.5), (3.0, 1.0), (30.0, 0.2)])
 def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, forward_s: float) -> None:
-    """Each phase has its part of the pauses, also where it is much shorter than the other one."""
+    """Each phase gets its part of the pauses, even if much shorter than the other one."""
     processor = Processor(quota)
     run = FakeRun(processor, forward_s, times_backward * forward_s)
     times = timer_of(processor).time(fake_layer(run)).times()
@@ -76,13 +76,13 @@ def test_a_long_call_runs_twice_and_the_faster_counts() -> None:
     assert processor.used_s == pytest.approx(6.0, abs=0.01)
 
 
-def test_what_a_median_is_known_to() -> None:
+def test_standard_error_of_a_median_by_hand() -> None:
     """Of nine values 4.5 lie below their median, give or take 1.5: of 0 to 8 it is 4, from 2.5 to 5.5."""
     assert timing.median_error([*map(float, range(8, -1, -1))]) == pytest.approx(1.5 / 4)
     assert timing.median_error([3.0] * 9) == 0.0
 
 
-def test_a_steady_clock_is_read_by_its_median_and_the_wall_by_its_mean() -> None:
+def test_steady_clock_uses_median_wall_clock_uses_mean() -> None:
     """A pause that a quota makes is part of a step. On a clock without pauses, longer rounds were disturbed by others."""
     rounds = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0]
     sample = Timing((rounds, [0.0] * 12))
@@ -90,7 +90,7 @@ def test_a_steady_clock_is_read_by_its_median_and_the_wall_by_its_mean() -> None
     assert sample.times().forward_s == pytest.approx((4 * 1.0 + 2 * 9.0) / 6)
 
 
-def test_turns_of_one_layer_add_up_until_it_is_known() -> None:
+def test_layer_is_timed_until_its_error_is_small() -> None:
     processor = Processor()
     layer, timer = fake_layer(FakeRun(processor, 1e-3, 2e-3)), timer_of(processor)
     first = timer.time(layer, rounds=2)
@@ -105,7 +105,7 @@ def test_turns_of_one_layer_add_up_until_it_is_known() -> None:
 
 
 @pytest.mark.parametrize("forward_s", [0.05, 2.0])
-def test_a_round_for_which_the_process_grows_does_not_count(monkeypatch: pytest.MonkeyPatch, forward_s: float) -> None:
+def test_rounds_with_memory_growth_are_ignored(monkeypatch: pytest.MonkeyPatch, forward_s: float) -> None:
     """A U-Net's first layer was timed at 11 ms a sample where it takes 0.4: pages for its output had to be filled with zeros
     first, by a kernel on a machine whose memory nobody had touched. The plan's step was predicted twice too long."""
     processor, resident = Processor(), [0]
@@ -123,21 +123,21 @@ def test_a_round_for_which_the_process_grows_does_not_count(monkeypatch: pytest.
     assert found == pytest.approx([forward_s] * len(found))
 
 
-def test_a_process_that_never_stops_growing_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_process_is_still_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = iter(range(0, 1 << 60, timing.FRESH_BYTES))
     monkeypatch.setattr(timing, "_resident_bytes", lambda: next(resident))
     processor = Processor()
     assert both_s(timer_of(processor).time(fake_layer(FakeRun(processor, 1e-3, 1e-3)))) == pytest.approx(2e-3)
 
 
-def test_no_backward_where_no_gradient_comes() -> None:
+def test_layer_without_gradient_has_no_backward_time() -> None:
     processor = Processor()
     times = timer_of(processor).time(fake_layer(FakeRun(processor, 1e-3, 5.0), gradient=None)).times()
     assert times.backward_s == 0
     assert times.forward_s == pytest.approx(1e-3)
 
 
-def test_overheads_are_what_a_step_takes_without_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overhead_is_step_time_minus_layer_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device whose step takes 100 ms, and 20 for each layer with its two rounds and its two tensors.
 
     Flatten takes 1 ms, the Linear 2, the optimizer 3 for each tensor. A round takes 1 ms and 0.4 for each peer, of whom each
@@ -173,8 +173,8 @@ def test_overheads_are_what_a_step_takes_without_its_layers(monkeypatch: pytest.
     assert found.message_s == pytest.approx(0.0007 + 0.0002)
 
 
-def test_filling_the_caches_does_not_count() -> None:
-    """A look at the clock takes a second, and nothing else any: of filling, then working, only the work's own look is told."""
+def test_cache_flush_time_is_excluded() -> None:
+    """Reading the clock takes a second and nothing else any: only the work's own reading counts."""
     looks = iter(range(1_000_000))
     cold = timing.ColdCaches(CPU, lambda: float(next(looks)), 1 << 10)
     filled: list[float] = []
@@ -185,7 +185,7 @@ def test_filling_the_caches_does_not_count() -> None:
     ]  # before the first call that counts, and every later one
 
 
-def test_calls_of_an_accelerator_are_timed_a_stretch_at_a_time() -> None:
+def test_accelerator_calls_are_timed_in_batches() -> None:
     """Each call that is waited for takes 1 ms more. Nothing is filled there; 20 ms of calls of 0.5 are waited for once."""
     processor = Processor()
 
@@ -202,7 +202,7 @@ def test_calls_of_an_accelerator_are_timed_a_stretch_at_a_time() -> None:
 
 
 class Filled:
-    """Stands for the bytes that are written: each time takes 5 ms."""
+    """A stand-in for the cache-flushing write: each call takes 5 ms."""
 
     def __init__(self, processor: Processor) -> None:
         self.processor, self.times = processor, 0
@@ -212,7 +212,7 @@ class Filled:
         self.times += 1
 
 
-def test_layers_are_timed_with_caches_as_another_layer_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_timed_with_cold_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ResNet-8's layers took a tenth less in a row of calls, which found all of it in the caches, than in a step.
 
     Every call has a filling before it, which does not count, and takes of the time that there is: 1 ms forward and 5 ms of
@@ -239,7 +239,7 @@ def test_layers_are_timed_with_caches_as_another_layer_leaves_them(monkeypatch: 
     assert sum(each is g for each in read) == found.calls[1] + 2
 
 
-def test_layers_of_the_overheads_leave_cold_caches() -> None:
+def test_overhead_layers_flush_the_caches() -> None:
     """Each layer of a step is followed by a filling of the caches: forward, and backward in two parts."""
     cold = timing.ColdCaches(CPU, timing.device_now(CPU), 1 << 10)
     filled: list[float] = []
@@ -251,7 +251,7 @@ def test_layers_of_the_overheads_leave_cold_caches() -> None:
     assert filled[1] - filled[0] == 3 * 3
 
 
-def test_overheads_of_this_machine_are_small_and_there() -> None:
+def test_overheads_of_this_machine_are_small_and_positive() -> None:
     found = overhead_probe.measure_overheads(CPU, timing.device_now(CPU), QUICK_S, message_s=1e-4)
     assert 0 <= found.step_s < 0.5
     assert 1e-4 <= found.message_s < 0.1

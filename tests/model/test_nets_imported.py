@@ -143,7 +143,7 @@ def test_checking_its_outputs_leaves_its_buffers_alone() -> None:
         ("broken:build", ["broken:build: the module does not import", "ZeroDivisionError", "broken.py line 3"]),
         ("mine:everythin", ["everythin is not there", "did you mean everything"]),
         ("mine:zzz", ["zzz is not there", "a callable that returns a new nn.Module"]),
-        ("mine:ready", ["mine:ready is a Linear", "name a function that makes one", "def build(image, classes)"]),
+        ("mine:ready", ["mine:ready is a Linear", "name a function that builds it", "def build(image, classes)"]),
         ("mine:depth_and_more", ["mine:depth_and_more needs depth", "image, classes", "defaults"]),
         ("mine:fails", ["mine:fails failed", "KeyError", "mine.py line", "correct it there"]),
         ("mine:no_module", ["no_module() gave a list", "return an nn.Module"]),

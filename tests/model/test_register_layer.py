@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import convoy
 from convoy.errors import InputError, MismatchError
 from convoy.model.graph import Cut
-from convoy.model.layer_rules import MODULES, Call, Known
+from convoy.model.split_rules import MODULES, Call, Known
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed

@@ -1,4 +1,4 @@
-"""Bonds: which shares change together. By hand for small nets; and a property: other shares bring no other moves."""
+"""Coupled axes: which shares change together, by hand for small nets; and coupled changes add no moves."""
 
 import random
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.support.one_device import by_name, graph_of, mixed
 
 
 def table(plan: Plan, net: str) -> list[tuple[str, Shares, str, Shares]]:
-    """Of all coupled axes: name, units, what is counted, shares as its first strategy counts them."""
+    """Return all coupled axes: name, units, unit kind, and shares as the first strategy counts them."""
     return [(b.name, b.units, b.counted, shares_of(plan, b)) for b in coupled_axes(plan, graph_of(net))]
 
 
@@ -28,7 +28,7 @@ def two_conv(**layers: Any) -> Plan:
     return Plan("by hand", graph_of("two-conv").fingerprint, 3, 10, layers, Batch((5, 3, 2)))
 
 
-def test_samples_are_coupled_in_all_layers() -> None:
+def test_batch_shares_are_coupled_across_layers() -> None:
     plan = by_name("data-by-speed", "two-conv")
     (axes,) = coupled_axes(plan, graph_of("two-conv"))
     assert axes.layers == ("conv1", "relu", "pool", "conv2", "relu_1", "pool#2", "flatten", "fc")
@@ -36,7 +36,7 @@ def test_samples_are_coupled_in_all_layers() -> None:
     assert with_units(plan, axes, (4, 0, 3, 3)).otherwise == Batch((4, 0, 3, 3))
 
 
-def test_layers_that_split_filters_are_each_for_themselves() -> None:
+def test_filter_splits_are_independent() -> None:
     plan = by_name("master", "two-conv")
     assert table(plan, "two-conv") == [
         ("conv1", (4, 0, 1, 0), "filters", (4, 0, 1, 0)),
@@ -44,8 +44,8 @@ def test_layers_that_split_filters_are_each_for_themselves() -> None:
     ]
 
 
-def test_a_layer_that_sums_over_pieces_as_they_lie_is_tied_to_the_one_that_gives_them() -> None:
-    """Flattening 2x2 pixels multiplies the shares by four; what is shared out are whole filters."""
+def test_channel_split_is_coupled_to_its_producer() -> None:
+    """Flattening 2x2 pixels multiplies the shares by four; the units are whole filters."""
     plan = two_conv(conv1=One(0), conv2=Filter((4, 2, 1)), fc=Channel((16, 8, 4)))
     (axes,) = coupled_axes(plan, graph_of("two-conv"))
     assert axes.layers == ("conv2", "relu_1", "pool#2", "flatten", "fc")
@@ -54,7 +54,7 @@ def test_a_layer_that_sums_over_pieces_as_they_lie_is_tied_to_the_one_that_gives
     assert other.layers == {"conv1": One(0), "conv2": Filter((1, 1, 5)), "fc": Channel((4, 4, 20))}
 
 
-def test_a_layer_that_takes_other_pieces_is_not_tied() -> None:
+def test_layer_with_other_shards_is_not_coupled() -> None:
     plan = two_conv(conv1=One(0), conv2=Filter((4, 2, 1)), fc=Channel((8, 12, 8)))
     assert table(plan, "two-conv") == [
         ("conv2", (4, 2, 1), "filters", (4, 2, 1)),
@@ -62,7 +62,7 @@ def test_a_layer_that_takes_other_pieces_is_not_tied() -> None:
     ]
 
 
-def test_layers_that_share_samples_alike_are_tied_wherever_they_stand() -> None:
+def test_equal_batch_splits_are_coupled_anywhere() -> None:
     plan = two_conv(conv1=Batch((5, 3, 2)), conv2=Filter((4, 2, 1)), fc=Batch((1, 1, 8)))
     first, second, third = coupled_axes(plan, graph_of("two-conv"))
     assert (first.strategies, second.strategies, third.strategies) == (("conv1", OTHERS), ("conv2",), ("fc",))
@@ -72,13 +72,13 @@ def test_layers_that_share_samples_alike_are_tied_wherever_they_stand() -> None:
     assert with_units(other, first, (1, 2, 7)).layers["fc"] == Batch((5, 3, 2)), "coupled axes know their own by name"
 
 
-def test_a_group_of_a_convolution_is_never_cut() -> None:
-    """Twelve filters, two to each of six groups: six units."""
+def test_convolution_groups_stay_whole() -> None:
+    """Twelve filters in six groups of two make six units."""
     rows = table(by_name("master", "mobile"), "mobile")
     assert ("depthwise.0", (4, 0, 1, 1), "filters", (8, 0, 2, 2)) in rows
 
 
-def test_where_there_is_nothing_to_choose_nothing_is_coupled() -> None:
+def test_fixed_shares_couple_nothing() -> None:
     plan = two_conv(conv1=One(0), conv2=Filter((7, 0, 0)), fc=One(1))
     assert coupled_axes(plan, graph_of("two-conv")) == (), "one device has all of it"
     plan = Plan("single", graph_of("two-conv").fingerprint, 2, 2, {}, Batch((1, 1)))
@@ -87,8 +87,8 @@ def test_where_there_is_nothing_to_choose_nothing_is_coupled() -> None:
 
 @pytest.mark.parametrize("plan", [*PLANS, "mixed"])
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile", "concatenation", "convolutions", "tokens", "tied"])
-def test_other_shares_leave_every_tensor_where_its_reader_takes_it(net: str, plan: str) -> None:
-    """The same steps in the same order, whatever the shares: a move that was not there would stand in the list."""
+def test_coupled_share_changes_add_no_moves(net: str, plan: str) -> None:
+    """Shares never change the steps or their order: an extra move would be in the list."""
     graph, draw = graph_of(net), random.Random(f"{net} {plan}")
     made = mixed(net) if plan == "mixed" else by_name(plan, net)
     steps = _kinds(made, net)
@@ -112,7 +112,7 @@ def _kinds(plan: Plan, net: str) -> list[tuple[str, str]]:
     ]
 
 
-def test_groups_of_a_norm_are_shared_out_whole() -> None:
+def test_norm_groups_stay_whole() -> None:
     """By the extents alone single channels would be: the norm could not keep them, and its weights would lie elsewhere."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
     graph = trace(model, torch.zeros(2, 3, 8, 8)).graph
@@ -121,7 +121,7 @@ def test_groups_of_a_norm_are_shared_out_whole() -> None:
     assert (filters.layers, filters.units) == (("0", "1", "2", "3"), (2, 1, 1))
 
 
-def test_shares_of_weights_follow_the_samples_that_devices_take_over() -> None:
+def test_weight_shards_follow_batch_shares() -> None:
     plan = replace(
         by_name("data-by-speed", "two-conv"),
         sharded={"fc": Sharding((7, 1, 2, 0), "free"), "conv2": Sharding((1, 1, 1, 1))},
@@ -138,7 +138,7 @@ def test_shares_of_weights_follow_the_samples_that_devices_take_over() -> None:
         assert again.sharded[name].form == how.form
 
 
-def test_shares_of_weights_stay_where_filters_move() -> None:
+def test_weight_shards_do_not_follow_filter_shares() -> None:
     plan = replace(two_conv(conv1=One(0), conv2=Filter((4, 2, 1))), sharded={"fc": Sharding((5, 3, 2))})
     (filters,) = (axes for axes in coupled_axes(plan, graph_of("two-conv")) if axes.counted == "filters")
     assert with_units(plan, filters, (1, 1, 5)).sharded == plan.sharded

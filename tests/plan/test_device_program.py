@@ -1,4 +1,4 @@
-"""Device programs: by hand, as text, their bytes, and broken ones that are refused before anything runs."""
+"""Device programs: by hand, as text, their bytes, and refusal of invalid ones."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ from torch import nn
 
 import convoy.plan.lower
 from convoy.errors import PlanError
+from convoy.layout.collectives import schedule
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.layout import Replicated, Split
-from convoy.layout.redistribute import schedule
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all, compile_device
@@ -52,7 +52,7 @@ def programs(net: str, plan: Plan, **options: bool) -> list[DeviceProgram]:
 # --- by hand ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_split_by_samples_by_hand() -> None:
+def test_batch_split_by_hand() -> None:
     """Two of three samples here. One convolution; the outputs go to both devices, the gradients are summed in a ring of two.
 
     Weight and bias: 2*9 + 2 = 20 entries, halves of 10. The loss reads all 3x2x2x2 = 24 outputs; 16 are made here.
@@ -85,7 +85,7 @@ def test_a_split_by_samples_by_hand() -> None:
     ]
 
 
-def test_a_program_as_text_has_a_line_for_each_operation_under_its_lane() -> None:
+def test_program_text_lists_operations_by_lane() -> None:
     (program, _) = programs("two-conv", replace(by_name("data", "two-conv"), wire="inexact-bf16"))[:2]
     lines = program_lines(program)
     assert lines[0].startswith("device 0 of")
@@ -96,7 +96,7 @@ def test_a_program_as_text_has_a_line_for_each_operation_under_its_lane() -> Non
 
 
 @pytest.mark.parametrize("wire", ["exact", "inexact-bf16"])
-def test_the_last_round_of_a_sum_is_awaited_behind_all_sums(monkeypatch: pytest.MonkeyPatch, wire: CommDtype) -> None:
+def test_last_all_reduce_round_is_awaited_after_all_others(monkeypatch: pytest.MonkeyPatch, wire: CommDtype) -> None:
     """Each round beside computing is 10 ms late, and the wire rested meanwhile: 40 of 710 ms of a VGG-11. What is rounded on
     its way is copied when it has arrived, so it is waited for where it was."""
     monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", 140)
@@ -113,7 +113,7 @@ def test_the_last_round_of_a_sum_is_awaited_behind_all_sums(monkeypatch: pytest.
     assert [op.step for op in lane.behind] == (most if wire == "exact" else [])
 
 
-def test_a_loss_of_some_outputs_leaves_out_the_rest_of_backward() -> None:
+def test_partial_loss_skips_unneeded_backward() -> None:
     graph = graph_of("auxiliary")
     steps = lower(by_name("data", "auxiliary"), graph)
     whole, part = compile_device(steps, graph, 0), compile_device(steps, graph, 0, missing=frozenset([1]))
@@ -129,15 +129,15 @@ def test_a_loss_of_some_outputs_leaves_out_the_rest_of_backward() -> None:
 
 
 @pytest.mark.parametrize("net", nets.NETS)
-def test_programs_can_run_and_send_what_the_list_says(net: str) -> None:
-    """By every plan by name, exact or narrow, inputs whole or in chunks: another of the four for each net and plan."""
+def test_programs_are_valid_and_send_the_listed_bytes(net: str) -> None:
+    """Cover named plans, exact or narrow, inputs whole or in chunks: one combination per net and plan."""
     for number, plan in enumerate(PLANS, start=list(nets.NETS).index(net)):
         check_all(net, plan, [WAYS[number % 4]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("net", nets.NETS)
-def test_programs_of_every_way(net: str) -> None:
+def test_programs_of_every_layout(net: str) -> None:
     for plan in PLANS:
         check_all(net, plan, WAYS)
 
@@ -165,7 +165,7 @@ def broken(
     device: int = 0,
     net: str = "two-conv",
 ) -> list[DeviceProgram]:
-    """The programs of filters in unequal shares, one of them changed."""
+    """Return the programs of an uneven filter split with one of them changed."""
     graph: Graph = graph_of(net)
     plan = Plan("broken", graph.fingerprint, 2, 10, {graph.weighted[1].name: Filter((4, 3))}, Batch((6, 4)))
     found = compile_all(lower(plan, graph), graph)
@@ -243,8 +243,8 @@ def test_a_broken_program_is_refused_by_name(
         check_programs(broken(change, lane))
 
 
-def test_a_circle_of_waits_is_refused() -> None:
-    """Each device waits for a round that the other begins after a wait of its own."""
+def test_deadlock_is_refused() -> None:
+    """Each device waits for a round that the other starts only after its own wait."""
 
     def program(device: int, first: int, second: int) -> DeviceProgram:
         def swap(step: int) -> list[Operation]:
@@ -267,9 +267,9 @@ def test_a_circle_of_waits_is_refused() -> None:
         check_programs([program(0, 1, 2), program(1, 2, 1)])
 
 
-def test_a_summand_may_not_change_while_it_travels() -> None:
+def test_summand_may_not_change_while_it_is_sent() -> None:
     def early(operations: list[Operation]) -> Sequence[Operation]:
-        """The addition of the first round, before it has been waited for."""
+        """Move the first round's addition before its wait."""
         add = next(op for op in operations if type(op).__name__ == "Add")
         place = next(place for place, op in enumerate(operations) if isinstance(op, WaitRound))
         return [*operations[:place], add, *operations[place:]]
@@ -278,8 +278,8 @@ def test_a_summand_may_not_change_while_it_travels() -> None:
         check_programs(broken(early, "sums"))
 
 
-def test_moves_between_shares_of_before_are_forgotten() -> None:
-    """Churn: a job whose devices changed 700 times had grown by 60 MB."""
+def test_cached_moves_of_old_shares_are_dropped() -> None:
+    """Regression: a job whose devices changed 700 times had grown by 60 MB."""
     clear_move_cache()
     for first in range(1, 8):
         src, dst = Split(0, (first, 9 - first)), Replicated((0, 1))

@@ -1,4 +1,4 @@
-"""A plan in words, on a net small enough to count every byte and FLOP by hand.
+"""A plan explained in text, on a net small enough to count every byte and FLOP by hand.
 
 Images of 1x2x2; a convolution of four 1x1 filters (2 FLOP x 4 filters x 4 pixels = 32 FLOP per sample), ReLU, flatten, and
 a Linear from 16 features to 2 (64 FLOP per sample). Eight parameters in the convolution, 34 in the Linear. Numbers of 4 bytes.
@@ -69,12 +69,12 @@ gradients come back as sums, each device sending the rows of the other (128 + 25
 8 numbers (4 x 16)."""
 
 
-def test_the_steps_of_master(graph: Graph) -> None:
+def test_steps_of_master_by_hand(graph: Graph) -> None:
     plan = named_plan("master", graph, 4, Speeds((3.0, 1.0)))
     assert step_lines(lower(plan, graph)) == MASTER.splitlines()
 
 
-def test_the_steps_of_hybrid(graph: Graph) -> None:
+def test_steps_of_hybrid_by_hand(graph: Graph) -> None:
     plan = named_plan("hybrid", graph, 6, Speeds((2.0, 0.0, 1.0)))
     assert step_lines(lower(plan, graph)) == HYBRID.splitlines()
 
@@ -86,7 +86,7 @@ def test_the_inexact_mode_is_called_inexact(graph: Graph) -> None:
     assert "MIX, INEXACT: gradients of 4 parameters, 42 numbers over (0, 1)  (672 bytes in 1 round)" in last
 
 
-def test_the_table_of_master(graph: Graph) -> None:
+def test_table_of_master_by_hand(graph: Graph) -> None:
     rows = layer_rows(named_plan("master", graph, 4, Speeds((3.0, 1.0))), graph)
     assert rows == [
         LayerRow("0", "conv", "filter", ("3", "1"), 0, ""),
@@ -96,7 +96,7 @@ def test_the_table_of_master(graph: Graph) -> None:
     ]
 
 
-def test_the_table_of_hybrid(graph: Graph) -> None:
+def test_table_of_hybrid_by_hand(graph: Graph) -> None:
     rows = layer_rows(named_plan("hybrid", graph, 6, Speeds((2.0, 0.0, 1.0))), graph)
     assert [(row.strategy, row.parts, row.bytes_) for row in rows] == [
         ("batch", ("4", "-", "2"), 64),
@@ -113,7 +113,7 @@ def test_the_table_adds_up_to_the_traffic(graph: Graph) -> None:
 
 
 class Centred(nn.Module):
-    """Every sample is compared with all others, so no rule can share it out."""
+    """A layer that compares every sample with all others, so that no rule can split it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +124,8 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
-def test_what_runs_whole_says_why() -> None:
-    """It runs on the device with the most samples; the table gives the reason, and shows who works."""
+def test_unsplit_layer_says_why() -> None:
+    """It runs on the device with the most samples; the table gives the reason and the device."""
     graph = trace(Centred(), torch.zeros(2, 4)).graph
     plan = named_plan("data-by-speed", graph, 6, Speeds((1.0, 2.0)))
     row = next(row for row in layer_rows(plan, graph) if row.strategy == "one")
@@ -134,14 +134,14 @@ def test_what_runs_whole_says_why() -> None:
     assert work_shares(lower(plan, graph), graph)[1] > 0.5
 
 
-def test_a_layer_that_had_to_leave_its_split_says_so() -> None:
+def test_layer_that_falls_back_says_so() -> None:
     graph = trace(nn.Sequential(nn.Conv2d(1, 4, 1), nn.LayerNorm([4, 2, 2])), torch.zeros(1, 1, 2, 2)).graph
     rows = layer_rows(named_plan("model", graph, 4, Speeds((1.0, 1.0))), graph)
     assert rows[1].strategy == "batch"
     assert "cannot keep channel(2,2)" in rows[1].note
 
 
-def test_the_share_of_the_arithmetic(graph: Graph) -> None:
+def test_flop_share_of_each_device(graph: Graph) -> None:
     def shares(plan: Plan) -> tuple[float, ...]:
         return work_shares(lower(plan, graph), graph)
 

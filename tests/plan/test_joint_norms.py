@@ -1,4 +1,4 @@
-"""Norms that exchange together: which do, in which order layers are then computed, and that training is that of one device."""
+"""Norms that share an exchange: which ones, the resulting layer order, and the numbers of one device."""
 
 import copy
 import random
@@ -25,7 +25,7 @@ from tests.support.torch_seed import torch_seed
 
 
 def net(**inputs: str) -> Graph:
-    """Layers by name, each with the names that it reads; those that begin with "n" are norms."""
+    """Return a graph of layers by name, each with its inputs' names; names that begin with "n" are norms."""
     rows = {name: tuple(text.split()) for name, text in inputs.items()}
     layers = {n: Layer(n, "batch_norm" if n[0] == "n" else "elementwise", some, (4,)) for n, some in rows.items()}
     return Graph("net", layers, (list(layers)[-1],))
@@ -42,17 +42,17 @@ def names(rows: Sequence[tuple[str, ...]]) -> str:
     return " ".join("+".join(row) for row in rows)
 
 
-def test_norms_side_by_side_stand_together_behind_what_they_read() -> None:
+def test_parallel_norms_are_ordered_together_after_their_inputs() -> None:
     assert names(rows_of(BRANCHES, norms(BRANCHES))) == "x a c na+nc b nb d e"
 
 
-def test_norms_of_other_devices_exchange_apart_in_the_order_of_the_net() -> None:
+def test_norms_on_different_devices_exchange_separately() -> None:
     assert names(rows_of(BRANCHES, norms(BRANCHES, nc="others"))) == "x a na b nb c nc d e"
     assert names(rows_of(BRANCHES, {})) == "x a na b nb c nc d e"
 
 
-def test_calls_that_leave_something_behind_keep_their_order() -> None:
-    """A norm of a module that is called twice: its running statistics see one call after the other."""
+def test_stateful_calls_keep_their_order() -> None:
+    """A norm module is called twice: its running statistics depend on the order."""
     layers = {n: Layer(**{**vars(each), "shared": n in ("na", "nc")}) for n, each in BRANCHES.layers.items()}
     assert names(rows_of(Graph("net", layers, ("e",)), norms(BRANCHES))) == "x a na b c nb+nc d e"
     layers = {n: Layer(**{**vars(each), "random": n in ("b", "c")}) for n, each in BRANCHES.layers.items()}
@@ -60,7 +60,7 @@ def test_calls_that_leave_something_behind_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_order_has_fewer_exchanges_and_each_layer_comes_behind_what_it_reads(seed: int) -> None:
+def test_order_minimises_exchanges_and_respects_inputs(seed: int) -> None:
     rng = random.Random(seed)
     inputs: dict[str, str] = {"x": ""}
     for number in range(30):
@@ -85,7 +85,7 @@ def test_no_order_has_fewer_exchanges_and_each_layer_comes_behind_what_it_reads(
 
 
 class TwoHeads(nn.Module):
-    """Two ways side by side, each with a norm and an output, of other widths; and a norm behind both."""
+    """Two parallel branches of different widths, each with a norm and an output, and a norm after both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class TwoHeads(nn.Module):
         return self.both(left + right), right
 
 
-def test_two_heads_exchange_once_each_way() -> None:
+def test_two_heads_share_one_exchange_each_direction() -> None:
     graph = trace(TwoHeads(), torch.zeros(2, 3, 8, 8)).graph
     steps = lower(Plan("mine", graph.fingerprint, 3, 8, {}, Batch((4, 3, 1))), graph)
     told = [(s.phase, s.layers, s.sizes) for s in steps.steps if isinstance(s, GatherStatistics)]
@@ -117,7 +117,7 @@ def test_two_heads_exchange_once_each_way() -> None:
     assert [s.layer for s in alone.phase("forward") if isinstance(s, ComputeStep)] == list(graph.layers)[1:]
 
 
-def test_where_the_loss_depends_on_one_head_the_norm_of_the_other_tells_nothing_back() -> None:
+def test_unused_head_sends_no_norm_gradients() -> None:
     graph = trace(TwoHeads(), torch.zeros(2, 3, 8, 8)).graph
     steps = lower(Plan("mine", graph.fingerprint, 3, 8, {}, Batch((4, 3, 1))), graph)
     left = without_gradients(steps, graph, frozenset({0}))
@@ -125,7 +125,7 @@ def test_where_the_loss_depends_on_one_head_the_norm_of_the_other_tells_nothing_
 
 
 @pytest.mark.parametrize("heads", [(0,), (1,), (0, 1)])
-def test_training_is_that_of_one_device(heads: tuple[int, ...]) -> None:
+def test_joint_norms_train_as_one_device(heads: tuple[int, ...]) -> None:
     with torch_seed(3):
         whole = TwoHeads().double()
         x = torch.randn(8, 3, 8, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""lower: step lists of the two-conv net, written out by hand for every named plan; channel splits; inputs.
+"""Lowering: hand-written step lists of the two-conv net for every named plan; channel splits; inputs.
 
 Speeds 7 : 0 : 2 : 1 share a batch of 10 as (7,0,2,1), 5 filters as (4,0,1,0) and 7 as (5,0,1,1).
 """
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from convoy.layout.collectives import traffic
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
-from convoy.layout.redistribute import traffic
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.placing import parameter_layouts, placements
@@ -26,7 +26,7 @@ from tests.support.step_text import ALL, TWO_CONV, moves, plan_of, spelled, two_
     ("plan", "shares", "holders"),
     [("data", "batch(3,3,2,2)", "0,1,2,3"), ("data-by-speed", "batch(7,0,2,1)", "0,2,3")],
 )
-def test_data_plans_compute_everything_where_the_samples_are(plan: str, shares: str, holders: str) -> None:
+def test_data_plans_compute_on_the_samples_device(plan: str, shares: str, holders: str) -> None:
     steps = two_conv(plan)
     assert [str(v.layout) for v in steps.inputs] == [shares]
     assert spelled(steps, "forward") == [
@@ -97,7 +97,7 @@ def test_model_applies_relu_and_pool_before_it_sends() -> None:
     assert traffic(moved.schedule, 8)[0, 1] == 10 * 2 * 4 * 4 * 8
 
 
-def test_parameters_lie_where_their_layers_compute() -> None:
+def test_parameters_are_stored_on_their_layers_devices() -> None:
     graph = graph_of("two-conv")
     master = parameter_layouts(by_name("master", "two-conv"), graph)
     assert master["conv2.weight"] == master["conv2.bias"] == Split(0, (5, 0, 1, 1))
@@ -107,7 +107,7 @@ def test_parameters_lie_where_their_layers_compute() -> None:
     assert hybrid["fc.weight"] == Split(0, (4, 0, 1, 0))
 
 
-def test_a_smaller_batch_is_shared_in_the_same_proportions() -> None:
+def test_smaller_batch_keeps_the_proportions() -> None:
     plan, graph = by_name("data-by-speed", "two-conv"), graph_of("two-conv")
     assert lower(plan, graph, 3).inputs[0].layout == Split(0, (2, 0, 1, 0))
     assert lower(plan, graph, 1).inputs[0].layout == Split(0, (1, 0, 0, 0))
@@ -119,8 +119,8 @@ def test_a_smaller_batch_is_shared_in_the_same_proportions() -> None:
 # --- channel ---------------------------------------------------------------------------------------------------------
 
 
-def test_filter_then_channel_needs_no_move_between_them() -> None:
-    """conv1 gives channels, pooled in place; conv2 takes the same channels; only conv2's sum travels."""
+def test_filter_then_channel_needs_no_move() -> None:
+    """conv1 produces channels, pooled in place; conv2 reads the same channels; only conv2's sum is sent."""
     graph = graph_of("two-conv")
     layers = {"conv1": Filter((3, 0, 1, 1)), "conv2": Channel((3, 0, 1, 1)), "fc": Filter((2, 1, 1, 1))}
     steps = lower(plan_of(graph, layers, One(0)), graph)
@@ -135,7 +135,7 @@ def test_filter_then_channel_needs_no_move_between_them() -> None:
 
 
 def test_flatten_turns_channels_into_the_features_of_a_linear_by_channel() -> None:
-    """Then 5 numbers a sample travel, not 28."""
+    """Then 5 numbers per sample are sent, not 28."""
     graph = graph_of("two-conv")
     layers = {"conv1": Batch((3, 3, 2, 2)), "conv2": Filter((2, 2, 2, 1)), "fc": Channel((8, 8, 8, 4))}
     steps = lower(plan_of(graph, layers), graph)
@@ -159,20 +159,20 @@ def test_flatten_turns_channels_into_the_features_of_a_linear_by_channel() -> No
         (None, Split(0, (3, 3, 2, 2))),
     ],
 )
-def test_images_are_loaded_where_the_first_layer_wants_them(first: Strategy | None, layout: Layout) -> None:
+def test_images_are_loaded_in_the_first_layers_layout(first: Strategy | None, layout: Layout) -> None:
     graph = graph_of("two-conv")
     steps = lower(plan_of(graph, {"conv1": first} if first else {}), graph)
     assert steps.inputs[0].layout == layout
 
 
-def test_two_first_layers_that_want_different_things_get_copies() -> None:
+def test_first_layers_with_different_layouts_get_copies() -> None:
     graph = graph_of("concatenation")
     steps = lower(plan_of(graph, {"narrow": One(1), "wide": Filter((5, 0, 0, 0))}), graph)
     assert steps.inputs[0].layout == Replicated((0, 1))
     assert _is_free(steps, "x")
 
 
-def test_the_input_looks_through_layers_that_follow() -> None:
+def test_input_layout_looks_past_layers_without_weights() -> None:
     class Prepared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,7 +195,7 @@ def _is_free(steps: StepList, key: str) -> bool:
 
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "concatenation", "mobile", "signal", "shuffle", "convolutions"])
 @pytest.mark.parametrize("plan", ["data", "data-by-speed", "master", "model", "hybrid"])
-def test_no_image_crosses_the_network(net: str, plan: str) -> None:
+def test_no_input_image_is_sent(net: str, plan: str) -> None:
     graph = graph_of(net)
     for batch in (10, 3):
         steps = lower(by_name(plan, net), graph, batch)
@@ -203,16 +203,16 @@ def test_no_image_crosses_the_network(net: str, plan: str) -> None:
         assert not [s for s in steps.steps if isinstance(s, Move) and s.phase == "backward" and s.writes.key == "x"]
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
+# --- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_convolution_begins_with_the_first_piece_of_what_is_gathered_for_it() -> None:
+def test_convolution_starts_with_the_first_gathered_chunk() -> None:
     plan, graph = by_name("model", "two-conv"), graph_of("two-conv")
     steps = lower(replace(plan, chunks=4), graph)
     pieces = {s.layer: s.chunks for s in steps.phase("forward") if isinstance(s, ComputeStep)}
     assert {name for name, count in pieces.items() if count > 1} == {"conv2"}
     moved = {s.reads.key: s.chunks for s in steps.phase("forward") if isinstance(s, Move)}
-    # A Linear would read its weights for every piece; the last move is for nobody's arithmetic.
+    # A Linear would read its weights for every chunk; no layer reads the last move.
     assert moved == {"pool": 4, "flatten": 1, "fc": 1}
     (gather,) = [s for s in steps.phase("forward") if isinstance(s, Move) and s.chunks > 1]
     assert [transfers[0].box[0] for transfers in gather.schedule.rounds] == [(0, 2), (2, 5), (5, 7), (7, 10)]

@@ -1,4 +1,4 @@
-"""lower: the backward half of a step list, and the sums of gradients."""
+"""Lowering: the backward half of a step list, and gradient all-reduces."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.support.step_text import spelled
 # --- backward --------------------------------------------------------------------------------------------------------
 
 
-def test_batch_norm_shares_statistics_both_ways() -> None:
+def test_batch_norm_exchanges_statistics_in_forward_and_backward() -> None:
     graph = graph_of("resnet")
     steps = lower(by_name("data-by-speed", "resnet"), graph, 3)
     forward = [line for line in spelled(steps, "forward") if line.startswith("statistics")]
@@ -70,7 +70,7 @@ def test_a_weight_that_is_also_used_without_gradient_is_still_summed() -> None:
     assert not [s for s in steps.steps if isinstance(s, ComputeStep) and s.phase == "backward" and s.layer == "conv2"]
 
 
-def test_gradients_travel_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_sent_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, plan = graph_of("two-conv"), by_name("data", "two-conv")
     whole = [s for s in lower(plan, graph).steps if isinstance(s, SumGradients)]
     assert [s.sizes for s in whole] == [(28 * 5, 5, 7 * 5 * 9, 7, 5 * 3 * 25, 5)]
@@ -90,19 +90,19 @@ def test_gradients_travel_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_what_is_not_small_leaves_with_a_gradient_that_fills_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_gradient_closes_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """two-conv 50:500: 320,000 gradients of the last layer waited for more company than the first layer has, until the end of
     the step, while those of the convolution in between travelled; and were then alone on the wire for 15 ms of 280."""
     graph = trace(build_net("two-conv:50:500", (3, 32, 32), 10), torch.zeros(1, 3, 32, 32)).graph
     steps = lower(named_plan("data", graph, 8, Speeds((1.0, 1.0))), graph)
     sums = [s.keys for s in steps.steps if isinstance(s, SumGradients)]
     assert sums == [("7.weight", "7.bias", "3.bias"), ("3.weight",), ("0.weight", "0.bias")]
-    monkeypatch.setattr(convoy.plan.lower, "BESIDE_ENTRIES", 320_511)
+    monkeypatch.setattr(convoy.plan.lower, "COMPANION_ENTRIES", 320_511)
     steps = lower(named_plan("data", graph, 8, Speeds((1.0, 1.0))), graph)
     assert [len(s.keys) for s in steps.steps if isinstance(s, SumGradients)] == [1, 5]
 
 
-def test_only_python_of_ones_own_needs_flags() -> None:
+def test_only_user_defined_modules_need_usage_flags() -> None:
     graph = graph_of("opaque-per-sample")
     (total,) = [s for s in lower(by_name("data", "opaque-per-sample"), graph).steps if isinstance(s, SumGradients)]
     assert total.flags == len(total.keys)

@@ -1,4 +1,4 @@
-"""lower: which layouts layers keep, which strategies they cannot have, and where evaluation computes."""
+"""Lowering: the layouts layers keep, strategies they refuse, and the placement of evaluation."""
 
 import functools
 
@@ -31,7 +31,7 @@ def test_batch_norm_and_grouped_convolutions_keep_a_channel_split() -> None:
     assert placed["depthwise.0"].parameters["weight"] == Split(0, (6, 2, 0, 4))
 
 
-def test_a_cut_through_a_group_falls_back_and_says_so() -> None:
+def test_split_through_a_group_falls_back_and_says_so() -> None:
     graph = graph_of("convolutions")
     placed = placements(plan_of(graph, {"same": Filter((4, 2, 0, 0))}), graph)
     assert placed["grouped"].gives == Split(0, (3, 3, 2, 2))
@@ -49,8 +49,8 @@ def test_a_join_takes_its_second_input_in_the_layout_of_the_first() -> None:
     assert placed[gate.name].takes == (Split(0, (3, 3, 2, 2)), Split(0, (3, 3, 2, 2)))
 
 
-def test_dropout_never_runs_on_copies() -> None:
-    """Each device would draw other numbers, and the copies would no longer be copies."""
+def test_dropout_never_runs_replicated() -> None:
+    """Each device would draw different numbers, so the copies would differ."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -68,7 +68,7 @@ def test_dropout_never_runs_on_copies() -> None:
         assert isinstance(placed["drop"].gives, Split if training else Replicated)
 
 
-def test_a_layer_that_sees_the_whole_batch_runs_on_the_device_with_most_samples() -> None:
+def test_global_batch_layer_runs_on_the_device_with_most_samples() -> None:
     graph = graph_of("dependent-samples")
     placed = placements(plan_of(graph, {}, Batch((2, 1, 6, 1))), graph)
     assert placed["centre"].gives == OnOne(2)
@@ -84,8 +84,8 @@ def test_shared_layers_keep_copies_everywhere() -> None:
     assert placed["fc1"].parameters["weight"] == placed["fc2"].parameters["weight"] == everyone
 
 
-def test_running_statistics_of_a_batch_norm_called_twice_are_kept_by_all() -> None:
-    """On one device alone, the copies of the others would grow old."""
+def test_reused_batch_norm_replicates_running_statistics() -> None:
+    """If only one device updated them, the other copies would become stale."""
     graph = graph_of("tied")
     placed = placements(plan_of(graph, {"norm": One(1)}), graph)
     assert placed["norm"].gives == placed["norm#2"].gives == Replicated(ALL)
@@ -100,8 +100,8 @@ def test_running_statistics_of_a_batch_norm_called_twice_are_kept_by_all() -> No
         ({"flatten": Filter((7, 7, 7, 7))}, "sum to 28, the axis has 7"),
     ],
 )
-def test_strategies_that_do_not_fit(layers: dict[str, Strategy], message: str) -> None:
-    """Shares of a ReLU were never compared with its channels: those beyond them were lost without a word."""
+def test_strategies_that_do_not_fit_are_refused(layers: dict[str, Strategy], message: str) -> None:
+    """Regression: a ReLU's shares were not compared with its channels, and extra channels were silently lost."""
     graph = graph_of("two-conv")
     with pytest.raises(PlanError, match=message):
         lower(plan_of(graph, layers), graph)
@@ -116,7 +116,7 @@ def test_strategies_that_do_not_fit(layers: dict[str, Strategy], message: str) -
         ("convolutions", {"grouped": Filter((3, 5, 0, 0))}, "cut a group"),
     ],
 )
-def test_strategies_that_a_layer_cannot_have(net: str, layers: dict[str, Strategy], message: str) -> None:
+def test_unsupported_layer_strategies_are_refused(net: str, layers: dict[str, Strategy], message: str) -> None:
     graph = graph_of(net)
     with pytest.raises(PlanError, match=message):
         lower(plan_of(graph, layers), graph)
@@ -135,7 +135,7 @@ def both_modes(name: str) -> tuple[Graph, Graph]:
 
 @pytest.mark.parametrize("net", nets.NETS)
 @pytest.mark.parametrize("name", ["data-by-speed", "master", "model", "hybrid"])
-def test_evaluation_computes_where_training_keeps_the_parameters(net: str, name: str) -> None:
+def test_evaluation_runs_on_the_devices_with_the_parameters(net: str, name: str) -> None:
     training, evaluation = both_modes(net)
     plan = by_name(name, net)
     pinned = pin(plan, training, evaluation)
@@ -154,7 +154,7 @@ def _devices(layout: Replicated | OnOne) -> tuple[int, ...]:
 
 
 def test_a_layer_that_is_whole_in_training_only_stays_with_its_parameters() -> None:
-    """In evaluation it ran by samples, on devices that held none of its weights: a crash."""
+    """Regression: evaluation split it by samples onto devices without its weights and crashed."""
     training, evaluation = both_modes("dependent-in-training")
     plan = by_name("data-by-speed", "dependent-in-training")
     assert not evaluation["centre"].per_sample, "nothing says that it treats samples alone"
@@ -183,7 +183,7 @@ def test_dropout_in_front_moves_training_but_not_evaluation() -> None:
     assert not borrowed(pinned, plan, training, evaluation)
 
 
-def test_an_evaluation_that_no_device_has_the_weights_of_borrows_them() -> None:
+def test_evaluation_gathers_weights_that_no_device_has_whole() -> None:
     """In evaluation the model is one layer; its weights are split."""
     training = graph_of("two-conv")
     whole = trace(nets.OpaqueWhole(), torch.zeros(2, 3, 8, 8))

@@ -1,4 +1,4 @@
-"""Plan files: what is written is what is read, and what does not fit is refused by name."""
+"""Plan files: they round-trip, and invalid ones are refused by name."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import PlanError
+from convoy.layout.collectives import SUMS
 from convoy.layout.comm_dtype import COMM_DTYPES
-from convoy.layout.redistribute import SUMS
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
@@ -77,7 +77,7 @@ TEXT = f"""{{
 
 
 def changed(**rows: Any) -> str:
-    """The text of the plan with other rows; a row of ... is left out."""
+    """Return the plan's text with other rows; a row of ... is removed."""
     raw = {**json.loads(TEXT), **rows}
     return json.dumps({key: value for key, value in raw.items() if value is not ...})
 
@@ -85,7 +85,7 @@ def changed(**rows: Any) -> str:
 # --- what is written is what is read ---------------------------------------------------------------------------------
 
 
-def test_the_file_by_hand() -> None:
+def test_plan_file_by_hand() -> None:
     assert PLAN.to_json() == TEXT
     assert Plan.from_json(TEXT) == PLAN
     PLAN.check(GRAPH)
@@ -93,11 +93,11 @@ def test_the_file_by_hand() -> None:
 
 
 def test_a_file_without_a_wire_format_is_exact() -> None:
-    """Files of the time before there was a choice."""
+    """Older files have no such field."""
     assert Plan.from_json(changed(wire=...)) == PLAN
 
 
-def test_a_plan_without_layers_of_its_own() -> None:
+def test_plan_without_layer_entries_reads_back() -> None:
     plan = replace(PLAN, layers={}, otherwise=One(1))
     assert Plan.from_json(plan.to_json()) == plan
     assert '"layers": {}' in plan.to_json()
@@ -135,7 +135,7 @@ def test_any_plan_comes_back_equal_and_in_its_order(plan: Plan) -> None:
 
 
 def test_load_reads_utf_8_whatever_the_locale(tmp_path: Path) -> None:
-    """Written by Convoy the file is ASCII; by hand it may hold the letters themselves."""
+    """Convoy writes ASCII; hand-written files may contain UTF-8."""
     path = tmp_path / "plan.json"
     path.write_bytes(TEXT.replace("by hand", "für uns").encode())
     assert Plan.load(path) == replace(PLAN, name="für uns")
@@ -177,7 +177,7 @@ NO_PLANS = [
 
 
 @pytest.mark.parametrize(("text", "parts"), NO_PLANS, ids=[parts[0] for _, parts in NO_PLANS])
-def test_what_is_no_plan_is_refused(text: str, parts: tuple[str, ...]) -> None:
+def test_invalid_plans_are_refused(text: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text, "fleet/plan.json")
     message = str(caught.value)
@@ -188,7 +188,7 @@ def test_what_is_no_plan_is_refused(text: str, parts: tuple[str, ...]) -> None:
 
 
 def test_a_layer_named_twice_is_refused() -> None:
-    """Someone copied a line and changed its shares but not its name: JSON keeps the last and tells nobody."""
+    """A copied line with an unchanged name: JSON would silently keep the last one."""
     line = '    "grouped": {"strategy": "filter", "shares": [4, 2, 2]},\n'
     assert line in TEXT
     with pytest.raises(PlanError, match=r"the key 'grouped' occurs twice.*correct it"):
@@ -244,13 +244,13 @@ def test_a_plan_that_does_not_fit_is_refused(plan: Plan, value: str, remedy: str
         plan.check(GRAPH)
 
 
-def test_a_plan_for_another_number_of_devices() -> None:
+def test_plan_for_another_device_count_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'by hand' is for 3 devices, this job has 4: start as many devices as"):
         PLAN.check(GRAPH, devices=4)
 
 
 def test_a_plan_for_another_model_says_which() -> None:
-    """A wider first layer is another model, though all the names are the same."""
+    """A wider first layer makes another model, although all names are the same."""
     wider = replace(GRAPH, layers={**GRAPH.layers, "features.0": replace(GRAPH["features.0"], shape=(16, 8, 8))})
     with pytest.raises(PlanError, match=f"fingerprint {GRAPH.fingerprint}; SmallNet has {wider.fingerprint}"):
         PLAN.check(wider)
@@ -258,7 +258,7 @@ def test_a_plan_for_another_model_says_which() -> None:
     PLAN.check(replace(GRAPH, layers={n: replace(v, dtype="float64", reason="") for n, v in GRAPH.layers.items()}))
 
 
-def test_only_gradients_are_ever_mixed() -> None:
+def test_only_gradients_are_mixed() -> None:
     plan = replace(PLAN, reduce="inexact-butterfly-mixing")
     assert (plan.exact, plan.mixes, plan.collective) == (False, True, "butterfly")
     assert "mixing" in plan.inexact
@@ -266,7 +266,7 @@ def test_only_gradients_are_ever_mixed() -> None:
     plan.check(GRAPH)
 
 
-def test_a_plan_that_rounds_on_the_wire_says_so() -> None:
+def test_inexact_wire_format_is_stated() -> None:
     plan = replace(PLAN, wire="inexact-bf16")
     assert "inexact-bf16" in plan.inexact
     assert (plan.exact, plan.mixes) == (False, False)

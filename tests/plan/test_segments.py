@@ -1,4 +1,4 @@
-"""Layers that a device computes between two exchanges go to autograd as one graph: same numbers, fewer calls."""
+"""Layers that a device computes between two exchanges form one autograd graph: same numbers, fewer calls."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def alone(net: str, device: int = 0, devices: int = 1, **layers: Any) -> Plan:
 
 
 def rows(net: str, plan: Plan, device: int = 0, steps: StepList | None = None) -> list[list[str]]:
-    """The layers of each segment of a device."""
+    """Return the layers of each segment of a device."""
     graph = graph_of(net)
     program = compile_device(steps or lower(plan, graph), graph, device)
     return [
@@ -58,8 +58,8 @@ def test_a_device_alone_has_one_segment(net: str) -> None:
     assert rows(net, by_samples, device=1) == [layers_of(net)], "all samples on one device are the same"
 
 
-def test_devices_that_share_out_samples_have_one_segment_each() -> None:
-    """Nothing is exchanged but sums of gradients, which go on a lane of their own."""
+def test_batch_split_has_one_segment_per_device() -> None:
+    """Only gradients are exchanged, on their own lane."""
     plan = by_name("data-by-speed", "two-conv")
     assert [rows("two-conv", plan, device) for device in range(4)] == [
         [layers_of("two-conv")],
@@ -68,8 +68,8 @@ def test_devices_that_share_out_samples_have_one_segment_each() -> None:
     ]
 
 
-def test_batch_norms_over_devices_end_a_segment() -> None:
-    """Each tells the others its sums, in forward and backward: what lies between two of them is a segment."""
+def test_synchronised_batch_norms_end_a_segment() -> None:
+    """Each exchanges its sums in forward and backward, so the layers between two of them form a segment."""
     graph = graph_of("resnet")
     plan = by_name("data-by-speed", "resnet")
     found = rows("resnet", plan)
@@ -78,8 +78,8 @@ def test_batch_norms_over_devices_end_a_segment() -> None:
     assert not norms & {name for row in found for name in row}
 
 
-def test_a_split_by_channel_that_stays_is_a_segment() -> None:
-    """Filters, ReLU and pooling of the own channels: nothing travels between them."""
+def test_matching_channel_splits_form_a_segment() -> None:
+    """Filters, ReLU and pooling of local channels exchange nothing."""
     graph = graph_of("two-conv")
     conv = graph.weighted[1].name
     place = layers_of("two-conv").index(conv)
@@ -88,8 +88,8 @@ def test_a_split_by_channel_that_stays_is_a_segment() -> None:
     assert rows("two-conv", plan, device=1) == [layers_of("two-conv")[place + 1 : -1]]
 
 
-def test_a_segment_ends_where_the_device_changes() -> None:
-    """The gradient of the second convolution's input has to leave before that of its weights: it is two steps."""
+def test_device_change_ends_a_segment() -> None:
+    """The second convolution's input gradient must be sent before its weight gradient is computed: two steps."""
     layers = layers_of("two-conv")
     place = layers.index("conv2")
     plan = alone("two-conv", devices=2, conv2=One(1), fc=One(1))
@@ -97,8 +97,8 @@ def test_a_segment_ends_where_the_device_changes() -> None:
     assert rows("two-conv", plan, device=1) == [layers[place + 1 :]]
 
 
-def test_neighbours_on_two_devices_are_no_segment() -> None:
-    """Two inputs, each with layers of its own: nothing travels between them."""
+def test_unconnected_layers_form_no_segment() -> None:
+    """Two inputs with separate layers exchange nothing."""
     shape = (4, 3)
     x, y = Value("x", shape, OnOne(0)), Value("y", shape, OnOne(1))
     values = [Value(name, shape, OnOne(d)) for name, d in (("a", 0), ("b", 0), ("c", 1), ("d", 1))]
@@ -120,19 +120,19 @@ def test_neighbours_on_two_devices_are_no_segment() -> None:
 
 
 @pytest.mark.parametrize("net", ["resnet", "tied", "opaque-per-sample", "auxiliary"])
-def test_a_device_alone_among_three_trains_as_plain_pytorch(net: str) -> None:
-    """Residuals, branches, tied, frozen and unused parameters, layers with Python of their own."""
+def test_single_working_device_of_three_matches_pytorch(net: str) -> None:
+    """Include residuals, branches, tied, frozen and unused parameters, and user-written layers."""
     check(Training(net, SHORT, "adam", clip=(0.05, 2.0)), alone(net, device=1, devices=3))
 
 
 def halves(net: str) -> Plan:
-    """The first half of the layers on one device, the others on another: two segments."""
+    """Return a plan with the first half of the layers on one device, the rest on another: two segments."""
     every = [layer for layer in graph_of(net).weighted if not layer.shared]
     return alone(net, devices=2, **{layer.name: One(1) for layer in every[len(every) // 2 :]})
 
 
 @pytest.mark.parametrize("net", ["concatenation", "mobile", "frozen"])
-def test_two_devices_with_segments_train_as_plain_pytorch(net: str) -> None:
+def test_two_devices_with_segments_match_pytorch(net: str) -> None:
     assert sum(len(rows(net, halves(net), d)) for d in (0, 1)) >= 2
     check(Training(net, SHORT, accumulate=2), halves(net))
 
@@ -156,7 +156,7 @@ def test_layer_by_layer_gives_the_same_bits() -> None:
 
 
 class TwoLosses(nn.Module):
-    """The second output hangs on the first layers alone."""
+    """A net whose second output depends on the first layers only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,8 +168,8 @@ class TwoLosses(nn.Module):
 
 
 @pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
-def test_a_part_without_a_gradient_has_none_as_in_plain_pytorch(used: tuple[bool, bool]) -> None:
-    """Not zeros: an optimizer with momentum or weight decay would move the weights by them."""
+def test_layers_without_a_gradient_keep_none_as_in_pytorch(used: tuple[bool, bool]) -> None:
+    """Zeros instead would let momentum or weight decay change the weights."""
     torch.manual_seed(5)
     model, x, y = TwoLosses().double(), torch.randn(10, 6).double(), torch.randint(0, nets.CLASSES, (10,))
 
@@ -193,7 +193,7 @@ def test_a_part_without_a_gradient_has_none_as_in_plain_pytorch(used: tuple[bool
     assert (found["side.weight"] is None) == (not used[1])
 
 
-def test_autocast_of_the_caller_counts_as_in_plain_pytorch() -> None:
+def test_callers_autocast_gives_float32_outputs_as_in_pytorch() -> None:
     """A segment switched it off if no precision was given to Convoy."""
     torch.manual_seed(7)
     x = torch.randn(10, 3, 8, 8)
@@ -206,8 +206,8 @@ def test_autocast_of_the_caller_counts_as_in_plain_pytorch() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = nets.build("two-conv", dtype=torch.float32)(x)
     (found,) = run_on_threads(1, work)
-    assert found.dtype == expected.dtype == torch.bfloat16
-    assert torch.equal(found, expected)
+    assert (found.dtype, expected.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(found, expected.float())
 
 
 # --- what it saves ---------------------------------------------------------------------------------------------------

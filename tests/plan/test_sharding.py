@@ -1,4 +1,4 @@
-"""Weights in shares: what is kept where, what travels when, and which plans are refused."""
+"""Sharded weights: what each device keeps, what is sent when, and refused plans."""
 
 import json
 from dataclasses import replace
@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from convoy.errors import PlanError
+from convoy.layout.collectives import gather_shares, sum_into_shares, traffic
 from convoy.layout.layout import Replicated, Split
-from convoy.layout.redistribute import gather_shares, sum_into_shares, traffic
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import Compute as DeviceCompute
 from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights
@@ -32,8 +32,8 @@ def plan_of(net: str, form: Form = "keep") -> Plan:
     return in_shares(by_name("data-by-speed", net), net, SHARES, form)
 
 
-def test_what_travels_by_hand() -> None:
-    """7, 3 and 0 entries are kept; of what device 0 sums, device 1 sends its 7, and so on."""
+def test_traffic_of_sharded_weights_by_hand() -> None:
+    """Devices keep 7, 3 and 0 entries; of device 0's gradients, device 1 receives its own part, and so on."""
     assert traffic(sum_into_shares((0, 1), (7, 3)), 1) == {(0, 1): 3, (1, 0): 7}
     assert traffic(sum_into_shares((0, 2), (7, 3, 0)), 1) == {(0, 1): 3, (2, 0): 7, (2, 1): 3}
     assert traffic(gather_shares((7, 3, 0), (0, 2)), 1) == {(0, 2): 7, (1, 0): 3, (1, 2): 3}
@@ -41,14 +41,14 @@ def test_what_travels_by_hand() -> None:
     assert sorted(boxes) == [(0, 1, ((7, 10),), True), (1, 0, ((0, 7),), True)]
 
 
-def test_each_parameter_is_cut_along_its_first_axis_and_buffers_stay_copies() -> None:
+def test_parameters_are_sharded_along_axis_0_and_buffers_replicated() -> None:
     kept = parameter_layouts(plan_of("resnet"), graph_of("resnet"))
     assert kept["conv1.weight"] == kept["bn1.weight"] == Split(0, (1, 2, 0, 1))
     assert isinstance(kept["bn1.running_mean"], Replicated)
     assert isinstance(kept["bn1.num_batches_tracked"], Replicated)
 
 
-def test_layers_wait_for_their_own_weights_and_no_sum_of_copies_is_left() -> None:
+def test_layers_await_only_their_own_weights() -> None:
     graph = graph_of("two-conv")
     steps = lower(plan_of("two-conv"), graph).steps
     gathers = {key: step.id for step in steps if isinstance(step, GatherWeights) for key in step.keys}
@@ -62,7 +62,7 @@ def test_layers_wait_for_their_own_weights_and_no_sum_of_copies_is_left() -> Non
     assert all(step.members == (0, 1, 2, 3) for step in sums), "device 1 keeps shares"
 
 
-def test_freed_weights_are_there_one_bucket_ahead_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_weights_are_gathered_one_bucket_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convoy.plan.lower.BUCKET_ENTRIES", 1)
     graph = graph_of("two-conv")
     (program, *_) = compile_all(lower(plan_of("two-conv", "free"), graph), graph)
@@ -90,7 +90,7 @@ def test_freed_weights_are_there_one_bucket_ahead_and_no_longer(monkeypatch: pyt
 
 
 def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """conv1 380, conv2 322 and fc 145 entries; device 0 keeps a sixth of the rows, and computes with all."""
+    """conv1 has 380, conv2 322 and fc 145 entries; device 0 keeps a sixth of the rows and computes with all."""
     monkeypatch.setattr("convoy.plan.lower.BUCKET_ENTRIES", 1)
     graph = graph_of("two-conv")
     needs = {form: memory_of(plan_of("two-conv", form), graph, optimizer="adam", itemsize=1)[0] for form in FORMS}
@@ -104,7 +104,7 @@ def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert needs["free"].gradients_bytes < needs["keep"].gradients_bytes
 
 
-def test_a_plan_file_names_them() -> None:
+def test_plan_file_lists_sharded_layers() -> None:
     plan = plan_of("two-conv")
     assert json.loads(plan.to_json())["in_shares"]["conv1"] == {"shares": list(SHARES), "form": "keep"}
     for form in ("keep", "free"):
@@ -127,7 +127,7 @@ def test_a_plan_file_names_them() -> None:
         ("opaque-per-sample", "", SHARES, "it is opaque"),
     ],
 )
-def test_what_is_refused(net: str, layer: str, shares: tuple[int, ...], words: str) -> None:
+def test_invalid_sharding_is_refused(net: str, layer: str, shares: tuple[int, ...], words: str) -> None:
     graph = graph_of(net)
     if not layer:
         layer = next(each.name for each in graph.layers.values() if each.kind == "opaque" and each.trainable)
@@ -136,7 +136,7 @@ def test_what_is_refused(net: str, layer: str, shares: tuple[int, ...], words: s
         plan.check(graph)
 
 
-def test_not_beside_a_strategy_that_splits_the_layer_nor_with_mixing() -> None:
+def test_sharding_excludes_layer_splits_and_mixing() -> None:
     graph = graph_of("two-conv")
     plan = replace(plan_of("two-conv"), layers={"conv2": Filter((7, 0, 0, 0))})
     with pytest.raises(PlanError, match="strategy is 'filter'"):
@@ -145,13 +145,13 @@ def test_not_beside_a_strategy_that_splits_the_layer_nor_with_mixing() -> None:
         replace(plan_of("two-conv"), reduce="inexact-butterfly-mixing").check(graph)
 
 
-def test_where_one_device_computes_there_is_nothing_to_gather() -> None:
+def test_single_computing_device_gathers_nothing() -> None:
     alone = replace(plan_of("two-conv"), otherwise=Batch((10, 0, 0, 0)))
     assert not [s for s in lower(alone, graph_of("two-conv")).steps if isinstance(s, GatherWeights | SumGradients)]
 
 
-def test_what_stays_from_pass_to_pass_is_counted() -> None:
-    """Device 1 computes nothing: in a step of several passes it keeps its share a second time, as the others were given it."""
+def test_weights_kept_between_micro_batches_are_counted() -> None:
+    """Device 1 computes nothing: with several micro-batches it holds a second copy of its shard."""
     graph, plan = graph_of("two-conv"), plan_of("two-conv")
     own = parameter_entries(lower(plan, graph), graph, 1)[0]
     needs = {
@@ -166,7 +166,7 @@ def test_what_stays_from_pass_to_pass_is_counted() -> None:
     assert whole["only"].steps == whole["middle"].steps, "what is freed is gathered in every pass"
 
 
-def test_passes_behind_the_first_print_and_parse() -> None:
+def test_later_micro_batches_print_and_parse() -> None:
     graph, plan = graph_of("two-conv"), plan_of("two-conv")
     steps = lower(plan, graph, micro_batch="middle")
     assert any(
@@ -179,7 +179,7 @@ def test_passes_behind_the_first_print_and_parse() -> None:
         assert any(isinstance(op, HaveWeights) for op in program.forward)
 
 
-def test_weights_that_are_freed_take_fresh_memory_at_each_gathering() -> None:
+def test_freed_weights_allocate_memory_at_each_gather() -> None:
     """A large one, of 10 M float32: the system provides 40 MB anew, in forward and in backward; one that stays is there."""
     graph = Stack((4, 50, 50)).flatten().linear(1000).graph()
     overhead = Overheads(fresh_s_per_byte=1e-9)

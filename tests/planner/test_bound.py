@@ -1,4 +1,4 @@
-"""The lower bound: by hand, against every plan of small cases, and how near to it plans come."""
+"""The lower bound: by hand, against every plan of small cases, and its distance to good plans."""
 
 import io
 import itertools
@@ -53,7 +53,7 @@ def of_rates(rates: list[float], bytes_per_s: float, processor_s_per_byte: float
 
 
 def measured(rng: random.Random, graph: Graph, batch: int, rates: list[float], bytes_per_s: float) -> Costs:
-    """Tables with noise, some of which end before the whole, and sizes that were timed beside them."""
+    """Return noisy tables, some of which end early, with extra timed sizes."""
 
     def table(rate: float) -> dict[str, LayerTimes]:
         roofline, rows = Roofline((Rate(rate, rate / 4),)), {}
@@ -105,7 +105,7 @@ def measured(rng: random.Random, graph: Graph, batch: int, rates: list[float], b
 
 
 def shares_of(rng: random.Random, total: int, speeds: list[float]) -> Shares:
-    """By speed; or anything, often with nothing for somebody."""
+    """Draw shares: by speed, or any, often with zeros."""
     if rng.random() < 0.4:
         return apportion(total, speeds)
     weights = [rng.choice([0.0, 0.1, 1.0, 3.0]) for _ in speeds]
@@ -113,7 +113,7 @@ def shares_of(rng: random.Random, total: int, speeds: list[float]) -> Shares:
 
 
 def some_plans(rng: random.Random, graph: Graph, batch: int, speeds: list[float]) -> Iterator[Plan]:
-    """Every combination of strategies, each with shares, sums, chunks and ways to keep weights as they come."""
+    """Yield every combination of strategies, with random shares, collectives, chunks and sharding."""
     devices = len(speeds)
     for kinds in itertools.product(("batch", "one", "filter", "channel"), repeat=len(graph.weighted)):
         for _ in range(3):
@@ -135,7 +135,7 @@ def some_plans(rng: random.Random, graph: Graph, batch: int, speeds: list[float]
 
 
 def small(rng: random.Random) -> Graph:
-    """A chain of two or three weighted layers, few samples or many, small weights or large."""
+    """Draw a chain of two or three weighted layers, few or many samples, small or large weights."""
     stack = Stack((rng.choice([3, 16]), 12, 12)).conv(rng.choice([4, 32]), 3).pool()
     if rng.random() < 0.6:
         stack = stack.conv(rng.choice([8, 64]), 3)
@@ -143,7 +143,7 @@ def small(rng: random.Random) -> Graph:
 
 
 @pytest.mark.parametrize("case", most_slow(2, [2, 1, 0, *range(3, 12)]))
-def test_no_plan_is_faster(case: int) -> None:
+def test_no_plan_beats_the_lower_bound(case: int) -> None:
     rng = random.Random(case)
     graph, batch = small(rng), rng.choice([4, 12])
     rates = [rng.choice([1e9, 2e9, 5e9, 1e10]) for _ in range(rng.choice([2, 3]))]
@@ -157,8 +157,8 @@ def test_no_plan_is_faster(case: int) -> None:
 
 
 @pytest.mark.parametrize("case", most_slow(4, range(8)))
-def test_no_plan_is_faster_where_the_wire_sets_the_pace(case: int) -> None:
-    """Chains of Linears on two nearly equal devices, where an exchange takes about as long as it spares."""
+def test_no_plan_beats_the_bound_on_a_slow_network(case: int) -> None:
+    """Chains of Linears on two similar devices, where an exchange costs about as long as it saves."""
     rng = random.Random(case)
     width, batch, rate = rng.choice([50, 100, 200]), 8, rng.choice([1e8, 1e9])
     graph = Stack((width,)).linear(width).linear(width).linear(width).graph()
@@ -174,7 +174,7 @@ def test_no_plan_is_faster_where_the_wire_sets_the_pace(case: int) -> None:
 
 
 class Block(nn.Module):
-    """A residual block behind a convolution, with or without batch norm, and a Linear."""
+    """A residual block after a convolution, with or without batch norm, and a Linear."""
 
     def __init__(self, width: int, normed: bool) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Block(nn.Module):
 def plans_of_each_layer(
     rng: random.Random, graph: Graph, batch: int, speeds: list[float], count: int
 ) -> Iterator[Plan]:
-    """Each layer with a strategy and shares of its own: samples, too, may lie otherwise from layer to layer."""
+    """Yield plans in which every layer has its own strategy and shares, also of samples."""
     devices = len(speeds)
     for _ in range(count):
         layers: dict[str, Strategy] = {}
@@ -220,7 +220,7 @@ def plans_of_each_layer(
 
 
 def with_others(rng: random.Random, plan: Plan, graph: Graph, speeds: list[float]) -> Plan:
-    """The plan with strategies for some layers that have no weights, too."""
+    """Return the plan with strategies for some layers without weights, too."""
     layers = dict(plan.layers)
     for layer in graph.layers.values():
         if layer.kind != "input" and not layer.weighted and rng.random() < 0.35:
@@ -235,7 +235,7 @@ def with_others(rng: random.Random, plan: Plan, graph: Graph, speeds: list[float
 
 
 @pytest.mark.parametrize("case", most_slow(3, range(40)))
-def test_no_plan_of_a_net_that_branches_is_faster(case: int) -> None:
+def test_no_plan_of_a_branching_net_beats_the_bound(case: int) -> None:
     """Layers without weights have strategies of their own; batch norms share their statistics."""
     rng = random.Random(case)
     width, normed, batch = rng.choice([4, 16, 32]), rng.random() < 0.5, rng.choice([4, 12])
@@ -254,14 +254,14 @@ def test_no_plan_of_a_net_that_branches_is_faster(case: int) -> None:
 
 
 def test_a_single_layer_by_hand() -> None:
-    """Devices of 3 and 1 GFLOP/s: together they take a fourth of what the slow one takes alone."""
+    """Devices of 3 and 1 GFLOP/s together take a fourth of the slow one's time."""
     graph = Stack((8, 8, 8)).conv(16, 3).graph()
     flop = 3 * 64 * graph.weighted[0].flop  # forward, and two products backward
     times = Roofline((Rate(3e9, 1e15), Rate(1e9, 1e15)))
     assert lower_bound(asked(graph, 64, Costs(times, network(2, 1e15)))).step_s == pytest.approx(flop / 4e9, rel=1e-3)
 
 
-def test_the_loss_is_shared_out_with_its_outputs() -> None:
+def test_loss_time_is_split_with_its_outputs() -> None:
     """16 samples of 1,000 outputs, 1 and 3 s for each byte of them: together 0.75 s."""
     graph = Stack((1000,)).linear(1000).graph()
     plain = Costs(Roofline((Rate(1e9, 1e15),) * 2), network(2, 1e15))
@@ -269,7 +269,7 @@ def test_the_loss_is_shared_out_with_its_outputs() -> None:
     assert lower_bound(asked(graph, 16, costs)).step_s == pytest.approx(16 * 1000 * 4 * 0.75, rel=1e-3)
 
 
-def test_the_wire_of_a_device_by_hand() -> None:
+def test_traffic_bound_of_a_device_by_hand() -> None:
     """Three Linears of 1,000 x 1,000, 16 samples, two equal devices, a wire of 1 MB/s each way.
 
     A device takes 6e6 FLOP for a sample of each: 96 ms of 16 samples at 1 GFLOP/s, so alone 288 ms, and two of them 144 ms. For
@@ -293,7 +293,7 @@ def two_devices() -> tuple[Graph, PlanRequest]:
     return graph, asked(graph, 16, roofline_costs(fleet), fleet)
 
 
-def test_the_bound_stands_in_words_beside_a_plan() -> None:
+def test_bound_is_printed_with_a_plan() -> None:
     _, context = two_devices()
     row = predict_plan(candidates(context)[0].plan.named("auto"), context)
     least = lower_bound(context)
@@ -316,7 +316,7 @@ def test_every_plan_of_the_table_says_how_far_above_the_bound_it_is() -> None:
 
 
 @pytest.mark.parametrize("case", most_slow(10, range(40)))
-def test_no_size_takes_less_than_its_part_of_the_least(case: int) -> None:
+def test_no_size_beats_its_fraction_of_the_minimum(case: int) -> None:
     """Every size of every layer of a small net, inside and beyond grids that may end early on any axis, near corrections
     and far from them."""
     rng = random.Random(case)
@@ -343,7 +343,7 @@ def test_no_size_takes_less_than_its_part_of_the_least(case: int) -> None:
 
 
 def drawn_times(rng: random.Random, layer: Layer, batch: int) -> LayerTimes:
-    """Tables of anything, with up to two corrections."""
+    """Draw random tables with up to two corrections."""
     whole, noise = whole_size(layer, batch), rng.choice([1.0, 2.0])
 
     def axis(total: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Plans made better by simulation: shares by hand, and a case in which one device is busy with traffic."""
+"""Local search by simulation: hand-calculated shares, and a device that is busy with traffic."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -35,7 +35,7 @@ def search(graph: Graph, costs: Costs) -> LocalSearch:
 
 
 def balanced(plan: Plan, graph: Graph, busy_s: tuple[float, ...]) -> Plan:
-    """With costs that do not count here."""
+    """Balance with irrelevant costs."""
     devices = plan.devices
     times = Roofline((Rate(1e9, 1e9),) * devices)
     near, wide = ((0.0,) * devices,) * devices, (1e9,) * devices
@@ -43,7 +43,7 @@ def balanced(plan: Plan, graph: Graph, busy_s: tuple[float, ...]) -> Plan:
     return search(graph, Costs(times, network)).balanced(plan, busy_s)
 
 
-def test_shares_are_divided_by_the_time_that_a_device_is_busy() -> None:
+def test_shares_are_divided_by_busy_time() -> None:
     """6 and 2 samples with 1 + 2 s and 1 s: weights 2 and 2. 24 filters as 18 and 6: 12 and 12."""
     plan = plan_of({"0": Filter((18, 6)), "2": Batch((6, 2))}, Batch((6, 2)), 2)
     better = balanced(plan, small_graph(), (3.0, 1.0))
@@ -52,7 +52,7 @@ def test_shares_are_divided_by_the_time_that_a_device_is_busy() -> None:
 
 
 def test_features_stay_with_their_channels() -> None:
-    """16 features of each of 48 filters: rounding them apart would bring a move that was not there."""
+    """16 features for each of 48 filters: rounding them separately would add a move."""
     plan = plan_of({"2": Filter((30, 18)), "5": Channel((480, 288))}, One(0), 2)
     better = balanced(plan, small_graph(), (3.0, 2.0))
     assert better.layers["2"] == Filter((25, 23))  # 10 : 9 of 48
@@ -60,16 +60,16 @@ def test_features_stay_with_their_channels() -> None:
     assert better.otherwise == One(0)
 
 
-def test_groups_stay_whole() -> None:
-    """32 filters in four groups of eight: three of the groups for the device that is done in half the time."""
+def test_local_search_keeps_groups_whole() -> None:
+    """32 filters in four groups of eight: three groups for the device that needs half the time."""
     net = nn.Sequential(nn.Conv2d(4, 32, 3, padding=1, groups=4), nn.Flatten(), nn.Linear(32 * 64, 4))
     graph = trace(net, torch.zeros(2, 4, 8, 8)).graph
     plan = Plan("hand", graph.fingerprint, 2, 8, {"0": Filter((16, 16))}, One(0))
     assert balanced(plan, graph, (2.0, 1.0)).layers["0"] == Filter((8, 24))
 
 
-def test_a_variant_that_does_not_fit_leads_nowhere() -> None:
-    """Direct sums are refused: every variant is made of the ring, none of what was refused."""
+def test_rejected_variants_are_not_extended() -> None:
+    """Direct sums are refused: every variant uses the ring, none extends a refused one."""
     graph, costs = small_graph(), slow_receiver()
     even = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
     found = list(
@@ -82,14 +82,14 @@ def test_a_variant_that_does_not_fit_leads_nowhere() -> None:
 
 
 def slow_receiver() -> Costs:
-    """Two equal devices; each byte takes processor time of the second."""
+    """Return two equal devices; each byte costs processor time on the second."""
     network = Network(
         (0, 1), (1e8,) * 2, (1e8,) * 2, (1e12,) * 2, ((0.0, 1e-6), (1e-6, 0.0)), ((1e8,) * 2,) * 2, (0.0, 4e-9)
     )  # fmt: skip
     return Costs(Roofline((Rate(1e10, 1e10),) * 2), network)
 
 
-def test_units_move_from_the_device_that_waits_least() -> None:
+def test_units_move_from_the_busiest_device() -> None:
     """Devices of 10 and 1 GFLOP/s with half of the work each: one by one, samples and filters leave the slow one, and the
     features behind the flatten go with their channels."""
     graph = small_graph()
@@ -112,7 +112,7 @@ def test_units_move_from_the_device_that_waits_least() -> None:
     assert found[-1][0] == simulate(lower(last, graph), graph, costs).step_s
 
 
-def test_sums_take_fewer_rounds_where_messages_are_slow() -> None:
+def test_slow_messages_favour_all_reduce_with_fewer_rounds() -> None:
     """Four devices, 10 ms a message: a ring waits for six of them, a direct sum for two."""
     graph = small_graph()
     wide, far = (1e9,) * 4, tuple(tuple(0.0 if a == b else 1e-2 for b in range(4)) for a in range(4))
@@ -133,7 +133,7 @@ def fast_wire(rates: tuple[float, ...], update_s: float = 0.0) -> Costs:
     return Costs(Roofline(tuple(Rate(rate, rate) for rate in rates)), network, 4, (update_s,) * devices)
 
 
-def test_a_device_that_computes_nothing_keeps_a_share_of_the_weights() -> None:
+def test_idle_device_can_hold_a_weight_shard() -> None:
     """Copies of both layers are updated for 1 us an entry: shared out over three devices that is a third of the time."""
     plan = plan_of({}, Batch((4, 4, 0)), 3)
     graph, costs = small_graph(), fast_wire((3e9, 3e9, 3e6), update_s=1e-6)

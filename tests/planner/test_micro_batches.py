@@ -1,4 +1,4 @@
-"""Steps of several passes: what is predicted of them, what is chosen for them, and that they are proposed where memory asks."""
+"""Steps of several micro-batches: predictions, plan choice, and proposals when memory is short."""
 
 import re
 from dataclasses import replace
@@ -44,8 +44,8 @@ def test_gradients_and_weights_are_sent_once_a_step(name: str, passes: int) -> N
     assert sum(found.received_bytes) == pytest.approx(found.traffic_bytes, abs=plan.devices)
 
 
-def test_optimizer_and_sum_count_once_per_step() -> None:
-    """One device that takes 1 s for the optimizer, and 1 ns for a byte that it adds; nothing else takes time."""
+def test_optimizer_and_all_reduce_count_once_per_step() -> None:
+    """One device takes 1 s for the optimizer and 1 ns per added byte; nothing else takes time."""
     graph, entries = WIDE, sum(p.entries for layer in WIDE.layers.values() for p in layer.trainable)
     device = fleet((1e20, None))
     costs = replace(
@@ -64,8 +64,8 @@ def test_optimizer_and_sum_count_once_per_step() -> None:
     assert times == pytest.approx([1.0, 1.0 + adds_s, 1.0 + 4 * adds_s], abs=1e-6)
 
 
-def test_a_slow_link_pays_with_many_micro_batches() -> None:
-    """2.6 MB of weights at 10 Mbit/s: a sum takes longer than a pass, and not longer than sixteen."""
+def test_slow_link_needs_many_micro_batches() -> None:
+    """2.6 MB of weights at 10 Mbit/s: an all-reduce takes longer than one micro-batch, but not than sixteen."""
     slow = fleet((1e11, None), (1e11, None), bytes_per_s=1.25e6)
     workers, speeds = [], []
     for passes in (1, 16):
@@ -78,7 +78,7 @@ def test_a_slow_link_pays_with_many_micro_batches() -> None:
 
 
 def test_the_refusal_names_micro_batches_that_fit() -> None:
-    """Activations of 64 samples do not fit, those of a part do: the message says which, and it is true."""
+    """Activations of 64 samples do not fit, those of a micro-batch do: the message names a number that fits."""
     tight = fleet((1e11, 30_000_000), (1e11, 30_000_000))
     context = context_of(tight, CONVOLUTIONS, 64, 1)
     with pytest.raises(PlanError, match=r"Make a step of \d+ micro-batches \(--accumulate \d+; in Python") as caught:
@@ -104,7 +104,5 @@ def test_the_message_says_that_batch_norm_sees_a_micro_batch() -> None:
     assert not sees_batch(CONVOLUTIONS)
     need = max(each.total_bytes for each in memory_of(by_name("data", "resnet", batch=64), norm))
     tight = context_of(fleet((1e11, need // 2), (1e11, need // 2)), norm, 64, 1)
-    with pytest.raises(
-        PlanError, match=r"with other numbers than in one, since batch norm '\S+' and \d more would see"
-    ):
+    with pytest.raises(PlanError, match=r"with different numbers, since batch norm '\S+' and \d more would see"):
         candidates(tight)

@@ -1,4 +1,4 @@
-"""Outputs that stay with their samples: no gather in the program, so none in traffic, seconds and memory; and another plan."""
+"""Local outputs: no gather in program, traffic, time and memory, and a different plan."""
 
 import math
 from dataclasses import replace
@@ -31,7 +31,7 @@ def context(**more: object) -> PlanRequest:
 
 
 @pytest.mark.parametrize("name", ["data", "data-by-speed", "model"])
-def test_a_prediction_has_no_gather_of_outputs(name: str) -> None:
+def test_prediction_gathers_no_local_outputs(name: str) -> None:
     here = context()
     plan = here.named(name)
     everywhere, stays = (predict_plan(p, here) for p in (plan, replace(plan, outputs="where-computed")))
@@ -45,8 +45,8 @@ def test_a_prediction_has_no_gather_of_outputs(name: str) -> None:
     assert max(m.exchange_bytes for m in stays.memory) <= max(m.exchange_bytes for m in everywhere.memory)
 
 
-def test_a_loss_of_many_pixels_is_in_the_step_and_shared_out_with_the_samples() -> None:
-    """100 ns a byte: where outputs are everywhere, each device takes it of the whole batch; where they stay, of its samples."""
+def test_pixel_loss_time_is_split_with_the_samples() -> None:
+    """100 ns per byte: over the global batch for gathered outputs, over local samples for local ones."""
     without = context()
     overheads = tuple(Overheads(loss_s_per_byte=1e-7) for _ in FLEET.devices)
     priced = asked(GRAPH, BATCH, replace(without.costs, overheads=overheads), FLEET)
@@ -70,8 +70,8 @@ def last_of(plan: Plan) -> Placement:
     return place(GRAPH, GRAPH[GRAPH.outputs[0]], Batch((BATCH // 3,) * 3), BATCH, plan.devices)
 
 
-def test_auto_plans_for_where_outputs_are() -> None:
-    """Where an image of logits has to come to all devices, sharing out samples costs more than where it stays."""
+def test_auto_takes_output_placement_into_account() -> None:
+    """Gathering logits of images makes a batch split more expensive than keeping them local."""
     everywhere, stays = (candidates(context(outputs=o)) for o in ("everywhere", "where-computed"))
     assert {c.plan.outputs for c in everywhere} == {"everywhere"}
     assert {c.plan.outputs for c in stays} == {"where-computed"}

@@ -1,4 +1,4 @@
-"""Would a fleet pay: the answer, its interval, and what is asked around it."""
+"""Whether a fleet pays off: the answer, its interval, and what-if questions."""
 
 import pytest
 
@@ -37,8 +37,8 @@ def test_equal_processors_on_a_fast_link_pay():
     assert found.from_link <= 1.25e9
 
 
-def test_outputs_that_stay_with_their_samples_pay_where_sent_ones_do_not():
-    """A U-Net's logits of four images, 21 MB, at 1 Gbit/s: sending them takes longer than a second device saves."""
+def test_local_outputs_pay_where_gathered_ones_do_not():
+    """A U-Net's logits of four images, 21 MB, at 1 Gbit/s: sending them costs more than a second device saves."""
     net = graph_of("unet:8", (3, 256, 256), 21)
     fleet = fleet_on("zen5-core,zen5-core", 125e6, 1e-4)
     sent, stays = (answer(net, 4, fleet, outputs=place) for place in ("everywhere", "where-computed"))
@@ -53,7 +53,7 @@ def test_outputs_that_stay_with_their_samples_pay_where_sent_ones_do_not():
 
 
 def test_a_slow_device_far_away_does_not_pay():
-    """A Raspberry Pi beside an H100, at 10 Mbit/s: the planner leaves it alone, and the answer says no."""
+    """With a Raspberry Pi next to an H100 at 10 Mbit/s the planner uses the H100 alone and answers no."""
     found = of("h100,raspberry-pi-4", 16, 1.25e6)
     assert (found.verdict, found.best.workers) == ("no", 1)
     assert found.gain < 1
@@ -63,8 +63,8 @@ def test_a_slow_device_far_away_does_not_pay():
     assert found.request.names[found.fastest] == "h100"
 
 
-def test_the_best_of_several_devices_may_be_a_plan_for_some_of_them():
-    """A third equal device brought the answer from 0.78 to 0.01 where one device is the fastest."""
+def test_best_plan_may_use_a_subset_of_devices():
+    """Regression: a third equal device changed the answer from 0.78 to 0.01 although one device is fastest."""
     graph = graph_of("resnet18:64")
     gains = []
     for on in "rtx3090,rtx3090", "rtx3090,rtx3090,rtx3090":
@@ -74,7 +74,7 @@ def test_the_best_of_several_devices_may_be_a_plan_for_some_of_them():
     assert gains[1] > 0.9 * gains[0]
 
 
-def test_one_device_less_or_more():
+def test_answer_shows_one_device_less_or_more():
     found = of("zen5-core,zen5-core,laptop-cpu", 256, 1.25e9)
     changes = {each.words: each.gain for each in found.changes}
     assert set(changes) == {
@@ -88,13 +88,13 @@ def test_one_device_less_or_more():
     assert most >= found.gain * 0.95
 
 
-def test_a_device_of_which_nothing_is_known_is_refused_with_what_to_write():
+def test_unknown_device_is_refused_with_a_remedy():
     fleet = Fleet((Host("a"),), (Device("c", "a", "cpu"),))
-    with pytest.raises(InputError, match=r"'c' says nothing of its speed: name its class .*convoy measure"):
+    with pytest.raises(InputError, match=r"'c' has no speed: set its class .*convoy measure"):
         described_costs(fleet)
 
 
-def test_the_interval_is_wider_where_no_such_device_was_measured():
+def test_interval_is_wider_for_unmeasured_device_classes():
     known, unknown = fleet_on("rtx3090", 1e8, 0.0), fleet_on("apple-m2", 1e8, 0.0)
     assert reached_by(known.devices[0]).spread == TF32_GPU.spread
     laptop = fleet_on("laptop-cpu", 1e8, 0.0)
@@ -106,7 +106,7 @@ def test_the_interval_is_wider_where_no_such_device_was_measured():
     assert spreads[3] > spreads[2]
 
 
-def test_tensor_cores_count_for_convolutions_only():
+def test_tensor_cores_apply_to_convolutions_only():
     a100 = fleet_on("a100", 1e8, 0.0)
     costs = described_costs(a100)
     conv, linear = (next(layer for layer in NET.weighted if layer.kind == kind) for kind in ("conv", "linear"))
@@ -114,7 +114,7 @@ def test_tensor_cores_count_for_convolutions_only():
     assert rate.arithmetic_s(linear, 1e12) == pytest.approx(156 / 19.49 * rate.arithmetic_s(conv, 1e12))
 
 
-def test_a_fleet_in_one_line():
+def test_fleet_is_read_from_one_line():
     fleet = fleet_on("laptop-cpu, 2x RTX 3060, rtx3090+rtx3090", 125e6, 1e-4)
     assert [device.name for device in fleet.devices] == [
         "core-i7-1165g7", "rtx3060-1", "rtx3060-2", "rtx3090-1", "rtx3090-2"
@@ -124,6 +124,6 @@ def test_a_fleet_in_one_line():
 
 
 @pytest.mark.parametrize("text", ["", "rtx3060,", "0xrtx3060", "rtx3060+", ",", "999x rtx3060"])
-def test_a_fleet_that_is_none_is_refused(text: str):
+def test_invalid_fleet_line_is_refused(text: str):
     with pytest.raises(InputError, match="--on"):
         fleet_on(text, 125e6, 1e-4)

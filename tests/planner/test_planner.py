@@ -1,4 +1,4 @@
-"""The planner against brute force on small cases, and what it must never do.
+"""The planner compared with brute force on small cases, and its invariants.
 
 The brute force here knows nothing of the planner's search: it writes every combination of strategies by hand, lowers it and
 replays it.
@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from convoy.layout.collectives import Reduce
 from convoy.layout.layout import Split, holders
-from convoy.layout.redistribute import Reduce
 from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
@@ -70,7 +70,7 @@ def graph_of(net: nn.Module, side: int = 16) -> Graph:
 
 
 def every_plan(graph: Graph, batch: int, costs: Costs) -> Iterator[Plan]:
-    """Every combination of strategies, for the fastest device, the two fastest, and so on; shares by speed."""
+    """Yield every combination of strategies on the fastest device, the two fastest, and so on; shares by speed."""
     speeds = asked(graph, batch, costs).speeds.devices
     order = sorted(range(len(speeds)), key=lambda d: -speeds[d])
     weighted = graph.weighted
@@ -90,7 +90,7 @@ def every_plan(graph: Graph, batch: int, costs: Costs) -> Iterator[Plan]:
 
 
 @pytest.mark.parametrize("case", most_slow(2, [1, 2, 0, 3, 4, 5]))
-def test_no_combination_of_strategies_is_faster(case: int) -> None:
+def test_no_strategy_combination_is_faster_than_auto(case: int) -> None:
     rng = random.Random(case)
     graph, devices, batch = graph_of(small_net(rng)), rng.choice([2, 3]), rng.choice([8, 32])
     costs = costs_of([rng.choice([1e9, 2e9, 5e9, 1e10]) for _ in range(devices)], rng.choice([1e6, 1e7, 1e8, 1e9]))
@@ -102,7 +102,7 @@ def test_no_combination_of_strategies_is_faster(case: int) -> None:
 
 
 def every_way_to_keep(plan: Plan, graph: Graph) -> Iterator[Plan]:
-    """Copies, or shares of these layers: by speed as the samples are, even, or of the first device alone."""
+    """Yield every weight storage: copies, or shards by speed, even, or on the first device alone."""
     samples = plan.otherwise.shares if isinstance(plan.otherwise, Batch) else ()
     copied = [layer.name for layer in graph.weighted if isinstance(plan.layers[layer.name], Batch)]
     for shares in (samples, (1,) * plan.devices, (1,) + (0,) * (plan.devices - 1)):
@@ -112,8 +112,8 @@ def every_way_to_keep(plan: Plan, graph: Graph) -> Iterator[Plan]:
 
 
 @pytest.mark.parametrize("case", most_slow(1, [1, 0, 2, 3]))
-def test_no_way_to_keep_weights_is_faster(case: int) -> None:
-    """Where the optimizer takes long on a slow device, and the wire little."""
+def test_no_weight_sharding_is_faster_than_auto(case: int) -> None:
+    """The optimizer is slow on one device and the network is fast."""
     rng = random.Random(case)
     graph, batch = graph_of(small_net(rng)), rng.choice([8, 32])
     rates = [rng.choice([2e9, 5e9, 1e10]) for _ in range(3)]
@@ -139,15 +139,15 @@ def test_auto_is_predicted_no_slower_than_any_named_plan(batch: int) -> None:
 
 
 @pytest.mark.parametrize("reduce", most_slow(1, ["star", "ring"]))
-def test_a_way_to_sum_that_is_asked_for_is_planned_with(reduce: Reduce) -> None:
-    """By all plans, also where another would be faster."""
+def test_requested_collective_is_used(reduce: Reduce) -> None:
+    """In all plans, also where another would be faster."""
     graph = graph_of(build_net("two-conv:16:32", (3, 16, 16), 10))
     costs = costs_of([4e9, 2e9, 1e9], 1e8)
     assert {each.plan.reduce for each in candidates(asked(graph, 16, costs, reduce=reduce))} == {reduce}
     assert candidates(asked(graph, 16, costs))[0].plan.reduce == "direct"
 
 
-def test_a_wire_that_is_too_slow_leaves_the_work_to_the_fastest_device() -> None:
+def test_slow_network_leaves_the_work_to_the_fastest_device() -> None:
     graph = graph_of(build_net("two-conv:8:16", (3, 16, 16), 10))
     plan = plan_auto(asked(graph, 8, costs_of([1e9, 1e10, 1e9], 1e3)))
     for step in lower(plan, graph).phase("forward"):
@@ -157,7 +157,7 @@ def test_a_wire_that_is_too_slow_leaves_the_work_to_the_fastest_device() -> None
 
 
 class PositionCodes(nn.Module):
-    """One of its layers reads no tensor: `zeros` has only the batch's size from the input."""
+    """A net with a layer that reads no tensor: `zeros` takes only the batch size from the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class PositionCodes(nn.Module):
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e3, 1e12])
-def test_a_layer_that_reads_no_tensor_is_planned(bytes_per_s: float) -> None:
+def test_layer_without_tensor_input_is_planned(bytes_per_s: float) -> None:
     graph = graph_of(PositionCodes())
     assert graph["zeros"].inputs == ()
     for each in candidates(asked(graph, 16, costs_of([1e9, 5e8], bytes_per_s))):
@@ -179,7 +179,7 @@ def test_a_layer_that_reads_no_tensor_is_planned(bytes_per_s: float) -> None:
 
 
 def balanced(total: int, curves: Sequence[Callable[[int], float]], at_most: Sequence[int] | None = None) -> Shares:
-    """Of devices by what each takes for a share above 0."""
+    """Balance devices, given each one's seconds for a nonzero share."""
     points = range(total + 1)
     rows = np.array([[curve(n) if n else 0.0 for n in points] for curve in curves])
     return balance(total, len(curves), range(len(curves)), points, rows, at_most)
@@ -188,7 +188,7 @@ def balanced(total: int, curves: Sequence[Callable[[int], float]], at_most: Sequ
 LINES = (lambda n: 1.0 * n, lambda n: 2.0 * n, lambda n: 4.0 * n)
 
 
-def test_balance_gives_the_slowest_device_the_earliest_end() -> None:
+def test_balance_minimises_the_latest_finish() -> None:
     # Seconds per entry 1, 2, 4: twelve entries are done after 7 s, 6 s, 4 s at the best, by (7, 3, 2) or (7, 4, 1).
     shares = balanced(12, LINES)
     assert sum(shares) == 12
@@ -201,7 +201,7 @@ def test_balance_keeps_limits() -> None:
     assert balanced(12, LINES, (3, 12, 12)) == (3, 6, 3)
 
 
-def test_the_analytic_model_adds_jitter_once_to_an_exchange() -> None:
+def test_analytic_model_adds_jitter_once_per_exchange() -> None:
     graph = graph_of(build_net("two-conv:16:32", (3, 16, 16), 10))
     calm = costs_of([4e9, 2e9, 1e9], 1e8)
     late = replace(calm, network=replace(calm.network, jitter_s=(0.5, 0.25, 0.0)))
@@ -214,9 +214,8 @@ def test_the_analytic_model_adds_jitter_once_to_an_exchange() -> None:
     assert CostModel(asked(graph, 16, late)).move_s(src, src, source, back=True) == 0.0
 
 
-def test_a_deep_net_of_short_layers_is_left_to_one_device_where_that_is_faster() -> None:
-    """ResNet-8 at 16 filters: so many exchanges of so little that two devices are slower than the faster of them. By the model,
-    where half of what travels is free, a dozen plans of several devices came before that of one, and it was not replayed."""
+def test_deep_net_of_short_layers_uses_one_device_if_faster() -> None:
+    """ResNet-8 with 16 filters has many small exchanges. The analytic model ranked a dozen multi-device plans first."""
     graph = graph_of(build_net("resnet:8:16", (3, 32, 32), 10), 32)
     costs = costs_of([20e9, 12e9, 8e9, 5e9], 125e6)
     late = replace(costs, network=flat_network(4, 125e6, latency_s=8e-3))
@@ -224,7 +223,7 @@ def test_a_deep_net_of_short_layers_is_left_to_one_device_where_that_is_faster()
     assert candidates(asked(graph, 64, late))[0].step_s <= simulate(lower(alone, graph), graph, late).step_s
 
 
-def test_where_cards_set_the_pace_filters_are_shared_out_evenly() -> None:
+def test_nic_bound_plans_split_filters_evenly() -> None:
     """What a layer makes for all others is sent by who made it, so by shares by speed the fastest one's card was the slowest:
     two-conv 150:800 at 100 Mbit/s and batch 64, on four unequal devices, was planned at 2.43 s by two of them, where even
     shares of the small convolution's filters and chunks of a few samples bring 1.8 s.

@@ -1,4 +1,4 @@
-"""Plans that fit the devices' memory, and least energy: by hand-made cases whose answer is arithmetic."""
+"""Plans that fit the devices' memory, and least energy: cases with arithmetic answers."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
+from convoy.layout.collectives import SUMS, Sum
 from convoy.layout.comm_dtype import CommDtype
-from convoy.layout.redistribute import SUMS, Sum
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
@@ -44,7 +44,7 @@ def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
 @pytest.mark.parametrize(("reduce", "wire"), [*((each, "exact") for each in SUMS), ("ring", "inexact-bf16")])
 @pytest.mark.parametrize("name", PLANS)
 def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Sum, wire: CommDtype) -> None:
-    """Plans are taken for fitting by it: were it too small, one that does not fit would be chosen."""
+    """An estimate that is too small would let the planner choose a plan that does not fit."""
     for graph in (WIDE, graph_of("resnet:8:16"), graph_of("alexnet:64")):
         plan = replace(named_plan(name, graph, 9, Speeds((4.0, 2.0, 0.5)), reduce), wire=wire)
         steps = lower(plan, graph)
@@ -53,7 +53,7 @@ def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Sum,
 
 
 def test_only_a_split_of_the_big_layer_fits() -> None:
-    """Neither device holds 50 MB; together they hold 60. Every plan that copies the Linear, or leaves it to one, is out."""
+    """Neither device holds 50 MB; together they hold 60. Plans that copy the Linear or leave it whole are out."""
     tight = context_of(fleet((1e11, 30_000_000), (5e10, 30_000_000)))
     free = plan_auto(asked(WIDE, BATCH, tight.costs))
     assert max(needs(free)) > 30_000_000  # by speed two thirds of the Linear
@@ -76,8 +76,8 @@ def heavy() -> Graph:
 
 
 @pytest.mark.parametrize("limit_mb", most_slow(1, [260, 200]))
-def test_weights_are_freed_after_use_where_nothing_else_fits(limit_mb: int) -> None:
-    """200 MB are little more than what an even fourth of the samples takes: the fast devices give samples away."""
+def test_weights_are_freed_after_use_if_nothing_else_fits(limit_mb: int) -> None:
+    """200 MB are little more than an even fourth of the samples needs: fast devices give samples away."""
     graph = heavy()
     tight = context_of(fleet(*[(rate, limit_mb * 10**6) for rate in (1e11, 8e10, 6e10, 6e10)]), graph, 64)
     plan = plan_auto(tight)
@@ -89,7 +89,7 @@ def test_weights_are_freed_after_use_where_nothing_else_fits(limit_mb: int) -> N
     assert all(max(needs(other, graph)) > limit_mb * 10**6 for other in others)
 
 
-def test_quick_plans_free_weights_too_where_nothing_else_fits() -> None:
+def test_quick_plans_free_weights_if_nothing_else_fits() -> None:
     graph = heavy()
     tight = context_of(fleet(*[(1e11, 200 * 10**6)] * 4), graph, 64)
     (found,) = quick_candidates(tight)
@@ -97,7 +97,7 @@ def test_quick_plans_free_weights_too_where_nothing_else_fits() -> None:
     assert max(needs(found.plan, graph)) <= 200 * 10**6
 
 
-def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
+def test_net_that_fits_nowhere_is_refused_with_sizes() -> None:
     small = context_of(fleet((1e11, 10_000_000), (5e10, 12_000_000)))
     with pytest.raises(PlanError) as refused:
         plan_auto(small)
@@ -108,7 +108,7 @@ def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
     assert "memory_bytes" in text
 
 
-def test_the_optimizers_state_counts() -> None:
+def test_optimizer_state_counts_as_memory() -> None:
     """64 MB are more than three times the weights, for sgd with momentum, and less than four times, for adam."""
     one = fleet((1e11, 58_000_000))
     assert plan_auto(context_of(one)).devices == 1
@@ -129,14 +129,14 @@ def test_named_plans_that_do_not_fit_are_marked() -> None:
 
 
 def hungry(idle_w: float, busy_w: float) -> Fleet:
-    """A fast hungry device and a slower thrifty one."""
+    """Return a fast device with high power and a slower one with low power."""
     plain = fleet((1e11, None), (5e10, None))
     first, second = plain.devices
     return replace(plain, devices=(replace(first, idle_w=idle_w, busy_w=busy_w), second))
 
 
 def test_least_energy_by_hand() -> None:
-    """Of all plans found, the one of least joules within the limit: each plan's joules added up here."""
+    """Compare with the least joules of all found plans within the limit, summed here."""
     context = context_of(hungry(5.0, 500.0))
     power = [(5.0, 500.0), (1.0, 2.0)]
     joules = {}
@@ -158,12 +158,12 @@ def test_least_energy_by_hand() -> None:
     assert relaxed.energy.step_j < hurried.energy.step_j
 
 
-def test_no_plan_is_fast_enough() -> None:
+def test_step_time_limit_that_no_plan_meets_is_refused() -> None:
     with pytest.raises(PlanError, match=r"no plan takes at most 1e-09 s a step: the fastest takes"):
         predict_all(context_of(hungry(5.0, 50.0)), 1e-9)
 
 
-def test_least_energy_wants_watts() -> None:
+def test_least_energy_needs_watts() -> None:
     plain = fleet((1e11, None), (5e10, None))
     dark = replace(plain, devices=(plain.devices[0], replace(plain.devices[1], idle_w=None, busy_w=None)))
     context = context_of(dark)
@@ -177,7 +177,7 @@ def test_least_energy_wants_watts() -> None:
 
 
 def many(count: int) -> tuple[Graph, Costs]:
-    """A net and a fleet that are planned by the analytic model."""
+    """Return a net and a fleet that the analytic model plans."""
     graph = Stack((3, 16, 16)).conv(32, 3).pool().conv(64, 3).pool().flatten().linear(64).linear(10).graph()
     return graph, roofline_costs(fleet(*((1e10 * (1 + i % 5), None) for i in range(count))))
 
@@ -192,7 +192,7 @@ def test_a_large_fleet_is_planned_by_the_analytic_model_and_the_plan_fits() -> N
 
 
 def test_the_analytic_model_prices_the_plans_that_it_found() -> None:
-    """The search's own sum and the walk over a finished plan are the same number."""
+    """The search's sum equals the walk over the finished plan."""
     graph, costs = many(6)
     search = Search(CostModel(asked(graph, 48, costs)), (4, 3, 2))
     for cost, plan in search.run():

@@ -1,4 +1,4 @@
-"""Plans for other devices than those that a run began with."""
+"""Plans for devices other than those a run started with."""
 
 from dataclasses import replace
 
@@ -60,8 +60,8 @@ def predicted_s(of: FleetKnowledge, graph: Graph, plan: Plan, ids: list[int]) ->
     return predict_plan(plan, some_of(of, graph, ids)).step_s
 
 
-def test_where_the_fastest_is_lost_another_plan_may_be_faster_than_the_old_one_in_proportion(graph: Graph) -> None:
-    """Two slow devices far apart did a little beside a fast one; alone, over such a link, one of them does all."""
+def test_losing_the_fastest_device_can_change_the_plan(graph: Graph) -> None:
+    """Two slow distant devices helped a fast one; alone, over their slow link, one of them does everything."""
     of = known(graph, 1e9, 1e8, 1e8, link=1e4)
     old = by_speed(graph, 8, 2, 2)
     found = plan_anew(request(of, graph), old, (0, 1, 2), (1, 2))
@@ -74,7 +74,7 @@ def test_where_the_fastest_is_lost_another_plan_may_be_faster_than_the_old_one_i
 
 
 def test_the_running_plan_stays_unless_another_is_clearly_faster(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sample to the other device would save 4 %."""
+    """Moving one sample to the other device would save 4 %."""
     of = known(graph, 1e9, 1e9, 1e9)
     runs = replace(by_speed(graph, 1, 1, 1), otherwise=Batch((15, 16, 17)))
     same = plan_for(runs, graph, [0, 2])
@@ -94,7 +94,7 @@ def test_knowledge_sent_to_another_device_gives_the_same_plan(graph: Graph) -> N
 
 
 def test_measured_slowdowns_count(graph: Graph) -> None:
-    """Both were measured alike, one turned out four times as slow: it gets a fifth, not a half."""
+    """Both were measured equal, one turned out four times as slow: it gets a fifth, not a half."""
     of = known(graph, 1e9, 1e9, 1e9).corrected({2: 4.0})
     found = plan_anew(request(of, graph), by_speed(graph, 1, 1, 1), (0, 1, 2), (1, 2))
     assert isinstance(found.plan.otherwise, Batch)
@@ -108,7 +108,7 @@ def test_measured_slowdowns_count(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_named_plan_is_made_again_when_devices_change(graph: Graph, name: str) -> None:
+def test_named_plan_is_rebuilt_when_devices_change(graph: Graph, name: str) -> None:
     speeds = Speeds((1.0, 4.0, 2.0), {"conv1": (1.0, 3.0, 5.0)})
     of = FleetKnowledge(ids=(0, 1, 2), speeds=speeds)
     old = named_plan(name, graph, BATCH, speeds)
@@ -129,7 +129,7 @@ def test_unmeasured_joining_devices_get_an_average_share(graph: Graph) -> None:
     assert with_joining_device(request(of, graph, None), old, (0, 1), 2)[1] is None
 
 
-def test_a_device_that_comes_is_given_work_and_the_fleet_gains(graph: Graph) -> None:
+def test_joining_device_gets_work_if_the_fleet_gains(graph: Graph) -> None:
     of = known(graph, 1e8, 1e8)
     came = measured_fleet(graph, [2e8], BATCH, ["d1"])  # a name that is taken
     more = of.with_device(7, joining(2.0, replace(came, fleet=replace(came.fleet, network=None))))
@@ -145,7 +145,7 @@ def test_a_device_that_comes_is_given_work_and_the_fleet_gains(graph: Graph) -> 
     assert back.plan.otherwise.shares == (16, 32)
 
 
-def test_a_device_that_comes_back_is_known_by_what_it_measured_last(graph: Graph) -> None:
+def test_returning_device_keeps_its_last_measurement(graph: Graph) -> None:
     of = known(graph, 1e9, 1e9).corrected({0: 3.0})
     again = of.with_device(0, joining(5e8, measured_fleet(graph, [5e8], BATCH, ["d0"])))
     assert again.ids == (1, 0)
@@ -163,8 +163,8 @@ def test_another_model_is_refused(graph: Graph) -> None:
         of.measured.with_device(replace(measured_fleet(graph, [1e9], BATCH, ["x"]), fingerprint="other"))
 
 
-def test_a_plan_that_fits_is_taken_before_one_in_proportion_that_does_not(graph: Graph) -> None:
-    """What is left in proportion needs more than the small device has; by fewer samples there, it fits."""
+def test_fitting_plan_replaces_proportional_plan_that_does_not_fit(graph: Graph) -> None:
+    """In proportion the small device needs too much memory; with fewer samples it fits."""
     roomy = known(graph, 1e9, 1e9, 1e9)
     old = by_speed(graph, 1, 1, 1)
     need = predict_plan(plan_for(old, graph, [1, 2]), some_of(roomy, graph, [1, 2])).memory[1].total_bytes

@@ -1,4 +1,4 @@
-"""Several runs on one page: results computed by hand, and what differs."""
+"""Several runs on one page: hand-calculated results and differences."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def slower() -> list[Row]:
-    """The same run by another plan and on one host: twice as long a step, one epoch, not ended, without rebalancing."""
+    """Return the run on one host by another plan: twice the step time, one unfinished epoch, no rebalancing."""
     run = copy.deepcopy(RUN)
     run["options"] |= {"plan": "data", "rebalance": False, "batch": 64}
     run["torch"] = "2.12.1"
@@ -40,13 +40,13 @@ def compared(tmp_path: Path, *logs: list[Row]) -> str:
 
 
 def rows_of(text: str, section: str) -> dict[str, list[str]]:
-    """The table of a section, by its first column."""
+    """Return the table of a section, by its first column."""
     part = text.partition(f'<section id="{section}"')[2].partition("</section>")[0]
     rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>.*?</tr>", part, re.DOTALL)]
     return {row[0]: row[1:] for row in rows if row}
 
 
-def test_the_results_of_two_runs_stand_in_one_table(tmp_path: Path) -> None:
+def test_two_runs_share_one_result_table(tmp_path: Path) -> None:
     found = rows_of(compared(tmp_path, whole_run(), slower()), "measures")
     assert found == {
         "plan": ["auto", "data"],
@@ -65,7 +65,7 @@ def test_the_results_of_two_runs_stand_in_one_table(tmp_path: Path) -> None:
     }
 
 
-def test_only_what_differs_is_listed(tmp_path: Path) -> None:
+def test_only_differing_settings_are_listed(tmp_path: Path) -> None:
     found = rows_of(compared(tmp_path, whole_run(), slower()), "differences")
     assert found == {"plan": ["auto", "data"], "rebalance": ["true", "false"], "torch": ["2.13.0+cpu", "2.12.1"]}
     assert "Settings, versions and devices are the same." in compared(tmp_path, whole_run(), whole_run())
@@ -80,7 +80,7 @@ def test_only_what_differs_is_listed(tmp_path: Path) -> None:
     }
 
 
-def test_curves_over_steps_and_over_time(tmp_path: Path) -> None:
+def test_curves_are_drawn_over_steps_and_time(tmp_path: Path) -> None:
     """Over time the slower run is the longer one; both begin at the left."""
     text = compared(tmp_path, whole_run(), slower())
     titles = re.findall(r"<figcaption>([^<]*) <", text)
@@ -92,7 +92,7 @@ def test_curves_over_steps_and_over_time(tmp_path: Path) -> None:
     assert (left, right) == pytest.approx((0.02, 1.8))
 
 
-def test_a_run_that_has_just_begun_and_one_without_a_plan(tmp_path: Path) -> None:
+def test_new_runs_and_runs_without_a_plan_are_compared(tmp_path: Path) -> None:
     text = compared(tmp_path, [RUN], [RUN, *(row for row in epoch(0) if row["what"] != "reshare")])
     assert rows_of(text, "measures")["samples/s"] == ["–", "3,200"]
     assert rows_of(text, "measures")["time to – test accuracy"] == ["–", "–"]
@@ -101,11 +101,11 @@ def test_a_run_that_has_just_begun_and_one_without_a_plan(tmp_path: Path) -> Non
 
 def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
     compared(tmp_path, *[whole_run()] * len(LETTERS))
-    with pytest.raises(InputError, match="9 runs on one page: at most 8 can be told apart"):
+    with pytest.raises(InputError, match="9 runs on one page: at most 8 have colours"):
         compared(tmp_path, *[whole_run()] * 9)
 
 
-def test_where_the_comparison_is_written(
+def test_comparison_is_written_to_the_given_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [tmp_path / name for name in ("one", "two")]

@@ -1,4 +1,4 @@
-"""What `convoy plan` prints: parts of a step, its lower bound, devices without work, layers that are not split."""
+"""The output of `convoy plan`: parts of a step, lower bound, idle devices, unsplit layers."""
 
 import io
 import re
@@ -33,7 +33,7 @@ SAMPLE_S = (0.25, 2.0)
 
 @dataclass(frozen=True)
 class Table:
-    """Every other layer takes next to nothing."""
+    """A table in which every other layer takes almost no time."""
 
     def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
         times = (1.0 if phase == "forward" else 3.0) * (1.0 if part == "all" else 0.5)
@@ -123,8 +123,8 @@ def test_the_table_of_parts_has_the_lower_bound_and_the_difference() -> None:
     assert "on d0, which finishes last" in console.file.getvalue()
 
 
-def test_a_device_without_work_is_busy_with_messages_only() -> None:
-    """It was said to compute 10.7 % of a step."""
+def test_idle_device_is_busy_with_messages_only() -> None:
+    """Regression: it was said to compute 10.7 % of a step."""
     graph, context = two_devices()
     row = predict_plan(Plan("hand", graph.fingerprint, 2, 16, {}, Batch((16, 0))), context)
     console = Console(file=io.StringIO(), width=200)
@@ -133,8 +133,8 @@ def test_a_device_without_work_is_busy_with_messages_only() -> None:
     assert [line[1] for line in cells if line[:1] in (["d0"], ["d1"])] == ["100.0%", "none"]
 
 
-def test_what_a_further_device_brings_names_what_it_is_compared_with() -> None:
-    """ "without d1: 0.96x" did not say of what."""
+def test_further_device_gain_names_its_baseline() -> None:
+    """Regression: "without d1: 0.96x" did not name the baseline."""
     _, context = two_devices()
     speeds = context.speeds.devices
     console = Console(file=io.StringIO(), width=200)
@@ -146,10 +146,10 @@ def test_what_a_further_device_brings_names_what_it_is_compared_with() -> None:
     assert expected in console.file.getvalue()
 
 
-def test_a_prediction_groups_what_changes_nothing_and_explains_the_plan_with_several_devices(
+def test_prediction_groups_changes_without_effect(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It listed eight changes with "1.00x", and the parts of a step on one device where the answer was No."""
+    """Regression: it listed eight changes with "1.00x", and the parts of a one-device step for a No."""
     monkeypatch.setenv("COLUMNS", "200")
     plan_verbs.predict("resnet:8:16", "laptop-cpu,rtx3060,rtx3090", image="3,32,32", classes=10, batch=256)
     out = capsys.readouterr().out

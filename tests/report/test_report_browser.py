@@ -1,4 +1,4 @@
-"""The page of a run in a real browser: what it fetches, how wide it is, what can be read, what stands there."""
+"""The run page in a real browser: requests, widths, readability, content."""
 
 import json
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ CONTRASTS = """(() => {
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Page]:
-    """A browser that shows the page of the run that never was, in light colours, as wide as a desk."""
+    """Open the page of the invented run in light colours, at desktop width."""
     report = write_report(write(tmp_path / "run.jsonl", whole_run()))
     with browsing(tmp_path / "profile") as shown:
         shown.resize(1200)
@@ -58,12 +58,12 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 
 def text_of(page: Page, section: str) -> str:
-    """The letters of a section as a person sees them, in one line."""
+    """Return the visible text of a section, in one line."""
     text = page.tell(f"document.getElementById({json.dumps(section)}).innerText")
     return " ".join(text.split())
 
 
-def test_nothing_is_fetched_and_nothing_complains(page: Page, tmp_path: Path) -> None:
+def test_page_fetches_nothing_and_logs_no_error(page: Page, tmp_path: Path) -> None:
     asked = [event["request"]["url"] for event in page.told("Network.requestWillBeSent")]
     assert [url for url in asked if not url.startswith("data:")] == [(tmp_path / "run.html").as_uri()]
     complaints = [page.told(kind) for kind in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")]
@@ -74,7 +74,7 @@ def test_nothing_is_fetched_and_nothing_complains(page: Page, tmp_path: Path) ->
     assert "Content Security Policy" in json.dumps(page.told("Log.entryAdded"))
 
 
-def test_it_fits_every_width_and_its_letters_can_be_read_in_light_and_dark(page: Page) -> None:
+def test_page_fits_every_width_and_is_readable_in_light_and_dark(page: Page) -> None:
     backgrounds = []
     page.tell(UNFOLD)
     for scheme in SCHEMES:
@@ -93,8 +93,8 @@ def test_it_fits_every_width_and_its_letters_can_be_read_in_light_and_dark(page:
     assert sum(map(int, backgrounds[1].removeprefix("rgb(").removesuffix(")").split(","))) < 120, "dark is dark"
 
 
-def test_the_numbers_of_the_log_stand_where_they_belong(page: Page) -> None:
-    """Each worked out by hand from the lines of `run_logs.py`."""
+def test_log_values_appear_in_their_places(page: Page) -> None:
+    """Each is calculated by hand from the lines of `run_logs.py`."""
     page.tell(UNFOLD)
     header = page.tell("document.querySelector('header').innerText")
     assert "two-conv:32:128 on digits" in header
@@ -141,7 +141,7 @@ def test_the_numbers_of_the_log_stand_where_they_belong(page: Page) -> None:
 
 
 def widths(page: Page, selector: str) -> list[float]:
-    """Of these elements, in order, as parts of their sum."""
+    """Return the widths of these elements, in order, as fractions of their sum."""
     found = page.tell(
         f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.getBoundingClientRect().width)"
     )
@@ -168,13 +168,13 @@ RECTS = """(selector => [...document.querySelectorAll(selector)].map(each => {
 
 
 def places(page: Page, selector: str) -> list[list[float]]:
-    """Left, right, top, bottom of drawn things, as parts of their drawing."""
+    """Return left, right, top, bottom of drawn elements, as fractions of their drawing."""
     found: list[list[float]] = page.tell(f"{RECTS}({json.dumps(selector)})")
     return found
 
 
-def test_pictures_show_what_they_tell(page: Page) -> None:
-    """The spans of a step lie where the simulator put them; shares change at their step; levels lie in order."""
+def test_charts_match_their_data(page: Page) -> None:
+    """Step spans match the simulator; shares change at their step; levels are in order."""
     page.tell(UNFOLD)
     (left, right, *_), _, (last, end, *_) = places(page, "#step .track:nth-of-type(1) .span:not(.send)")
     assert (left, right) == pytest.approx((0.0, 4 / 16), abs=0.01)
@@ -190,8 +190,8 @@ def test_pictures_show_what_they_tell(page: Page) -> None:
     assert curve == pytest.approx([0.0, 39 / 40, 0.06 / 1.12, 1 - 0.06 / 1.12], abs=0.03)
 
 
-def test_names_that_are_long_or_look_like_markup(tmp_path: Path) -> None:
-    """Nets and devices are named by people: nothing of it may run, widen the page or be lost."""
+def test_long_and_markup_names_are_safe(tmp_path: Path) -> None:
+    """Users name nets and devices: no name may run as code, widen the page or be lost."""
     evil = "<script>document.title='taken'</script>&amp;\"'"
     rows: list[dict[str, Any]] = whole_run()
     rows[0]["options"]["net"] = evil
@@ -220,7 +220,7 @@ def test_names_that_are_long_or_look_like_markup(tmp_path: Path) -> None:
 VALUES = "[...document.querySelectorAll('.tip > *')].map(each => each.innerText.trim())"
 
 
-def test_values_under_the_pointer(page: Page) -> None:
+def test_pointer_shows_values(page: Page) -> None:
     """At the 21st step of 40, the start of the second epoch: 1.2 as it is, 4,000 predicted; the keyboard moves on."""
     page.point_at("#loss-desc", 0.5)
     page.point_at('svg[aria-label="Training loss"]', 20 / 40)
@@ -260,8 +260,8 @@ def test_smoothing_is_the_exponential_mean(page: Page) -> None:
         assert page.tell("document.querySelector('.smoothing output').innerText") == f"{weight:.2f}"
 
 
-def test_a_live_page_loads_itself_and_keeps_what_was_unfolded(tmp_path: Path) -> None:
-    """Nothing but the file is requested. The page that is written at the end stays."""
+def test_live_page_reloads_and_keeps_open_sections(tmp_path: Path) -> None:
+    """Only the file is requested. The final page does not reload."""
     log = write(tmp_path / "log.jsonl", [*whole_run()[:4], *epoch(0)])
     with browsing(tmp_path / "profile") as page:
         page.resize(1200)
@@ -283,7 +283,7 @@ def test_a_live_page_loads_itself_and_keeps_what_was_unfolded(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_comparison_fits_every_width_and_can_be_read(scheme: str, tmp_path: Path) -> None:
+def test_comparison_fits_every_width_and_is_readable(scheme: str, tmp_path: Path) -> None:
     runs = [write(tmp_path / f"{name}.jsonl", whole_run()) for name in ("one", "two", "three" * 20)]
     with browsing(tmp_path / "profile") as page:
         page.prefer(scheme)

@@ -1,4 +1,4 @@
-"""From a log to a page, without a browser: what is read, refused, computed and escaped."""
+"""From log to page without a browser: reading, refusals, calculation and escaping."""
 
 import base64
 import hashlib
@@ -36,7 +36,7 @@ SECTIONS = ["numbers", "curves", "rate", "plan", "step", "devices", "system", "s
 
 
 class Elements(html.parser.HTMLParser):
-    """The elements of a page, each of which must be closed."""
+    """An HTML parser that checks that every element is closed."""
 
     EMPTY = ("meta", "link", "br", "input")
 
@@ -60,7 +60,7 @@ class Elements(html.parser.HTMLParser):
 
 
 def page(tmp_path: Path, rows: list[dict[str, Any]], cut_off: str = "") -> str:
-    """The page of a log, checked as HTML: one script, every section, nothing from elsewhere."""
+    """Return the page of a log, checked as HTML: one script, every section, nothing external."""
     text = page_of(read_log(write(tmp_path / "run.jsonl", rows, cut_off)))
     body, start, script = text.partition("<script>")
     script = script.partition("</script>")[0]
@@ -86,7 +86,7 @@ def part_of(text: str, section: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- reading
 
 
-def test_numbers_of_a_whole_run(tmp_path: Path) -> None:
+def test_page_summarises_a_whole_run(tmp_path: Path) -> None:
     record = read_log(write(tmp_path / "run.jsonl", whole_run()))
     timed = [s for s in record.seconds if s is not None]
     assert timed == pytest.approx([STEP_S] * 38), "the first step of each epoch follows an evaluation, or nothing"
@@ -106,7 +106,7 @@ def test_the_step_after_an_evaluation_is_not_timed(tmp_path: Path) -> None:
     assert record.seconds == (None, pytest.approx(STEP_S), None, pytest.approx(STEP_S))
 
 
-def test_rates_are_means_over_neighbouring_steps(tmp_path: Path) -> None:
+def test_rates_are_averaged_over_neighbouring_steps(tmp_path: Path) -> None:
     """81 steps: each rate is over itself and two neighbours on either side. One step takes 11 times as long."""
     rows, s = [RUN], 0.0
     for step in range(82):
@@ -116,8 +116,8 @@ def test_rates_are_means_over_neighbouring_steps(tmp_path: Path) -> None:
     assert [rates[step] for step in (1, 38, 39, 43, 44)] == pytest.approx([100, 100, 50 / 1.5, 50 / 1.5, 100])
 
 
-def test_a_killed_run_is_a_page_of_what_there_is(tmp_path: Path) -> None:
-    """After every kind of line, and within the next one."""
+def test_killed_run_makes_a_partial_page(tmp_path: Path) -> None:
+    """Cut the log after every kind of line, and within the next one."""
     rows = whole_run()
     for count in (1, 2, 3, 4, 5, 6, 14, 15, 24, 26, 27, 30, len(rows)):
         half = json.dumps(rows[min(count, len(rows) - 1)])[:-7]
@@ -127,7 +127,7 @@ def test_a_killed_run_is_a_page_of_what_there_is(tmp_path: Path) -> None:
             assert ("Its last line is incomplete." in text) == (bool(cut_off) and count < len(rows))
 
 
-def test_what_is_missing_is_said_with_how_to_get_it(tmp_path: Path) -> None:
+def test_missing_data_is_named_with_how_to_get_it(tmp_path: Path) -> None:
     named = [row for row in whole_run() if row["what"] != "prediction"]
     named[2]["plan"]["name"] = "master"
     text = page(tmp_path, named)
@@ -142,7 +142,7 @@ def test_what_is_missing_is_said_with_how_to_get_it(tmp_path: Path) -> None:
     assert "with --rebalance they follow the devices" in page(tmp_path, fixed)
     steps = page(tmp_path, [RUN, *({**row, "lr": None} for row in epoch(0) if row["what"] == "step")])
     assert "The log has no plan" in steps
-    assert steps.count("Nothing is known of this yet.") == 3, "learning rate, accuracy, shares"
+    assert steps.count("No data yet.") == 3, "learning rate, accuracy, shares"
 
 
 def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_counts_the_last_line_of_a_repeated_step(tmp_path: Path) -> None:
-    """Killed in its second epoch; resumed at step 20 with another plan, and a clock of its own."""
+    """Killed in its second epoch; resumed at step 20 with another plan and clock."""
     again = [row | {"s": row["s"] - 1.4} if row["what"] == "step" else row for row in epoch(1)]
     first = [RUN, FLEET, PLAN, PREDICTION, *epoch(0), *epoch(1)[:7]]
     text = page(tmp_path, [*first, RUN | {"from_step": 20}, FLEET, PLAN | {"work": [1.0, 0.0, 0.0]}, *again, END])
@@ -170,7 +170,7 @@ def test_a_resumed_run_counts_the_last_line_of_a_repeated_step(tmp_path: Path) -
 
 
 def test_every_plan_is_shown_with_its_steps_and_the_current_one_first(tmp_path: Path) -> None:
-    """The prediction that the summary compares with stays the planner's."""
+    """The summary still compares with the planner's prediction."""
     now = PREDICTION | {
         "shares_only": True,
         "step_s": 0.024,
@@ -197,7 +197,7 @@ def test_every_plan_is_shown_with_its_steps_and_the_current_one_first(tmp_path: 
     assert "<details" not in part_of(page(tmp_path, [row for row in rows if row not in (RESHARE, now)]), "plan")
 
 
-def test_of_many_plans_the_first_and_the_last_are_drawn(tmp_path: Path) -> None:
+def test_only_first_and_last_of_many_plans_are_drawn(tmp_path: Path) -> None:
     rows = [row for row in whole_run() if row["what"] != "reshare"]
     for step in range(30):
         at = next(place for place, row in enumerate(rows) if row["what"] == "step" and row["step"] == step)
@@ -209,7 +209,7 @@ def test_of_many_plans_the_first_and_the_last_are_drawn(tmp_path: Path) -> None:
     assert part_of(text, "shares").count("<li>after step") == 30
 
 
-def test_measured_joules_per_image_stand_beside_the_predicted_ones(tmp_path: Path) -> None:
+def test_measured_joules_per_image_are_shown_with_predicted_ones(tmp_path: Path) -> None:
     metered = {
         "what": "system", "cores": [1.0] * 3, "host_processor": [0.5] * 3, "memory_bytes": [1] * 3,
         "accelerator_bytes": [None] * 3, "sent_bytes_per_s": [0.0] * 3, "received_bytes_per_s": [0.0] * 3,
@@ -243,7 +243,7 @@ def test_measured_joules_per_image_stand_beside_the_predicted_ones(tmp_path: Pat
         (b"[" * 100_000 + b"\n", "line 1 is not JSON"),
     ],
 )
-def test_what_is_not_a_log_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+def test_files_that_are_not_logs_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(InputError, match="give the folder of a run, or the log that it wrote") as refused:
         write_report(tmp_path / "file")
@@ -251,7 +251,7 @@ def test_what_is_not_a_log_is_refused(tmp_path: Path, content: bytes, words: str
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_wrong_line_is_named_and_one_of_a_newer_version_skipped(tmp_path: Path) -> None:
+def test_invalid_line_is_named_and_newer_line_skipped(tmp_path: Path) -> None:
     rows = whole_run()
     page(tmp_path, [RUN | {"weather": "fine"}, {"what": "moon", "phase": 3}, *rows[1:]])
     rows[7]["loss"] = "high"
@@ -262,7 +262,7 @@ def test_a_wrong_line_is_named_and_one_of_a_newer_version_skipped(tmp_path: Path
 # ------------------------------------------------------------------------------------------------ where it is written
 
 
-def test_where_the_page_is_written(tmp_path: Path) -> None:
+def test_page_is_written_next_to_its_log(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "2026"
     folder.mkdir(parents=True)
     log = write(folder / "log.jsonl", whole_run())
@@ -274,7 +274,7 @@ def test_where_the_page_is_written(tmp_path: Path) -> None:
         write_report(log, tmp_path / "nowhere" / "page.html")
 
 
-def test_a_folder_of_runs_names_the_latest(tmp_path: Path) -> None:
+def test_folder_of_runs_uses_the_latest(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no run in"):
         newest_run(tmp_path)
     for name in ("2026-11-20", "2026-11-21"):
@@ -287,7 +287,7 @@ def test_a_folder_of_runs_names_the_latest(tmp_path: Path) -> None:
         write_report(tmp_path / "none.jsonl")
 
 
-def test_a_live_page_is_written_after_epochs_and_loads_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_page_is_written_after_epochs_and_reloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing takes one second: the next epochs within 20 s are skipped. `convoy report` writes a page that stays."""
     now_s = iter([10.0, 11.0, 20.0, 30.9, 31.0, 32.0])
     monkeypatch.setattr("convoy.report.page.time.monotonic", lambda: next(now_s))
@@ -336,7 +336,7 @@ def test_names_are_escaped_in_texts_and_attributes(tmp_path: Path) -> None:
     assert f'title="{escaped} on device 0' in text, "a tooltip of the plan"
 
 
-def test_layers_without_work_of_their_own_share_a_row() -> None:
+def test_layers_without_own_work_share_a_row() -> None:
     rows = [
         layer("conv", "conv", "filter", ["3", "1"], flop=9),
         layer("relu", "elementwise", "filter", ["3", "1"]),
@@ -351,8 +351,8 @@ def test_layers_without_work_of_their_own_share_a_row() -> None:
     assert names == [["conv", "relu", "flatten"], ["norm"], ["drop"], ["fc"], ["mine"]]
 
 
-def test_a_deep_net_is_shown_as_segments_with_the_same_shares(tmp_path: Path) -> None:
-    """A hundred convolutions by batch, a move, a Linear by filter: two rows; one by one where they are unfolded."""
+def test_deep_net_is_grouped_by_equal_shares(tmp_path: Path) -> None:
+    """A hundred convolutions by batch, a move, a Linear by filter: two rows, or one per layer when expanded."""
     deep = [layer(f"conv{n}", "conv", "batch", ["32", "16", "16"], flop=9, sum_bytes=10) for n in range(100)]
     move = {"value": "conv99", "from": "split by samples", "to": "copies on 3 devices", "bytes": 512}
     deep.append(layer("fc", "linear", "filter", ["5", "3", "2"], flop=9, moves=[move]))
@@ -377,7 +377,7 @@ def test_thin_events_in_a_row_are_drawn_as_one() -> None:
     assert drawn_events(events, 1, "receive", 1.0) == [DrawnEvent("receive", 0.2, 0.4, "Move 3, 2 kB from device 0")]
 
 
-def test_kinds_of_work() -> None:
+def test_work_is_classified_by_label() -> None:
     labels = [
         "conv1 forward",
         "fc backward weight",
@@ -392,7 +392,7 @@ def test_kinds_of_work() -> None:
 
 
 def test_no_kind_of_work_has_the_colour_of_a_device() -> None:
-    """A blue bar beside a blue device was read as that device's."""
+    """A blue bar next to a blue device would be read as that device's."""
     css = files("convoy.report").joinpath("templates", "page.css").read_text()
     found: dict[str, str] = {}
     for scheme in css.split("@media (prefers-color-scheme: dark)", 1):
@@ -403,7 +403,7 @@ def test_no_kind_of_work_has_the_colour_of_a_device() -> None:
         assert not devices & kinds
 
 
-def test_no_peak_is_lost_where_many_points_are_drawn_as_few() -> None:
+def test_downsampling_keeps_peaks() -> None:
     points = [(float(x), 1.0) for x in range(50_000)]
     points[31_415], points[2] = (31_415.0, 9.0), (2.0, -5.0)
     few = thinned(points)
@@ -413,7 +413,7 @@ def test_no_peak_is_lost_where_many_points_are_drawn_as_few() -> None:
 
 
 @pytest.mark.parametrize("ys", [[0.0], [5.0], [0.0, 0.0], [1e-12, 1e-12], [-3.0, 4.0], [1e30, 0.0], [0.1, 0.1 + 1e-12]])
-def test_a_chart_of_any_numbers_lies_within_its_frame(ys: list[float]) -> None:
+def test_charts_stay_within_their_frame(ys: list[float]) -> None:
     for from_zero in (True, False):
         curve = Curve("it", [(float(x), y) for x, y in enumerate(ys)], dots=True)
         (line,) = Chart("it", "It", "step", [curve], (0, len(ys)), from_zero=from_zero).lines
@@ -421,7 +421,7 @@ def test_a_chart_of_any_numbers_lies_within_its_frame(ys: list[float]) -> None:
         assert all(0 <= x <= 1000 and 0 <= y <= 400 for x, y in line.points)
 
 
-def test_numbers_and_ticks() -> None:
+def test_numbers_and_ticks_are_rounded() -> None:
     shown = [plain(v) for v in (0, 0.5, 0.013170, 12345.6, 1e-7, None)]
     assert shown == ["0", "0.5", "0.01317", "12,346", "1.000e-07", "–"]
     assert [seconds(v) for v in (3e-5, 0.0132, 2.04, 59.94, 185, 7445)] == [
@@ -441,7 +441,7 @@ def members(step: int, *devices: int) -> dict[str, Any]:
 
 
 def system(step: int, *devices: int) -> dict[str, Any]:
-    """Each device uses as many cores as its id says."""
+    """Return system lines in which each device uses as many cores as its id."""
     zeros = [0 for _ in devices]
     return {
         "what": "system", "step": step, "s": 0.1 * step, "cores": [float(d) for d in devices], "host_processor": zeros,
@@ -451,7 +451,7 @@ def system(step: int, *devices: int) -> dict[str, Any]:
 
 
 def with_changes() -> list[dict[str, Any]]:
-    """The second of three devices leaves, and a fourth joins."""
+    """Return a log in which the second of three devices leaves and a fourth joins."""
     rows = whole_run()
     kept = [row for row in rows if row["what"] in ("run", "fleet", "plan", "prediction")]
     steps = [row for row in rows if row["what"] == "step"]
@@ -487,7 +487,7 @@ def test_lines_of_different_numbers_of_devices_are_refused(tmp_path: Path) -> No
 
 
 def test_system_lines_without_ids_end_when_a_device_leaves(tmp_path: Path) -> None:
-    """Lines of old logs do not say whose values they have."""
+    """Lines of old logs do not name their device."""
     rows = with_changes()
     for row in rows:
         if row["what"] == "system":

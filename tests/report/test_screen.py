@@ -1,4 +1,4 @@
-"""What a terminal shows of a training, and while the user waits."""
+"""Terminal output during training and while the user waits."""
 
 import io
 
@@ -30,8 +30,8 @@ def uses(compute_s: float, exchange_s: float) -> list[DeviceLine]:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_names_are_printed_unchanged_and_nothing_is_cut_off(terminal: bool) -> None:
-    """A bracket in a plan's name is no markup; the widest numbers fit into 80 columns."""
+def test_names_are_printed_unchanged_and_uncut(terminal: bool) -> None:
+    """A bracket in a plan's name is not markup; the widest numbers fit into 80 columns."""
     file = io.StringIO()
     screen = Screen(visible=True)
     screen.console.file = file
@@ -94,7 +94,7 @@ def test_a_comparison_ends_with_how_many_times_faster(
     assert last.endswith(".")
 
 
-def test_an_invisible_screen_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_disabled_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(visible=False)
     with Wait(screen.console, "something"), screen.progress("something", 1, 10) as bar:
         bar.on_step(StepResult(0, 0, 1.0, 10, 0.01))
@@ -124,7 +124,7 @@ def test_a_short_wait_prints_nothing() -> None:
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_on_a_terminal_a_wait_is_a_line_that_disappears(quiet: bool) -> None:
+def test_terminal_wait_line_disappears(quiet: bool) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, quiet=quiet, width=100)
     with Wait(console, "planning") as tell:

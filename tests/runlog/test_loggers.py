@@ -1,4 +1,4 @@
-"""Loggers hand numbers to other projects: one that is slow, broken or missing costs the training nothing."""
+"""Loggers pass numbers to other tools: a slow, broken or missing one does not affect training."""
 
 import json
 import sqlite3
@@ -37,7 +37,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
-    """The exit status of a training in this process."""
     monkeypatch.setattr(sys, "argv", ["convoy", "train", *TINY, *argv])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -53,7 +52,7 @@ def step(number: int) -> StepResult:
 
 
 class Recording:
-    """A sink that keeps what it gets."""
+    """A sink that stores its input."""
 
     def __init__(self) -> None:
         self.rows: list[MetricRow] = []
@@ -72,7 +71,7 @@ class Recording:
 
 
 def test_a_sink_gets_every_number_in_order() -> None:
-    """On a thread that is not the training's. The first step after an evaluation has no rate."""
+    """It runs on a separate thread. The first step after an evaluation has no rate."""
     sink, told = Recording(), list[str]()
     with Logger("it", lambda: sink, told.append) as logger:
         for number in range(3):
@@ -127,7 +126,7 @@ def test_a_sink_that_fails_is_reported_once(where: str) -> None:
     assert told == ["WARNING: it takes no numbers (no such host): training continues without it"]
 
 
-def test_a_sink_that_hangs_delays_no_step_and_the_end_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_sink_delays_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loggers, "CLOSE_S", 0.2)
     monkeypatch.setattr(loggers, "MAX_ROWS", 50)
     go_on, told = threading.Event(), list[str]()
@@ -147,7 +146,7 @@ def test_a_sink_that_hangs_delays_no_step_and_the_end_by_little(monkeypatch: pyt
     assert 50 <= len(sink.rows) <= 101, "what it held, and what waited"
 
 
-def test_a_sink_that_did_not_take_all_is_reported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_sink_is_reported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loggers, "CLOSE_S", 0.1)
     go_on, told = threading.Event(), list[str]()
 
@@ -195,7 +194,7 @@ def test_a_logger_that_cannot_work_is_refused_before_anything_starts(
 # ------------------------------------------------------------------------------------------------------- real loggers
 
 
-def test_tensorboard_reads_back_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_reads_back_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log, board = tmp_path / "log", tmp_path / "deep" / "board"
     schedule = ["--schedule", "step", "--drop-epochs", "1", "--epochs", "2"]
@@ -217,7 +216,7 @@ def test_tensorboard_reads_back_what_was_trained(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.filterwarnings("default")  # of its own libraries
-def test_wandb_offline_reads_back_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_reads_back_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs wandb: pip install 'convoy-train[wandb]'")
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
@@ -238,7 +237,7 @@ def test_wandb_offline_reads_back_what_was_trained(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.filterwarnings("default")  # of its own libraries
-def test_mlflow_reads_back_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_reads_back_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="needs mlflow: pip install 'convoy-train[mlflow]'")
     pytest.importorskip("sqlalchemy", reason="needs a store in sqlite: pip install mlflow")
     monkeypatch.setattr(loggers, "CLOSE_S", 60.0)

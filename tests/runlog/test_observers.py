@@ -1,4 +1,4 @@
-"""What devices measure while they train: where their time goes, what they use."""
+"""Measurements of training devices: time by cause and system usage."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.support.threads import run_on_threads
 
 
 def test_evaluation_and_the_first_step_after_it_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worked out by hand: a clock that is set, two steps of 2 s, a test of 100 s, two of which one counts."""
+    """Calculated by hand with a fake clock: two steps of 2 s and a test of 100 s."""
     now_s = 0.0
     monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: now_s)
     clock = Clock(torch.device("cpu"))
@@ -43,7 +43,7 @@ def test_evaluation_and_the_first_step_after_it_do_not_count(tmp_path: Path, mon
     assert (second["steps"], second["wall_s"]) == (0, [0.0]), "an epoch counts by itself"
 
 
-def test_two_devices_report_what_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_report_their_system_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed by hand. A line follows the first step, then as many steps as last 5 s."""
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: type("Info", (), {"rss": 7_000_000})())
     monkeypatch.setattr(psutil.Process, "cpu_percent", lambda _: 150.0)

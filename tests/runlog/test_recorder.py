@@ -1,4 +1,4 @@
-"""A training loop of one's own writes the log that `convoy train` writes, and tells observers what it does."""
+"""A user-written loop produces the log of `convoy train` and informs observers."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def part_of(group: Group, model: torch.nn.Module) -> Any:
     return convoy.distribute(model, plan, group, X)
 
 
-def test_a_loop_of_ones_own_on_two_devices_makes_a_page(tmp_path: Path) -> None:
+def test_user_loop_on_two_devices_makes_a_page(tmp_path: Path) -> None:
     def work(group: Group) -> tuple[list[float], list[Any], str]:
         torch.manual_seed(0)
         part = part_of(group, nets.build("two-conv"))
@@ -91,7 +91,7 @@ def test_a_loop_of_ones_own_on_two_devices_makes_a_page(tmp_path: Path) -> None:
     assert "Finished: 6 steps." in text
 
 
-def test_a_loop_that_fails_leaves_a_log_without_an_end(tmp_path: Path) -> None:
+def test_failing_loop_leaves_a_log_without_an_end(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         part = part_of(group, nets.build("two-conv"))
 
@@ -108,7 +108,7 @@ def test_a_loop_that_fails_leaves_a_log_without_an_end(tmp_path: Path) -> None:
     assert (len(record.steps), record.end) == (1, None)
 
 
-def test_a_folder_that_cannot_be_made_is_told_on_every_device(tmp_path: Path) -> None:
+def test_uncreatable_folder_is_reported_on_every_device(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def work(group: Group) -> str:
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_made_is_told_on_every_device(tmp_path: Path) ->
     assert all("cannot make the folder" in words for words in run_on_threads(2, work))
 
 
-def test_without_words_it_makes_a_folder_among_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorder_defaults_to_a_folder_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONVOY_RUNS", str(tmp_path / "runs"))
 
     def work(group: Group) -> Path:

@@ -1,4 +1,4 @@
-"""The log of a run: where it is, which lines it has, how it is written and continued."""
+"""A run's log: its location, lines, writing and continuation."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ import pytest
 import convoy.cli.train_job  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.config.run_file import resolve_settings
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.data import load
 from convoy.errors import InputError
 from convoy.plan.explain import layer_rows, work_shares
@@ -37,7 +37,6 @@ TINY = ["--net", "two-conv:4:6", "--limit", "80", "--batch", "32", "--speeds", "
 
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where trainings of this test make their folders."""
     for name in (*PLACE, "CONVOY_DEVICE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CONVOY_RUNS", str(tmp_path / "runs"))
@@ -45,7 +44,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
-    """The exit status of a training in this process."""
+    """Train in this process and return the exit status."""
     monkeypatch.setattr(sys, "argv", ["convoy", "train", *argv])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -78,7 +77,7 @@ def test_a_training_makes_a_folder_by_default(
     assert list(runs.iterdir()) == [folder], "--log FILE makes no folder"
 
 
-def test_two_runs_of_one_moment_have_a_folder_each(runs: Path) -> None:
+def test_simultaneous_runs_get_separate_folders(runs: Path) -> None:
     places = []
     for _ in range(20):
         place = make_directory(Settings())
@@ -87,7 +86,7 @@ def test_two_runs_of_one_moment_have_a_folder_each(runs: Path) -> None:
     assert len(set(places)) == 20 == len(list(runs.iterdir()))
 
 
-def test_no_log_where_none_is_wanted(
+def test_log_can_be_disabled(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -100,7 +99,7 @@ def test_no_log_where_none_is_wanted(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_training(
+def test_unwritable_folder_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -133,7 +132,7 @@ def test_a_resumed_run_continues_its_log(runs: Path, tmp_path: Path, monkeypatch
 # ------------------------------------------------------------------------------------------------------- which lines
 
 
-def test_a_job_logs_all_that_a_page_needs(tmp_path: Path) -> None:
+def test_job_log_has_all_data_for_the_page(tmp_path: Path) -> None:
     """On two processes, with a plan that the planner chose: a prediction, its timeline, the fleet it was made for."""
     fleet, folder = tmp_path / "fleet.toml", tmp_path / "run"
     fleet.write_text(on_processes(2, "tests.cli.test_auto:measure_tiny", limit_s=60)[0])
@@ -230,7 +229,7 @@ def test_a_log_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert "Finished: 40 of 40 steps." in write_report(path, tmp_path / "page.html").read_text()
 
 
-def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_log_lines_round_trip(tmp_path: Path) -> None:
     """One model per line: what the present code writes of an old log is that log, but for fields it did not have."""
     for text in Path(__file__).with_name("old_log.jsonl").read_text().splitlines():
         line = LINE.validate_json(text)
@@ -250,7 +249,7 @@ def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_log_of_a_suspended_device_is_continued_by_another(tmp_path: Path) -> None:
-    """It holds the file's lock while it is suspended: steps of the others were in no log."""
+    """Regression: it held the file's lock while suspended, so no log had the others' steps."""
     path = tmp_path / "log"
     with RunLog(path) as stopped:
         stopped.write(EvaluationLine(step=0, epoch=0, accuracy=0.1, best=True))
@@ -264,13 +263,13 @@ def test_the_log_of_a_suspended_device_is_continued_by_another(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("place", "why"), [(".", "Is a directory"), ("nowhere/log", "No such file or directory")])
-def test_a_log_that_cannot_be_written_names_the_remedy(place: str, why: str, tmp_path: Path) -> None:
+def test_unwritable_log_names_a_remedy(place: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"cannot write the log .*: {why}; give a path in a folder that exists"):
         RunLog(tmp_path / place)
 
 
 class SmallDisk:
-    """Takes so many bytes of what the log writes, then has no room."""
+    """A file that accepts a limited number of log bytes."""
 
     def __init__(self, room_bytes: int) -> None:
         self.room_bytes, self.write = room_bytes, os.write
@@ -284,8 +283,10 @@ class SmallDisk:
 
 
 @pytest.mark.parametrize("most_bytes", [1 << 20, 200])
-def test_lines_wait_while_the_disk_is_full(most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first line that found no room ended the log, and in the middle of the line."""
+def test_log_lines_are_buffered_while_the_disk_is_full(
+    most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the first line without room ended the log, in the middle of that line."""
     path, disk, told = tmp_path / "log", SmallDisk(130), list[str]()
     monkeypatch.setattr("convoy.runlog.writer.MAX_PENDING_BYTES", most_bytes)
     monkeypatch.setattr("convoy.runlog.writer.os.write", disk)
@@ -305,7 +306,7 @@ def test_lines_wait_while_the_disk_is_full(most_bytes: int, tmp_path: Path, monk
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(7))
 
 
-def test_a_log_that_ends_on_a_full_disk_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_on_a_full_disk_reports_missing_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, told = tmp_path / "log", list[str]()
     with RunLog(path, tell=told.append) as log:
         monkeypatch.setattr("convoy.runlog.writer.os.write", SmallDisk(0))

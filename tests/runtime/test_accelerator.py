@@ -1,4 +1,4 @@
-"""Fleets with accelerators, on a simulated one: torch's own device "sim", with its own memory, streams and events."""
+"""Fleets with accelerators, on torch's simulated device "sim" with its own memory, streams and events."""
 
 import json
 import os
@@ -16,7 +16,15 @@ from convoy.api import distribute, make_plan
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
 from convoy.comm.group import AloneGroup, Group, Message
 from convoy.errors import InputError
-from convoy.machine.accelerator import check_device, local_devices, memory_of, pick_device, queued, to_device
+from convoy.machine.accelerator import (
+    check_device,
+    local_devices,
+    memory_of,
+    pick_device,
+    queued,
+    random_state_kept,
+    to_device,
+)
 from convoy.plan.presets import PLANS, Speeds
 from convoy.runtime.clock import Clock
 from convoy.runtime.comparisons import check_batches, check_copies
@@ -44,8 +52,8 @@ HEART = (
     "(autocast_of_the_caller and both and hybrid)",
     "(every_move_on_threads and float64-strided)",
     "(to_every_other and two-conv-sgd)",  # weights that move to another plan
-    "(what_every_other_loads and model-hybrid)",  # a checkpoint
-    "test_it_starts_with_any_plan",  # rebalancing
+    "(every_plan_loads and model-hybrid)",  # a checkpoint
+    "rebalanced_training_matches",  # rebalancing
 )
 """Of each kind of test one, for every day; the slow tests have all."""
 # torch's ASGD gives other numbers on accelerators (by lists of tensors) than on a CPU, by 1e-9.
@@ -63,7 +71,7 @@ on_sims = pytest.mark.usefixtures("sims")
 
 
 def ran_on_a_mixed_fleet(names: Sequence[str], timeout_s: float) -> set[str]:
-    """The tests of `FILES` with such names, in a process whose groups are sims and CPUs in turns; those that passed."""
+    """Run the named tests of `FILES` in a process with mixed sims and CPUs; return those that passed."""
     argv = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "tests.support.sim.plugin", "-p", "no:cacheprovider"]
     argv += [*FILES, "-k", " or ".join(names)]
     done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=timeout_s, check=False)
@@ -71,7 +79,7 @@ def ran_on_a_mixed_fleet(names: Sequence[str], timeout_s: float) -> set[str]:
     return set(re.findall(r"^PASSED (\S+)", done.stdout, re.MULTILINE))
 
 
-def test_training_on_accelerators_and_cpus_together_is_that_of_one_device() -> None:
+def test_mixed_fleet_trains_as_one_device() -> None:
     files = {name.partition("::")[0] for name in ran_on_a_mixed_fleet(HEART, 110)}
     assert files == {*FILES} - {"tests/runtime/test_optimizer.py"}, "each kind of test"
 
@@ -114,7 +122,7 @@ def test_the_command_trains_on_an_accelerator_and_a_cpu(plan: str, tmp_path: Pat
 
 
 @on_sims
-def test_what_this_machine_has_is_what_torch_says() -> None:
+def test_local_devices_match_torch() -> None:
     assert local_devices() == ("sim:0", "sim:1", "sim:2", "sim:3", "cpu")
     assert pick_device(None, 1) == torch.device("sim:1")
     assert pick_device("sim", 0) == torch.device("sim:0")
@@ -136,7 +144,7 @@ def test_a_tensor_on_the_wrong_device_fails_as_on_a_gpu() -> None:
 
 @on_sims
 def test_tied_weights_stay_tied_on_any_accelerator() -> None:
-    """Where an accelerator's tensors cannot take a CPU tensor's place, torch makes a new parameter for each of its names."""
+    """torch may create a new parameter per name when it moves a CPU tensor to an accelerator."""
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     moved = to_device(model, torch.device("sim:0"))
@@ -146,7 +154,7 @@ def test_tied_weights_stay_tied_on_any_accelerator() -> None:
 
 
 @on_sims
-def test_what_leaves_an_accelerator_has_been_computed() -> None:
+def test_accelerator_results_are_computed_before_sending() -> None:
     """The simulation itself: what a copy brings is not there before an event says so, and other streams must wait for it."""
     device = torch.device("sim:0")
     x, host = torch.ones(4, device=device), torch.empty(4, pin_memory=True)
@@ -171,7 +179,7 @@ def test_what_leaves_an_accelerator_has_been_computed() -> None:
         torch.ones(1, device=device)
 
 
-def test_a_checkpoint_goes_from_accelerators_to_cpus_and_back(tmp_path: Path) -> None:
+def test_checkpoint_moves_between_accelerators_and_cpus(tmp_path: Path) -> None:
     """In a process of its own: autograd makes its threads once, for the accelerators that there are at the first backward."""
     on_processes(1, "tests.runtime.test_accelerator:train_from_fleet_to_fleet", str(tmp_path), joined=False)
 
@@ -211,7 +219,7 @@ def train_from_fleet_to_fleet(_device: int, folder: str) -> None:
 
 
 @on_sims
-def test_seconds_of_an_accelerator_are_read_from_its_events() -> None:
+def test_accelerator_seconds_come_from_events() -> None:
     device = torch.device("sim:0")
     clock, x = Clock(device), torch.zeros(400, 400, device=device)
     before = torch.ops.sim.synchronizations()
@@ -227,7 +235,7 @@ def test_seconds_of_an_accelerator_are_read_from_its_events() -> None:
 
 @on_sims
 def test_batch_norm_sums_name_a_weight() -> None:
-    """CUDA creates these sums like the weight: with an undefined one, every split batch norm ended in an error."""
+    """Regression: CUDA allocates these sums like the weight, so an undefined one failed every split batch norm."""
     x = torch.randn(4, 3, 2, 2, device="sim:0")
     mean, deviation = torch.zeros(3, device="sim:0"), torch.ones(3, device="sim:0")
     call = torch.ops.aten.native_batch_norm_backward
@@ -249,12 +257,15 @@ def test_planning_and_distribute_leave_random_states_alone() -> None:
             distribute(net, made, group, example)
         assert torch.equal(torch.get_rng_state(), state)
     assert not torch_module.seeds, "accelerators were seeded"
-    assert "sim:1" in torch_module.kept, "measuring draws on the device, whose state is restored"
+    with random_state_kept(torch.device("sim:1")):  # measuring draws on the device
+        torch.randn(2)
+    assert "sim:1" in torch_module.kept
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @on_sims
-def test_an_accelerator_without_float64_has_norms_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apple's has none: clipping gradients, and comparing what must be the same on every device, ended in a TypeError."""
+def test_norms_work_without_float64_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: on Apple's devices gradient clipping and device comparisons ended in a TypeError."""
     double = torch.Tensor.double
 
     def refusing(x: torch.Tensor) -> torch.Tensor:
@@ -271,13 +282,13 @@ def test_an_accelerator_without_float64_has_norms_all_the_same(monkeypatch: pyte
 
 
 @on_sims
-def test_a_full_accelerator_says_so() -> None:
+def test_full_accelerator_is_reported() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="sim out of memory"):
         torch.empty(2 * sim.GIB, dtype=torch.uint8, device="sim:0")
 
 
 @on_sims
-def test_messages_between_different_devices() -> None:
+def test_messages_cross_device_types() -> None:
     def work(group: Group) -> list[float]:
         mine = torch.full((3,), float(group.device), device=group.torch_device)
         theirs = torch.empty(3, device=group.torch_device)
@@ -288,8 +299,8 @@ def test_messages_between_different_devices() -> None:
     assert run_on_threads(2, work, on=("sim:3", "cpu")) == [[1.0] * 3, [0.0] * 3]
 
 
-def test_one_file_knows_makers_of_accelerators() -> None:
-    """What is named elsewhere works on that one kind only."""
+def test_only_one_file_names_accelerator_vendors() -> None:
+    """Vendor names elsewhere would work on that vendor only."""
     named = re.compile(r"torch\.(cuda|xpu|mps|backends\.mps)\b|\.cuda\(|\.is_cuda\b|type == \"cuda\"")
     files = (ROOT / "convoy").rglob("*.py")
     assert [str(path) for path in files if path.name != "accelerator.py" and named.search(path.read_text())] == []

@@ -1,4 +1,4 @@
-"""What a training step may cost on an accelerator: kernels and copies, and waits of the thread that launches them."""
+"""The budget of a step on an accelerator: kernels, copies, and waits of the launching thread."""
 
 import copy
 from dataclasses import astuple, dataclass
@@ -47,7 +47,7 @@ def _so_far() -> list[int]:
 
 
 def _step_count(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Count:
-    """Count one step of SGD behind some to warm up."""
+    """Count one step of SGD after warm-up steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for _ in range(WARM_UP + 1):
         before = _so_far()
@@ -75,7 +75,7 @@ def on_one(_device: int) -> list[list[int]]:
     return [list(astuple(count)) for count in (plain, ours)]
 
 
-def test_one_device_launches_what_plain_pytorch_launches() -> None:
+def test_one_device_launches_as_much_as_pytorch() -> None:
     sim.library()
     ((plain, ours),) = on_processes(1, "tests.runtime.test_accelerator_budget:on_one", joined=False)
     assert Count(*ours).launches <= Count(*plain).launches + 3
@@ -95,7 +95,7 @@ def split_by_samples(device: int, net: str) -> list[int]:
 
 
 @pytest.mark.timeout(120)
-def test_a_split_norm_copies_once_each_way_and_nothing_waits() -> None:
+def test_split_norm_copies_once_each_way_without_waiting() -> None:
     """The launching thread waited for 37 copies of a ResNet-18's step, in which 2,175 operations were queued."""
     sim.library()
     for launches, to_host, to_device, waits, all_waits, norms in on_processes(

@@ -1,4 +1,4 @@
-"""Accelerators of which a part may be filled, and full ones, on the simulated accelerator."""
+"""Accelerators with a memory limit, and full ones, on the simulated accelerator."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def limited() -> Iterator[torch.device]:
     sim.load(devices=0)
 
 
-def test_a_limit_of_memory_is_what_the_device_has(limited: torch.device) -> None:
+def test_memory_limit_replaces_device_memory(limited: torch.device) -> None:
     assert memory_of(limited)[1] == 8 * MIB
     with pytest.raises(torch.OutOfMemoryError, match=f"sim:0 has {8 * MIB}"):
         torch.empty(9 * MIB, dtype=torch.uint8, device=limited)
@@ -44,16 +44,18 @@ def test_a_limit_of_memory_is_what_the_device_has(limited: torch.device) -> None
         limit_memory(limited, 0)
 
 
-def test_a_limit_is_kept_by_plans(limited: torch.device) -> None:
+def test_plans_respect_the_memory_limit(limited: torch.device) -> None:
     """A net that needs more than 8 MiB for a batch of 40,000."""
     net, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10)), torch.zeros(2, 3, 8, 8)
     with AloneGroup(limited) as group:
         assert make_plan("auto", net, x, 16, group).batch == 16
-        with pytest.raises(PlanError, match=r"fits the devices' memory: .* of 8\.39 MB\. Make a step of 10 passes"):
+        with pytest.raises(
+            PlanError, match=r"fits the devices' memory: .* of 8\.39 MB\. Make a step of 10 micro-batches"
+        ):
             make_plan("auto", net, x, 40000, group)
 
 
-def test_an_accelerator_that_is_full_in_a_step_is_named_on_all_devices(limited: torch.device) -> None:  # noqa: ARG001
+def test_full_accelerator_is_named_on_all_devices(limited: torch.device) -> None:  # noqa: ARG001
     net, x, told = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(2304, 10)), torch.zeros(2, 3, 8, 8), []
 
     def work(group: Group) -> None:
@@ -86,11 +88,11 @@ def convoy_on_sims(tmp_path: Path, line: str, **environment: str) -> "subprocess
 
 
 @pytest.mark.parametrize(("spare", "status"), most_slow(1, [("auto", 0), ("none", 2)]))
-def test_the_command_where_an_accelerator_is_full(spare: str, status: int, tmp_path: Path) -> None:
+def test_command_reports_a_full_accelerator(spare: str, status: int, tmp_path: Path) -> None:
     line = "train --devices sim:0,cpu --data digits --limit 120 --net two-conv:4:6 --speeds 2,1 --plan data --log none"
     done = convoy_on_sims(tmp_path, f"{line} --memory 20kB,1GB --spare {spare}")
     assert done.returncode == status, done.stdout + done.stderr
     assert "error: there is not enough memory (sim out of memory" in done.stderr
     if spare == "auto":
         assert "device 0 (host" in done.stdout, "it is named"
-        assert "; 1 go on after step 0" in done.stdout, "the other device goes on alone"
+        assert "; 1 continue after step 0" in done.stdout, "the other device goes on alone"

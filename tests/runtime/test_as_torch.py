@@ -1,4 +1,4 @@
-"""A distributed model is used as torch's modules are: outputs, copies, clipping, scaling, loading. It is right, or refused."""
+"""A distributed model supports torch's module API (outputs, copies, clipping, scaling, loading), or refuses it."""
 
 import copy
 import io
@@ -40,7 +40,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("plan", ["data-by-speed", "model", "mixed"])
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "auxiliary", "in-place"])
 def test_outputs_may_be_changed_in_place(net: str, plan: str) -> None:
-    """ "A view was created inside a custom Function", torch said of `logits += bias`."""
+    """Regression: `logits += bias` failed with "A view was created inside a custom Function"."""
     model, chosen = nets.build(net), mixed(net) if plan == "mixed" else by_name(plan, net)
     (x, y), *_ = Training(net, (10,)).batches(model)
     reference = copy.deepcopy(model)
@@ -70,7 +70,7 @@ def test_outputs_may_be_changed_in_place(net: str, plan: str) -> None:
 
 
 class Features(nn.Module):
-    """Returns what a later layer reads, and a dictionary, which the caller may add to."""
+    """A net that returns a later layer's input, and a dictionary that the caller may extend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Answer:
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "mixed"])
-def test_deep_copies_and_averages_of_a_part_train_as_on_one_device(plan: str) -> None:
+def test_deep_copies_and_averaged_models_train_as_on_one_device(plan: str) -> None:
     """A teacher that follows the student, by hand and by torch's AveragedModel: both crashed."""
     model, chosen = nets.build("resnet"), mixed("resnet") if plan == "mixed" else by_name(plan, "resnet")
     batches = Training("resnet", (10, 10, 10)).batches(model)
@@ -165,7 +165,7 @@ def test_deep_copies_and_averages_of_a_part_train_as_on_one_device(plan: str) ->
         run_on_threads(4, work, timeout_s=60)
 
 
-def test_what_a_part_cannot_do_is_refused_with_what_to_do_instead() -> None:
+def test_unsupported_module_calls_are_refused_with_a_remedy() -> None:
     model = nets.build("two-conv")
     x = torch.zeros(2, 3, 8, 8, dtype=torch.float64)
 
@@ -190,7 +190,7 @@ def test_what_a_part_cannot_do_is_refused_with_what_to_do_instead() -> None:
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "mixed"])
-def test_a_change_of_gradients_that_the_script_reports_is_exact_on_shards(plan: str) -> None:
+def test_reported_gradient_changes_are_exact_on_shards(plan: str) -> None:
     """Also on a device that holds nothing, and has no gradient. Without the report the optimizer's step refuses it."""
     model, chosen = nets.build("two-conv"), mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
@@ -221,7 +221,7 @@ def replace_gradients(here: Distributed) -> None:
     [lambda here: nn.utils.clip_grad_norm_(here.parameters(), 0.1), replace_gradients],
     ids=["clip", "replace"],
 )
-def test_a_step_with_changed_gradients_of_shards_is_refused(change: Callable[[Distributed], object]) -> None:
+def test_unreported_gradient_changes_of_shards_are_refused(change: Callable[[Distributed], object]) -> None:
     """With torch's clip_grad_norm_ each device scaled by its own norm, and copies drifted apart."""
     model, chosen = nets.build("two-conv"), by_name("model", "two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
@@ -263,7 +263,7 @@ def test_clip_grad_norm_of_torch_is_exact_on_copies() -> None:
         run_on_threads(4, work)
 
 
-def test_in_fp16_shards_need_convoys_own_scaler() -> None:
+def test_sharded_fp16_requires_convoys_scaler() -> None:
     """With torch's, one device that alone finds an overflow would skip a step that the others make."""
     model = nets.build("two-conv", dtype=torch.float32)
     chosen, x = mixed("two-conv"), torch.randn(10, *nets.shape_of(model))
@@ -300,7 +300,7 @@ def test_in_fp16_shards_need_convoys_own_scaler() -> None:
         run_on_threads(4, work, timeout_s=30)
 
 
-def test_gradients_become_those_that_are_kept_without_a_copy() -> None:
+def test_gradients_are_stored_without_a_copy() -> None:
     """Autograd takes a gradient that nobody else holds as .grad; one that somebody holds, it copies, at every step."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 50)).double()
     x = torch.randn(4, 3, 8, 8).double()
@@ -322,11 +322,11 @@ def test_gradients_become_those_that_are_kept_without_a_copy() -> None:
     run_on_threads(1, work)
 
 
-# --- what would be saved of pieces -----------------------------------------------------------------------------------
+# --- saving shards ---------------------------------------------------------------------------------------------------
 
 
 def after_a_step(plan: str, work: Callable[[Distributed, torch.optim.Optimizer], object]) -> None:
-    """Do something with a model and its optimizer on each device, after a training step."""
+    """Run an action on a model and its optimizer on each device, after a training step."""
     model = nets.build("two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
 
@@ -341,8 +341,8 @@ def after_a_step(plan: str, work: Callable[[Distributed, torch.optim.Optimizer],
         run_on_threads(4, train, timeout_s=30)
 
 
-def test_scripts_that_save_the_inner_module_or_the_optimizer_do_not_save_pieces() -> None:
-    """`model.module.state_dict()`, as for DDP and by timm's saver: it gave pieces under the ordinary keys, exit 0."""
+def test_saving_inner_module_or_optimizer_never_saves_shards() -> None:
+    """Regression: `model.module.state_dict()` (DDP, timm's saver) silently gave shards under the usual keys."""
     keys = nets.build("two-conv").state_dict().keys()
 
     def save(here: Distributed, optimizer: torch.optim.Optimizer) -> None:
@@ -356,7 +356,7 @@ def test_scripts_that_save_the_inner_module_or_the_optimizer_do_not_save_pieces(
     after_a_step("model", save)
 
 
-def test_copies_on_every_device_may_be_saved_as_ever() -> None:
+def test_replicated_models_save_as_usual() -> None:
     def save(here: Distributed, optimizer: torch.optim.Optimizer) -> None:
         torch.save({"optimizer": optimizer.state_dict(), "model": here.module.state_dict()}, io.BytesIO())
 
@@ -390,7 +390,7 @@ def averaged(group: Group | None, plan: str, buffers: bool) -> Tensor:
 
 @pytest.mark.parametrize("plan", ["data", "model"])
 @pytest.mark.parametrize("buffers", [False, True])
-def test_averaged_weights_get_the_statistics_that_torch_gives_them(plan: str, buffers: bool) -> None:
+def test_averaged_models_get_torchs_batch_norm_statistics(plan: str, buffers: bool) -> None:
     expected = averaged(None, plan, buffers)
     for found in run_on_threads(3, lambda group: averaged(group, plan, buffers)):
         assert_equal(found, expected)

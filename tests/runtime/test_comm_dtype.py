@@ -1,4 +1,4 @@
-"""The wire format inexact-bf16: what is rounded and what never is, copies that stay copies, bytes, prices, and training.
+"""The wire format inexact-bf16: rounding, equal copies, bytes, costs and training.
 
 bfloat16 holds 8 bits of precision: whole numbers up to 256, and every number to 2^-8 of itself.
 """
@@ -66,7 +66,7 @@ def narrow(plan: Plan) -> Plan:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_person_may_write_it_short() -> None:
+def test_wire_format_has_short_names() -> None:
     assert [parse_comm_dtype(name) for name in ("exact", "inexact-bf16", "bf16")] == ["exact", BF16, BF16]
 
 
@@ -75,7 +75,7 @@ def test_an_unknown_name_lists_the_choices() -> None:
         parse_comm_dtype("fp8")
 
 
-def test_only_wide_floating_numbers_are_rounded() -> None:
+def test_only_wide_floats_are_rounded() -> None:
     dtypes = ("float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool", "complex64")
     assert [dtype for dtype in dtypes if comm_dtype_of(dtype, BF16) == BF16] == ["float64", "float32"]
     assert {comm_dtype_of(dtype, "exact") for dtype in dtypes} == {"exact"}
@@ -85,15 +85,15 @@ def test_only_wide_floating_numbers_are_rounded() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bytes_"), [("float64", 2), ("float32", 2), ("float16", 2), ("int64", 8)])
-def test_every_move_brings_what_bf16_holds_and_counts_its_bytes(dtype: str, bytes_: int) -> None:
-    """Small whole numbers, and sums of them, come through every move and collective as they are."""
+def test_moves_keep_bf16_values_and_count_their_bytes(dtype: str, bytes_: int) -> None:
+    """Small whole numbers and their sums pass every move and collective unchanged."""
     cases = every_case(every_layout(SHAPE), SHAPE)
     outcomes = run_on_threads(DEVICES, lambda group: move_all(group, cases, dtype, wire=BF16), LIMIT_S)
     check_outcomes(cases, outcomes, dtype, bytes_)
 
 
 @pytest.mark.parametrize("whole", [torch.tensor([2**40 + 1]), torch.tensor([1 + 2**-10], dtype=torch.float16)], ids=str)
-def test_what_is_no_wide_floating_number_arrives_bit_for_bit(whole: Tensor) -> None:
+def test_other_dtypes_arrive_bit_for_bit(whole: Tensor) -> None:
     """Labels, indices and half precision need more bits than bfloat16 has."""
 
     def work(group: Group) -> Tensor:
@@ -128,8 +128,8 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-def test_copies_are_equal_to_the_last_bit() -> None:
-    """Whoever sends copies keeps the rounded numbers too: the producer, the device that summed, holders that send nothing."""
+def test_copies_are_bitwise_equal() -> None:
+    """Every sender of copies keeps the rounded numbers too: producer, summing device, idle holders."""
     every = every_case(every_layout(SHAPE), SHAPE)
     cases = [case for case in every if isinstance(case.dst, Replicated) and any(case.schedule.rounds)]
     sums = [case for case in cases if isinstance(case.src, Partial) and len(case.src.devices) > 1]
@@ -151,7 +151,7 @@ def test_copies_are_equal_to_the_last_bit() -> None:
 
 @pytest.mark.parametrize("readers", [(0, 1, 2, 3), (3, 1)], ids=str)
 def test_a_large_direct_sum_is_rounded_once_and_copied(readers: tuple[int, ...]) -> None:
-    """20,000 entries take two rounds: the sum travels, so its owner keeps what it sends."""
+    """20,000 entries take two rounds: the sum is sent, so its owner keeps the rounded numbers."""
     case = Case(Partial((0, 1, 2, 3)), Replicated(readers), (20_000,), "direct")
     (*results,) = (row[0] for row in moved([case]))
     copies = [results[device] for device in readers]
@@ -159,7 +159,7 @@ def test_a_large_direct_sum_is_rounded_once_and_copied(readers: tuple[int, ...])
     assert torch.equal(copies[0], rounded(copies[0]))
 
 
-def test_what_goes_to_several_is_narrowed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_for_several_devices_is_narrowed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four devices each sends three parts of its summand, and then its part of the sum to three: four, not six."""
     narrowed: list[tuple[int, int]] = []
     original = Lane._copy
@@ -175,8 +175,8 @@ def test_what_goes_to_several_is_narrowed_once(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(narrowed) == sorted([(device, 5_000) for device in everyone] * 4)
 
 
-def test_what_one_device_alone_holds_is_rounded_only_on_its_way() -> None:
-    """The first four rows stay where they are; the others arrive rounded. Of a sum, the own summand stays wide."""
+def test_unsent_rows_are_not_rounded() -> None:
+    """The first four rows stay local; the others arrive rounded. In a sum, the own summand stays wide."""
     shares = (4, 0, 6, 0)
     kept, summed = Case(OnOne(0), Split(0, shares), SHAPE), Case(Partial((0, 2)), Split(0, shares), SHAPE)
     by_device = moved([kept, summed])
@@ -207,7 +207,7 @@ def test_summands_are_added_in_full_width() -> None:
 
 @pytest.mark.parametrize("net", ["two-conv", "resnet"])
 @pytest.mark.parametrize("plan", [*PLANS])
-def test_the_bytes_on_the_way_are_those_that_are_priced(plan: str, net: str) -> None:
+def test_bytes_sent_match_the_cost_model(plan: str, net: str) -> None:
     """Numbers of 8 bytes travel in 2; only the statistics of batch norms, and weights, travel as they are."""
     exact, graph = by_name(plan, net), graph_of(net)
     assert traffic_of(net, narrow(exact), 10) == lower(narrow(exact), graph).traffic(8)
@@ -220,7 +220,7 @@ def test_the_bytes_on_the_way_are_those_that_are_priced(plan: str, net: str) -> 
     assert after.traffic(2) == before.traffic(2)
 
 
-def test_integers_are_priced_as_they_are() -> None:
+def test_integers_are_priced_at_full_width() -> None:
     graph = graph_of("two-conv")
     layers = {name: replace(layer, dtype="int64") if name == "pool" else layer for name, layer in graph.layers.items()}
     steps = lower(narrow(by_name("model", "two-conv")), Graph(graph.model, layers, graph.outputs))
@@ -229,8 +229,8 @@ def test_integers_are_priced_as_they_are() -> None:
     assert {wire for name, wire in wires if name != "pool"} == {BF16}
 
 
-def test_a_bare_parameter_is_moved_as_it_is() -> None:
-    """What layers compute is rounded on its way; what has no batch axis is made of parameters and buffers alone."""
+def test_bare_parameter_is_moved_unrounded() -> None:
+    """Layer outputs are rounded when sent; values without a batch axis come from parameters and buffers."""
     graph = graph_of("bare")
     moves = [s for s in lower(narrow(by_name("model", "bare")), graph).steps if isinstance(s, Move)]
     batched = {move: graph[move.reads.layer].batched for move in moves}
@@ -245,12 +245,12 @@ SUM = SumGradients(0, ("a", "b"), (60, 40), 0, (0, 1), (), "ring", wire=BF16)
 
 
 def move(src: Layout, dst: Layout, phase: Any = "forward") -> Move:
-    """60 numbers: 5 samples, 3 channels, 2x2."""
+    """Return a move of 60 numbers: 5 samples, 3 channels, 2x2."""
     shape = (5, 3, 2, 2)
     return Move(0, phase, Value("a", shape, src), Value("b", shape, dst), "ring", wire=BF16)
 
 
-def test_a_message_takes_half_as_long() -> None:
+def test_narrow_message_takes_half_as_long() -> None:
     """60 numbers of 4 bytes at 100 bytes/s after 0.5 s: 2.4 s, and 1.2 s as bfloat16."""
     for wire, end_s in (("exact", 2.9), (BF16, 1.7)):
         step = replace(move(OnOne(0), OnOne(1)), wire=wire)  # type: ignore[arg-type]
@@ -258,8 +258,8 @@ def test_a_message_takes_half_as_long() -> None:
         assert spans(found, 0, "send") == [(0.5, end_s)]
 
 
-def test_copies_are_narrowed_once_and_widened_where_they_lie() -> None:
-    """Device 0 holds 40 numbers and narrows them; it writes those and the 20 that arrive into the 60 wide ones."""
+def test_copies_are_narrowed_once_and_widened_in_place() -> None:
+    """Device 0 narrows its 40 numbers, then writes those and the 20 received into the 60 wide ones."""
     step = move(Split(1, (2, 1)), EVERYONE)
     assert handled(step, 0) == [(Handling(copied=40, made=(40,)), Handling(copied=60, made=(60, 20)))]
     step = move(Split(0, (3, 2)), EVERYONE)
@@ -272,7 +272,7 @@ def test_a_producer_narrows_and_widens_its_own_copy() -> None:
     assert handled(step, 1) == [(Handling(), Handling(copied=60, made=(60, 60)))]
 
 
-def test_on_its_way_to_one_owner_only_what_leaves_is_narrowed() -> None:
+def test_only_sent_rows_are_narrowed() -> None:
     assert handled(move(OnOne(0), OnOne(1)), 0) == [(Handling(copied=60, made=(60,)), Handling())]
     before, after = handled(move(EVERYONE, Split(1, (2, 1)), "backward"), 0)[0]
     assert before == Handling(copied=20, made=(20,))
@@ -300,8 +300,8 @@ def test_memory_by_hand() -> None:
     assert [row.exchange_bytes for row in rows["master"]] == [2 * 128] * 2
 
 
-def test_explain_names_it() -> None:
-    """What test_explain.py works out for the exact plan, in half the bytes."""
+def test_explain_names_the_wire_format() -> None:
+    """The byte counts are half those of test_explain.py's exact plan."""
     model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     graph = trace(model, torch.zeros(1, 1, 2, 2)).graph
     plan = narrow(named_plan("master", graph, 4, Speeds((3.0, 1.0))))
@@ -311,8 +311,8 @@ def test_explain_names_it() -> None:
     assert sum(row.bytes_ for row in layer_rows(plan, graph)) == lower(plan, graph).traffic().total() == 32 + 32 + 16
 
 
-def test_the_planner_knows_it() -> None:
-    """On a slow wire: all plans that it looks at travel narrow, and a step is predicted as its replay."""
+def test_planner_uses_the_wire_format() -> None:
+    """On a slow network all candidate plans use it, and the predicted step equals its replay."""
     graph = trace(build_net("two-conv:50:100", (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
     costs = costs_of([88e9, 55e9, 33e9], 12.5e6)
     found, exact = candidates(asked(graph, 64, costs, wire=BF16)), candidates(asked(graph, 64, costs))
@@ -331,7 +331,7 @@ SIZES = (10, 3, 10, 10, 10)
 
 @dataclass
 class Trained:
-    """What one device holds after training: the losses, its copies of parameters and buffers, the whole model."""
+    """One device's result: losses, its copies of parameters and buffers, the whole model."""
 
     losses: list[float] = field(default_factory=list)
     copies: dict[str, Tensor] = field(default_factory=dict)
@@ -339,7 +339,7 @@ class Trained:
 
 
 def model_and_batches(net: str) -> tuple[nn.Module, list[Labelled]]:
-    """For all devices: threads share one source of random numbers, and would not draw the same."""
+    """Build once for all devices: threads share one random source and would draw different numbers."""
     model = nets.build(net, dtype=torch.float32)
     return model, Training(net, SIZES, dtype=torch.float32).batches(model)
 
@@ -369,7 +369,7 @@ def on_threads(plan: Plan, net: str) -> list[Trained]:
 
 
 def check_close(plan: Plan, net: str) -> None:
-    """Same losses on all devices, copies equal to the last bit, and losses near those of the exact plan but not the same."""
+    """Check equal losses on all devices, bitwise equal copies, and losses near but not equal to the exact plan's."""
     trained, exact = on_threads(narrow(plan), net), on_threads(plan, net)
     for each in trained:
         assert each.losses == trained[0].losses
@@ -390,18 +390,18 @@ def check_close(plan: Plan, net: str) -> None:
         *(pytest.param(plan, "resnet", marks=pytest.mark.slow) for plan in PLANS if plan != "hybrid"),
     ],
 )
-def test_five_steps_of_every_plan(plan: str, net: str) -> None:
+def test_every_plan_trains_close_to_exact(plan: str, net: str) -> None:
     """Ten samples on four devices by speed: 7, 0, 2, 1; even shares are 3, 3, 2, 2."""
     check_close(by_name(plan, net), net)
 
 
 @pytest.mark.parametrize("reduce", ["butterfly", "star"])
-def test_five_steps_of_other_sums(reduce: str) -> None:
-    """Three holders of copies, so that one of them folds into another in the butterfly."""
+def test_other_collectives_train_close_to_exact(reduce: str) -> None:
+    """Three holders of copies, so that the butterfly folds one into another."""
     check_close(by_name("data-by-speed", "two-conv", reduce), "two-conv")
 
 
-def test_five_steps_with_inputs_in_pieces() -> None:
+def test_chunked_inputs_train_close_to_exact() -> None:
     plan = replace(by_name("model", "two-conv"), chunks=3)
     assert any(
         s.chunks == 3 and s.wire == BF16 for s in lower(narrow(plan), graph_of("two-conv")).steps if isinstance(s, Move)
@@ -409,8 +409,8 @@ def test_five_steps_with_inputs_in_pieces() -> None:
     check_close(plan, "two-conv")
 
 
-def test_five_steps_of_a_module_that_tells_whether_it_used_its_parameters() -> None:
-    """The counts of devices that did so travel beside the gradients."""
+def test_usage_flags_train_close_to_exact() -> None:
+    """The usage counts are sent with the gradients."""
     plan = by_name("data-by-speed", "opaque-per-sample")
     sums = [s for s in lower(plan, graph_of("opaque-per-sample")).steps if isinstance(s, SumGradients)]
     assert any(s.flags for s in sums)
@@ -418,7 +418,7 @@ def test_five_steps_of_a_module_that_tells_whether_it_used_its_parameters() -> N
 
 
 def seen(group: Group, model: nn.Module, batches: Sequence[Labelled]) -> list[Any]:
-    """Losses, a digest of each copy, and how much was sent, of training on three devices."""
+    """Return losses, a digest of each copy, and bytes sent of a training on three devices."""
     plan = narrow(by_name("hybrid", "two-conv", "butterfly", Speeds((3.0, 1.0, 2.0))))
     group.clear_counters()
     result = train(group, plan, model, batches)
@@ -430,8 +430,8 @@ def seen_on_process(group: Group) -> list[Any]:
     return seen(group, *model_and_batches("two-conv"))
 
 
-def test_on_processes_it_is_the_same_as_on_threads() -> None:
-    """On a group of processes, where sums travel on a lane of their own while backward goes on."""
+def test_processes_match_threads() -> None:
+    """On processes, gradients use their own lane during backward."""
     model, batches = model_and_batches("two-conv")
     with one_trace("two-conv", torch.float32):
         expected = run_on_threads(3, lambda group: seen(group, model, batches), LIMIT_S)

@@ -1,4 +1,4 @@
-"""The entries by which copies of parameters are compared."""
+"""The sampled entries by which parameter copies are compared."""
 
 import math
 
@@ -19,8 +19,8 @@ def test_nan_and_infinity_count_as_zero() -> None:
     assert sample_of(torch.empty(0, 3)) == [0.0]
 
 
-def test_the_places_of_a_large_parameter_lie_in_it() -> None:
-    """float32 rounds places beyond 2^24: index 18750000 was out of bounds."""
+def test_sampled_indices_of_a_large_parameter_are_valid() -> None:
+    """Regression: float32 rounds indices beyond 2^24, so index 18750000 was out of bounds."""
     weights = torch.zeros(1).expand(18_750_000)
     assert sample_of(weights)[1:] == [0.0] * 4
     assert sample_of(torch.arange(103.0))[-1] == 102.0, "the last one is among them"

@@ -59,26 +59,26 @@ def assert_used(made: list[Compiler]) -> None:
 
 
 @pytest.mark.parametrize("plan", most_slow(1, ["hybrid", "data-by-speed"]))
-def test_uneven_shares_changing_batches_and_evaluation(plan: str, made: list[Compiler]) -> None:
+def test_uneven_shares_and_changing_batches_match_one_device(plan: str, made: list[Compiler]) -> None:
     """Batches of 10 and of 3 in turn; the device without samples has no rows."""
     check(Training("two-conv", sizes=(10, 3) * 6, optimizer="adam"), by_name(plan, "two-conv"), EXACT)
     assert_used(made)
 
 
-def test_every_strategy_in_one_plan_of_a_residual_net_with_batch_norms(made: list[Compiler]) -> None:
+def test_residual_net_with_every_strategy_matches_one_device(made: list[Compiler]) -> None:
     check(Training("resnet", sizes=(10,) * 6), mixed("resnet"), EXACT)
     assert_used(made)
 
 
 @pytest.mark.parametrize("form", most_slow(1, ["free", "keep"]))
-def test_weights_that_are_kept_in_shares_and_gathered_for_use(form: Form, made: list[Compiler]) -> None:
+def test_sharded_weights_match_one_device(form: Form, made: list[Compiler]) -> None:
     plan = in_shares(by_name("data-by-speed", "two-conv"), "two-conv", (4, 3, 2, 1), form)
     assert plan.sharded
     check(Training("two-conv", sizes=(10,) * 6), plan, EXACT)
     assert_used(made)
 
 
-def test_statistics_of_batch_norms_of_one_device_are_those_of_plain_pytorch(made: list[Compiler]) -> None:
+def test_batch_norm_statistics_match_pytorch(made: list[Compiler]) -> None:
     """The trial computes on random numbers: they must not remain in the running means."""
     plan = named_plan("data", one_device.graph_of("resnet"), 10, Speeds((1.0,)))
     check(Training("resnet", sizes=(10,) * 6), plan, EXACT)
@@ -108,7 +108,7 @@ def alone(model: nn.Module, *, compile: bool, batch: int = 8) -> Distributed:
     return Distributed(model, plan, group, x, compile=compile)
 
 
-def test_dropout_draws_the_numbers_that_it_draws_otherwise(made: list[Compiler]) -> None:
+def test_compiled_dropout_draws_the_same_numbers(made: list[Compiler]) -> None:
     losses = []
     for compile in (False, True):
         with torch_seed(1):
@@ -126,7 +126,7 @@ def rows_in(part: Distributed) -> list[compiled.CompiledRegion]:
     return [row for program in programs for each in program.compiled.values() for row in each[0].values()]
 
 
-def test_under_autocast_of_the_caller(made: list[Compiler]) -> None:
+def test_compiled_training_follows_the_callers_autocast(made: list[Compiler]) -> None:
     losses = [
         train(alone(nets.build("two-conv", dtype=torch.float32), compile=compile), [8] * 6, autocast=True)
         for compile in (False, True)
@@ -135,7 +135,7 @@ def test_under_autocast_of_the_caller(made: list[Compiler]) -> None:
     assert_used(made)
 
 
-def test_shares_that_change_while_compiled(made: list[Compiler]) -> None:
+def test_changed_shares_recompile_segments(made: list[Compiler]) -> None:
     """New shapes are new rows; those of the old shares are gone."""
     plans = [by_name("data-by-speed", "two-conv", speeds=Speeds(s)) for s in ((7, 3), (4, 6))]
     model = nets.build("two-conv")
@@ -152,7 +152,7 @@ def test_shares_that_change_while_compiled(made: list[Compiler]) -> None:
     assert_used(made)
 
 
-def test_many_batch_sizes_are_compiled_a_few_times_only(made: list[Compiler], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_batch_sizes_compile_a_few_times_only(made: list[Compiler], monkeypatch: pytest.MonkeyPatch) -> None:
     """And a size that comes now and then not at once."""
     count = counted(monkeypatch)
     part = alone(nets.build("two-conv"), compile=True)
@@ -190,7 +190,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return count
 
 
-def test_a_row_that_is_not_faster_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_compiled_segment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "FASTER", 0.0)
     part = alone(nets.build("two-conv"), compile=True)
     train(part, [8] * (WARM_UP + 2))
@@ -198,7 +198,7 @@ def test_a_row_that_is_not_faster_runs_as_it_is(monkeypatch: pytest.MonkeyPatch)
     assert (part.compiler.used, part.compiler.refused) == (0, "")
     assert part.compiler.tried
     assert part.compiler.summary() == (
-        f"torch.compile: 0 of {part.compiler.tried} rows of layers run compiled, the others were not faster"
+        f"torch.compile: 0 of {part.compiler.tried} regions of layers run compiled, the others were not faster"
     )
 
 
@@ -217,9 +217,9 @@ def failing(_module: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("maker", "reason"), [(wrong, "torch.compile gave other numbers than the layers"), (failing, "no such thing")]
+    ("maker", "reason"), [(wrong, "torch.compile computed other values than the layers"), (failing, "no such thing")]
 )
-def test_a_row_with_other_numbers_or_none_runs_as_it_is_and_is_told(
+def test_refused_region_runs_uncompiled_and_is_reported(
     maker: Callable[[nn.Module], Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = train(alone(nets.build("two-conv"), compile=False), [8] * (WARM_UP + 3))
@@ -231,7 +231,7 @@ def test_a_row_with_other_numbers_or_none_runs_as_it_is_and_is_told(
     assert part.compiler.summary().endswith(f"not faster; {reason}")
 
 
-def test_a_row_begins_where_a_sum_begins_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_region_starts_at_a_gradient_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled function gives all its gradients at its end: a sum in its middle would begin late."""
     monkeypatch.setattr("convoy.plan.lower.BUCKET_ENTRIES", 4)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.Tanh(), nn.ReLU(), nn.PReLU(4), nn.Tanh())
@@ -246,7 +246,7 @@ def test_a_row_begins_where_a_sum_begins_in_backward(monkeypatch: pytest.MonkeyP
     assert run_on_threads(2, modules) == [[["1", "2", "3"], ["4", "5"]]] * 2
 
 
-def test_layers_that_are_more_than_a_call_of_torch_are_not_compiled() -> None:
+def test_composite_layers_are_not_compiled() -> None:
     for net in ("noting", "own-norm", "hooked", "own-backward", "in-place"):
         part = alone(nets.build(net), compile=False)
         for name, layer in part.traced[True].graph.layers.items():
@@ -262,7 +262,7 @@ def test_layers_that_are_more_than_a_call_of_torch_are_not_compiled() -> None:
                 assert not getattr(operation.target, "__name__", "").startswith("i"), (net, name)
 
 
-def test_devices_that_were_asked_differently() -> None:
+def test_differing_compile_options_are_refused() -> None:
     model, plan = nets.build("two-conv"), by_name("data", "two-conv")
 
     def work(group: Group) -> None:
@@ -275,7 +275,7 @@ def test_devices_that_were_asked_differently() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5)])
-def test_with_the_usual_backend(
+def test_default_backend_matches_one_device(
     dtype: torch.dtype, tolerance: float, made: list[Compiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")

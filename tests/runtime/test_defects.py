@@ -68,8 +68,8 @@ def test_autocast_of_the_caller_works_on_several_devices(plan: str, speeds: tupl
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "model"])
-def test_load_state_dict_loads_the_pieces(plan: str) -> None:
-    """With strict=False it loaded nothing and said nothing: its keys carried `module.`."""
+def test_load_state_dict_loads_the_shards(plan: str) -> None:
+    """Regression: with strict=False it silently loaded nothing, since its keys had the prefix `module.`."""
     model, other = nets.build("resnet"), nets.build("resnet")
     with torch.no_grad():
         for tensor in other.state_dict().values():
@@ -109,15 +109,15 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_batch_of_zero_is_refused() -> None:
-    """`batch or plan.batch`: 0 was silently the plan's own batch."""
+    """Regression: `batch or plan.batch` silently replaced 0 with the plan's batch."""
     model = nets.build("two-conv", dtype=torch.float32)
     graph = trace(model, torch.zeros(2, 3, 8, 8)).graph
     with pytest.raises(PlanError, match=r"a batch of 0: .* give 1 or more"):
         lower(planned("data", model, (1.0, 1.0)), graph, 0)
 
 
-def test_an_optimizer_on_pieces_is_refused_also_where_distributed_was_built_directly() -> None:
-    """Only `distribute` marked the pieces."""
+def test_directly_built_module_refuses_inexact_optimizers_on_shards() -> None:
+    """Regression: only `distribute` marked the shards."""
     model = nets.build("two-conv")
 
     def work(group: Group) -> str:

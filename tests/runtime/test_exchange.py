@@ -1,4 +1,4 @@
-"""Moves on real groups: values, adjoints, bytes on the wire, bits, and what they leave alone.
+"""Moves on real groups: values, adjoints, bytes sent, bitwise equality, and unchanged inputs.
 
 The inner product of a distributed tensor x with its cotangent y, which lies in the dual layout, is the sum over the
 devices of the products of their pieces: <x, y> = sum_d <x_d, y_d>. Layout by layout that says:
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from convoy.comm.group import Group, Message, Pending
-from convoy.layout import redistribute
+from convoy.layout import collectives
+from convoy.layout.collectives import Reduce
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.layout.redistribute import Reduce
 from convoy.runtime.exchange import Slots, run_move
 from tests.support.device_programs import run_rounds
 from tests.support.local_pieces import (
@@ -58,8 +58,8 @@ class Case:
         return f"{self.src} -> {self.dst} of {self.shape}, {self.reduce}"
 
     @property
-    def schedule(self) -> redistribute.Schedule:
-        return redistribute.schedule(self.src, self.dst, self.shape, self.reduce)
+    def schedule(self) -> collectives.Schedule:
+        return collectives.schedule(self.src, self.dst, self.shape, self.reduce)
 
     @property
     def adjoint(self) -> "Case":
@@ -68,7 +68,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What one device made of one move."""
+    """One device's result of one move."""
 
     piece: Tensor
     sent_bytes: list[int]
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def every_case(layouts: Sequence[Layout], shape: Shape) -> list[Case]:
-    """Every ordered pair of layouts; where a pending sum becomes copies, with every collective."""
+    """Yield every ordered pair of layouts; where a pending sum becomes copies, with every collective."""
     cases = []
     for src, dst in itertools.product(layouts, repeat=2):
         sums = isinstance(src, Partial) and isinstance(dst, Replicated)
@@ -89,7 +89,7 @@ def as_they_come(piece: Tensor) -> Tensor:
 
 
 def strided(piece: Tensor) -> Tensor:
-    """The same numbers, in a memory that runs backwards through the axes, with gaps and an offset."""
+    """Return the same numbers in non-contiguous memory: reversed axes, gaps and an offset."""
     axes = tuple(reversed(range(piece.dim())))
     room = torch.full([2 * extent + 1 for extent in reversed(piece.shape)], 99, dtype=piece.dtype, device=piece.device)
     spaced = room[tuple(slice(1, None, 2) for _ in axes)].permute(axes)
@@ -103,7 +103,7 @@ FORMS = {"as they come": as_they_come, "strided": strided}
 def move_all(
     group: Group, cases: Sequence[Case], dtype: str = "float64", form: str = "as they come", wire: CommDtype = "exact"
 ) -> list[Outcome]:
-    """Run the moves one after the other; every device draws the same numbers and takes its own pieces."""
+    """Run the moves in order; every device draws the same numbers and takes its own shards."""
     outcomes = []
     for case in cases:
         whole = integers(case.shape, seed=3)
@@ -120,7 +120,7 @@ def move_all(
 
 
 def own_piece(group: Group, layout: Layout, whole: Array, rng: np.random.Generator) -> Tensor:
-    """This device's piece; an empty tensor where it holds nothing."""
+    """Return this device's shard; an empty tensor if it holds nothing."""
     piece = pieces(layout, whole, rng).get(group.device, np.empty(nothing(layout, whole.shape)))
     return torch.from_numpy(np.array(piece)).to(group.torch_device)
 
@@ -134,7 +134,7 @@ def check_outcomes(
         try:
             check_value(case, [outcome.piece for outcome in outcomes], dtype)
             sent = {(s, r): n for s, outcome in enumerate(outcomes) for r, n in enumerate(outcome.sent_bytes) if n}
-            assert sent == redistribute.traffic(case.schedule, itemsize), "bytes on the wire"
+            assert sent == collectives.traffic(case.schedule, itemsize), "bytes on the wire"
             assert all(outcome.unchanged for outcome in outcomes), "a piece was overwritten"
         except AssertionError as error:
             error.add_note(f"in the move {case}")
@@ -151,7 +151,7 @@ def check_value(case: Case, results: Sequence[Tensor], dtype: str) -> None:
         assert device in members or piece.shape == nothing(case.dst, case.shape)
 
 
-# --- values, bytes, pieces left alone --------------------------------------------------------------------------------
+# --- values, bytes, unchanged shards ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_every_move_on_threads(shape: Shape, dtype: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), (0, 5)], ids=str)
-def test_every_move_of_one_device(shape: Shape) -> None:
+def test_every_single_device_move(shape: Shape) -> None:
     cases = every_case(layouts_of_one_device(shape), shape)
     check_outcomes(cases, run_on_threads(1, lambda group: move_all(group, cases), LIMIT_S))
 
@@ -194,7 +194,7 @@ def some_cases(shape: Shape) -> list[Case]:
 
 
 def move_on_process(group: Group) -> list[list[Any]]:
-    """For every case: the new piece, its shape and dtype, the bytes, and whether the old piece is unchanged."""
+    """Return for every case the new shard, its shape and dtype, the bytes, and whether the old shard is unchanged."""
     return [
         [o.piece.double().flatten().tolist(), list(o.piece.shape), str(o.piece.dtype), o.sent_bytes, o.unchanged]
         for shape, dtype, form in SOME
@@ -236,7 +236,7 @@ def products(group: Group, cases: Sequence[Case]) -> list[tuple[float, float, fl
 
 
 @pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), ()], ids=str)
-def test_the_move_between_the_duals_is_the_adjoint(shape: Shape) -> None:
+def test_move_between_duals_is_the_adjoint(shape: Shape) -> None:
     """<F x, y> = <x, F* y> to 1e-12, with the inner product of the head of this file."""
     cases = every_case(every_layout(shape), shape)
     by_device = run_on_threads(DEVICES, lambda group: products(group, cases), LIMIT_S)
@@ -251,8 +251,8 @@ def test_the_move_between_the_duals_is_the_adjoint(shape: Shape) -> None:
 
 @pytest.mark.parametrize("reduce", REDUCES)
 @pytest.mark.parametrize("devices", [2, 3, 4, 6, 7])
-def test_sums_that_become_copies_are_equal_to_the_last_bit(devices: int, reduce: Reduce) -> None:
-    """Random float32 summands of unlike size, where every order of adding gives other bits; and the same bits twice."""
+def test_all_reduce_copies_are_bitwise_equal(devices: int, reduce: Reduce) -> None:
+    """Random float32 summands of different sizes, where the order of additions changes the bits; run twice."""
     everyone = tuple(range(devices))
     shapes = [(1,), (2,), (devices,), (7, 5), (20_000,), (1000,)]  # 20,000: a direct sum takes two rounds
 
@@ -276,8 +276,8 @@ def test_sums_that_become_copies_are_equal_to_the_last_bit(devices: int, reduce:
     torch.testing.assert_close(by_device[0][-1].cpu().double(), exact, rtol=1e-5, atol=1e-3)
 
 
-def test_copies_for_other_devices_have_the_same_bits() -> None:
-    """The finished sum is copied to those who held no summand, not added up again; but a small direct one, by all alike."""
+def test_copies_for_other_devices_are_bitwise_equal() -> None:
+    """The sum is copied to devices without a summand; only a small direct one is added by all."""
 
     def work(group: Group) -> list[Tensor]:
         results = []
@@ -299,7 +299,7 @@ def test_copies_for_other_devices_have_the_same_bits() -> None:
 
 
 def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
-    """1e8 + 1 - 1e8 in float32 is 0 in this order, 1 in others: whichever message comes first, the sum is the same."""
+    """1e8 + 1 - 1e8 in float32 is 0 in this order, 1 in others: the arrival order must not matter."""
 
     def work(group: Group) -> list[Tensor]:
         summand = torch.tensor([[1e8, 1.0, -1e8][group.device]], device=group.torch_device)
@@ -316,8 +316,8 @@ def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_need_not_arrive_is_a_view() -> None:
-    """Where a device has what it needs already, nothing is copied; a sum never works in the memory of a summand."""
+def test_local_data_is_a_view() -> None:
+    """Data that a device already has is not copied; a sum never overwrites a summand."""
     views = [
         Case(Replicated((0, 1)), Split(0, (4, 6)), (10, 6)),
         Case(Replicated((0, 1)), Split(1, (3, 3)), (10, 6)),
@@ -346,8 +346,8 @@ def test_what_need_not_arrive_is_a_view() -> None:
     assert of_first == [True] * len(views) + [False] * len(copies)
 
 
-def test_copies_of_one_number_may_be_expanded() -> None:
-    """A gradient of a mean is one number, expanded: all its entries share one place in memory."""
+def test_expanded_tensors_can_be_copied() -> None:
+    """The gradient of a mean is one expanded number: all entries share one memory location."""
     shape = (6, 4)
 
     def work(group: Group) -> list[Tensor]:
@@ -366,12 +366,12 @@ def test_copies_of_one_number_may_be_expanded() -> None:
 
 
 def test_run_rounds_works_in_place() -> None:
-    """Gradients are summed where they lie: the buffer itself holds the sum afterwards."""
+    """Gradients are summed in place: the buffer holds the sum afterwards."""
 
     def work(group: Group) -> tuple[Tensor, bool]:
         flat = torch.arange(10, dtype=torch.float64, device=group.torch_device) * 10**group.device
         where = flat.data_ptr()
-        run_rounds(group, redistribute.schedule(Partial((0, 1, 2)), Replicated((0, 1, 2)), (10,), "ring"), flat)
+        run_rounds(group, collectives.schedule(Partial((0, 1, 2)), Replicated((0, 1, 2)), (10,), "ring"), flat)
         return flat, flat.data_ptr() == where
 
     for flat, stayed in run_on_threads(3, work, LIMIT_S):
@@ -381,8 +381,8 @@ def test_run_rounds_works_in_place() -> None:
 
 @pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
 @pytest.mark.parametrize("n", [2, 3, 10, 31])
-def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
-    """Two rounds are under way at a time, and each lands in memory of its own: sums may not mix."""
+def test_all_reduce_in_segments(reduce: Reduce, n: int) -> None:
+    """Two concurrent rounds have separate receive buffers, so sums cannot mix."""
     devices, landing = (0, 1, 2), [Slots() for _ in range(3)]
 
     def work(group: Group) -> list[Tensor]:
@@ -390,7 +390,7 @@ def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
         for lane in (0, 1, 1):  # and again, in the memory of the time before
             flat = torch.arange(n, dtype=torch.float64, device=group.torch_device) * 10**group.device
             run_rounds(
-                group, redistribute.sum_in_segments(devices, n, reduce, 2), flat, lane, landing=landing[group.device]
+                group, collectives.sum_in_segments(devices, n, reduce, 2), flat, lane, landing=landing[group.device]
             )
             sums.append(flat)
         return sums
@@ -400,7 +400,7 @@ def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
 
 
 class _Watched(Group):
-    """Sends nothing; remembers the memory that messages under way land in."""
+    """A group that sends nothing and records receive buffers."""
 
     def __init__(self) -> None:
         super().__init__(0, 2, torch.device("cpu"), LIMIT_S)
@@ -428,33 +428,33 @@ class _Landed:
         self.open -= self.where
 
 
-def test_segments_under_way_land_in_memory_of_their_own() -> None:
+def test_concurrent_segments_have_separate_buffers() -> None:
     group, landing = _Watched(), Slots()
-    run_rounds(group, redistribute.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
+    run_rounds(group, collectives.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
     assert group.open == set()
 
 
-def test_segments_by_hand() -> None:
-    """A ring of two sums 0:3, another 3:6; of each in turns one round. The bytes are those of one ring."""
-    halves = [redistribute.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
-    plan = redistribute.sum_in_segments((0, 1), 6, "ring", 2)
+def test_all_reduce_segments_by_hand() -> None:
+    """A ring of two sums 0:3, another 3:6, alternating rounds. The bytes are those of one ring."""
+    halves = [collectives.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
+    plan = collectives.sum_in_segments((0, 1), 6, "ring", 2)
     spans = [[(t.sender, t.receiver, *t.box[0], t.adds) for t in transfers] for transfers in plan.rounds]
     first, second = ([[(t.sender, t.receiver, *t.box[0], t.adds) for t in r] for r in half.rounds] for half in halves)
     shifted = [[(a, b, start + 3, stop + 3, adds) for a, b, start, stop, adds in r] for r in second]
     assert spans == [first[0], shifted[0], first[1], shifted[1]]
     assert plan.window == 2
-    whole = redistribute.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
-    assert redistribute.traffic(plan, 4) == redistribute.traffic(whole, 4)
+    whole = collectives.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
+    assert collectives.traffic(plan, 4) == collectives.traffic(whole, 4)
 
 
-def test_mixing_stages_on_a_group_of_four_and_of_three() -> None:
+def test_mixing_stages_of_four_and_three_devices() -> None:
     """Stage by stage the partner's numbers are added; two stages make the whole sum of four devices, not of three."""
 
     def work(group: Group) -> list[float]:
         flat = torch.tensor([10.0**group.device], device=group.torch_device)
         heard = []
         for stage in range(2):
-            run_rounds(group, redistribute.mixing(tuple(range(group.devices)), 1, stage), flat)
+            run_rounds(group, collectives.mixing(tuple(range(group.devices)), 1, stage), flat)
             heard.append(float(flat))
         return heard
 

@@ -1,4 +1,4 @@
-"""Weights that are kept in shares are gathered once for all passes of a step, and never older than one device has them."""
+"""Sharded weights are gathered once for all micro-batches of a step, and are never stale."""
 
 import copy
 import itertools
@@ -47,19 +47,19 @@ CASES = itertools.product(["two-conv", "resnet", "mobile"], ["sgd", "adam"], ["k
 
 
 @pytest.mark.parametrize(("net", "optimizer", "form"), most_slow(7, CASES))
-def test_steps_of_three_passes_train_as_one_device(net: str, form: Form, optimizer: str) -> None:
-    """Six passes of unequal batches, of one sample too, with clipping, over devices that only compute or only keep."""
+def test_three_micro_batches_train_as_one_device(net: str, form: Form, optimizer: str) -> None:
+    """Six unequal micro-batches, one of a single sample, with clipping; some devices only compute or only store."""
     training = Training(net, SIZES, optimizer, accumulate=3, one_sum=True, clip=(0.5, 2.0))
     check(training, plan_of(net, form))
 
 
 @pytest.mark.parametrize("form", ["keep", "free"])
-def test_large_parameters_that_arrive_where_they_lie(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_parameters_are_received_in_place(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", 40)
     check(Training("mobile", SIZES, accumulate=3, one_sum=True), plan_of("mobile", form))
 
 
-def test_only_the_first_pass_gathers_what_stays_and_every_pass_what_is_freed() -> None:
+def test_kept_weights_are_gathered_once_freed_weights_every_micro_batch() -> None:
     kept, freed = plan_of("resnet"), plan_of("resnet", "free")
     once = gathered_bytes(kept, "resnet", "only")
     assert once > 0
@@ -67,11 +67,11 @@ def test_only_the_first_pass_gathers_what_stays_and_every_pass_what_is_freed() -
     assert [gathered_bytes(freed, "resnet", each) for each in PASSES] == [2 * once] * 3
 
 
-# --- what changes weights between passes ------------------------------------------------------------------------------
+# --- weight changes between micro-batches -----------------------------------------------------------------------------
 
 
 class Passes:
-    """Two passes of one step, on one device or several, with something in between."""
+    """Two micro-batches of one step, on one device or several, with an action in between."""
 
     def __init__(self, change: Callable[[Any, Any], None], optimizer: Any = None) -> None:
         self.change = change
@@ -80,7 +80,7 @@ class Passes:
         self.batches = Training("two-conv", (10, 3, 10)).batches(self.model)
 
     def run(self, model: nn.Module) -> dict[str, Tensor]:
-        """The weights after a step, and two passes of another one with the change between them."""
+        """Return the weights after a step, and two micro-batches of another one with the change in between."""
         optimizer = self.optimizer(model)
         for number in range(4):
             x, y = self.batches[number % 3]
@@ -110,12 +110,12 @@ def halve(model: nn.Module, _optimizer: Any) -> None:
         p.data.mul_(0.5)
 
 
-def test_weights_that_are_loaded_between_passes_count() -> None:
+def test_weights_loaded_between_micro_batches_are_used() -> None:
     with_other_weights = {k: v * 0.5 for k, v in nets.build("two-conv").state_dict().items()}
     Passes(lambda model, _: model.load_state_dict(with_other_weights) and None).check()
 
 
-def test_weights_that_are_changed_by_hand_count_where_it_is_told() -> None:
+def test_reported_manual_weight_changes_are_used() -> None:
     def change(model: nn.Module, optimizer: Any) -> None:
         halve(model, optimizer)
         if isinstance(model, Distributed):
@@ -124,7 +124,7 @@ def test_weights_that_are_changed_by_hand_count_where_it_is_told() -> None:
     Passes(change).check()
 
 
-def test_a_checkpoint_that_is_loaded_between_passes_counts(tmp_path: Path) -> None:
+def test_checkpoint_loaded_between_micro_batches_is_used(tmp_path: Path) -> None:
     model = nets.build("two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
 
@@ -142,8 +142,8 @@ def test_a_checkpoint_that_is_loaded_between_passes_counts(tmp_path: Path) -> No
         run_on_threads(4, work)
 
 
-def test_other_shares_a_test_and_a_failed_call_between_passes() -> None:
-    """All of them gather anew, and the last pass is right."""
+def test_reshard_test_or_failure_between_micro_batches_gathers_again() -> None:
+    """All of them gather again, and the last micro-batch is right."""
 
     def change(model: nn.Module, optimizer: Any) -> None:
         x = torch.ones(4, *nets.shape_of(model), dtype=torch.float64)
@@ -165,7 +165,7 @@ def test_other_shares_a_test_and_a_failed_call_between_passes() -> None:
 
 @pytest.mark.parametrize("entries", [1, 10**6])
 @pytest.mark.parametrize("changed", range(3))
-def test_a_share_that_changes_unseen_is_an_error(changed: int, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreported_shard_change_is_an_error(changed: int, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that computes and keeps, on one that only keeps, and on all at once; it is the device's own error."""
     monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", entries)
     model = nets.build("two-conv")
@@ -182,12 +182,12 @@ def test_a_share_that_changes_unseen_is_an_error(changed: int, entries: int, mon
     with one_trace("two-conv", torch.float64), pytest.raises(ConvoyError) as caught:
         run_on_threads(4, work)
     assert isinstance(caught.value, InputError)
-    assert "parameter 'fc.bias' has changed between two micro-batches of a step" in str(caught.value)
+    assert "parameter 'fc.bias' changed between two micro-batches of a step" in str(caught.value)
     assert "weights_changed()" in str(caught.value)
 
 
-def test_weights_that_are_no_numbers_have_not_changed() -> None:
-    """A training that has diverged goes on, as on one device."""
+def test_nan_weights_count_as_unchanged() -> None:
+    """A diverged training continues as on one device."""
     model = nets.build("two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
 
@@ -205,7 +205,7 @@ def test_weights_that_are_no_numbers_have_not_changed() -> None:
         assert all(loss != loss for loss in run_on_threads(4, work))
 
 
-def test_a_device_at_another_pass_is_named() -> None:
+def test_device_at_another_micro_batch_is_named() -> None:
     model = nets.build("two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
 
@@ -225,7 +225,7 @@ def test_a_device_at_another_pass_is_named() -> None:
     )
 
 
-def test_weights_that_changed_on_one_device_by_a_call_are_an_error_and_not_old() -> None:
+def test_weights_changed_on_one_device_are_an_error() -> None:
     model = nets.build("two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
 

@@ -1,4 +1,4 @@
-"""Hooks act as on one device, or are refused at the next step: never silently dropped, never given a part."""
+"""Hooks act as on one device, or are refused at the next step: never silently dropped, never given a shard."""
 
 import copy
 import functools
@@ -60,7 +60,7 @@ def net() -> nn.Module:
 
 
 def train(model: Any, given: Callable[[Tensor], Tensor], **size: int) -> Tensor:
-    """Three steps; the last output."""
+    """Train three steps and return the last output."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x, y in zip(X, Y, strict=True):
         optimizer.zero_grad()
@@ -82,7 +82,7 @@ def assert_as_on_one_device(
     top: bool = False,
     speeds: Speeds = ONE_IDLE,
 ) -> None:
-    """Whatever is hung on a model, and whatever it notes: on every device the numbers and notes are those of one device."""
+    """Check that every device's numbers and hook records match one device."""
     alone, expected = net(), []
     hang(alone, expected)
     out = train(alone, lambda x: x)
@@ -105,7 +105,7 @@ def assert_as_on_one_device(
 
 
 def hung(hang: Callable[[nn.Module], Any], after: bool) -> nn.Module:
-    """The model as `Distributed` is given it: with what is hung on it, unless that comes after."""
+    """Return a model with its hooks attached, unless they come after `Distributed`."""
     model = net()
     if not after:
         hang(model)
@@ -135,8 +135,8 @@ def assert_refused(hang: Callable[[nn.Module], Any], plan: str, match: str, *, a
         *(("stem", "hybrid"), ("block.norm", "data-by-speed"), ("act", "model"), ("fc", "hybrid")),
     ],
 )
-def test_a_forward_hook_that_observes_sees_the_whole_batch_on_every_device(path: str, plan: str) -> None:
-    """On a layer it saw this device's samples; on a container it was never called."""
+def test_observing_forward_hook_sees_the_global_batch(path: str, plan: str) -> None:
+    """Regression: on a layer it saw local samples; on a container it never ran."""
 
     def hang(model: nn.Module, seen: list[Any]) -> None:
         def note(module: nn.Module, given: Any, out: Tensor) -> None:
@@ -148,7 +148,7 @@ def test_a_forward_hook_that_observes_sees_the_whole_batch_on_every_device(path:
 
 
 @pytest.mark.parametrize("path", ["block", "fc"])
-def test_hooks_that_change_what_they_see_across_samples(path: str) -> None:
+def test_hooks_that_mix_samples_match_one_device(path: str) -> None:
     def hang(model: nn.Module, seen: list[Any]) -> None:
         module = model.get_submodule(path)
         module.register_forward_pre_hook(lambda _m, given: (given[0] - given[0].mean(0),))
@@ -159,7 +159,7 @@ def test_hooks_that_change_what_they_see_across_samples(path: str) -> None:
 
 
 class Observer:
-    """Not a function, which a copy of the model would share, but an object, which it would copy."""
+    """A callable object, which a model copy would copy, unlike a function."""
 
     def __init__(self, seen: list[Any]) -> None:
         self.seen = seen
@@ -175,8 +175,8 @@ class Observer:
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_an_observer_is_the_users_own_and_sees_training_alone(bound: bool) -> None:
-    """A deep copy of the model copied it along, and the user's own saw nothing; tracing showed it random numbers."""
+def test_observer_object_is_not_copied_and_sees_training_only(bound: bool) -> None:
+    """Regression: the model's copy had its own observer, and tracing showed it random numbers."""
 
     def hang(model: nn.Module, seen: list[Any]) -> None:
         observer = Observer(seen)
@@ -214,12 +214,12 @@ def test_a_hook_on_a_module_after_distribute_is_refused(path: str, kind: str) ->
 @pytest.mark.parametrize(
     ("path", "kind"), [("", "forward"), ("", "forward_pre"), ("", "full_backward"), ("block", "full_backward_pre")]
 )
-def test_a_hook_that_would_see_a_part_is_refused_before_distribute_too(path: str, kind: str) -> None:
+def test_hook_that_would_see_a_shard_is_refused(path: str, kind: str) -> None:
     assert_refused(lambda m: getattr(m.get_submodule(path), f"register_{kind}_hook")(lambda *_: None), "data-by-speed",
                    "distributed model", after=False)  # fmt: skip
 
 
-def test_a_hook_that_was_removed_no_longer_acts() -> None:
+def test_removed_hook_no_longer_runs() -> None:
     expected = train(net(), lambda x: x)
 
     def work(group: Group) -> None:
@@ -249,7 +249,7 @@ def test_a_hook_that_changes_shapes_is_refused() -> None:
                    "hooks may change numbers", after=False)  # fmt: skip
 
 
-def test_backward_hooks_act_where_there_is_one_device() -> None:
+def test_backward_hooks_run_on_one_device() -> None:
     alone, expected = net(), []
     alone.get_submodule("block").register_full_backward_hook(lambda _m, gx, _gy: expected.append(gx[0].sum().item()))
     out = train(alone, lambda x: x)
@@ -268,7 +268,7 @@ def test_backward_hooks_act_where_there_is_one_device() -> None:
 
 
 def hang_on_parameter(model: nn.Module, seen: list[Any]) -> None:
-    """Not entry by entry: a part of the gradient would be scaled by another norm."""
+    """Attach a hook that is not elementwise: a shard of the gradient would be scaled by another norm."""
 
     def shorten(g: Tensor) -> Tensor:
         seen.append(g.norm().item())
@@ -291,12 +291,12 @@ def hang_on_parameter(model: nn.Module, seen: list[Any]) -> None:
         *(("model", ONE_IDLE, False), ("data-by-speed", ONE_IDLE, False)),
     ],
 )
-def test_hooks_on_a_parameter_see_the_sum_of_its_gradient(plan: str, speeds: Speeds, after: bool) -> None:
-    """Set before `distribute` they were dropped; set afterwards they saw parts: 1.12 where torch gives 0.13."""
+def test_parameter_hooks_see_the_summed_gradient(plan: str, speeds: Speeds, after: bool) -> None:
+    """Regression: hooks from before `distribute` were dropped; later ones saw partial sums."""
     assert_as_on_one_device(hang_on_parameter, plan, after=after, speeds=speeds)
 
 
-def test_a_plan_that_splits_a_parameter_is_refused_where_it_has_a_hook() -> None:
+def test_plan_that_shards_a_hooked_parameter_is_refused() -> None:
     plan, model = plan_of("model", net()), net()
     model.get_submodule("stem").weight.register_hook(lambda _: None)  # type: ignore[operator, union-attr]
     with pytest.raises(PlanError, match=r"layer 'stem', strategy 'filter': its parameters .* have hooks"):
@@ -305,7 +305,7 @@ def test_a_plan_that_splits_a_parameter_is_refused_where_it_has_a_hook() -> None
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("plan", ["model", "data-by-speed"], ids=["split", "copied to some devices"])
-def test_a_hook_on_a_piece_is_refused(plan: str, kind: str) -> None:
+def test_hook_on_a_shard_is_refused(plan: str, kind: str) -> None:
     def hang(model: nn.Module) -> None:
         getattr(dict(model.named_parameters())["stem.weight"], kind)(lambda _: None)
 
@@ -313,7 +313,7 @@ def test_a_hook_on_a_piece_is_refused(plan: str, kind: str) -> None:
 
 
 def test_an_optimizer_in_a_hook_steps_as_on_one_device() -> None:
-    """A step of its own for each parameter, as soon as its gradient is there: the tutorial that saves memory."""
+    """Step each parameter once its gradient is ready, as in the memory-saving tutorial."""
 
     def hang(model: nn.Module, seen: list[Any]) -> None:
         optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
@@ -329,7 +329,7 @@ def test_an_optimizer_in_a_hook_steps_as_on_one_device() -> None:
     assert_as_on_one_device(hang, "data", after=True, speeds=EVEN)
 
 
-def test_a_copy_keeps_its_hooks_apart_from_those_of_the_original() -> None:
+def test_copied_model_has_its_own_hooks() -> None:
     model, seen = net(), []
     copied = copy.deepcopy(model)
 

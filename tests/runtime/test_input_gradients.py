@@ -1,4 +1,4 @@
-"""Gradients of inputs are those of one device: saliency, adversarial examples, and a GAN as two distributed models."""
+"""Input gradients match one device: saliency, adversarial examples, and a GAN as two distributed models."""
 
 import copy
 from typing import Any
@@ -33,14 +33,14 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 def all_of(outputs: Any, y: Tensor) -> Tensor:
-    """A loss that depends on every output."""
+    """Return a loss that depends on every output."""
     rows = outputs if isinstance(outputs, tuple) else (outputs,)
     return torch.stack([loss_of(out, y) for out in rows]).sum()
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["in part", "whole"])
 @pytest.mark.parametrize(("net", "plan"), each_value(NETS, PLANS))
-def test_an_input_has_the_gradient_that_it_has_on_one_device(net: str, plan: str, whole: bool) -> None:
+def test_input_gradients_match_one_device(net: str, plan: str, whole: bool) -> None:
     """Given in part, each device has the gradient of its part; given whole, every device has all of it. What travels is
     what the step list says."""
     model, chosen = nets.build(net), plan_of(plan, net)
@@ -72,7 +72,7 @@ def test_an_input_has_the_gradient_that_it_has_on_one_device(net: str, plan: str
             assert sent == predicted
 
 
-def test_a_step_without_gradients_of_inputs_sends_what_it_always_did() -> None:
+def test_unneeded_input_gradients_add_no_traffic() -> None:
     model, chosen = nets.build("resnet"), plan_of("hybrid", "resnet")
     (x, y), *_ = Training("resnet", (10,)).batches(model)
 
@@ -91,7 +91,7 @@ def _keys(group: Group, model: nn.Module, plan: Plan, x: Tensor, y: Tensor) -> l
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "mixed"])
-def test_autograd_grad_gives_gradients_and_leaves_those_that_are_kept_alone(plan: str) -> None:
+def test_autograd_grad_leaves_stored_gradients_unchanged(plan: str) -> None:
     """`autograd.grad(loss, x)` once added to every parameter's .grad; with parameters, torch said that they are not used."""
     model, chosen = nets.build("two-conv"), plan_of(plan, "two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
@@ -170,7 +170,7 @@ def train_gan(g: Any, d: Any, real_of: Any, noise_of: Any, *, rounds: int = 3) -
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "master", "model", "hybrid"])
 def test_a_gan_as_two_distributed_models_trains_as_on_one_device(plan: str) -> None:
-    """It was told to use x.detach(), which stops the generator from learning."""
+    """Regression: the message advised x.detach(), which stops the generator from learning."""
     torch.manual_seed(3)
     g, d = Generator().double(), Discriminator().double()
     x_KN, z_KN = torch.randn(3, 10, 3, 8, 8).double(), torch.randn(3, 10, 5).double()
@@ -192,7 +192,7 @@ def test_a_gan_as_two_distributed_models_trains_as_on_one_device(plan: str) -> N
             assert_equal(state, model.state_dict())
 
 
-def test_rows_of_an_output_are_not_taken_for_a_whole_batch() -> None:
+def test_output_rows_are_not_mistaken_for_a_global_batch() -> None:
     """An output is known by its memory, which its rows share; a device's own rows of it are its part, as of any tensor."""
     torch.manual_seed(3)
     d = Discriminator().double()
@@ -212,7 +212,7 @@ def test_rows_of_an_output_are_not_taken_for_a_whole_batch() -> None:
         assert_equal(found, d(echo(x)))
 
 
-def test_whole_batches_that_differ_are_refused() -> None:
+def test_differing_global_batches_are_refused() -> None:
     """Each device with a data loader of its own: the outputs would be of one device's images, and the labels of another's."""
     model = nets.build("two-conv")
     plan = by_name("data-by-speed", "two-conv")
@@ -220,14 +220,14 @@ def test_whole_batches_that_differ_are_refused() -> None:
     def work(group: Group) -> None:
         here = Distributed(model, plan, group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
         own = torch.randn(10, 3, 8, 8, generator=torch.Generator().manual_seed(group.device), dtype=torch.float64)
-        with pytest.raises(MismatchError, match="device 1 was given another whole batch than device 0"):
+        with pytest.raises(MismatchError, match="device 1 was given another global batch than device 0"):
             here(own, whole=True)
 
     with one_trace():
         run_on_threads(4, work)
 
 
-def test_a_batch_that_is_no_part_is_refused_with_the_ways_out() -> None:
+def test_invalid_local_batch_is_refused_with_remedies() -> None:
     model = nets.build("two-conv")
     plan = named_plan("data-by-speed", trace(model, torch.zeros(2, 3, 8, 8).double()).graph, 10, Speeds((1.0, 1.0)))
 

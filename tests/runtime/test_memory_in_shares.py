@@ -1,4 +1,4 @@
-"""Predicted memory of weights in shares beside what training steps take, at worst: behind a network that never hurries.
+"""Predicted peak memory with sharded weights, compared with training steps on a slow network.
 
 Sums of gradients run in a thread. Here each runs when the step cannot go on without it, and in the step's own thread, whose
 tensors are counted: so every whole gradient that may be there is there.
@@ -36,7 +36,7 @@ TOLERANCE = 0.05
 
 
 def net() -> nn.Module:
-    """21.6 MB of weights, most of them in five Linears of 4.2 MB."""
+    """Return a net of 21.6 MB of weights, most of them in five Linears of 4.2 MB."""
     linear = [each for _ in range(5) for each in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     first = (nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
     return nn.Sequential(*first, *linear, nn.Linear(WIDTH, 10))
@@ -49,7 +49,7 @@ def planned(form: Form) -> tuple[Plan, Graph]:
 
 
 class SlowSums(Sums):
-    """Each sum runs when it is waited for."""
+    """A stand-in that runs each sum only when it is awaited."""
 
     def __init__(self, group: Group, lane: SumLane, slots: Slots, worker: Worker) -> None:
         super().__init__(group, lane, slots, worker)
@@ -69,7 +69,7 @@ class SlowSums(Sums):
 
 
 class LivingMemory(Living):
-    """As `Living`; what lies in the same memory counts once."""
+    """A `Living` that counts tensors in the same memory once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class LivingMemory(Living):
 
 
 def peak_bytes(group: Group, form: Form, name: str) -> int:
-    """The most that the tensors of two training steps take at once."""
+    """Return the peak of live tensor bytes in two training steps."""
     executor.Sums = SlowSums  # type: ignore[misc]  # of this process
     plan, _ = planned(form)
     part = distribute(net(), plan, group, EXAMPLE)
@@ -126,7 +126,7 @@ SLOW = pytest.mark.slow
         pytest.param("free", "sgd", marks=SLOW),
     ],
 )
-def test_the_peak_of_a_step_with_weights_in_shares_is_as_predicted(form: Form, optimizer: str) -> None:
+def test_peak_memory_with_sharded_weights_matches_prediction(form: Form, optimizer: str) -> None:
     plan, graph = planned(form)
     predicted = [each.total_bytes for each in memory_of(plan, graph, optimizer=optimizer)]
     found = on_processes(2, f"{__name__}:peak_bytes", form, optimizer)

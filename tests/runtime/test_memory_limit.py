@@ -1,4 +1,4 @@
-"""A net with Adam whose state exceeds the memory limit of every device of its fleet trains as on one large device.
+"""A net whose Adam state exceeds every device's memory limit trains as on one large device.
 
 The limit is the kernel's: a device that takes more is killed.
 """
@@ -34,7 +34,7 @@ OWN_BYTES = 80_000_000
 
 
 def net() -> nn.Module:
-    """67 MB of weights in float64: 268 MB with their gradients and Adam's two moments."""
+    """Return a net of 67 MB of float64 weights: 268 MB with gradients and Adam's two moments."""
     linear = [each for _ in range(LAYERS) for each in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), *linear, nn.Linear(WIDTH, 10)).double()
 
@@ -46,7 +46,8 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def planned(name: str) -> tuple[Plan, Graph]:
-    """By `auto`, for four devices of other speeds and little memory; or with all weights in shares, freed after use."""
+    """Return a plan by `auto` for four unequal devices with little memory, or with all weights sharded and freed
+    after use."""
     devices = tuple(
         Device(
             f"d{i}",
@@ -77,14 +78,14 @@ def train(model: nn.Module, *, whole: bool) -> None:
 
 
 def alone(_device: int, group: str) -> bool:
-    """Plain PyTorch."""
+    """Train in plain PyTorch."""
     enter(group)
     train(net(), whole=False)
     return True
 
 
 def together(device: int, groups: list[str], plan: str, weights: str, trained: str) -> tuple[int, float]:
-    """A device of the fleet: the peak of its group in bytes, and how far its pieces are from those of trained weights."""
+    """Train on one device of the fleet; return its group's peak bytes and its shards' largest error."""
     enter(groups[device])
     with torch.device("meta"):
         model = net()
@@ -106,7 +107,7 @@ def together(device: int, groups: list[str], plan: str, weights: str, trained: s
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "in shares"])
 @pytest.mark.skipif(memory_root() is None, reason="this user cannot limit memory: it needs control groups")
-def test_a_net_that_fits_on_no_device_trains_as_on_a_large_one(name: str, tmp_path: Path) -> None:
+def test_net_too_large_for_any_device_trains_as_on_a_large_one(name: str, tmp_path: Path) -> None:
     root = memory_root()
     assert root is not None
     plan, graph = planned(name)

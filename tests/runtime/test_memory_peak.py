@@ -1,4 +1,4 @@
-"""Predicted memory beside what training steps really take: the most that the tensors of a process hold at once.
+"""Predicted memory compared with real training steps: the peak of live tensor bytes of a process.
 
 The resident memory of a process would count the interpreter, torch's own pages and what the allocator keeps for later. So
 what is counted is every storage that an operation gives, while it lives; workspaces within an operation are not seen.
@@ -36,7 +36,7 @@ SMALL_BYTES = 64 << 10
 
 
 def net() -> nn.Module:
-    """12.7 MB of weights, most of them in a Linear; at a batch of 32 activations of 14.7 MB."""
+    """Return a net of 12.7 MB of weights, most in a Linear, with 14.7 MB of activations at batch 32."""
     return nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -106,8 +106,8 @@ def peak_beside_plain(group: Group, name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_step_holds_no_more_than_plain_pytorch_and_what_travels(devices: int) -> None:
-    """A ResNet: layer by layer, what batch norms give and activations keep was held twice."""
+def test_step_holds_only_pytorchs_memory_plus_messages(devices: int) -> None:
+    """Regression: layer by layer, a ResNet held batch norm outputs and kept activations twice."""
     name = "resnet:8:16"
     graph = trace(build_net(name, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
     plan = named_plan("data-by-speed", graph, devices * BATCH, Speeds((1.0,) * devices))
@@ -149,7 +149,7 @@ class Living(TorchDispatchMode):
         ("hybrid", 2, "inexact-bf16"),
     ],
 )  # fmt: skip
-def test_the_peak_of_a_training_step_is_as_predicted(name: str, devices: int, wire: CommDtype) -> None:
+def test_peak_memory_of_a_step_matches_prediction(name: str, devices: int, wire: CommDtype) -> None:
     plan, graph = planned(name, devices, wire)
     expected = [each.total_bytes for each in memory_of(plan, graph)]
     found = on_processes(devices, "tests.runtime.test_memory_peak:peak_bytes", name, wire)

@@ -1,4 +1,4 @@
-"""Butterfly mixing (Zhao and Canny): a mode that is no sum, is called inexact wherever it is shown, and still learns."""
+"""Butterfly mixing (Zhao and Canny): an inexact mode, labelled as such everywhere, that still learns."""
 
 import io
 import math
@@ -29,7 +29,7 @@ STEPS = 25
 
 
 def scalar_net() -> nn.Module:
-    """y = w x, with w = 0.5."""
+    """Return the net y = w x with w = 0.5."""
     linear = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(linear.weight, 0.5)
     return nn.Sequential(linear)
@@ -89,7 +89,7 @@ def on_threads(shares: tuple[int, ...], steps: int) -> list[tuple[float, float]]
 
 
 @pytest.mark.parametrize("shares", [(3, 1), (2, 2), (0, 4)])
-def test_two_devices_after_one_step(shares: tuple[int, ...]) -> None:
+def test_mixed_weights_after_one_step_by_hand(shares: tuple[int, ...]) -> None:
     """w - lr * d/dw mean((w x - t)^2) over the four samples, worked out by hand: both have mixed with all there is."""
     # Residuals w x - t are -0.85, -2.5, 2.0, -0.15; times 2 x, averaged: (-0.51 + 5.0 + 8.0 - 0.21) / 4 = 3.07.
     expected = 0.5 - LR * 3.07
@@ -101,8 +101,8 @@ def test_two_devices_after_one_step(shares: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shares", [(2, 1, 3), (1, 2, 3), (0, 2, 4), (0, 0, 6), (2, 1, 1, 2), (1, 1, 1, 1, 2)])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_every_device_follows_the_description(shares: tuple[int, ...], steps: int) -> None:
-    """Any number of devices, idle ones among them; the whole model is the average of the copies that train."""
+def test_mixing_follows_the_published_method(shares: tuple[int, ...], steps: int) -> None:
+    """Cover any number of devices, some idle; the whole model is the average of the training copies."""
     found = on_threads(shares, steps)
     expected = by_hand([share for share in shares if share], steps)
     assert [own for own, _ in found if not math.isnan(own)] == pytest.approx(expected, abs=1e-12)
@@ -110,7 +110,7 @@ def test_every_device_follows_the_description(shares: tuple[int, ...], steps: in
     assert [whole for _, whole in found] == pytest.approx([average] * len(shares), abs=1e-12)
 
 
-def test_three_devices_do_not_train_like_one() -> None:
+def test_mixing_on_three_devices_differs_from_one() -> None:
     found = on_threads((2, 1, 3), 4)
     owns = [own for own, _ in found]
     assert len({round(own, 9) for own in owns}) == 2, "the last pair has just averaged; the third device was alone"
@@ -120,7 +120,7 @@ def test_three_devices_do_not_train_like_one() -> None:
 
 
 @pytest.mark.parametrize("devices", [3, 4])
-def test_a_net_learns(devices: int) -> None:
+def test_net_learns_with_mixing(devices: int) -> None:
     """A residual net with batch norm learns its 24 images; all devices read the same whole model, which is no device's own."""
     model = nets.build("resnet")
     shape = nets.shape_of(model)
@@ -171,8 +171,8 @@ class _Pairs(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return self.x[index], int(self.y[index])
 
 
-def test_the_whole_model_of_an_exact_plan_is_still_a_copy() -> None:
-    """Not an average: a number is not always the sum of seven sevenths of it."""
+def test_exact_plan_copies_the_model_without_averaging() -> None:
+    """Averaging would round: seven times a seventh of a number is not always the number."""
     model = nets.build("two-conv")
     graph = trace(model, torch.zeros(1, 3, 8, 8).double()).graph
     plan = named_plan("data", graph, 7, Speeds((1.0,) * 7))
@@ -190,7 +190,7 @@ def test_the_whole_model_of_an_exact_plan_is_still_a_copy() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PLANS))
-def test_every_plan_can_be_run_so_and_is_called_inexact(name: str) -> None:
+def test_every_plan_supports_mixing_and_is_called_inexact(name: str) -> None:
     graph = trace(nets.build("two-conv"), torch.zeros(1, 3, 8, 8).double()).graph
     speeds = Speeds((2.0, 1.0))
     plan, exact = named_plan(name, graph, 6, speeds, MIXING), named_plan(name, graph, 6, speeds)

@@ -1,4 +1,4 @@
-"""Passes inside `no_sync`: one sum of the gradients per step, the numbers of one device, nothing silently a part."""
+"""Micro-batches in `no_sync`: one gradient all-reduce per step, the numbers of one device, no silent partial sums."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def plan_of(name: str, net: str) -> Plan:
 
 @contextmanager
 def one_step(net: str = "two-conv") -> Iterator[tuple[nn.Module, list[tuple[Tensor, Tensor]]]]:
-    """A net, and the batches of three passes."""
+    """Return a net and three micro-batches."""
     model = nets.build(net)
     with one_trace(net, torch.float64):
         yield model, Training(net, (10, 3, 10)).batches(model)
@@ -62,7 +62,7 @@ def backward(here: nn.Module, x: Tensor, y: Tensor, *, waits: bool = False) -> N
 
 
 def assert_gradients(here: Distributed, expected: dict[str, Tensor]) -> None:
-    """Those of one device; a device that holds no piece may have none."""
+    """Check gradients against one device; a device without a shard may have none."""
     held = dict(here.named_parameters())
     for key, p in held.items():
         assert key in expected or p.grad is None or not p.grad.numel(), key
@@ -72,7 +72,7 @@ def assert_gradients(here: Distributed, expected: dict[str, Tensor]) -> None:
 
 
 def gradients_of(model: nn.Module, batches: Any) -> dict[str, Tensor]:
-    """The sum of all passes' on one device."""
+    """Return the gradients summed over all micro-batches on one device."""
     alone = copy.deepcopy(model)
     for x, y in batches:
         backward(alone, x, y)
@@ -89,19 +89,19 @@ def gradients_of(model: nn.Module, batches: Any) -> dict[str, Tensor]:
         ("hybrid", "resnet"),
     ],
 )
-def test_three_passes_with_one_sum_train_as_one_device(plan: str, net: str) -> None:
-    """Six passes of unequal batches, one of a single sample, over a device without work."""
+def test_three_micro_batches_with_one_all_reduce_train_as_one_device(plan: str, net: str) -> None:
+    """Use six unequal micro-batches, one of a single sample, and an idle device."""
     check(Training(net, SIZES, "adam", accumulate=3, one_sum=True, clip=(0.5, 2.0)), plan_of(plan, net))
 
 
-def test_many_passes_in_float32() -> None:
+def test_many_micro_batches_in_float32() -> None:
     training = Training("two-conv", (4,) * 16, accumulate=8, one_sum=True, dtype=torch.float32)
     check(training, by_name("data", "two-conv"), 1e-5)
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "sharded", "model", "mixed"])
-def test_what_travels_is_what_the_lists_of_the_passes_say(plan: str) -> None:
-    """Gradients of copies travel in the last pass alone; activations, and what batch norm shares, in each."""
+def test_traffic_matches_the_step_lists(plan: str) -> None:
+    """Gradients of copies are sent in the last micro-batch only; activations and norm statistics in each."""
     chosen, graph = plan_of(plan, "resnet"), graph_of("resnet")
     passes: tuple[MicroBatch, ...] = ("first", "middle", "last")
     lists = [lower(chosen, graph, n, micro_batch=which) for n, which in zip((10, 3, 10), passes, strict=True)]
@@ -128,8 +128,8 @@ def test_what_travels_is_what_the_lists_of_the_passes_say(plan: str) -> None:
     assert lists[0].later or plan in ("sharded", "model")
 
 
-def test_a_gradient_that_was_summed_counts_once() -> None:
-    """A pass that is summed, one that is not, and one that is: the first one's sum lies on four devices, and counts once."""
+def test_summed_gradient_counts_once() -> None:
+    """Micro-batches with, without and with an all-reduce: the first sum is on four devices and counts once."""
     with one_step() as (model, batches):
         expected = gradients_of(model, batches)
 
@@ -146,8 +146,8 @@ def test_a_gradient_that_was_summed_counts_once() -> None:
 @pytest.mark.parametrize(
     ("plan", "last"), each_value(["data", "sharded", "mixed"], ["both", "first output", "second output"])
 )
-def test_a_last_pass_that_reaches_less_sums_all(plan: str, last: str) -> None:
-    """Of a net with two outputs, the loss of the last pass depends on one: what the others left is summed all the same."""
+def test_last_micro_batch_sums_all_gradients(plan: str, last: str) -> None:
+    """The last micro-batch's loss uses one of two outputs; pending gradients of the other are summed too."""
 
     def loss(outputs: Any, kind: str) -> Tensor:
         chosen = outputs if kind == "both" else outputs[:1] if kind == "first output" else outputs[1:]
@@ -170,7 +170,7 @@ def test_a_last_pass_that_reaches_less_sums_all(plan: str, last: str) -> None:
 
 
 def test_cleared_gradients_stay_cleared() -> None:
-    """Passes that are thrown away leave nothing, neither numbers nor gradients of parameters that are not reached."""
+    """Discarded micro-batches leave neither numbers nor gradients of unreached parameters."""
     with one_step("auxiliary") as (model, ((x, _), *_)):
 
         def work(group: Group) -> None:
@@ -190,7 +190,7 @@ def test_cleared_gradients_stay_cleared() -> None:
         run_on_threads(DEVICES, work)
 
 
-def test_hooks_on_parameters_are_called_once_with_all_passes() -> None:
+def test_parameter_hooks_run_once_with_all_micro_batches() -> None:
     with one_step() as (model, batches):
         expected = gradients_of(model, batches)["conv1.weight"]
         expected = 2 * expected / expected.norm()
@@ -217,7 +217,7 @@ def test_hooks_on_parameters_are_called_once_with_all_passes() -> None:
             run_on_threads(devices, work)
 
 
-def test_an_optimizer_in_hooks_steps_in_the_last_pass() -> None:
+def test_optimizer_in_hooks_steps_in_the_last_micro_batch() -> None:
     with one_step() as (model, batches):
         expected = gradients_of(model, batches)
 
@@ -241,8 +241,8 @@ def test_an_optimizer_in_hooks_steps_in_the_last_pass() -> None:
 
 
 @pytest.mark.parametrize("plan", ["data", "data-by-speed", "master", "model"])
-def test_what_would_use_parts_of_sums_is_refused(plan: str) -> None:
-    """Whatever the plan sums, and on a device without work: a script that is right by one plan is right by all."""
+def test_use_of_partial_gradients_is_refused(plan: str) -> None:
+    """Refuse under any plan and on idle devices: a script valid for one plan is valid for all."""
     with one_step() as (model, ((x, y), *_)):
 
         def work(group: Group) -> None:
@@ -269,7 +269,7 @@ def test_what_would_use_parts_of_sums_is_refused(plan: str) -> None:
         run_on_threads(DEVICES, work)
 
 
-def test_gradients_that_go_elsewhere_are_refused() -> None:
+def test_redirected_gradients_are_refused() -> None:
     with one_step() as (model, ((x, y), *_)):
 
         def work(group: Group) -> None:
@@ -279,7 +279,7 @@ def test_gradients_that_go_elsewhere_are_refused() -> None:
             def loss() -> Tensor:
                 return loss_of(here(part(here, x), batch=len(x)), y)
 
-            with here.no_sync(), pytest.raises(InputError, match=r"leave a part of the sum on each device"):
+            with here.no_sync(), pytest.raises(InputError, match=r"whose gradients are not yet summed"):
                 torch.autograd.grad(loss(), list(here.parameters()))
             here.zero_grad()
             backward(here, x, y, waits=True)
@@ -294,7 +294,7 @@ def test_gradients_that_go_elsewhere_are_refused() -> None:
         run_on_threads(DEVICES, work)
 
 
-def test_a_device_on_another_side_of_it_is_named() -> None:
+def test_device_that_differs_in_no_sync_is_named() -> None:
     with one_step() as (model, ((x, y), *_)):
 
         def work(group: Group) -> None:
@@ -307,7 +307,7 @@ def test_a_device_on_another_side_of_it_is_named() -> None:
         assert "device 2 is on another side of no_sync()" in str(caught.value)
 
 
-def test_shares_change_between_passes_that_wait() -> None:
+def test_shares_can_change_between_unsynced_micro_batches() -> None:
     """From copies to pieces, to one device, and back, with a sum that is pending; the summed gradient of a pass before too."""
     with one_step() as (model, batches):
         expected = gradients_of(model, [*batches, *batches])
@@ -323,8 +323,8 @@ def test_shares_change_between_passes_that_wait() -> None:
         run_on_threads(DEVICES, work)
 
 
-def test_in_between_a_gradient_is_what_this_device_has_added_up() -> None:
-    """As with DistributedDataParallel: over the devices they add up to the whole."""
+def test_unsynced_gradient_is_the_local_sum() -> None:
+    """As with DistributedDataParallel, the devices' gradients sum to the whole."""
     with one_step() as (model, batches):
         expected = gradients_of(model, batches[:2])["conv1.weight"]
 
@@ -341,8 +341,8 @@ def test_in_between_a_gradient_is_what_this_device_has_added_up() -> None:
         torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=EXACT, atol=EXACT)
 
 
-def test_under_autocast_one_sum_is_that_of_all_passes() -> None:
-    """What is rounded is the same in each pass; sums are float32."""
+def test_one_all_reduce_under_autocast_matches_all_micro_batches() -> None:
+    """Rounding is the same in each micro-batch; sums are float32."""
     model = nets.build("two-conv", dtype=torch.float32)
     batches = Training("two-conv", (8, 8), dtype=torch.float32).batches(model)
 

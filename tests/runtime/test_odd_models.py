@@ -1,4 +1,4 @@
-"""Models and calls that people come up with, beside those that random modules find: they are right, or refused by name."""
+"""Unusual models and calls that users write: they work, or are refused by name."""
 
 import types
 from collections.abc import Callable
@@ -48,15 +48,15 @@ def doubled(conv: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "model"])
-def test_a_layer_of_torch_whose_forward_was_replaced_computes_what_it_was_replaced_by(plan: str) -> None:
-    """It was taken for the convolution that its class says: other numbers, without a word."""
+def test_replaced_forward_of_a_torch_layer_is_used(plan: str) -> None:
+    """Regression: the layer was silently treated as its class's convolution."""
     model = Net()
     model.between.forward = types.MethodType(doubled, model.between)
     assert trace(model, images(2).float()).graph["between"].kind == "opaque"
     assert difference(model, (3, 6, 6), plan=plan) < EXACT
 
 
-def test_a_forward_that_is_replaced_after_distribute_is_refused() -> None:
+def test_forward_replaced_after_distribute_is_refused() -> None:
     def work(here: Distributed) -> None:
         here.module.between.forward = types.MethodType(doubled, here.module.between)
         with pytest.raises(InputError, match="'forward' of module 'between' changed after distribute"):
@@ -69,7 +69,7 @@ def test_a_forward_that_is_replaced_after_distribute_is_refused() -> None:
 
 
 class Renaming(Net):
-    """Its weights have other names in files than in the module, and it keeps a number beside them."""
+    """A module with other weight names in files, and an additional number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class Renaming(Net):
         self.steps = state
 
 
-def test_the_full_state_has_whole_weights_under_the_names_that_hooks_give_them() -> None:
-    """A renamed weight was this device's piece."""
+def test_full_state_has_whole_weights_under_hook_names() -> None:
+    """Regression: a renamed weight was this device's shard."""
     model = Renaming().double()
     expected = model.state_dict()
 
@@ -101,16 +101,16 @@ def test_the_full_state_has_whole_weights_under_the_names_that_hooks_give_them()
     on_two(model, work)
 
 
-def test_renamed_weights_are_not_left_out_when_they_are_loaded() -> None:
+def test_renamed_weights_are_loaded() -> None:
     def work(here: Distributed) -> None:
-        with pytest.raises(InputError, match="'first' is no parameter or buffer"):
+        with pytest.raises(InputError, match="'first' is not a parameter or buffer"):
             here.load_state_dict(here.full_state_dict())
 
     on_two(Renaming(), work)
 
 
-def test_the_extra_state_of_a_module_is_loaded() -> None:
-    """It was left out, without a word."""
+def test_extra_state_is_loaded() -> None:
+    """Regression: it was silently skipped."""
 
     class Counting(Net):
         steps = 3
@@ -126,7 +126,7 @@ def test_the_extra_state_of_a_module_is_loaded() -> None:
 # --- what cannot be right --------------------------------------------------------------------------------------------
 
 
-def test_a_lazy_layer_is_to_be_called_once() -> None:
+def test_uninitialised_lazy_layer_is_refused() -> None:
     with pytest.raises(InputError, match=r"'between.weight' of Net has no shape yet: call the model once"):
         trace(Net(nn.LazyConv2d(4, 1)), images(2).float())
 
@@ -151,9 +151,9 @@ def test_a_complex_parameter_that_would_be_summed_is_refused() -> None:
         on_two(Net(Spectral()), lambda here: here, plan="data")
 
 
-def test_arguments_by_keyword_are_refused_by_name() -> None:
+def test_keyword_arguments_are_refused_by_name() -> None:
     def work(here: Distributed) -> None:
-        with pytest.raises(InputError, match="was called with scale: it takes the tensors of the example"):
+        with pytest.raises(InputError, match="was called with scale: it takes tensors like those of the example"):
             here(images(), whole=True, scale=2.0)
         with pytest.raises(InputError, match="was called with a float"):
             here(images(), 2.0, whole=True)
@@ -161,7 +161,7 @@ def test_arguments_by_keyword_are_refused_by_name() -> None:
     on_two(Net(), work)
 
 
-def test_what_autograd_saves_may_go_to_the_cpu_and_not_through_other_hooks() -> None:
+def test_saved_tensors_may_move_to_the_cpu_but_use_no_other_hooks() -> None:
     """A lossy compression of activations was left out on several devices, without a word."""
 
     def half(t: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_what_autograd_saves_may_go_to_the_cpu_and_not_through_other_hooks() -> 
 
 
 class Doubling(Net):
-    """Its forward doubles the images that it is given, or a copy of them."""
+    """A net whose forward doubles its input images, or a copy of them."""
 
     copies = False
 
@@ -192,15 +192,15 @@ class Doubling(Net):
         return super().forward(x.mul_(2.0))
 
 
-def test_a_forward_that_overwrites_its_input_is_told() -> None:
-    """The caller's images stayed as they were, without a word: a loop that reads them afterwards had other numbers."""
+def test_forward_that_overwrites_its_input_is_reported() -> None:
+    """Regression: the caller's images silently stayed unchanged, so later reads had other numbers."""
     with pytest.warns(UserWarning, match="Doubling overwrites its input in forward"):
         trace(Doubling(), images(2).float())
     with pytest.warns(UserWarning, match="overwrites its input"):  # also when it is known already
         trace(Doubling(), images(2).float())
 
 
-def test_a_forward_that_overwrites_a_copy_of_its_input_is_not() -> None:
+def test_forward_that_overwrites_a_copy_is_allowed() -> None:
     model = Doubling()
     model.copies = True
     assert difference(model, (3, 6, 6)) < EXACT

@@ -1,4 +1,4 @@
-"""Optimizers on pieces: those that are exact there, those that are refused, and their state as a whole."""
+"""Optimizers on shards: exact ones, refused ones, and their full state."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,7 +82,7 @@ def train_on_one(make: Make) -> tuple[nn.Module, Optimizer]:
 
 
 def train_on_many(make: Make, plan: Plan, look: Callable[[Distributed, Optimizer], Any]) -> list[Any]:
-    """What `look` finds on each device after training."""
+    """Return the result of `look` on each device after training."""
     whole = build()  # not in the threads: they share the random numbers of the process
 
     def work(group: Group) -> Any:
@@ -116,7 +116,7 @@ STATEFUL: dict[str, Make] = {
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "master", "model", "hybrid"])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_the_state_as_a_whole_is_that_of_one_device(name: str, plan: str) -> None:
+def test_full_optimizer_state_matches_one_device(name: str, plan: str) -> None:
     model, optimizer = train_on_one(STATEFUL[name])
     keys = {parameter: key for key, parameter in model.named_parameters()}
     expected = {keys[p]: state for p, state in optimizer.state.items() if state}
@@ -142,7 +142,7 @@ def _apart(found: Any, expected: Any) -> float:
 
 
 class Scaled(Optimizer):
-    """A user's own: every entry by itself, but Convoy cannot know that."""
+    """A user-defined elementwise optimizer, which Convoy cannot recognise as such."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -169,8 +169,8 @@ UNFIT: dict[str, Make] = {
 
 @pytest.mark.parametrize("plan", ["model", "master", "hybrid"])
 @pytest.mark.parametrize("name", UNFIT)
-def test_an_optimizer_that_looks_at_more_than_one_entry_is_refused_on_pieces(name: str, plan: str) -> None:
-    """Before anything has changed; the message says what to do."""
+def test_non_elementwise_optimizer_is_refused_on_shards(name: str, plan: str) -> None:
+    """The refusal comes before any change and gives a remedy."""
     whole, fitting = build(), plan_of(plan)
 
     def work(group: Group) -> str:
@@ -194,8 +194,8 @@ def test_an_optimizer_that_looks_at_more_than_one_entry_is_refused_on_pieces(nam
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_it_is_welcome_where_every_device_has_whole_copies(name: str) -> None:
-    """And trains as on one device."""
+def test_non_elementwise_optimizer_is_allowed_on_copies(name: str) -> None:
+    """It then trains as on one device."""
     expected = train_on_one(UNFIT[name])[0].state_dict()
     start = build().state_dict()
     assert not torch.equal(expected["5.weight"], start["5.weight"])
@@ -211,15 +211,15 @@ def _scaled_is_known() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_scaled_is_known")
-def test_a_class_of_ones_own_can_be_added() -> None:
+def test_user_optimizer_class_can_be_registered() -> None:
     expected = train_on_one(UNFIT["Scaled"])[0].state_dict()
     for found in train_on_many(UNFIT["Scaled"], plan_of("model"), lambda model, _: model.full_state_dict()):
         assert all(_apart(found[key], expected[key]) <= EXACT for key in expected)
 
 
-def test_a_subclass_is_not_trusted_for_its_parent() -> None:
+def test_subclass_of_a_known_optimizer_is_not_trusted() -> None:
     class Normalised(torch.optim.SGD):
-        """Divides by the norm of the whole gradient first."""
+        """An optimizer that first divides by the norm of the whole gradient."""
 
     whole, fitting = build(), plan_of("model")
 

@@ -1,4 +1,4 @@
-"""That the executor overlaps what the step list says may overlap, in the order of what a device really does.
+"""The executor overlaps what the step list allows, judged by the recorded order of operations.
 
 No clock: each device writes down what it begins, computes and awaits, and a sum is held back until backward has gone on.
 """
@@ -74,7 +74,7 @@ class _Arriving:
 
 
 class Told:
-    """A layer's arithmetic that says when it computes."""
+    """A layer's arithmetic that records when it computes."""
 
     def __init__(self, run: Any, name: str, tell: Callable[[tuple[str, ...]], None]) -> None:
         self._run, self._name, self._tell = run, name, tell
@@ -144,7 +144,7 @@ def watch(part: Distributed, tell: Callable[[tuple[str, ...]], None]) -> None:
 FILTERED: dict[str, Strategy] = {"0": Batch((5, 3)), "2": Filter((5, 3)), "4": One(0)}
 
 
-def test_the_input_gradient_travels_while_the_weight_gradient_is_computed() -> None:
+def test_input_gradient_is_sent_while_the_weight_gradient_is_computed() -> None:
     happened, _ = what_happens(plan_of(FILTERED))
     at = happened.index(("backward", "2", "input"))
     assert happened[at + 1][0] == "begin", "as soon as it is there"
@@ -152,14 +152,14 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed() -> N
     assert happened.index(("await", happened[at + 1][1])) > at + 2
 
 
-def test_a_convolution_begins_with_the_first_piece_of_its_input() -> None:
-    """Two pieces: the second is awaited when the first has been computed."""
+def test_convolution_starts_with_the_first_input_chunk() -> None:
+    """Two chunks: the second is awaited after the first is computed."""
     happened, _ = what_happens(plan_of(FILTERED | {"0": Filter((4, 2))}, chunks=2))
     first, second = (n for n, what in enumerate(happened) if what == ("forward", "2"))
     assert [what[0] for what in happened[first - 1 : second + 1]] == ["await", "forward", "await", "forward"]
 
 
-def test_sums_are_under_way_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reduces_overlap_with_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the last layer is held back until the first layer's backward has run, two layers further on: were it
     awaited where it stands in the list, neither would ever end. The numbers are those of one device all the same."""
     monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
@@ -169,7 +169,7 @@ def test_sums_are_under_way_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
     check_as_alone(gradients)
 
 
-def test_a_sum_begins_while_autograd_is_in_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reduce_starts_within_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     """All three layers are one graph of autograd, and the gradients of the last one fill a bucket, in one part with that of
     its input. When the first layer has its gradient, that sum has begun: after the stretch, it would be waited for in vain."""
     monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
@@ -196,7 +196,7 @@ def test_a_sum_begins_while_autograd_is_in_a_stretch(monkeypatch: pytest.MonkeyP
         check_as_alone(gradients)
 
 
-def test_a_backward_that_breaks_off_leaves_no_message_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_backward_leaves_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's backward fails on all devices, with two sums begun; the first still travels on one, and is done on the other.
     Were the second not made on the former, its messages would be taken for those of the next step."""
     monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
@@ -229,8 +229,8 @@ def test_a_backward_that_breaks_off_leaves_no_message_to_the_next_one(monkeypatc
         check_as_alone(gradients)
 
 
-def test_the_thread_of_sums_stays_for_the_next_one_and_ends_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's own thread took 0.1 to 0.3 ms of a processor to start."""
+def test_all_reduce_thread_is_reused_and_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting a thread per step took 0.1 to 0.3 ms of processor time."""
     monkeypatch.setattr(gradient_sums, "IDLE_S", 0.3)
     worker, threads = Worker("sums"), queue.SimpleQueue[int]()
     seen = []

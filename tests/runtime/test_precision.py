@@ -1,4 +1,4 @@
-"""Computing in fewer bits: what is rounded, what is not, and that devices agree on it.
+"""Reduced precision: what is rounded, what is not, and agreement of devices on it.
 
 The oracle is torch.autocast on one device.
 """
@@ -40,7 +40,7 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 def train(model: nn.Module, epochs: int = 4) -> list[float]:
-    """Losses of steps of 10 samples."""
+    """Train on batches of 10 samples and return the losses."""
     part = model if isinstance(model, Distributed) else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loaders = Loader(Samples(), 10, part), Loader(Samples(), 10, part, shuffle=False)
@@ -48,7 +48,7 @@ def train(model: nn.Module, epochs: int = 4) -> list[float]:
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the types in which convolutions and matrix products compute."""
+    """A recorder of the dtypes of convolutions and matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,9 +69,7 @@ def alone(net: str, precision: str) -> Distributed:
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
-def test_products_are_computed_in_it_forward_and_backward_and_in_nothing_else(
-    precision: str, dtype: torch.dtype
-) -> None:
+def test_only_matrix_products_use_the_precision(precision: str, dtype: torch.dtype) -> None:
     """torch.autocast around the whole would leave every backward of a convolution in float32, without a word."""
     part = alone("two-conv", precision)
     with part.group, Kernels() as kernels:
@@ -82,7 +80,7 @@ def test_products_are_computed_in_it_forward_and_backward_and_in_nothing_else(
     assert {p.grad.dtype for p in part.parameters() if p.grad is not None} == {torch.float32}
 
 
-def test_by_default_a_model_computes_in_its_own_type() -> None:
+def test_default_precision_is_the_models_dtype() -> None:
     model = nets.build("two-conv")
     with convoy.join() as group:
         plan = convoy.make_plan("data", model, X.double(), 10, group, speeds=[1])
@@ -106,7 +104,7 @@ def test_one_device_trains_as_under_autocast(net: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_autocast_is_that_of_the_device_of_the_samples(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_uses_the_samples_device_type(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was always that of the CPU: on a GPU, one device would have computed in float32 what the others did in bf16."""
     entered: list[tuple[object, ...]] = []
 
@@ -136,7 +134,7 @@ def test_devices_train_as_one_under_autocast(plan: str) -> None:
     assert rows[0] == pytest.approx(expected, abs=0.02)
 
 
-def test_weights_of_a_part_stay_float32_when_they_are_gathered() -> None:
+def test_gathered_weights_stay_float32() -> None:
     model = nets.build("two-conv", dtype=torch.float32)
 
     def work(group: Group) -> bool:
@@ -164,7 +162,7 @@ def test_weights_of_a_part_stay_float32_when_they_are_gathered() -> None:
         ),
     ],
 )
-def test_precisions_that_cannot_be(
+def test_invalid_precisions_are_refused(
     precisions: list[str], dtype: torch.dtype, error: type[Exception], words: str
 ) -> None:
     model = nets.build("two-conv", dtype=dtype)
@@ -177,7 +175,7 @@ def test_precisions_that_cannot_be(
         run_on_threads(2, work)
 
 
-def test_every_precision_is_one_that_autocast_knows() -> None:
+def test_every_precision_is_known_to_autocast() -> None:
     assert list(PRECISIONS) == ["float32", "bf16", "fp16"]
     for dtype in PRECISIONS.values():
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -188,7 +186,7 @@ def test_every_precision_is_one_that_autocast_knows() -> None:
 # ------------------------------------------------------------------------------------------------- loss scaling
 
 
-def test_what_overflows_on_one_device_is_left_out_on_all() -> None:
+def test_overflow_on_one_device_skips_the_step_on_all() -> None:
     """torch's own scaler looks at the pieces here: device 2 would leave out a step that the others make, and from then on
     the copies of the weights would differ."""
     model = nets.build("two-conv", dtype=torch.float32)
@@ -225,7 +223,7 @@ def test_what_overflows_on_one_device_is_left_out_on_all() -> None:
     assert devices[0][1][0][3] == pytest.approx(float(convoy.clip_grad_norm_(reference, 1e9)), abs=1e-3)
 
 
-def test_a_training_leaves_out_schedule_and_average_with_the_step() -> None:
+def test_skipped_step_skips_schedule_and_average() -> None:
     model = nets.build("two-conv", dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -243,7 +241,7 @@ def test_a_training_leaves_out_schedule_and_average_with_the_step() -> None:
     assert len(optimizer.state) == 6, "averages"
 
 
-def test_scaling_changes_nothing_but_the_size_of_gradients() -> None:
+def test_loss_scaling_changes_only_gradient_magnitudes() -> None:
     """Powers of two: the training with it is the training without, to the last bit."""
     losses = []
     for scaled in (False, True):
@@ -270,7 +268,7 @@ def test_a_gpu_trains_as_under_autocast(precision: str) -> None:
     assert found == pytest.approx(expected, abs=0.05)
 
 
-def test_compute_in_is_what_distribute_calls() -> None:
+def test_compute_in_matches_distribute() -> None:
     part = alone("two-conv", "float32")
     with part.group:
         compute_in(part, "bf16")

@@ -1,4 +1,4 @@
-"""A script's own random numbers stay those of one device, or at least alike, beside a model that draws some in forward."""
+"""A script's random numbers match one device, or at least each other, around a model that draws some."""
 
 import random
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.processes import on_processes
 
 
 class Noisy(nn.Module):
-    """One device runs it whole: it draws from all three generators, and its samples depend on each other."""
+    """An unsplit module that draws from all three generators and mixes its samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ NETS = {"dropout": lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linea
 
 
 def trained(group: Group, net: str) -> list[float]:
-    """Losses of a few steps with mixed samples, and what each generator draws next."""
+    """Return the losses of a few steps with mixed samples, and the next draw of each generator."""
     torch.manual_seed(1)
     random.seed(2)
     np.random.seed(3)
@@ -53,18 +53,18 @@ def masks(group: Group) -> list[list[float]]:
     return [part(x, whole=True).tolist() for _ in range(2)]  # type: ignore[misc]
 
 
-def test_devices_that_drop_out_unequally_draw_alike_in_the_loop() -> None:
+def test_unequal_dropout_keeps_loop_randomness_equal() -> None:
     rows = on_processes(2, "tests.runtime.test_random_numbers:trained", "dropout")
     assert rows[0] == rows[1]
 
 
-def test_a_module_that_runs_whole_leaves_the_loop_the_draws_of_one_device() -> None:
+def test_unsplit_module_keeps_the_loops_randomness() -> None:
     rows: list[Any] = on_processes(2, "tests.runtime.test_random_numbers:trained", "whole")
     alone = trained(AloneGroup(torch.device("cpu")), "whole")
     assert rows == [pytest.approx(alone)] * 2
 
 
-def test_devices_and_steps_have_masks_of_their_own() -> None:
+def test_dropout_masks_differ_by_device_and_step() -> None:
     first, second = on_processes(2, "tests.runtime.test_random_numbers:masks")[0]
     drawn = [first[:4], first[4:], second[:4], second[4:]]
     assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])

@@ -1,4 +1,4 @@
-"""Other shares in the middle of training: the trajectory stays that of one device, to 1e-10 in float64.
+"""Resharding in mid-training: the trajectory stays that of one device, to 1e-10 in float64.
 
 Between steps a plan gives way to another: shares at random, idle devices, other strategies. Compared after the last step, on
 every device: weights and buffers, gradients, the optimizer's state, every loss, and the outputs in evaluation mode.
@@ -49,7 +49,7 @@ SIZES = (10, 10, 3, 10, 10, 3, 10, 10)
 
 
 def shaken(plan: Plan, net: str, seed: int) -> Plan:
-    """The same strategies with shares drawn at random, as a rebalancing could choose them."""
+    """Return the same strategies with random shares, as rebalancing could choose them."""
     draw = random.Random(seed)
     for axes in coupled_axes(plan, graph_of(net)):
         cuts = sorted(draw.sample(range(1, sum(axes.units)), len(axes.active) - 1))
@@ -61,7 +61,7 @@ def shaken(plan: Plan, net: str, seed: int) -> Plan:
 def train(
     here: Distributed, training: Training, batches: Sequence[Labelled], plans: Mapping[int, Plan]
 ) -> tuple[Record, torch.optim.Optimizer]:
-    """Train, and before batch k continue by plans[k]."""
+    """Train, switching to plans[k] before batch k."""
     record = Record()
     optimizer = OPTIMIZERS[training.optimizer](here.parameters())
     for k, (x, y) in enumerate(batches):
@@ -84,7 +84,7 @@ def train(
 
 
 def check(training: Training, plans: Mapping[int, Plan]) -> None:
-    """plans[0] is the first; every other one takes over before its batch."""
+    """Train with plans[0] first; every other plan replaces it before its batch."""
     expected, whole = on_one(training), nets.build(training.net)
     batches = training.batches(whole)  # not in the threads: they share the random numbers of the process
     later = {k: plan for k, plan in plans.items() if k}
@@ -127,8 +127,8 @@ def made(plan: str, net: str) -> Plan:
         for optimizer in OPTIMIZERS
     ],
 )
-def test_shares_that_change_every_few_steps(plan: str, optimizer: str) -> None:
-    """Every plan with one optimizer, and every optimizer with all strategies at once; the slow tests have the others."""
+def test_resharding_every_few_steps_follows_one_device(plan: str, optimizer: str) -> None:
+    """Run every plan with one optimizer, and every optimizer with all strategies; slow tests run the rest."""
     first = made(plan, "mobile")
     plans = {
         0: first,
@@ -142,7 +142,7 @@ def test_shares_that_change_every_few_steps(plan: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_weights_in_shares_move_to_other_shares_to_copies_and_to_filters(optimizer: str) -> None:
+def test_sharded_weights_reshard_to_other_layouts(optimizer: str) -> None:
     copies, other = by_name("data-by-speed", "resnet"), by_name("data", "resnet")
     plans = {
         0: in_shares(copies, "resnet", (1, 3, 0, 2)),
@@ -157,8 +157,8 @@ def test_weights_in_shares_move_to_other_shares_to_copies_and_to_filters(optimiz
 
 
 @pytest.mark.parametrize(("net", "optimizer"), each_value(["two-conv", "resnet"], [*OPTIMIZERS]))
-def test_from_every_kind_of_plan_to_every_other(net: str, optimizer: str) -> None:
-    """Devices that held nothing of a layer get its weights and what the optimizer remembers; others lose theirs."""
+def test_reshard_from_every_plan_to_every_other(net: str, optimizer: str) -> None:
+    """New holders of a layer get its weights and optimizer state; former holders drop theirs."""
     order = ["data-by-speed", "master", "data", "hybrid", "mixed", "model", "data-by-speed"]
     check(Training(net, SIZES, optimizer), {k: made(name, net) for k, name in enumerate(order)})
 
@@ -166,7 +166,7 @@ def test_from_every_kind_of_plan_to_every_other(net: str, optimizer: str) -> Non
 @pytest.mark.parametrize("net", ["concatenation", "tied", "bare", "frozen", "frozen-norm", "own-norm", "opaque-per-sample",
                                  "auxiliary", "tokens", "no-gradient", "convolutions"])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-def test_nets_with_something_special(net: str) -> None:
+def test_special_nets_reshard(net: str) -> None:
     order = ["data-by-speed", "mixed", "model", "master"]
     check(Training(net, SIZES[:5]), {k: made(name, net) for k, name in enumerate(order)})
 
@@ -174,14 +174,14 @@ def test_nets_with_something_special(net: str) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("one_sum", [False, True], ids=["summed", "to be summed"])
 @pytest.mark.parametrize("net", ["resnet", "bare"])
-def test_gradients_that_wait_for_a_second_batch_move_too(net: str, one_sum: bool, set_to_none: bool) -> None:
-    """Before batches 1, 3 and 6 of pairs (0, 1), (2, 3), ...: at 1 and 3 there are gradients of half a step."""
+def test_accumulated_gradients_reshard_too(net: str, one_sum: bool, set_to_none: bool) -> None:
+    """Reshard before batches 1, 3 and 6 of pairs (0, 1), (2, 3), ...: at 1 and 3 gradients are half accumulated."""
     training = Training(net, SIZES, accumulate=2, one_sum=one_sum, set_to_none=set_to_none, clip=(0.5, 2.0))
     order = {0: "data-by-speed", 1: "mixed", 3: "master", 6: "hybrid", 7: "model"}
     check(training, {k: made(name, net) for k, name in order.items()})
 
 
-def test_a_device_that_was_idle_joins_and_another_leaves() -> None:
+def test_idle_device_joins_and_another_leaves() -> None:
     graph = graph_of("two-conv")
 
     def plan(samples: tuple[int, ...], filters: tuple[int, ...]) -> Plan:
@@ -208,7 +208,7 @@ def test_a_device_that_was_idle_joins_and_another_leaves() -> None:
     ],
     ids=["nadam", "asgd", "rprop", "amsgrad", "sgd-plain"],
 )
-def test_what_other_optimizers_count_goes_along(make: Any) -> None:
+def test_optimizer_counters_reshard_too(make: Any) -> None:
     model, training = nets.build("two-conv"), Training("two-conv", SIZES)
     batches = training.batches(model)
     reference = copy.deepcopy(model)
@@ -236,7 +236,7 @@ def test_what_other_optimizers_count_goes_along(make: Any) -> None:
                 assert torch.allclose(found[key], value, rtol=0, atol=EXACT), key
 
 
-def test_only_what_changes_its_place_travels() -> None:
+def test_reshard_sends_only_relocated_entries() -> None:
     """By hand, float64: conv1's fifth filter (75 + 1 numbers) goes from device 0 to device 2, with its momentum."""
     graph, model = graph_of("two-conv"), nets.build("two-conv")
     plans = [
@@ -287,7 +287,7 @@ def split() -> Plan:
     return replace(SPLIT, model=graph_of("two-conv").fingerprint)
 
 
-def test_devices_that_are_given_different_plans() -> None:
+def test_different_plans_on_devices_are_refused() -> None:
     def work(here: Distributed, group: Group) -> str:
         before, plan = here.full_state_dict(), here.plan
         other = replace(split(), otherwise=Batch((3, 3, 4))) if group.device == 1 else split()
@@ -302,7 +302,7 @@ def test_devices_that_are_given_different_plans() -> None:
     assert all("same script and options" in text for text in on_three(work))
 
 
-def test_a_plan_for_another_model_or_another_number_of_devices() -> None:
+def test_reshard_refuses_plans_for_another_model_or_fleet() -> None:
     def work(here: Distributed, _group: Group) -> bool:
         with pytest.raises(PlanError, match="another model"):
             reshard(here, by_name("data", "resnet"))
@@ -313,7 +313,7 @@ def test_a_plan_for_another_model_or_another_number_of_devices() -> None:
     assert on_three(work) == [True] * 3
 
 
-def test_an_optimizer_of_another_model() -> None:
+def test_reshard_refuses_an_optimizer_of_another_model() -> None:
     def work(here: Distributed, _group: Group) -> bool:
         plan = here.plan
         stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -324,7 +324,7 @@ def test_an_optimizer_of_another_model() -> None:
     assert on_three(work) == [True] * 3
 
 
-def test_an_optimizer_that_is_not_exact_on_pieces_is_refused_before_anything_moves() -> None:
+def test_inexact_optimizer_is_refused_before_resharding() -> None:
     def work(here: Distributed, _group: Group) -> bool:
         optimizer = torch.optim.Adafactor(here.parameters(), lr=0.1)
         reshard(here, replace(here.plan, otherwise=Batch((2, 2, 6))), optimizer)
@@ -335,7 +335,7 @@ def test_an_optimizer_that_is_not_exact_on_pieces_is_refused_before_anything_mov
     assert on_three(work) == [True] * 3
 
 
-def test_the_guard_of_optimizers_knows_the_new_pieces() -> None:
+def test_optimizer_guard_knows_the_new_shards() -> None:
     def work(here: Distributed, _group: Group) -> None:
         optimizer = torch.optim.Adafactor(here.parameters(), lr=0.1)
         reshard(here, split())
@@ -345,7 +345,7 @@ def test_the_guard_of_optimizers_knows_the_new_pieces() -> None:
     on_three(work)
 
 
-def test_between_a_forward_pass_and_its_backward() -> None:
+def test_reshard_between_forward_and_backward_is_refused() -> None:
     def work(here: Distributed, _group: Group) -> None:
         x = torch.zeros(10, 3, 8, 8, dtype=torch.float64)
         out = here(part(here, x), batch=10)
@@ -356,7 +356,7 @@ def test_between_a_forward_pass_and_its_backward() -> None:
     on_three(work)
 
 
-def test_a_part_of_the_old_plan_is_refused_afterwards() -> None:
+def test_local_batch_of_the_old_plan_is_refused() -> None:
     def work(here: Distributed, _group: Group) -> None:
         x = torch.zeros(10, 3, 8, 8, dtype=torch.float64)
         old = part(here, x)
@@ -371,7 +371,7 @@ def test_a_part_of_the_old_plan_is_refused_afterwards() -> None:
 
 
 def reshape_on_processes(group: Group, net: str, names: list[str]) -> dict[str, list[float]]:
-    """Runs on every process: another plan before every batch."""
+    """Change the plan before every batch; runs on every process."""
     training = Training(net, SIZES, "adam")
     whole = nets.build(net)
     batches = training.batches(whole)
@@ -383,7 +383,7 @@ def reshape_on_processes(group: Group, net: str, names: list[str]) -> dict[str, 
 
 
 @pytest.mark.parametrize("net", most_slow(1, ["resnet", "two-conv"]))
-def test_on_processes(net: str) -> None:
+def test_reshard_on_processes_follows_one_device(net: str) -> None:
     names = ["data-by-speed", "master", "mixed", "hybrid", "model", "data"]
     expected = on_one(Training(net, SIZES, "adam"))
     for table in on_processes(4, "tests.runtime.test_reshard:reshape_on_processes", net, names):

@@ -1,4 +1,4 @@
-"""What a training step does to memory, beyond what it needs."""
+"""Memory side effects of a training step."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def tensors_in_garbage() -> list[torch.Size]:
-    """Shapes of the tensors that only the collector can free."""
+    """Return the shapes of tensors that only the collector can free."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
@@ -37,7 +37,7 @@ def tensors_in_garbage() -> list[torch.Size]:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("net", ["two-conv:4:8", "resnet:8:4"])
-def test_a_step_leaves_nothing_to_the_collector(net: str, plan: str) -> None:
+def test_step_leaves_no_reference_cycles(net: str, plan: str) -> None:
     """A function inside a function that called itself held every layer's activations in a cycle. Until Python's collector
     came, each step took fresh memory, page by page: a sixth of a step's time, and more than twice the memory."""
     model, example = build_net(net, (3, 8, 8), 10), torch.zeros(2, 3, 8, 8)
@@ -77,7 +77,7 @@ def test_a_step_leaves_nothing_to_the_collector(net: str, plan: str) -> None:
 @pytest.mark.skipif(
     not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this kernel has no huge pages to give"
 )
-def test_large_tensors_come_in_large_pages() -> None:
+def test_large_tensors_use_huge_pages() -> None:
     """Every step's gradient of a Linear of 4096 is 64 MB of fresh memory: 16,384 page faults, or 32. In a started device."""
     program = """
 import resource, torch, convoy

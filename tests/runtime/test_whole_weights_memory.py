@@ -1,4 +1,4 @@
-"""No device holds more of the weights than it must while a model is distributed; and a model that is whole nowhere."""
+"""No device holds more weights than needed while a model is distributed, and some models are whole nowhere."""
 
 import copy
 import weakref
@@ -51,8 +51,8 @@ def trained(model: nn.Module, call: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("first_has_weights", [True, False])
-def test_a_model_on_the_meta_device_trains_as_one_that_was_whole(first_has_weights: bool, tmp_path: Path) -> None:
-    """Weights come from device 0, or from a file that each device reads its pieces of: then the model is whole nowhere."""
+def test_meta_device_model_trains_as_a_materialised_one(first_has_weights: bool, tmp_path: Path) -> None:
+    """Weights come from device 0, or from a file of which each device reads its shards."""
     plan = sharded()
     with torch_seed(4):
         beside = net()
@@ -64,7 +64,7 @@ def test_a_model_on_the_meta_device_trains_as_one_that_was_whole(first_has_weigh
         if not first_has_weights:
             with pytest.raises(InputError, match=r"call load_state_dict\(\)"):
                 part(X, whole=True)
-            with pytest.raises(InputError, match="have no numbers yet"):
+            with pytest.raises(InputError, match="have no values yet"):
                 part.full_state_dict()
         part.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True, weights_only=True))
         trained(part, lambda x: part(x, whole=True))
@@ -77,7 +77,7 @@ def test_a_model_on_the_meta_device_trains_as_one_that_was_whole(first_has_weigh
             assert torch.allclose(each[key], tensor, rtol=0, atol=1e-10)
 
 
-def test_weights_of_device_0_reach_models_on_the_meta_device() -> None:
+def test_meta_device_models_get_weights_of_device_0() -> None:
     plan = sharded()
     with torch_seed(4):
         first = net()
@@ -89,20 +89,20 @@ def test_weights_of_device_0_reach_models_on_the_meta_device() -> None:
         assert all(torch.equal(each[key], t) for key, t in first.state_dict().items())
 
 
-def test_weights_that_a_deep_copy_was_given_are_not_there_in_the_original() -> None:
-    """The two shared the list of what had yet to come: the original trained on whatever its memory held, without a word."""
+def test_deep_copy_and_original_load_weights_separately() -> None:
+    """Regression: both shared the list of pending weights, and the original trained on uninitialised memory."""
     plan = named_plan("data", trace(net(), X[:2]).graph, len(X), Speeds((1.0,)))
     part = distribute(on_meta(), plan, AloneGroup(torch.device("cpu")), X[:2])
     taught = copy.deepcopy(part)
     taught.load_state_dict(net().state_dict())
     taught(X, whole=True)
-    with pytest.raises(InputError, match="have no numbers yet"):
+    with pytest.raises(InputError, match="have no values yet"):
         part(X, whole=True)
 
 
 @pytest.mark.parametrize("name", ["auto", "data-by-speed"])
-def test_a_model_on_the_meta_device_is_not_timed(name: str) -> None:
-    """On the meta device every layer takes no time: a plan was made of that, without a word."""
+def test_meta_device_model_is_not_timed(name: str) -> None:
+    """Regression: layers on the meta device took no time, and a plan was based on that."""
 
     def work(group: Group) -> None:
         make_plan(name, on_meta(), X[:2], len(X), group)
@@ -112,7 +112,7 @@ def test_a_model_on_the_meta_device_is_not_timed(name: str) -> None:
 
 
 def freed(group: Group) -> float:
-    """The largest difference to one device of weights that are freed after use, after some steps."""
+    """Return the largest difference from one device for weights freed after use, after some steps."""
     lower.BUCKET_ENTRIES = 100  # of this process
     plan = sharded()
     plan = replace(plan, sharded={name: replace(kept, form="free") for name, kept in plan.sharded.items()})
@@ -131,8 +131,8 @@ def test_weights_are_freed_in_a_job_of_processes() -> None:
     assert max(on_processes(2, "tests.runtime.test_whole_weights_memory:freed")) < 1e-10
 
 
-def test_nothing_keeps_the_model_that_was_distributed() -> None:
-    """Its weights are freed when the script lets go of it."""
+def test_original_model_is_freed() -> None:
+    """Its weights are freed when the script drops its reference."""
     plan = sharded()
 
     def work(group: Group) -> bool:

@@ -1,4 +1,4 @@
-"""`convoy fleet setup`: what is sent, and hosts that are other home folders of this machine behind a stand-in for ssh."""
+"""`convoy fleet setup`: the files it sends, on hosts that are other home folders behind a fake ssh."""
 
 import os
 import re
@@ -62,7 +62,7 @@ def put(folder: Path, *paths: str) -> None:
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
-def test_without_git_hidden_files_environments_caches_and_runs_stay_here(tmp_path: Path) -> None:
+def test_without_git_hidden_files_and_caches_are_not_sent(tmp_path: Path) -> None:
     put(tmp_path, "train.py", "nets/one.py", ".env", ".git-not/x", "env/pyvenv.cfg", "env/bin/x", "runs/a/log")
     put(tmp_path, "__pycache__/x")
     (tmp_path / "loop").symlink_to(tmp_path)
@@ -70,7 +70,7 @@ def test_without_git_hidden_files_environments_caches_and_runs_stay_here(tmp_pat
     assert project_files(tmp_path) == ["nets/one.py", "train.py"]
 
 
-def test_in_a_repository_git_says_what_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_ignored_files_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is deleted and still in the index is no file. An environment that git was not told of stays here, too."""
     put(tmp_path, "train.py", "gone.py", "data/big.bin", "new.py", ".tracked", ".secret")
     put(tmp_path, ".venv/bin/python", "env/pyvenv.cfg", "env/lib/torch.so")
@@ -84,7 +84,7 @@ def test_in_a_repository_git_says_what_is_ignored(tmp_path: Path, monkeypatch: p
         project_files(tmp_path)
 
 
-def test_named_data_lies_in_the_project_or_is_refused(tmp_path: Path) -> None:
+def test_data_outside_the_project_is_refused(tmp_path: Path) -> None:
     put(tmp_path, "work/train.py", "images/1.png")
     project = tmp_path / "work"
     (project / "data").symlink_to(tmp_path / "images")
@@ -119,7 +119,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("programs")
 def test_packages_are_sent_as_uv_lists_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From git, from an address, from a wheel or a folder here, by conda; torch without its build and libraries."""
+    """From git, a URL, a local wheel or folder, or conda; torch without its build and libraries."""
     here = wheel(tmp_path, "local", "3.0")
     more = [
         "tool @ git+https://lab/tool@abc", "fetched @ https://lab/fetched.whl", f"local @ {here.as_uri()}",
@@ -164,7 +164,7 @@ def test_packages_that_cannot_be_sent_are_refused(tmp_path: Path, monkeypatch: p
             pack(tmp_path / f"x{path[-1:]}", tmp_path, (), None, None, None)
 
 
-def test_a_script_quotes_what_a_shell_would_take_apart() -> None:
+def test_setup_script_quotes_shell_arguments() -> None:
     host = Host("attic", "fe80::1", user="ann", ssh_port=2222)
     script = host_script(host, "my convoy/$x-attic", Path("/s"), Path("/a b"), ["--torch-backend", "auto"], ["ssh"])
     begin, packages, install, project = [shlex.split(line) for line in re.split(r"\n(?=ssh|rsync)", script)[1:]]
@@ -201,7 +201,7 @@ def setup(project: Path, **changed: object) -> int:
 
 
 def on(project: Path, host: str) -> Path:
-    """Setup's folder on a host."""
+    """Return setup's folder on a host."""
     return project.parent / "hosts" / f"{host}.lab" / "convoy" / f"birds-{host}"
 
 
@@ -228,7 +228,7 @@ def test_all_hosts_get_the_packages_and_files_of_this_machine(
 
 
 @needs("rsync")
-def test_a_second_run_sends_only_what_has_changed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_setup_sends_only_changes(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And it leaves what a run has written on a host. A module of Convoy that is changed here is installed again."""
     assert setup(project) == 0
     there = on(project, "cellar") / "project"
@@ -255,7 +255,7 @@ def test_hosts_that_fail_are_named_with_the_remedy_and_the_others_are_set_up(pro
     """One is not there; then another folder lies where setup wants its own, and a package is in no index."""
     (project / "lab.toml").write_text(FLEET.replace("cellar.lab", "gone"))
     with pytest.raises(
-        InputError, match=r"^host cellar \(gone\): .*status 255.*timed out; see whether the machine is on"
+        InputError, match=r"^host cellar \(gone\): .*status 255.*timed out; check that the machine is on"
     ):
         setup(project)
     assert [host.folder for host in read_fleet(project / "lab.toml").hosts] == ["convoy/birds-attic/project", None]
@@ -280,9 +280,7 @@ def test_a_host_without_rsync_or_uv_is_refused_with_the_remedy(project: Path, pr
         setup(project)
 
 
-def test_what_a_person_has_set_up_is_left_alone_and_print_changes_nothing(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_manual_setup_is_kept_and_print_changes_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = FLEET.replace('"attic.lab"', '"attic.lab"\npython = "/opt/python"')
     (project / "lab.toml").write_text(named)
     assert setup(project, print_lines=True) == 0
@@ -298,7 +296,7 @@ def test_what_a_person_has_set_up_is_left_alone_and_print_changes_nothing(
 
 
 @needs("rsync")
-def test_an_interrupted_setup_ends_what_it_has_started(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_setup_ends_its_processes(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUICK_UV_SLOW", "100")
     code = (
         "import sys; from pathlib import Path; from convoy.setup.setup import setup_fleet as setup; "
@@ -330,13 +328,13 @@ def test_an_installation_ends_when_ssh_is_cut_off(tmp_path: Path, monkeypatch: p
 
 
 def installing() -> int:
-    """How many processes of the stand-in for uv install."""
+    """Count the processes of the fake uv that install."""
     found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     return sum(any(word.endswith("quick_uv.py") for word in words) and "install" in words for words in found)
 
 
-def test_setup_ends_only_processes_that_it_has_started() -> None:
-    """It killed all descendants of the calling process."""
+def test_setup_ends_only_its_own_processes() -> None:
+    """Regression: it killed all descendants of the calling process."""
     with subprocess.Popen(["sleep", "30"]) as bystander, Interrupts() as interrupts:
         try:
             done = _run({Host("attic"): "exit 3"}, interrupts, print)

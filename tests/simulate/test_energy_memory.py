@@ -1,4 +1,4 @@
-"""Bytes and joules: against arithmetic by hand, and bytes against what the executor really keeps."""
+"""Memory and energy predictions: against hand calculation, and memory against the executor."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def test_memory_of_a_filter_split_by_hand():
 
 
 def test_all_chunks_of_a_move_have_receive_buffers():
-    """An input that comes in four pieces is begun whole: each piece has its room, and none is taken twice."""
+    """Start an input that arrives in four chunks: each chunk has its own buffer."""
     graph = Stack((2, 4, 4)).conv(4, 3).conv(6, 3).flatten().linear(3).graph()
     whole = named_plan("model", graph, 4, Speeds((1.0, 1.0)))
     gathered = 4 * 2 * 16 * 4  # four samples of the other's two filters
@@ -82,7 +82,7 @@ def test_memory_of_the_masters_plan_by_hand():
 
 
 class Net(nn.Module):
-    """A residual block between a convolution and a Linear. What bn2 gives is kept by nobody where it moves on."""
+    """A residual block between a convolution and a Linear. No device keeps bn2's output where it is sent on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", ["data", "model", "hybrid", "master"])
-def test_memory_is_what_the_executor_keeps(name, fuse):
+def test_predicted_memory_matches_the_executor(name, fuse):
     """After forward: the storages that the executor and autograd keep, each counted once; parameters and buffers of this part.
 
     The prediction keeps the input and the output of a layer that autograd runs; most keep one of them.

@@ -1,4 +1,4 @@
-"""What was measured with one net corrects the answer for another one: `convoy plan` refused it."""
+"""Measurements of one net correct the prediction for another."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def reaching(measured: Measurement, **changes: float) -> Measurement:
 
 @pytest.fixture(scope="module")
 def measured() -> Measurement:
-    """Whatever ran beside it."""
+    """Return a measurement, whatever else the machine ran."""
     model = build_net("two-conv:4:6", IMAGE, 10)
     traced = trace(model, torch.zeros(2, *IMAGE))
     with AloneGroup(torch.device("cpu")) as group:
@@ -34,14 +34,14 @@ def measured() -> Measurement:
     return reaching(found, other_load=0.0)
 
 
-def test_what_a_device_reached_is_kept_in_the_file(measured: Measurement) -> None:
+def test_achieved_rates_are_stored_in_the_file(measured: Measurement) -> None:
     (device,) = measured.device
     assert 1e6 < device.flop_per_s < 1e13
     assert 1e5 < device.memory_bytes_per_s < 1e13
     assert Measurement.from_toml(measured.to_toml()) == measured
 
 
-def test_another_net_is_predicted_by_what_the_devices_reached(measured: Measurement) -> None:
+def test_other_net_is_predicted_from_achieved_rates(measured: Measurement) -> None:
     other = graph_of("two-conv:8:16", IMAGE)
     slow, fast = (reaching(measured, flop_per_s=rate, memory_bytes_per_s=1e15) for rate in (1e8, 2e8))
     costs = slow.best_costs(other)
@@ -64,7 +64,7 @@ def test_an_older_file_is_refused_for_another_net(measured: Measurement) -> None
 
 
 def test_unsteady_times_are_reported_and_widen_the_interval(measured: Measurement) -> None:
-    """`measure` saw 118 % and said nothing."""
+    """Regression: `measure` saw 118 % and did not report it."""
     calm = replace(measured, layer=tuple(replace(point, spread=0.1) for point in measured.layer))
     wild = replace(measured, layer=tuple(replace(point, spread=2.36) for point in measured.layer))
     assert remarks(calm) == []
@@ -79,7 +79,8 @@ def test_unsteady_times_are_reported_and_widen_the_interval(measured: Measuremen
 def test_other_programs_are_reported_and_widen_the_interval(measured: Measurement) -> None:
     beside = reaching(measured, other_load=1.5)
     assert any(
-        "Measured beside other programs" in told and "up to 2.5 times as long" in told for told in remarks(beside)
+        "Other programs ran during the measurement" in told and "up to 2.5 times as long" in told
+        for told in remarks(beside)
     )
     assert beside._errors().devices[0] >= 2.5
     assert beside._errors().step([0.9]) > measured._errors().step([0.9])

@@ -1,4 +1,4 @@
-"""What a step costs beside its layers: copies by hand, a replay by hand, and where batch norms share their statistics."""
+"""Step costs beyond layers: copies and a replay by hand, and synchronised batch norms."""
 
 from dataclasses import replace
 
@@ -25,15 +25,15 @@ def move(src: Layout, dst: Layout, phase: str = "forward") -> Move:
     return Move(0, phase, Value("a", SHAPE, src), Value("b", SHAPE, dst), "ring")  # type: ignore[arg-type]
 
 
-def test_a_gather_of_channels_copies_what_is_no_block() -> None:
-    """Device 0 holds 2 of 3 channels, 40 of 60 entries; they go as they lie. 20 arrive beside the result."""
+def test_channel_gather_copies_non_contiguous_blocks() -> None:
+    """Device 0 holds 2 of 3 channels, 40 of 60 entries, sent unchanged. The other 20 are received separately."""
     step = move(Split(1, (2, 1)), EVERYONE)
     assert handled(step, 0) == [(Handling(), Handling(copied=40 + 20, made=(60, 20)))]
     assert handled(step, 1) == [(Handling(), Handling(copied=20 + 40, made=(60, 40)))]
     assert messages(step, 0) == [2]
 
 
-def test_the_way_back_cuts_adds_and_starts_from_zero() -> None:
+def test_backward_slices_adds_and_zero_fills() -> None:
     """Each device has a summand of all 60 entries and keeps its own channels."""
     step = move(EVERYONE, Split(1, (2, 1)), "backward")
     before, after = handled(step, 0)[0]
@@ -50,7 +50,7 @@ def test_the_way_back_cuts_adds_and_starts_from_zero() -> None:
         (((4, 5), (1, 2)), True),
     ],
 )  # fmt: skip
-def test_blocks(part: tuple[tuple[int, int], ...], block: bool) -> None:
+def test_contiguous_blocks_are_recognised(part: tuple[tuple[int, int], ...], block: bool) -> None:
     assert is_block(part, ((0, 5), (0, 3))) is block
 
 
@@ -58,7 +58,7 @@ SUM = SumGradients(1, ("a", "b"), (60, 40), 0, (0, 1), (), "ring")
 
 
 def given_memory(step: SumGradients, device: int) -> list[tuple[int, ...]]:
-    """Gradients that get memory of their own at the end of the step."""
+    """Return the gradients that get new memory at the end of the step."""
     return [op.sizes for op in program_of(step, device).backward if isinstance(op, Unpack) and op.copied]
 
 
@@ -72,7 +72,7 @@ def test_a_ring_of_two_joins_adds_a_half_and_gives_each_gradient_its_own_memory(
     assert given_memory(SUM, 2) == []
 
 
-def test_only_large_tensors_take_new_memory() -> None:
+def test_only_large_tensors_allocate_new_memory() -> None:
     overhead = Overheads(copy_s_per_byte=2.0, add_s_per_byte=3.0, fresh_s_per_byte=0.5)
     large = FRESH_BYTES // 4 + 1
     assert overhead.handling_s(Handling(copied=5, added=7), 4) == 4 * (5 * 2 + 7 * 3)
@@ -126,7 +126,7 @@ def test_the_batch_is_loaded_and_every_parameter_updated() -> None:
     assert spans(found, 1, "compute") == [(0, 1.25), (1.25, 1.25 + 0.127), (1.377, 1.377 + 3)]
 
 
-def test_the_loss_takes_what_outputs_a_device_has_between_forward_and_backward() -> None:
+def test_loss_uses_local_outputs_between_forward_and_backward() -> None:
     """60 bytes at 0.02; where outputs stay, 36 of them and 24, and then two messages' calls and half a second of latency."""
     overhead = replace(HAND, step_s=0.0, loss_s_per_byte=0.02)
     table = Table({(d, phase): 1.0 for d in (0, 1) for phase in ("forward", "backward")})
@@ -145,7 +145,7 @@ def test_the_loss_takes_what_outputs_a_device_has_between_forward_and_backward()
     assert other == (0, 0.48)
 
 
-def test_a_gradient_that_comes_from_two_readers_is_added_once() -> None:
+def test_gradient_of_two_readers_is_added_once() -> None:
     """Before the gradient is read, 8 entries are added at 0.02: 0.16 s."""
     value = Value("x", (2, 4), EVERYONE)
     readers = [ComputeStep(n, "backward", "work", (value,), Value(f"y{n}", (2, 4), EVERYONE), (True,)) for n in (0, 1)]
@@ -165,7 +165,7 @@ def normed(layout: Layout, layer: Layer = NORM) -> LocalSize | None:
     return local_size(ComputeStep(0, "forward", "bn", (value,), value, (True,)), layer, 0)
 
 
-def test_statistics_are_shared_where_the_batch_lies_on_several_devices() -> None:
+def test_split_batches_synchronise_statistics() -> None:
     assert normed(Split(0, (3, 2))) == LocalSize(3, 3, 3, shares_statistics=True)
     assert normed(Split(0, (5, 0))) == LocalSize(5, 3, 3)
     assert normed(Split(1, (2, 1))) == LocalSize(5, 2, 3)
@@ -174,11 +174,11 @@ def test_statistics_are_shared_where_the_batch_lies_on_several_devices() -> None
 
 
 def grid(seconds: float) -> Grid:
-    """So many seconds a sample."""
+    """Return a grid with this many seconds per sample."""
     return Grid((1, 2), (3,), ((seconds,), (2 * seconds,)))
 
 
-def test_shared_statistics_have_times_of_their_own() -> None:
+def test_synchronised_statistics_have_their_own_times() -> None:
     times = LayerTimes(grid(1.0), grid(2.0), forward_shared=grid(10.0), backward_shared=grid(20.0))
     shared, alone = LocalSize(2, 3, 3, shares_statistics=True), LocalSize(2, 3, 3)
     assert (times.seconds(NORM, "forward", shared), times.seconds(NORM, "backward", shared)) == (20.0, 40.0)

@@ -1,4 +1,4 @@
-"""The replay, against timelines worked out by hand: the numbers stand in the comments."""
+"""The replay against timelines calculated by hand; comments show the numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class Table:
 
 
 def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, processor_s_per_byte: float = 0.0) -> Network:
-    """One device per host; equal cards."""
+    """Return one device per host, with equal NICs."""
     card = Nic(bytes_per_s, bytes_per_s, latency_s)
     fleet = Fleet(
         tuple(Host(f"h{i}") for i in range(count)),
@@ -57,7 +57,7 @@ def work(number: int, devices: tuple[int, ...], phase: Phase = "forward", after:
 
 
 def move(number: int, src: Layout, dst: Layout, entries: int) -> Move:
-    """A vector of `entries` numbers of one byte."""
+    """Return a move of a vector of `entries` one-byte numbers."""
     return Move(number, "forward", Value("a", (entries,), src), Value("b", (entries,), dst), "ring")
 
 
@@ -71,7 +71,7 @@ def spans(timeline: Timeline, device: int, activity: str) -> list[tuple[float, f
     return [(pytest.approx(e.start_s), pytest.approx(e.end_s)) for e in sorted(found, key=lambda e: e.start_s)]
 
 
-def test_one_device_computes_one_thing_after_the_other():
+def test_one_device_computes_sequentially():
     # forward 2 s, forward 2 s, backward 3 s.
     steps = [work(0, (0,)), work(1, (0,)), work(2, (0,), "backward")]
     timeline = replay(steps, 1, hosts(1), {(0, "forward"): 2.0, (0, "backward"): 3.0})
@@ -91,14 +91,14 @@ def test_one_message_waits_for_its_latency():
     assert (timeline.step_s, timeline.exchange_s) == (2.5, (0.0, 2.5))
 
 
-def test_a_sender_waits_if_its_kernel_cannot_hold_the_message(monkeypatch):
+def test_sender_waits_when_the_send_buffer_is_full(monkeypatch):
     monkeypatch.setattr("convoy.simulate.simulator.HELD_BYTES", 199)
     timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 2, hosts(2), {})
     assert timeline.exchange_s == (2.5, 2.5)
 
 
 def test_a_message_arrives_while_its_receiver_computes():
-    """100 bytes from 0 to 1 start at 1 + 0.5, and are there at 2.5; device 1 computes until 4, and has them at once."""
+    """100 bytes from 0 to 1 start at 1 + 0.5 and arrive at 2.5; device 1 computes until 4, then has them at once."""
     steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
     timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 4.0})
     assert spans(timeline, 1, "receive") == [(1.5, 2.5)]
@@ -106,8 +106,8 @@ def test_a_message_arrives_while_its_receiver_computes():
     assert timeline.exchange_s == (0.0, 0.0)
 
 
-def test_two_senders_share_the_receivers_card():
-    """100 and 200 bytes into one card of 100 bytes/s, on the way from 0.5.
+def test_two_senders_share_the_receivers_nic():
+    """100 and 200 bytes into one NIC of 100 bytes/s, on the way from 0.5.
 
     Both at 50 bytes/s until the first has its 100 at 2.5; the other has 100 left, alone: 3.5. All 300 bytes in 3 s.
     """
@@ -118,7 +118,7 @@ def test_two_senders_share_the_receivers_card():
     assert timeline.exchange_s == pytest.approx((3.5, 0.0, 0.0))
 
 
-def test_where_outputs_stay_the_parts_of_the_loss_are_joined_before_backward():
+def test_local_losses_are_combined_before_backward():
     """Forward takes 1 and 3 s; 16 bytes each way from 3.5 on, at 100 bytes/s: 3.66; then backward, 1 s. Not where none runs."""
     steps = [work(0, (0, 1)), work(1, (0, 1), "backward")]
     seconds = {(0, "forward"): 1.0, (1, "forward"): 3.0, (0, "backward"): 1.0, (1, "backward"): 1.0}
@@ -136,7 +136,7 @@ def test_where_outputs_stay_the_parts_of_the_loss_are_joined_before_backward():
 
 
 @pytest.mark.parametrize("bytes_per_s", [100.0, 50.0])
-def test_ring_of_three(bytes_per_s):
+def test_ring_of_three_by_hand(bytes_per_s):
     """300 bytes: 2(p-1) = 4 rounds, each of 0.5 s latency and 100 bytes."""
     step = SumGradients(0, ("w",), (300,), 0, (0, 1, 2), (1, 1, 1), "ring")
     timeline = replay([step], 3, hosts(3, bytes_per_s), {})
@@ -158,8 +158,8 @@ def test_the_fast_device_waits_for_the_slow_one():
     assert (timeline.step_s, timeline.busiest) == (pytest.approx(8.0), 1)
 
 
-def test_processors_that_handle_traffic_limit_it():
-    """0.02 s of processor per byte: 50 bytes/s for one message, though the card has 100: 100 bytes take 2 s.
+def test_cpu_cost_of_traffic_limits_it():
+    """0.02 s of processor per byte: 50 bytes/s for one message, though the NIC has 100: 100 bytes take 2 s.
 
     Two messages into one device share its processor too: 25 bytes/s each, 100 bytes take 4 s.
     """
@@ -171,7 +171,7 @@ def test_processors_that_handle_traffic_limit_it():
 
 
 def two_on_one_host() -> Network:
-    """Devices 0 and 1 in one host, 2 in another. Within the host 400 bytes/s and 0.1 s; cards of 100 bytes/s, 0.5 s."""
+    """Return devices 0 and 1 on one host (400 bytes/s, 0.1 s), 2 on another (NICs of 100 bytes/s, 0.5 s)."""
     inside, outside = (0.1, 0.1, 0.5), (0.5, 0.5, 0.1)
     return Network(
         host=(0, 0, 1),
@@ -184,14 +184,14 @@ def two_on_one_host() -> Network:
     )
 
 
-def test_traffic_within_a_host_leaves_the_card_alone():
+def test_traffic_within_a_host_does_not_use_the_nic():
     # 200 bytes at 400 bytes/s after 0.1 s.
     timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 3, two_on_one_host(), {})
     assert timeline.step_s == pytest.approx(0.1 + 0.5)
 
 
-def test_a_slow_path_leaves_the_rest_of_the_card_to_others():
-    """Device 0 sends to 1 over a path of 20 bytes/s and to 2: the card's other 80 bytes/s go to 2 (max-min fairness)."""
+def test_slow_link_leaves_nic_bandwidth_to_others():
+    """Device 0 sends to 1 at 20 bytes/s and to 2: the NIC's other 80 bytes/s go to 2 (max-min fairness)."""
     slow = hosts(3)
     pair = [list(row) for row in slow.pair_bytes_per_s]
     pair[0][1] = 20.0
@@ -221,7 +221,7 @@ def two_segments() -> Network:
 
 def test_messages_that_cross_an_uplink_share_it():
     """Within a segment the cards count. Two messages that leave segment a have 20 bytes/s each; one from b to the host outside
-    shares no uplink with them, but the card there."""
+    shares no uplink with them, but the NIC there."""
     network = two_segments()
     assert rates(network, [(0, 1)]) == pytest.approx([100.0])
     assert rates(network, [(0, 2), (1, 3)]) == pytest.approx([20.0, 20.0])
@@ -233,7 +233,7 @@ def test_messages_that_cross_an_uplink_share_it():
     assert timeline.step_s == pytest.approx(1.5 + 200 / 40)
 
 
-def test_a_filter_split_of_unequal_devices():
+def test_filter_split_of_unequal_devices_by_hand():
     """1x2x2 images, one convolution of 3 filters, two on device 0 and one on device 1; ReLU; batch 5, master plan.
 
     Seconds per part: convolution forward 2 (device 0) and 3 (device 1), backward 4 and 6; ReLU, on device 0 only, 1 and 1.
@@ -282,8 +282,8 @@ def test_a_filter_split_of_unequal_devices():
 # --- overlap ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_waits_for_what_has_not_arrived():
-    """The same with computations of 1 s: the reader begins when the message is there, at 1.5."""
+def test_reader_waits_for_its_input():
+    """The same with computations of 1 s: the reader starts when the message arrives, at 1.5."""
     steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1)), work(2, (1,), after=(0,))]
     timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 1.0})
     assert spans(timeline, 1, "compute") == [(0, 1), (1.5, 2.5)]
@@ -291,14 +291,14 @@ def test_a_reader_waits_for_what_has_not_arrived():
     assert spans(timeline, 0, "wait") == []
 
 
-def test_without_overlap_every_move_is_awaited_where_it_stands():
+def test_without_overlap_moves_are_awaited_in_place():
     steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1)), work(2, (1,), after=(0,))]
     costs = Costs(Table({(0, "forward"): 4.0, (1, "forward"): 4.0}), hosts(2), itemsize=1)
     timeline = simulate(StepList(1, 2, (), (), tuple(steps)), GRAPH, costs, overlap=False)
     assert spans(timeline, 1, "compute") == [(1.5, 5.5), (5.5, 9.5)]
 
 
-def test_a_sum_runs_while_backward_goes_on():
+def test_all_reduce_overlaps_with_backward():
     """200 bytes on two devices: rounds 0.5-1.5 and 2-3 beside 10 s of backward; a second sum then has 10.5-11.5, 12-13."""
     sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 2)]
     steps = [sums[0], work(1, (0, 1), "backward"), sums[1]]
@@ -308,7 +308,7 @@ def test_a_sum_runs_while_backward_goes_on():
     assert timeline.exchange_s == pytest.approx((3.0, 3.0))
 
 
-def test_a_large_sum_goes_in_two_segments(monkeypatch):
+def test_large_all_reduce_uses_two_segments(monkeypatch):
     """200 bytes on two devices, as two sums of 100 in turns: messages of 50 bytes, 0.5 s each, one behind the other.
 
     The second round of a segment begins when its first has arrived: at 1, and at 1.5; 0.5 s later its bytes flow.
@@ -352,7 +352,7 @@ def test_only_the_first_round_after_computing_is_late():
     assert spans(timeline, 0, "send") == [(2.75, 3.75), (4.25, 5.25)]
 
 
-def test_all_rounds_of_an_overlapping_sum_are_late():
+def test_all_rounds_of_an_overlapping_all_reduce_are_late():
     """A sum of two rounds beside 10 s of backward, each 0.25 s late: 0.75-1.75, 2.5-3.5. The next, after it, is not."""
     sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 2)]
     steps = [sums[0], work(1, (0, 1), "backward"), sums[1]]
@@ -361,7 +361,7 @@ def test_all_rounds_of_an_overlapping_sum_are_late():
     assert spans(timeline, 0, "send") == [(0.75, 1.75), (2.5, 3.5), (10.5, 11.5), (12, 13)]
 
 
-def test_a_device_that_rested_computes_faster_at_first():
+def test_rested_device_computes_faster_at_first():
     """Device 1 waits 1.5 s for 100 bytes, and may be done 1 s sooner, at four times the speed: 2 s take 1.
 
     A piece of 0.8 s takes 0.2 and leaves 0.4 s of the gain to what follows: of 2 s 1.6 are left.
@@ -387,7 +387,7 @@ def test_traffic_slows_computing():
     assert spans(timeline, 0, "send") == [(0.5, 1.5)]
 
 
-def test_traffic_takes_at_most_half_of_a_processor_that_computes():
+def test_traffic_uses_at_most_half_of_a_busy_processor():
     """0.02 s per byte would be twice a processor: it gets half, 25 bytes/s, until the computing is done at 0.5 + 2 * 1 s.
 
     By then 50 of 100 bytes are there; the others go at 50 bytes/s, 1 s.
@@ -398,7 +398,7 @@ def test_traffic_takes_at_most_half_of_a_processor_that_computes():
     assert spans(timeline, 0, "send") == [(0.5, 3.5)]
 
 
-def test_a_layer_begins_with_the_first_chunk_of_its_input():
+def test_layer_starts_with_the_first_input_chunk():
     """4 samples of 100 bytes from 0 to both, in 2 pieces of 200: 0.5-2.5 and 2.5-4.5. A piece computes 3 s: 2.5-5.5-8.5."""
     moved = Move(
         0, "forward", Value("a", (4, 100), OnOne(0)), Value("b", (4, 100), Replicated((0, 1))), "ring", chunks=2
@@ -411,7 +411,7 @@ def test_a_layer_begins_with_the_first_chunk_of_its_input():
     assert timeline.step_s == pytest.approx(8.5)
 
 
-def test_a_long_step_ends_though_its_clock_is_coarse():
+def test_long_step_ends_despite_float_resolution():
     """Story: with layers of millions of seconds a message of microseconds ended later than the clock could show, and never."""
     steps = [work(0, (0, 1)), *(move(i, OnOne(0), OnOne(1), 1) for i in (1, 2, 3)), work(4, (0, 1), after=(3,))]
     steps[1:4] = [replace(each, after=(0,)) for each in steps[1:4]]

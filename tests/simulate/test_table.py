@@ -73,7 +73,7 @@ axes = st.lists(st.integers(1, 64), min_size=1, max_size=2, unique=True)
 
 @settings(max_examples=25, deadline=None)
 @given(measurements())
-def test_a_file_gives_back_what_was_written(measured: Measurement) -> None:
+def test_measured_file_round_trips(measured: Measurement) -> None:
     text = measured.to_toml()
     assert Measurement.from_toml(text) == measured
     assert Measurement.from_toml(text).to_toml() == text
@@ -131,13 +131,13 @@ def test_the_noise_model_reaches_the_simulator() -> None:
         ("beside_s = 0.0, rested_s = 0.0, burst = 1.0, ", None),
     ],
 )
-def test_an_older_file_has_its_noise_among_the_costs_of_a_device(keys: str, noise: QuotaNoise | None) -> None:
+def test_older_file_stores_noise_with_device_costs(keys: str, noise: QuotaNoise | None) -> None:
     text = measured_by(point()).to_toml().replace("jitter_s = 0.0, ", f"jitter_s = 0.0, {keys}")
     assert keys in text
     assert Measurement.from_toml(text).device[0].noise == noise
 
 
-def test_an_older_file_has_rates_of_hosts_that_are_not_read() -> None:
+def test_unused_host_rates_of_older_files_are_ignored() -> None:
     measured = measured_by(point())
     older = (
         measured.to_toml()
@@ -146,13 +146,13 @@ def test_an_older_file_has_rates_of_hosts_that_are_not_read() -> None:
     assert Measurement.from_toml(older) == measured
 
 
-def test_a_plain_fleet_file_is_a_fleet_that_was_not_measured() -> None:
+def test_plain_fleet_file_is_unmeasured() -> None:
     fleet, measured = read_fleet_file(FLEETS / "mixed4.toml")
     assert measured is None
     assert [device.name for device in fleet.devices] == ["a-cpu", "b-cpu", "c-cpu", "d-cpu"]
 
 
-def test_a_measured_file_is_a_fleet_too(tmp_path: Path) -> None:
+def test_measured_file_reads_as_a_fleet(tmp_path: Path) -> None:
     measured = measured_by(point())
     path = tmp_path / "fleet.toml"
     path.write_text(measured.to_toml())
@@ -196,14 +196,14 @@ GOOD = measured_by(point()).to_toml()
         (GOOD[GOOD.index("[measured]") :], "measured = 1\n", r"measured"),
     ],
 )  # fmt: skip
-def test_a_file_that_cannot_be_used_says_where_and_why(old: str, new: str, message: str) -> None:
+def test_unusable_file_says_where_and_why(old: str, new: str, message: str) -> None:
     assert old in GOOD
     with pytest.raises(InputError, match=message) as caught:
         Measurement.from_toml(GOOD.replace(old, new, 1), "lab.toml")
     assert "lab.toml" in str(caught.value)
 
 
-def test_points_fill_rectangles() -> None:
+def test_grid_points_must_fill_rectangles() -> None:
     corners = [point(samples=s, outputs=o) for s in (2, 4) for o in (1, 6)]
     measured_by(*corners)
     with pytest.raises(InputError, match="no point at 4 samples and 1"):
@@ -238,7 +238,7 @@ def test_times_are_interpolated_over_filters_and_over_inputs() -> None:
     assert at(4, 6, 2) == pytest.approx((9.0 + 25.0) / 2)
 
 
-def test_a_replay_on_one_device_takes_the_sum_of_its_layers_and_its_optimizer() -> None:
+def test_single_device_replay_sums_layers_and_optimizer() -> None:
     graph = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
     points = []
     for index, layer in enumerate(name for name in graph.layers if graph[name].kind != "input"):
@@ -255,7 +255,7 @@ def test_a_replay_on_one_device_takes_the_sum_of_its_layers_and_its_optimizer() 
     assert costs.network.processor_s_per_byte == (pytest.approx(4e-10),)
 
 
-def test_overheads_and_shared_statistics_reach_the_replay() -> None:
+def test_replay_includes_overheads_and_synchronised_statistics() -> None:
     graph = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
     measured = measured_by(point(), fingerprint=graph.fingerprint, step_s=0.5, copy_s_per_byte=0.25)
     assert Measurement.from_toml(measured.to_toml()).costs(graph).overheads == (

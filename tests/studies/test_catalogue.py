@@ -11,7 +11,7 @@ from studies.catalogue import KINDS, fleet_of, power_of_class
 CARD = Nic(125e6, 125e6, 1e-4)
 
 
-def test_a_fleet_of_classes_has_their_figures():
+def test_fleet_of_classes_uses_catalogue_figures():
     fleet = fleet_of(["mobile-gpu", "laptop-cpu"], CARD)
     assert [device.name for device in fleet.devices] == ["mobile-gpu-0", "laptop-cpu-1"]
     assert power_of(fleet) == tuple(power_of_class(device_class(name)) for name in ("mobile-gpu", "laptop-cpu"))

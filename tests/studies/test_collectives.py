@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from convoy.layout.collectives import Reduce, Schedule, schedule
 from convoy.layout.layout import Partial, Replicated, entries
-from convoy.layout.redistribute import Reduce, Schedule, schedule
 from studies import collectives as c
 
 ALPHA_S, BETA, GAMMA = 1.0, 0.01, 0.001
@@ -31,7 +31,7 @@ WITHOUT_ADDING = [
 
 
 @pytest.mark.parametrize(("formula", "p", "seconds"), HAND)
-def test_sums_by_hand(formula, p, seconds):
+def test_all_reduces_by_hand(formula, p, seconds):
     assert formula(p, 1000, ALPHA_S, BETA, GAMMA) == pytest.approx(seconds, rel=1e-12)
 
 
@@ -41,12 +41,12 @@ def test_copies_by_hand(formula, p, seconds):
 
 
 @pytest.mark.parametrize("formula", [row[0] for row in HAND + WITHOUT_ADDING])
-def test_one_device_has_nothing_to_do(formula):
+def test_single_device_collectives_are_free(formula):
     assert formula(1, 1000, ALPHA_S, BETA) == 0
 
 
 @pytest.mark.parametrize("formula", {row[0]: None for row in HAND + WITHOUT_ADDING})
-def test_arrays_give_what_numbers_give(formula):
+def test_arrays_match_scalars(formula):
     p, n = np.arange(1, 20), np.array([[1e3], [1e6]])
     whole = formula(p, n, ALPHA_S, BETA)
     assert whole.shape == (2, 19)
@@ -54,7 +54,7 @@ def test_arrays_give_what_numbers_give(formula):
 
 
 def priced_s(plan: Schedule, devices: int) -> float:
-    """Round by round: a latency, the bytes of the fullest card in either direction, the bytes that one device adds."""
+    """Round by round: a latency, the bytes of the fullest NIC in either direction, the bytes that one device adds."""
     total_s = 0.0
     for transfers in plan.rounds:
         sent, received, added = (np.zeros(devices) for _ in range(3))
@@ -74,7 +74,7 @@ def sum_schedule(devices: int, size: int, reduce: Reduce) -> Schedule:
 
 
 @pytest.mark.parametrize("p", range(2, 10))
-def test_ring_schedule_takes_what_the_formula_says(p):
+def test_ring_schedule_matches_the_formula(p):
     size = 360 * p
     assert priced_s(sum_schedule(p, size, "ring"), p) == pytest.approx(c.ring_allreduce(p, size, ALPHA_S, BETA, GAMMA))
 
@@ -87,7 +87,7 @@ def test_butterfly_schedule_of_powers_of_two(p):
 
 
 @pytest.mark.parametrize("p", [3, 5, 6, 7, 9, 12])
-def test_butterfly_schedule_in_between(p):
+def test_butterfly_schedule_of_other_device_counts(p):
     """The published formula has p where the inner exchange is among p' < p devices: a little more than the rounds take."""
     seconds = priced_s(sum_schedule(p, 1024, "butterfly"), p)
     assert seconds == pytest.approx(c.butterfly_allreduce(p, 1024, ALPHA_S, BETA, GAMMA))
@@ -96,7 +96,7 @@ def test_butterfly_schedule_in_between(p):
 
 
 @pytest.mark.parametrize("p", range(2, 10))
-def test_direct_schedule_takes_what_the_formula_says(p):
+def test_direct_schedule_matches_the_formula(p):
     size = 36_000 * p
     assert priced_s(sum_schedule(p, size, "direct"), p) == pytest.approx(
         c.direct_allreduce(p, size, ALPHA_S, BETA, GAMMA)
@@ -104,11 +104,11 @@ def test_direct_schedule_takes_what_the_formula_says(p):
 
 
 @pytest.mark.parametrize("p", [2, 3, 5])
-def test_star_schedule(p):
+def test_star_schedule_matches_the_formula(p):
     assert priced_s(sum_schedule(p, 1000, "star"), p) == pytest.approx(c.star_allreduce(p, 1000, ALPHA_S, BETA, GAMMA))
 
 
-def test_large_powers_of_two_are_powers_of_two():
+def test_large_powers_of_two_are_recognised():
     """log2(2**29) rounds below 29 on some machines; the core is found exactly."""
     p = 2.0 ** np.arange(1, 50)
     assert np.array_equal(c.butterfly_allreduce(p, 0, 1.0, 0.0), 2 * np.arange(1, 50))

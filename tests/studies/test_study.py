@@ -130,7 +130,7 @@ def closed(graph: Graph, plan: str, devices, batch, **options):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("net", ["two-conv", "alexnet", "residual"])
-def test_the_closed_form_is_the_replay(net, plan):
+def test_closed_form_matches_the_replay(net, plan):
     """Even shares and ragged ones; the same to a few hundredths of a percent: chunks of a ring that are not quite equal."""
     for devices, batch in ((1, 16), (2, 16), (4, 16), (5, 13), (8, 16))[: 4 if net == "alexnet" else 5]:
         expected_s = replayed(NETS[net], plan, devices, batch).step_s
@@ -138,11 +138,11 @@ def test_the_closed_form_is_the_replay(net, plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_more_devices_than_filters_or_samples(plan):
+def test_closed_form_holds_for_more_devices_than_filters_or_samples(plan):
     """Then some are idle, and readers that differ in number cause moves of their own.
 
     Here the replay may take a little longer: cards are shared fairly, and after the short messages of a ragged split have
-    ended, the long ones cannot use all of their card.
+    ended, the long ones cannot use all of their NIC.
     """
     for net, devices, batch in (("few filters", 8, 16), ("residual", 8, 5), ("branches", 4, 16), ("branches", 7, 6)):
         expected_s = replayed(NETS[net], plan, devices, batch).step_s
@@ -151,14 +151,14 @@ def test_more_devices_than_filters_or_samples(plan):
 
 
 @pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
-def test_every_way_of_summing(reduce):
+def test_closed_form_matches_every_collective(reduce):
     for devices in (2, 3, 4, 6):
         expected_s = replayed(NETS["two-conv"], "data", devices, 24, reduce).step_s
         found_s = closed(NETS["two-conv"], "data", devices, 24, reduce=reduce).step_s[0]
         assert found_s == pytest.approx(expected_s, rel=1e-3)
 
 
-def test_joules_of_the_closed_form_are_those_of_the_replay():
+def test_closed_form_energy_matches_the_replay():
     """The seconds that all devices compute, summed: ragged shares count each as it is."""
     graph, power = NETS["two-conv"], Power(10, 100)
     for plan in PLANS:
@@ -172,7 +172,7 @@ def test_joules_of_the_closed_form_are_those_of_the_replay():
             assert found.image_j(power)[0] == pytest.approx(expected.image_j, rel=1e-3)
 
 
-def test_the_closed_form_has_the_rooflines_seconds():
+def test_closed_form_uses_roofline_seconds():
     """The formula of `cost.compute.Roofline`, written for arrays: the same for any part of any layer."""
     draw = random.Random(0)
     for graph in NETS.values():
@@ -200,7 +200,7 @@ def test_the_closed_form_has_the_rooflines_seconds():
                 assert times_of(alone, points).compute_s[0] == pytest.approx(expected_s)
 
 
-def test_a_hidden_sum_costs_what_backward_does_not_cover():
+def test_overlapped_all_reduce_costs_its_uncovered_time():
     graph = NETS["alexnet"]
     shown, hidden = (closed(graph, "data", [1, 4], 8, overlap=overlap) for overlap in (False, True))
     assert hidden.compute_s == pytest.approx(shown.compute_s)
@@ -222,7 +222,7 @@ def test_messages_cost_processor_time_each():
     assert added == pytest.approx(6 + 12)
 
 
-def test_terms_refuse_what_they_cannot_say():
+def test_terms_refuse_unsupported_plans():
     graph = NETS["two-conv"]
     with pytest.raises(InputError, match="3 devices"):
         terms_of(lower(named_plan("data", graph, 6, Speeds((1.0,) * 3)), graph), graph)
@@ -258,7 +258,7 @@ def test_other_networks_have_graphs_too():
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
-def test_points_say_what_is_wrong():
+def test_invalid_points_are_refused():
     good = {"devices": 2, "batch": 8, "flop_per_s": 1e9, "memory_bytes_per_s": 1e9, "link_bytes_per_s": 1e6}
     assert len(Points.of(**{**good, "devices": [1, 2, 3]})) == 3
     for name, value in (("devices", 1.5), ("batch", 0), ("link_bytes_per_s", 0.0), ("flop_per_s", np.inf)):
@@ -268,12 +268,12 @@ def test_points_say_what_is_wrong():
         along("colour")
 
 
-def test_a_grid_has_every_combination():
+def test_grid_has_every_combination():
     points = Points.grid(**{**BASE, "devices": [1, 2], "batch": [8, 16, 32]})
     assert list(zip(points.devices, points.batch, strict=True)) == [(1, 8), (1, 16), (1, 32), (2, 8), (2, 16), (2, 32)]
 
 
-def test_ten_thousand_points():
+def test_ten_thousand_points_are_evaluated():
     """All plans; every number is finite, and no plan beats as many devices as it has."""
     axes = {"devices": 2.0 ** np.arange(10), "batch": 2.0 ** np.arange(4, 14)}
     axes |= {"link_bytes_per_s": np.geomspace(1e7, 1e11, 10), "flop_per_s": np.geomspace(1e11, 1e13, 10)}
@@ -291,7 +291,7 @@ def test_speedup_is_over_the_same_device_alone():
         assert each.speedup == pytest.approx([1.0])
 
 
-def test_each_axis_moves_what_it_should():
+def test_each_axis_changes_the_right_term():
     swept = five_axes(NETS["two-conv"])
     assert list(swept) == list(AXES)
     for axis in ("flop_per_s", "memory_bytes_per_s", "link_bytes_per_s"):
@@ -301,7 +301,7 @@ def test_each_axis_moves_what_it_should():
         assert (np.diff(each.times.step_s) >= 0).all()
 
 
-def test_data_overtakes_model_where_the_formulas_cross():
+def test_data_overtakes_model_at_the_crossover():
     graph, points = graph_of("alexnet:512"), along("batch")
     (batch,) = crossover(graph, points, "model", "data", "batch")
     below, above = (sweep(graph, points_at(BASE, batch=round(batch * f)), ("model", "data")) for f in (0.7, 1.4))
@@ -310,7 +310,7 @@ def test_data_overtakes_model_where_the_formulas_cross():
     assert crossover(graph, points, "data", "model", "batch").size == 0
 
 
-def test_a_sweep_becomes_a_table(tmp_path):
+def test_sweep_is_written_as_a_table(tmp_path):
     rows = rows_of(sweep(NETS["two-conv"], along("devices", [1, 2, 4]), ("data", "model")))
     with write_csv(tmp_path / "t.csv", rows).open(newline="") as file:
         read = list(csv.DictReader(file))
@@ -331,7 +331,7 @@ def test_plans_without_a_closed_form_are_refused():
 # --- unequal devices --------------------------------------------------------------------------------------------------
 
 
-def test_equal_devices_as_a_fleet_are_the_closed_form():
+def test_uniform_fleet_matches_the_closed_form():
     graph = NETS["two-conv"]
     for each, name in zip(fleets.compare(graph, equal_fleet(3), 24, PLANS), PLANS, strict=True):
         # The closed form awaits every move where it stands; the replay of the fleet overlaps what can be.
@@ -340,11 +340,11 @@ def test_equal_devices_as_a_fleet_are_the_closed_form():
         assert sequential_s == pytest.approx(closed(graph, name, 3, 24).step_s[0], rel=1e-3)
         overlapped_s = play(programs(each.steps, graph, costs), costs.network, held_bytes=0).step_s
         assert overlapped_s <= sequential_s * (1 + 1e-9)
-        # Messages that leave before they are asked for share cards with those that are waited for: that may cost a little.
+        # Messages sent early share NICs with awaited ones, which may cost a little.
         assert each.timeline.step_s <= overlapped_s * 1.05
 
 
-def test_a_mixed_fleet():
+def test_mixed_fleet_is_simulated():
     fleet = fleet_of(["embedded-gpu", "laptop-cpu", "mobile-gpu"], GIGABIT)
     names = (*NAMED, "auto")
     results = dict(zip(names, fleets.compare(NETS["two-conv"], fleet, 64, names), strict=True))
@@ -365,7 +365,7 @@ def test_a_mixed_fleet():
     assert "mobile-gpu-2" in fleets.too_large(results["data"], tight)[2]
 
 
-def test_a_slowed_device_is_so_many_times_slower():
+def test_slowed_device_takes_proportionally_longer():
     graph = NETS["two-conv"]
     fleet = equal_fleet(2)
     slowed = replace(fleet, devices=(fleet.devices[0], replace(fleet.devices[1], slowdown=4.0)))
@@ -376,7 +376,7 @@ def test_a_slowed_device_is_so_many_times_slower():
     assert [layer.shares for layer in [plan.otherwise]] == [(32, 8)]
 
 
-def test_a_fleet_without_a_roofline_says_what_to_add():
+def test_fleet_without_a_roofline_is_refused_with_a_remedy():
     bare = Fleet((Host("h"),), (Device("d", "h", "cpu"),))
     with pytest.raises(InputError, match="peak_flop_per_s"):
         roofline_costs(bare)
@@ -408,7 +408,7 @@ def test_a_prediction_by_hand():
 
     FLOP of the convolutions 2*1024*500*75 + 2*256*1500*12500 = 9.6768e9, three times that with backward: 29.0304e9,
     0.580608 s alone, 0.611166 s with the rest, 0.030558 s. On four: 0.145152 s of convolutions.
-    Through the master's card: outputs of conv 1, 3/4 of 500*32*32, and of conv 2, 3/4 of 1500*16*16, in;
+    Through the master's NIC: outputs of conv 1, 3/4 of 500*32*32, and of conv 2, 3/4 of 1500*16*16, in;
     inputs of conv 2, 500*16*16 three times, out; 1,056,000 numbers; backward the same: 8,448,000 bytes, 0.067584 s.
     The scores of 10 classes to three others: 120 bytes. Speedup 0.611166 / 0.243295 = 2.512.
     """
@@ -416,13 +416,13 @@ def test_a_prediction_by_hand():
     assert published.predicted(published.CPUS, given) == pytest.approx(2.512, abs=0.002)
 
 
-def test_the_batch_hardly_matters_there():
+def test_batch_size_barely_changes_the_speedup():
     given = published.Assumption(50e9, 125e6)
     few, many = (published.predicted(published.CPUS, replace(given, batch=batch)) for batch in (32, 1024))
     assert few == pytest.approx(many, rel=0.01)
 
 
-def test_a_table_of_assumptions():
+def test_assumptions_are_tabulated():
     ranges = {"flop_per_s": (20e9, 200e9), "link_bytes_per_s": (125e6,), "convolution": (0.9, 0.99)}
     rows = published.table(published.CPUS, ranges)
     assert [(row["flop_per_s"], row["convolution"]) for row in rows] == [
@@ -464,10 +464,11 @@ def test_a_chrome_trace_by_hand(tmp_path):
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "attic", 1: "cellar", 2: "shed"}
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert [rows[0, row] for row in range(4)] == ["compute", "send", "receive", "receive 2"]
+    assert {rows[0, row] for row in range(4)} == {"compute", "send", "receive", "receive 2"}
     complete = [e for e in events if e["ph"] == "X"]
     assert len(complete) == len(hand_timeline().events)
     received = [e for e in complete if e["pid"] == 0 and rows[0, e["tid"]].startswith("receive")]
+    received.sort(key=lambda e: (rows[0, e["tid"]], e["ts"]))
     # Microseconds; the second message overlaps the first, the third begins as the first ends.
     assert [(rows[0, e["tid"]], e["ts"], e["dur"]) for e in received] == [
         ("receive", pytest.approx(1000), pytest.approx(2000)),
@@ -481,7 +482,7 @@ def test_no_row_of_a_trace_has_events_that_overlap():
     """A viewer shows only nested events in one row; simultaneous messages would vanish."""
     timeline = replayed(NETS["two-conv"], "model", 4, 13)
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in pictures.to_chrome_trace(timeline)["traceEvents"]:
+    for event in pictures.to_chrome_trace(timeline, ["a", "b", "c", "d"])["traceEvents"]:
         if event["ph"] == "X":
             rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
     assert sum(map(len, rows.values())) == len(
@@ -492,27 +493,25 @@ def test_no_row_of_a_trace_has_events_that_overlap():
         assert all(stop <= start + 1e-6 for (_, stop), (start, _) in pairwise(spans))
 
 
-def test_names_must_fit_the_devices(tmp_path):
-    with pytest.raises(InputError, match="1 names for a timeline of 3 devices"):
-        pictures.to_chrome_trace(hand_timeline(), ["attic"])
+def test_unwritable_trace_is_refused(tmp_path):
     with pytest.raises(InputError, match="cannot write"):
-        pictures.write_chrome_trace(hand_timeline(), tmp_path / "none" / "t.json")
+        pictures.write_chrome_trace(hand_timeline(), tmp_path / "none" / "t.json", ["a", "b", "c"])
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_picture_of_a_step(tmp_path):
+def test_step_is_plotted(tmp_path):
     pytest.importorskip("matplotlib")
-    path = pictures.draw(hand_timeline(), tmp_path / "t.png", ["attic", "cellar", "shed"])
+    path = pictures.draw(hand_timeline(), tmp_path / "t.png", ["attic", "cellar", "shed"], "a step")
     assert path.read_bytes().startswith(PNG)
     empty = Timeline((), 0.0, (0.0,), (0.0,))
-    assert pictures.draw(empty, tmp_path / "empty.png").read_bytes().startswith(PNG)
+    assert pictures.draw(empty, tmp_path / "empty.png", ["attic"], "nothing").read_bytes().startswith(PNG)
     with pytest.raises(InputError, match="cannot write"):
-        pictures.draw(hand_timeline(), tmp_path / "t.gpx")
+        pictures.draw(hand_timeline(), tmp_path / "t.gpx", ["a", "b", "c"], "a step")
 
 
-def test_the_figures_are_drawn(tmp_path):
+def test_all_figures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     graph, link = NETS["two-conv"], (1.25e9,)
     rows = figures_fleets.energy_rows(graph, batch=32, counts=(1, 4))
@@ -553,7 +552,7 @@ def test_auto_is_the_envelope_of_all_curves(axis, values):
 
 
 @pytest.mark.slow
-def test_auto_is_the_envelope_where_moves_are_short():
+def test_auto_is_the_envelope_for_short_moves():
     """Eight devices, a batch of eight: every layer by filters takes half of what `auto` took. The best plans with everything
     taken to be hidden had pushed those without out of the few that are simulated, and all that was simulated split samples."""
     graph = graph_of("alexnet:4096")
@@ -561,7 +560,7 @@ def test_auto_is_the_envelope_where_moves_are_short():
     assert found.over_best <= 1 + 1e-9
 
 
-def test_the_planners_plans_stand_in_the_figure_and_in_a_table(tmp_path):
+def test_planner_plans_appear_in_figure_and_table(tmp_path):
     pytest.importorskip("matplotlib")
     graph = NETS["two-conv"]
     found = enveloped(graph, "devices", (2, 4096))
@@ -574,7 +573,7 @@ def test_the_planners_plans_stand_in_the_figure_and_in_a_table(tmp_path):
     assert with_auto.read_bytes() != without.read_bytes()
 
 
-def test_the_whole_study_without_pictures(tmp_path, capsys):
+def test_study_runs_without_plots(tmp_path, capsys):
     assert main([str(tmp_path / "new"), "two-conv:4:6", "--no-figures", "--no-published", "--no-auto"]) == 0
     paths = [*(tmp_path / "new").iterdir()]
     assert {path.name for path in paths} >= {"axis-batch.csv", "devices-by-link.csv", "energy.csv", "mixed-fleet.csv"}
@@ -583,7 +582,7 @@ def test_the_whole_study_without_pictures(tmp_path, capsys):
         assert [row["plan"] for row in csv.DictReader(file)] == [*NAMED, "auto"]
 
 
-def test_the_command_says_how_it_is_called(capsys, tmp_path):
+def test_study_command_prints_usage(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2

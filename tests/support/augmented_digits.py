@@ -1,4 +1,4 @@
-"""The digits for `--data tests.support.augmented_digits:build`, in a process in which torchvision imports: for --augment."""
+"""The digits for `--data tests.support.augmented_digits:build`, for tests of --augment that need torchvision."""
 
 from convoy.data import Images, load
 from tests.support.model_zoo import make_importable
@@ -7,7 +7,7 @@ make_importable()
 
 
 def build() -> tuple[Images, Images]:
-    """The digits as uint8 would be normalised again: as numbers, they are taken as they are."""
+    """Return the digits as floats: uint8 images would be normalised a second time."""
     both = load("digits")
     assert isinstance(both.train, Images)
     assert isinstance(both.test, Images)

@@ -1,4 +1,4 @@
-"""Any small model, trained for a few steps on threads and in plain PyTorch: by how much the two differ."""
+"""Train any small model for a few steps on threads and in plain PyTorch, and return the difference."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ SIZES = (6, 5, 6)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of any nest of tuples, lists, dicts and objects with attributes, in order."""
+    """Yield the tensors of nested tuples, lists, dicts and objects with attributes, in order."""
     match value:
         case Tensor():
             return [value]
@@ -40,7 +40,7 @@ def difference(
     sizes: Sequence[int] = SIZES,
     after_step: Callable[[nn.Module, int], None] = lambda _model, _step: None,
 ) -> float:
-    """The largest difference of losses, weights, buffers and outputs in evaluation, relative to 1 or the size of a number.
+    """Return the largest difference of losses, weights, buffers and evaluation outputs, relative to max(1, size).
 
     Args:
         model: is trained in float64; it must draw no random numbers.

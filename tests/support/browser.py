@@ -1,4 +1,4 @@
-"""A real browser without a screen: it opens pages, changes its size and colours, and tells what it sees.
+"""A headless browser for tests: open pages, change size and colours, read the result.
 
 Spoken to through a pipe, in the DevTools protocol: JSON messages with a zero byte after each.
 """
@@ -50,7 +50,7 @@ class Page:
             self.ask(f"{domain}.enable")
 
     def open(self, place: Path | str) -> None:
-        """Show a file, or what is at an address, and wait until all of it is there."""
+        """Open a file or an address and wait until it is fully loaded."""
         self.events.clear()
         self.ask("Page.navigate", url=place if isinstance(place, str) else place.as_uri())
         deadline_s = time.monotonic() + LIMIT_S
@@ -58,36 +58,36 @@ class Page:
             self._read(deadline_s)
 
     def resize(self, width: int, height: int = 844) -> None:
-        """As wide and high as that, in CSS pixels; a narrow one is a phone."""
+        """Set width and height in CSS pixels; a narrow window is a phone."""
         phone = width < 600
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
 
     def prefer(self, scheme: str) -> None:
-        """The person prefers this colour scheme: light or dark."""
+        """Set the preferred colour scheme: light or dark."""
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def tell(self, script: str) -> Any:
-        """The value of an expression, on the page."""
+        """Return the value of an expression on the page."""
         answer = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait_for(self, script: str) -> None:
-        """Until an expression is true, on the page."""
+        """Wait until an expression on the page is true."""
         deadline_s = time.monotonic() + LIMIT_S
         while not self.tell(script):
             assert time.monotonic() < deadline_s, f"it did not become true: {script}"
             time.sleep(0.05)
 
     def point_at(self, selector: str, part: float) -> None:
-        """Move the mouse to a place on a thing: this part of its width, half its height."""
+        """Move the mouse over an element: to this fraction of its width, at half its height."""
         where = f"document.querySelector({json.dumps(selector)})"
         self.tell(f"{where}.scrollIntoView({{block: 'center'}})")
         x, y, width, height = self.tell(f"(b => [b.x, b.y, b.width, b.height])({where}.getBoundingClientRect())")
         self.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x + part * width, y=y + height / 2)
 
     def shoot(self, file: Path) -> None:
-        """A picture of the whole page."""
+        """Take a picture of the whole page."""
         shot = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(shot["data"]))
 
@@ -108,7 +108,7 @@ class Page:
                 return dict(answer["result"])
 
     def _read(self, deadline_s: float) -> dict[str, Any]:
-        """The next message; one that was not asked for is kept too."""
+        """Return the next message; keep unsolicited ones as events."""
         while b"\0" not in self.buffer:
             ready, _, _ = select.select([self.out], [], [], max(0.0, deadline_s - time.monotonic()))
             assert ready, f"the browser said nothing for {LIMIT_S:g} s"
@@ -124,7 +124,7 @@ class Page:
 
 @contextlib.contextmanager
 def browsing(profile: Path) -> Iterator[Page]:
-    """A browser with an empty page; with its processes it is gone afterwards.
+    """Start a browser with an empty page; end its processes afterwards.
 
     Args:
         profile: a folder of its own.

@@ -1,4 +1,4 @@
-"""Where tests and benchmarks find CIFAR-10: `python tests/support/cifar10_images.py` prints the folder for `--data-dir`.
+"""Find CIFAR-10 for tests and benchmarks: `python tests/support/cifar10_images.py` prints the folder for `--data-dir`.
 
 Looked for in this order: the folder that `CONVOY_TEST_CIFAR10` names, then the project's shared data beside the
 repository. Either holds the usual binary files, or `images.bin.xz`: 60,000 records of label (1 byte), length
@@ -26,7 +26,7 @@ _FILE_IMAGES = 10_000
 
 
 def cifar10_folder() -> Path | None:
-    """A folder for `convoy.data.load("cifar10", folder)`; None where there is none.
+    """Return a folder for `convoy.data.load("cifar10", folder)`; None if there is none.
 
     Raises:
         FileNotFoundError: `CONVOY_TEST_CIFAR10` names a folder that holds neither form.
@@ -78,7 +78,7 @@ def _write_batches(records: bytes, folder: Path) -> None:
 
 
 def _planes(jpeg: bytes) -> bytes:
-    """The red, green and blue planes of one image."""
+    """Return the red, green and blue planes of one image."""
     with Image.open(io.BytesIO(jpeg)) as image:
         return b"".join(plane.tobytes() for plane in image.convert("RGB").split())
 

@@ -1,4 +1,4 @@
-"""The command in tests: as a person starts it, in this process, or on forked devices; and what it printed."""
+"""Run the command in tests: as a user, in this process, or on forked devices; and parse its output."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ def command(*argv: str) -> list[str]:
 
 
 def convoy_in_process(monkeypatch: pytest.MonkeyPatch, argv: Sequence[str]) -> int:
-    """The command with these arguments; its exit status."""
+    """Run the command in this process and return its exit status."""
     monkeypatch.setattr(sys, "argv", ["convoy", *argv])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -39,7 +39,6 @@ def convoy_in_process(monkeypatch: pytest.MonkeyPatch, argv: Sequence[str]) -> i
 
 
 def train_all(device: int, runs: list[list[str]]) -> list[str]:  # noqa: ARG001
-    """On processes: what each of these trainings prints here."""
     texts = []
     for argv in runs:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -49,7 +48,7 @@ def train_all(device: int, runs: list[list[str]]) -> list[str]:  # noqa: ARG001
 
 
 def results(text: str) -> list[tuple[float, str]]:
-    """(loss, accuracy) of every epoch, as printed."""
+    """Return (loss, accuracy) of every epoch, as printed."""
     return [(float(loss), right) for loss, right in re.findall(r"loss ([\d.]+), test accuracy ([\d.]+%)", text)]
 
 

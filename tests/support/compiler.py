@@ -11,7 +11,7 @@ from torch import nn
 
 @pytest.fixture(autouse=True, scope="module")
 def compiler_imported() -> Iterator[None]:
-    """torch's compiler leaves a thread of a progress bar behind, once in a process."""
+    """Import torch's compiler, which leaves a progress-bar thread behind once per process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
         torch.compile(nn.ReLU(), backend="aot_eager")(torch.ones(3, requires_grad=True)).sum().backward()

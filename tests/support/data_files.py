@@ -1,4 +1,4 @@
-"""Made-up files in the formats of the data sets that tests read, and what tests say about errors and folders."""
+"""Write generated files in the formats of the data sets, and check errors and folders."""
 
 import struct
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def write_idx(path: Path, values: np.ndarray) -> None:
 
 
 def write_cifar10(folder: Path) -> None:
-    """Write the binary files in full size: classes in turn, and three pixels that tell file, plane, row and column apart."""
+    """Write full-size binary files: classes in turn, and three pixels that encode file, plane, row and column."""
     for number, name in enumerate(CIFAR10_FILES, start=1):
         rows = np.zeros((10_000, 3073), dtype=np.uint8)
         rows[:, 0] = np.arange(10_000) % 10
@@ -33,7 +33,7 @@ def write_cifar10(folder: Path) -> None:
 
 
 def write_images(root: Path, images: Mapping[str, Image.Image]) -> Path:
-    """Images at these names below a folder; gives the folder."""
+    """Write images at these names below a folder; return the folder."""
     for name, image in images.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         image.save(root / name)
@@ -41,5 +41,5 @@ def write_images(root: Path, images: Mapping[str, Image.Image]) -> Path:
 
 
 def plain_image(colour: tuple[int, int, int] | int, width: int = 6, height: int = 4) -> Image.Image:
-    """An image of one colour; of one grey where that is a number."""
+    """Return an image of one colour, or of one grey for a number."""
     return Image.new("L" if isinstance(colour, int) else "RGB", (width, height), colour)

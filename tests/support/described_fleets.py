@@ -1,4 +1,4 @@
-"""Fleets that exist only as rates, and their measurements: every layer at some sizes, by a roofline."""
+"""Fleets given by rates alone, and their measurements: every layer at several sizes, by a roofline."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
 
 def fleet(*rows: tuple[float, int | None], bytes_per_s: float = 125e6) -> Fleet:
-    """One device per host, of these FLOP/s and bytes of memory."""
+    """Return a fleet of one device per host with these FLOP/s and bytes of memory."""
     devices = tuple(
         Device(
             f"d{i}", f"h{i}", "cpu", memory_bytes=memory, peak_flop_per_s=rate, memory_bytes_per_s=rate / 4,
@@ -29,7 +29,7 @@ def measured_fleet(
     memory_bytes: Mapping[str, int] | None = None,
     link_bytes_per_s: float = 1e9,
 ) -> Measurement:
-    """A host for each device, as fast as its rate; messages and all else cost next to nothing.
+    """Return a fleet of one device per host at its rate; messages and the rest cost almost nothing.
 
     Args:
         names: of the devices; else d0, d1, ...

@@ -1,12 +1,12 @@
-"""Device programs of a single exchange: what a device copies around its messages, and sums run on a group."""
+"""Device programs of a single exchange: what a device copies around its messages, and all-reduces run on a group."""
 
 from collections import defaultdict
 
 from torch import Tensor
 
 from convoy.comm.group import Group
+from convoy.layout.collectives import Schedule
 from convoy.layout.comm_dtype import CommDtype
-from convoy.layout.redistribute import Schedule
 from convoy.model.graph import Graph, Layer
 from convoy.plan.compile import compile_device
 from convoy.plan.device_program import Add, Copy, DeviceProgram, ExchangeRound, Make, Operation, Pack, Unpack, WaitRound
@@ -19,7 +19,7 @@ _GRAPH = Graph("One", {"work": Layer("work", "elementwise", (), (1,))}, ("work",
 
 
 def program_of(step: Exchange, device: int, devices: int = 4) -> DeviceProgram:
-    """The program of a list with one exchange."""
+    """Return the program of a step list with one exchange."""
     return compile_device(StepList(1, devices, (), (), (step,)), _GRAPH, device)
 
 
@@ -31,13 +31,13 @@ def run_rounds(
     wire: CommDtype = "exact",
     landing: Slots | None = None,
 ) -> None:
-    """Sum a flat buffer in place, by the rounds of a schedule."""
+    """All-reduce a flat buffer in place by the rounds of a schedule."""
     operations = sum_operations(0, schedule, group.device, "sum 0", wire, lane)
     Lane(group, lane, landing or Slots()).run(operations, {"sum 0": flat}, flat.dtype)
 
 
 def messages(step: Exchange, device: int) -> list[int]:
-    """How many messages a device sends and receives in each round."""
+    """Count the messages a device sends and receives in each round."""
     counts: dict[int, int] = defaultdict(int)
     for operation in program_of(step, device).operations():
         if isinstance(operation, ExchangeRound):
@@ -46,7 +46,7 @@ def messages(step: Exchange, device: int) -> list[int]:
 
 
 def handled(step: Exchange, device: int) -> list[tuple[Handling, Handling]]:
-    """What a device copies, adds and makes before and after the messages of each round.
+    """Return what a device copies, adds and allocates before and after the messages of each round.
 
     What the result is made of, and where messages land, counts as after them, wherever it stands in the program.
     """

@@ -1,4 +1,4 @@
-"""Whether what would be published holds what it should, and nothing else: `python -m tests.support.distribution dist`."""
+"""Check that the published archives hold the right files: `python -m tests.support.distribution dist`."""
 
 import sys
 import tarfile
@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def package_files() -> set[str]:
-    """Every file of the package as a wheel names it."""
     found = (path for path in (ROOT / "convoy").rglob("*") if path.is_file() and path.suffix != ".pyc")
     return {str(path.relative_to(ROOT)) for path in found}
 

@@ -1,4 +1,4 @@
-"""The code blocks of a Markdown page, and how they are run.
+"""Read the code blocks of a Markdown page and run them.
 
 A page is a story: its blocks are run in order, in one folder, Python in one namespace.
 
@@ -48,7 +48,7 @@ _NAME = re.compile(r"# (?P<name>[\w./-]+\.(?:py|toml|json))\n")
 
 
 class PageError(AssertionError):
-    """A block that nobody can run, or a mark that means nothing."""
+    """A block that cannot be run, or an unknown mark."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Block:
         return self.language in ("console", "bash")
 
     def commands(self) -> list[tuple[str, str]]:
-        """(command, what it prints) of a shell block."""
+        """Return (command, output) pairs of a shell block."""
         if self.language == "bash":
             return [(line, "") for line in self.text.splitlines() if line.strip()]
         rows: list[tuple[str, str]] = []
@@ -97,7 +97,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page, in order.
+    """Return the blocks of a page, in order.
 
     Raises:
         PageError: a language, a mark or a reason that is not known, a comment that stands before no block, a smaller number for

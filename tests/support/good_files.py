@@ -1,4 +1,4 @@
-"""Good files of every kind that commands read, for tests that damage them; and what a refusal may look like."""
+"""Valid files of every kind that commands read, for tests that damage them, and a check of refusals."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from convoy.config.run_file import to_toml
-from convoy.config.settings import Settings
+from convoy.config.train_options import Settings
 from convoy.errors import ConvoyError
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
@@ -26,7 +26,7 @@ NET, IMAGE = "two-conv:4:6", (1, 8, 8)
 
 
 class Hangs(BaseException):
-    """Not an Exception: nothing between may swallow it."""
+    """A timeout. Not an Exception, so that no handler swallows it."""
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def bounded_time() -> Iterator[None]:
 
 
 def used_or_refused(work: Callable[[], object]) -> str:
-    """The message with which it was refused; empty where it was used. Whatever else it raises is a failure."""
+    """Return the refusal message, or an empty string if the file was used. Any other error fails the test."""
     try:
         with bounded_time():
             work()

@@ -1,4 +1,4 @@
-"""Plans that keep in shares whatever may be kept so."""
+"""Plans with sharded parameters."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from tests.support.one_device import graph_of
 
 
 def in_shares(plan: Plan, net: str, shares: tuple[int, ...], form: Form = "keep") -> Plan:
-    """The plan with the parameters of every layer in shares that may be, and has no strategy that forbids it."""
+    """Return the plan with the parameters of every layer sharded unless its strategy forbids it."""
     free = [
         layer.name
         for layer in graph_of(net).layers.values()

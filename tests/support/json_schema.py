@@ -1,4 +1,4 @@
-"""Holds a value against a schema as Kubernetes writes them (OpenAPI v3); unknown fields are breaches, as for kubectl."""
+"""Validate a value against a Kubernetes schema (OpenAPI v3); unknown fields are errors, as for kubectl."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ _KNOWN = {
 
 
 def breaches(schema: Mapping[str, Any], value: Any, path: str = "") -> Iterator[str]:
-    """What is wrong with a value, each with its path."""
+    """Return every violation with its path."""
     where = path or "it"
     assert set(schema) <= _KNOWN, f"{where}: this reader does not know {set(schema) - _KNOWN}"
     if not schema:

@@ -1,4 +1,4 @@
-"""A small net around one layer of each kind: a convolution before it, whose filters may be split, and one behind it."""
+"""A small net around one layer of each kind: a splittable convolution before it and one after it."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ WIDTH = 8
 
 
 class Around(nn.Module):
-    """Images of 3x8x8, eight channels, the layer, one number for each channel, and as many as there are classes."""
+    """A net from images of 3x8x8: eight channels, the layer, one number per channel, and the classes."""
 
     shape = (3, 8, 8)
 
@@ -32,7 +32,7 @@ class Around(nn.Module):
 
 
 class Apply(nn.Module):
-    """A function, with parameters of a module beside it."""
+    """A function as a module, with the parameters of another module."""
 
     def __init__(self, function: Callable[..., Tensor], **parameters: Tensor) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Apply(nn.Module):
 
 
 class Standardised(nn.Conv2d):
-    """Weight standardisation (Qiao et al. 2019), as people write it."""
+    """Weight standardisation (Qiao et al. 2019) in its usual form."""
 
     def forward(self, x: Tensor) -> Tensor:
         variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, unbiased=False)
@@ -54,7 +54,7 @@ class Standardised(nn.Conv2d):
 
 
 class RegisteredStandardised(nn.Conv2d):
-    """As timm writes it: the number of filters stands in the arithmetic."""
+    """Weight standardisation as timm writes it: the number of filters is part of the arithmetic."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = self.weight.reshape(1, self.out_channels, -1)
@@ -72,7 +72,7 @@ register_layer(
 
 
 class Affine(nn.Module):
-    """A layer that no rule of torch's knows; its Python reads numbers, so torch.fx cannot look inside."""
+    """A layer without a Convoy rule that torch.fx cannot trace, since its Python reads numbers."""
 
     def __init__(self, channels: int, groups: int = 1) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ register_layer(Affine, splits="channels", groups="groups", parameters={"scale": 
 
 
 class Attention(nn.Module):
-    """Self-attention over positions: heads are split, from the projections of queries on to the one behind."""
+    """Self-attention over positions, split by heads from the query projection to the output projection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Attention(nn.Module):
 
 
 class TorchAttention(nn.Module):
-    """The same by torch's own module."""
+    """Self-attention by torch's own module."""
 
     def __init__(self, width: int, heads: int, *, bias: bool = True, weights: bool = False) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class TorchAttention(nn.Module):
 
 
 class EinsumAttention(nn.Module):
-    """The same by einsum, on 1x1 convolutions."""
+    """Self-attention by einsum, on 1x1 convolutions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class EinsumAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """ConvNeXt's block: channels last in the middle."""
+    """ConvNeXt's block, channels-last in the middle."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Block(nn.Module):
 
 
 class MatrixAttention(nn.Module):
-    """The same by matrix products."""
+    """Self-attention by matrix products."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Data sets whose images tell which they are, and what the devices of a plan load of them."""
+"""Data sets whose images encode their index, and what the devices of a plan load of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def image(index: int) -> Tensor:
 
 
 class Plain(Dataset[tuple[Tensor, int]]):
-    """Image i holds the number i; its label is i too. Counts what is loaded."""
+    """A data set whose image i and label i are the number i. It counts what is loaded."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         self.samples = samples
@@ -45,7 +45,7 @@ class Plain(Dataset[tuple[Tensor, int]]):
 
 
 class WithTargets(Plain):
-    """Has labels as an attribute, like torchvision's data sets, and returns others, as a subclass that relabels does."""
+    """A data set whose label attribute differs from the labels it returns, like a relabelling subclass."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         super().__init__(samples)
@@ -53,7 +53,7 @@ class WithTargets(Plain):
 
 
 class InLists(Plain):
-    """torch's protocol: many samples at once, as a list."""
+    """A data set with torch's batched protocol: it returns a list of samples at once."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         return [self[i] for i in indices]
@@ -86,7 +86,7 @@ def read(loader: Loader) -> Batches:
 
 
 def read_on_devices(plan: Plan, dataset: Any = None, epochs: int = 1, **options: Any) -> list[list[Batches]]:
-    """What every device of a plan gets: [device][epoch][batch]."""
+    """Return the batches of every device: [device][epoch][batch]."""
     model = net()
 
     def work(group: Group) -> list[Batches]:
@@ -99,7 +99,7 @@ def read_on_devices(plan: Plan, dataset: Any = None, epochs: int = 1, **options:
 
 
 def part_of(plan: Plan, device: int) -> Distributed:
-    """One device's part of the net; nothing but loading is possible with it."""
+    """Return one device's distributed net, usable for loading only."""
     parts = run_on_threads(plan.devices, lambda group: convoy.distribute(net(), plan, group, torch.zeros(1, *SHAPE)))
     parts[device].group.agree = lambda _, text: (text,) * plan.devices  # type: ignore[method-assign]
     return parts[device]

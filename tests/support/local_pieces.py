@@ -1,4 +1,4 @@
-"""What each device holds of a tensor, cut with NumPy from what the layouts mean: the oracle of transfers and moves.
+"""Each device's shard of a tensor, cut with NumPy from the definition of layouts: the oracle of transfers and moves.
 
 Nothing here asks the code under test where a piece lies.
 """
@@ -29,7 +29,7 @@ DEVICE_SETS = ((0, 1, 2, 3), (0, 2, 3), (1, 3), (0, 2), (3, 0), (2, 0, 1), (1,))
 
 
 def every_layout(shape: Shape) -> list[Layout]:
-    """The layouts of a tensor of `shape` on four devices that the tests pair with each other."""
+    """Return the layouts of a tensor of `shape` on four devices that the tests pair."""
     splits = [Split(axis, shares) for axis, extent in enumerate(shape) for shares in SHARES[extent]]
     copies = [Replicated(devices) for devices in DEVICE_SETS]
     sums = [Partial(devices) for devices in DEVICE_SETS]
@@ -37,12 +37,12 @@ def every_layout(shape: Shape) -> list[Layout]:
 
 
 def layouts_of_one_device(shape: Shape) -> list[Layout]:
-    """What is left of the layouts in a fleet of one device."""
+    """Return the layouts that remain on a fleet of one device."""
     return [*(Split(axis, (extent,)) for axis, extent in enumerate(shape)), Replicated((0,)), Partial((0,)), OnOne(0)]
 
 
 def pieces(layout: Layout, whole: Array, rng: np.random.Generator) -> Pieces:
-    """Pieces of the tensor `whole`. The summands of a pending sum are drawn; the first makes the sum right."""
+    """Return the shards of the tensor `whole`. Summands of a pending sum are random; the first corrects the total."""
     match layout:
         case Split(axis, shares):
             cuts = np.split(whole, np.cumsum(shares)[:-1], axis)
@@ -58,13 +58,13 @@ def pieces(layout: Layout, whole: Array, rng: np.random.Generator) -> Pieces:
 
 
 def nothing(layout: Layout, shape: Shape) -> Shape:
-    """Shape of what a device has that holds nothing: no entries along the split axis, or along the first."""
+    """Return the shape on a device without entries: zero along the split axis, or along the first."""
     axis = layout.axis if isinstance(layout, Split) else 0
     return (*shape[:axis], 0, *shape[axis + 1 :])
 
 
 def integers(shape: Shape, seed: int) -> Array:
-    """Small whole numbers: their sums are exact in every dtype and in every order."""
+    """Return small whole numbers, whose sums are exact in every dtype and order."""
     return np.random.default_rng(seed).integers(-9, 10, shape).astype(np.float64)
 
 
@@ -75,7 +75,7 @@ def _like(whole: Array, rng: np.random.Generator) -> Array:
 
 
 def check_pieces(layout: Layout, whole: Array, found: Pieces) -> None:
-    """Assert that `found` holds the tensor `whole` in `layout`, to the last bit, and nobody holds anything else."""
+    """Assert that `found` holds the tensor `whole` in `layout` bit for bit, and nothing else."""
     if isinstance(layout, Partial):
         assert sorted(found) == sorted(layout.devices)
         assert {piece.shape for piece in found.values()} == {whole.shape}

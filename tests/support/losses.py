@@ -1,4 +1,5 @@
-"""Trainings on threads that lose devices: groups of mailboxes, and who is left meets by a lock in place of a network."""
+"""Trainings on threads that lose devices: groups use mailboxes, and survivors regroup under a lock, without a
+network."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -20,12 +21,12 @@ LIMIT_S = 30.0
 
 
 class Killed(BaseException):
-    """A device ends here, without a word."""
+    """The silent end of a device."""
 
 
 @dataclass
 class _Place:
-    """What the threads share, under `changed` only."""
+    """State shared by the threads, accessed under `changed` only."""
 
     alive: set[int]
     generation: Generation
@@ -55,7 +56,7 @@ class _Place:
 
 
 class _Island:
-    """In place of `convoy.elastic.regroup.Membership`."""
+    """A replacement for `convoy.elastic.regroup.Membership`."""
 
     def __init__(self, group: ChangingGroup, _home: object = None) -> None:
         present = group.present
@@ -70,7 +71,7 @@ class _Island:
         _enter(self.group, self.place, mail, self.generation.index(self.me), self.group.present.speaks)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def _enter(group: Any, place: _Place, mail: _Mailboxes, device: int, speaks: Callable[[], None]) -> ChangingGroup:
@@ -119,7 +120,7 @@ def with_losses(
     work: Callable[[Device], T],
     strikes: Mapping[int, tuple[int, int]],
 ) -> dict[int, T]:
-    """What `work` returned on the devices that are left; raises what it raised on one of them."""
+    """Return the results of `work` on the surviving devices, or raise their error."""
     monkeypatch.setattr(members_module, "Membership", _Island)
     monkeypatch.setattr(members_module, "JoinedGroup", _ThreadGroup)
     ids = tuple(range(devices))

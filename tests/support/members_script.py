@@ -1,4 +1,4 @@
-"""A script of one's own whose devices may be lost and may come, in float64; what it prints is one line of JSON for each step.
+"""A user script in float64 whose devices may be lost and may join. It prints one line of JSON per step.
 
 convoy run --goes-on --devices 2 tests/support/members_script.py EPOCHS
 """

@@ -1,4 +1,4 @@
-"""Processes with a limit of memory that the kernel keeps: control groups, version 1 or 2."""
+"""Processes under a kernel memory limit: control groups, version 1 or 2."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ _ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 
 
 def memory_root() -> Path | None:
-    """Where groups with a memory limit can be made; None: nowhere on this machine, or not by this user."""
+    """Return where memory-limited groups can be created; None if this user or machine cannot."""
     for root in _ROOTS:
         offers = (root / "memory.limit_in_bytes").exists() or "memory" in _controllers(root)
         if offers and os.access(root, os.W_OK):
@@ -26,7 +26,7 @@ def _controllers(root: Path) -> list[str]:
 
 @contextmanager
 def memory_groups(root: Path, count: int, limit_bytes: int) -> Iterator[list[Path]]:
-    """Groups whose processes may hold so many bytes each, without swapping; removed at the end."""
+    """Create groups limited to this many bytes each, without swap; remove them afterwards."""
     paths = [root / f"convoy-test-{os.getpid()}-{i}" for i in range(count)]
     made: list[Path] = []
     try:
@@ -46,7 +46,7 @@ def memory_groups(root: Path, count: int, limit_bytes: int) -> Iterator[list[Pat
 
 
 def enter(path: str) -> None:
-    """This process is in the group from now on. What it held before stays with the group that it was in."""
+    """Move this process into the group. Memory it already holds stays charged to its old group."""
     Path(path, "cgroup.procs").write_text(str(os.getpid()))
 
 

@@ -1,4 +1,4 @@
-"""Models people use, as torchvision and timm give them, small images for each, and what a training of them leaves."""
+"""Models from torchvision and timm, small images for each, and the results of training them."""
 
 import copy
 import importlib
@@ -42,7 +42,7 @@ def _named(text: str, side: int = 32) -> Entry:
 
 
 def _narrow_vgg() -> nn.Module:
-    """With 64 features in the classifier: its 4096 would fill 19 GB, four devices in one process. AlexNet has them too."""
+    """Narrow the classifier to 64 features: with 4096, four devices in one process fill 19 GB. AlexNet too."""
     model = build_net("torchvision:vgg16_bn", (3, 32, 32), CLASSES)
     model.classifier[0], model.classifier[3] = nn.Linear(512 * 7 * 7, 64), nn.Linear(64, 64)
     model.classifier[6] = nn.Linear(64, CLASSES)
@@ -92,7 +92,7 @@ def make_importable() -> None:
 
 
 def build(name: str) -> nn.Module:
-    """A model in float64 that draws no random numbers: dropout and stochastic depth are the exception to parity.
+    """Build a model in float64 without random numbers: dropout and stochastic depth are excepted from parity.
 
     The residual branches of ResNet-50 start small (Goyal et al. 2017 start them at zero): else its batch norms turn 1e-15 in
     the images into 1e-9 in the statistics of a few samples, on one device as well.
@@ -110,13 +110,13 @@ def build(name: str) -> nn.Module:
 
 
 def traced(name: str, model: nn.Module) -> TracedModel:
-    """A model is traced once for all tests."""
+    """Trace a model once for all tests."""
     with one_trace("zoo", name):
         return convoy.runtime.module.trace(model, batches(name, model)[0][0][:2])
 
 
 def batches(name: str, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Images, and a label of each; of each pixel, where the model answers for pixels."""
+    """Return images with one label each, or one per pixel for segmentation models."""
     side = ZOO[name].side
     with torch_seed(11):
         labelled = (side, side) if isinstance(model, UNet) else ()
@@ -127,7 +127,7 @@ def batches(name: str, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def loss_of(outputs: Any, y: Tensor) -> Tensor:
-    """Cross entropy; auxiliary classifiers count 0.3, as in Szegedy et al. 2015, section 5."""
+    """Return the cross entropy; auxiliary classifiers count 0.3 (Szegedy et al. 2015, section 5)."""
     if isinstance(outputs, Tensor):
         return F.cross_entropy(outputs, y)
     main, *others = (F.cross_entropy(each, y) for each in outputs)
@@ -136,7 +136,7 @@ def loss_of(outputs: Any, y: Tensor) -> Tensor:
 
 @dataclass
 class Left:
-    """What a training left: the loss of each step, all weights and buffers, outputs in evaluation."""
+    """The result of a training: the loss of each step, weights and buffers, evaluation outputs."""
 
     losses: Tensor
     weights: dict[str, Tensor]
@@ -163,13 +163,13 @@ def _train(
 
 
 def on_one(model: nn.Module, given: Sequence[tuple[Tensor, Tensor]]) -> Left:
-    """The reference: plain PyTorch, nothing of Convoy."""
+    """Train in plain PyTorch, the reference."""
     reference = copy.deepcopy(model)
     return _train(reference, given, reference, reference.state_dict)
 
 
 def on_many(name: str, model: nn.Module, plan: Plan) -> list[float]:
-    """The same training on the devices of a plan, on threads: by how much each differs from one device."""
+    """Train on the devices of a plan, on threads; return each one's difference from one device."""
     given = batches(name, model)
     expected = on_one(model, given)
 
@@ -183,7 +183,7 @@ def on_many(name: str, model: nn.Module, plan: Plan) -> list[float]:
 
 
 def difference(found: Left, expected: Left) -> float:
-    """The largest difference, relative to one or to the size of the number. NaN counts as infinite."""
+    """Return the largest difference relative to max(1, size). NaN counts as infinite."""
     assert found.weights.keys() == expected.weights.keys()
     pairs = [(found.weights[key], weight) for key, weight in expected.weights.items()]
     pairs += [(found.losses, expected.losses), (found.evaluated, expected.evaluated)]

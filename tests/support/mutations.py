@@ -1,4 +1,4 @@
-"""Damages files and draws odd values, from a seed: what a disk, an editor or a person's slip makes of them."""
+"""Damage files and draw odd values from a seed, as disks, editors and typing errors do."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ PIECES = [b"[" * 2000, b"9" * 5000, b"\xff\xfe", b'"', b"}", b"\n", b"\r", b"a."
 
 
 def odd_value(random: Random) -> Any:
-    """A value that hardly anybody means."""
+    """Return a value that hardly any user means."""
     draw = random.random()
     if draw < 0.35:
         return random.choice(NUMBERS)
@@ -45,7 +45,7 @@ def nested(depth: int) -> Any:
 
 
 def changed_value(value: Any, random: Random) -> Any:
-    """Nearly the same: what a slip of the finger makes of it."""
+    """Return a slightly changed value, as a typing error makes."""
     match value:
         case bool():
             return not value
@@ -64,7 +64,7 @@ def changed_value(value: Any, random: Random) -> Any:
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key or index) in a tree of dicts and lists."""
+    """Yield every (container, key or index) in a tree of dicts and lists."""
     found, rest = [], [tree]
     while rest:
         container = rest.pop()
@@ -77,7 +77,7 @@ def _places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def mutated_tree(tree: Any, random: Random) -> Any:
-    """A tree of dicts and lists with one to three faults."""
+    """Return a tree of dicts and lists with one to three faults."""
     tree = copy.deepcopy(tree)
     for _ in range(random.choice([1, 1, 1, 2, 3])):
         places = _places(tree)
@@ -99,7 +99,7 @@ def mutated_tree(tree: Any, random: Random) -> Any:
 
 
 def mutated_bytes(content: bytes, random: Random) -> bytes:
-    """A file with a few faults of a disk, an editor or a transfer."""
+    """Return a file with a few faults of a disk, an editor or a transfer."""
     data = bytearray(content)
     for _ in range(random.choice([1, 1, 2, 5])):
         place = random.randrange(len(data) + 1)
@@ -129,7 +129,7 @@ def mutated_bytes(content: bytes, random: Random) -> bytes:
 
 
 def mutated_json(content: bytes, random: Random) -> bytes:
-    """A JSON file with faults in what it says, or in its bytes."""
+    """Return a JSON file with faults in its values or its bytes."""
     with contextlib.suppress(ValueError):  # it has faults already
         if random.random() > 0.25:
             return json.dumps(mutated_tree(json.loads(content), random)).encode()
@@ -137,7 +137,7 @@ def mutated_json(content: bytes, random: Random) -> bytes:
 
 
 def mutated_lines(content: bytes, random: Random) -> bytes:
-    """A file of JSON lines with a faulty line or two, or faulty bytes."""
+    """Return a file of JSON lines with one or two faulty lines, or faulty bytes."""
     if random.random() < 0.25:
         return mutated_bytes(content, random)
     lines = content.splitlines()

@@ -104,11 +104,11 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A net with weights that depend on the seed alone."""
+    """Build a net whose weights depend on the seed only."""
     with torch_seed(seed):
         return NETS[name]().to(dtype)
 
 
 def shape_of(model: nn.Module) -> tuple[int, ...]:
-    """Shape of one input of a net."""
+    """Return the shape of one input of a net."""
     return getattr(model, "shape", (3, 8, 8))

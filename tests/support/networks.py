@@ -1,4 +1,4 @@
-"""The ways in which processes of a test speak to each other: all must do the same."""
+"""The transports between test processes; all must behave the same."""
 
 import socket
 
@@ -9,7 +9,7 @@ from convoy.comm.environment import is_loopback
 
 
 def _card() -> str | None:
-    """A network card of this machine with an IPv4 address."""
+    """Return a network interface of this machine with an IPv4 address."""
     for name, entries in psutil.net_if_addrs().items():
         addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
         if addresses and not is_loopback(addresses[0]) and psutil.net_if_stats()[name].isup:

@@ -1,4 +1,4 @@
-"""Nets with one odd call each: what passes between two calls is not rows of the batch, or Python does what a trace loses."""
+"""Nets with one unusual call each: a non-batch value between calls, or Python that a trace loses."""
 
 import copy
 from collections.abc import Callable
@@ -14,7 +14,7 @@ CLASSES = 5
 
 
 class Backbone(nn.Sequential):
-    """Two convolutions with batch norms, which no odd call elsewhere may bring to one device."""
+    """Two convolutions with batch norms, which must stay split whatever an unusual call elsewhere does."""
 
     def __init__(self, channels: int = 3) -> None:
         super().__init__(
@@ -24,7 +24,7 @@ class Backbone(nn.Sequential):
 
 
 class Odd(nn.Module):
-    """A backbone, a function of its features and the module itself, and a classifier of the channels' means."""
+    """A backbone, a function of its features and the module, and a classifier of the channel means."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor], channels: int = 6) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Checkpointed(nn.Module):
 
 
 class Teacher(nn.Module):
-    """MoCo's second encoder: a copy that follows slowly, equal at first."""
+    """MoCo's second encoder: a slowly following copy, equal at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Teacher(nn.Module):
 
 
 class WarmUp(nn.Module):
-    """Its effect begins at the third step: no check of one step sees it."""
+    """A module whose effect starts at the third step, so that a check of one step misses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class BySize(nn.Module):
 
 
 class Alpha(nn.Module):
-    """Reads a number that a user may change between two steps."""
+    """A module that reads a number users may change between steps."""
 
     def __init__(self, alpha: float = 0.5) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Kept(nn.Module):
 
 @dataclass
 class Answer:
-    """What transformers' models return: a dataclass."""
+    """A dataclass output, as transformers' models return."""
 
     logits: Tensor
     hidden: Tensor | None = None

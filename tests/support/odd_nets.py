@@ -1,4 +1,4 @@
-"""Nets with something that a distributed run could get wrong, and sometimes did."""
+"""Nets with features that a distributed run can get wrong."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from tests.support.plain_nets import CLASSES, TwoConv
 
 
 class Frozen(nn.Module):
-    """Parameters without a gradient: a whole layer in front, a bias in the middle."""
+    """A net with parameters without a gradient: a whole first layer, and a bias in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Frozen(nn.Module):
 
 
 class Auxiliary(nn.Module):
-    """Two outputs, the second of which the loss does not read; and a parameter that no layer reads."""
+    """A net with two outputs, one unused by the loss, and a parameter that no layer reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Auxiliary(nn.Module):
 
 
 class Bare(nn.Module):
-    """Parameters without a module, on channels that may be split; two that are added before anything else."""
+    """A net with parameters outside modules, on splittable channels; two are added before anything else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Bare(nn.Module):
 
 
 class Tied(nn.Module):
-    """A convolution and a batch norm called twice, and two Linears with one weight."""
+    """A net that calls a convolution and a batch norm twice, and shares one weight between two Linears."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Tied(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Values that are overwritten and read again under their old names."""
+    """A net that overwrites values and reads them again under their old names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Dropouts(nn.Module):
 
 
 class PerSample(nn.Module):
-    """Its forward looks at the numbers of each sample, so torch.fx cannot see inside; some parameters go unused."""
+    """A module whose forward looks at each sample's numbers, so torch.fx cannot trace it; some parameters go unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class PerSample(nn.Module):
 
 
 class Declared(PerSample):
-    """The same, and Convoy is told that each sample is treated alone."""
+    """A `PerSample` module declared to treat each sample alone."""
 
 
 register_layer(Declared, splits="samples")
@@ -152,7 +152,7 @@ class OpaquePerSample(nn.Module):
 
 
 class OpaqueWhole(nn.Module):
-    """torch.fx cannot trace its own forward."""
+    """A net that torch.fx cannot trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class OpaqueWhole(nn.Module):
 
 
 class Centre(nn.Module):
-    """Subtracts the mean of the batch in a way that torch.fx cannot see through; only in training if asked to."""
+    """A module that subtracts the batch mean opaquely to torch.fx, optionally in training only."""
 
     def __init__(self, only_training: bool = False) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class DependentSamples(nn.Module):
 
 
 class Average(nn.Module):
-    """A running average of its input, noted in a buffer and used: the batch leaves a trace."""
+    """A module with a running average of its input in a buffer that its output uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Noting(nn.Module):
 
 
 class OwnNorm(nn.BatchNorm2d):
-    """A batch norm with a branch on numbers inside: no rule may take it for an ordinary one, and no trace sees through it."""
+    """A batch norm with a branch on numbers: no rule may treat it as an ordinary one, and no trace sees inside."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -237,7 +237,7 @@ class OwnNorms(nn.Module):
 
 
 class Sizes(nn.Module):
-    """Numbers taken from shapes, the size of the batch among them."""
+    """A net with numbers taken from shapes, the batch size among them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Sizes(nn.Module):
 
 
 class HalfBatch(nn.Module):
-    """A number that follows the batch, but not in proportion."""
+    """A net with a number that grows with the batch, but not in proportion."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class HalfBatch(nn.Module):
 
 
 class NoGradient(nn.Module):
-    """Branches that pass no gradient: detached, under no_grad, and a mask of truth values."""
+    """A net with branches without gradient: detached, under no_grad, and a boolean mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class Negative(torch.autograd.Function):
 
 
 class OwnBackward(nn.Module):
-    """A backward of its own: torch.fx sees only what its forward computes."""
+    """A function with its own backward: torch.fx sees only its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ def _halved(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
 
 
 class Hooked(nn.Module):
-    """Code that hangs on a layer from outside, and a weight computed from others."""
+    """A net with hooks on a layer, and a weight computed from others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class UNet(nn.Module):
 
 
 class Thinking(nn.Module):
-    """Python decides how long it thinks about each sample: once more while the answer is not clear, five times at most."""
+    """A module whose Python loop depends on each sample: at most five iterations until the answer is clear."""
 
     def __init__(self, width: int = 8, clear: float = 0.3) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class Thinking(nn.Module):
         return torch.cat([self.answer(sample)[0] for sample in x.split(1)])
 
     def answer(self, x: Tensor) -> tuple[Tensor, int]:
-        """For one sample, and how often it thought."""
+        """Return one sample's answer and its number of iterations."""
         y, thoughts = self.stem(x), 0
         answer = self.head(y.mean((2, 3)))
         while thoughts < 5 and float(answer.detach().softmax(1).max()) < self.clear:

@@ -1,4 +1,4 @@
-"""The oracle of the parity tests: the same training in plain PyTorch on one device, and the largest difference to it."""
+"""The oracle of the parity tests: the same training in plain PyTorch on one device, and the largest difference."""
 
 import functools
 import threading
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how.
+    """The model and the options of a training.
 
     Attributes:
         sizes: samples of each batch, in order.
@@ -75,7 +75,7 @@ class Training:
 
 @dataclass
 class Record:
-    """What training left: compared number by number."""
+    """The results of a training, compared number by number."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Record:
 
 
 def part(model: Distributed, x: Tensor, index: int = 0) -> Tensor:
-    """This device's part of a batch of one input."""
+    """Return this device's local batch of one input."""
     here = box(model.input_layouts(len(x))[index], model.group.device, tuple(x.shape))
     return (x[slice(*here[0])] if here is not None else x[:0]).to(model.group.torch_device)
 
@@ -116,7 +116,7 @@ def _steps(
 
 
 def _evaluated(model: nn.Module, batches: Sequence[Labelled], forward: Callable[[Tensor], Any]) -> list[Tensor]:
-    """Outputs in evaluation mode after the training, for the first batch and for three samples of it."""
+    """Return evaluation outputs after training, for the first batch and for three of its samples."""
     model.eval()
     with torch.no_grad():
         outputs = [forward(batches[0][0][:n].clone()) for n in (len(batches[0][0]), 3)]
@@ -124,14 +124,14 @@ def _evaluated(model: nn.Module, batches: Sequence[Labelled], forward: Callable[
 
 
 def waiting(model: nn.Module, training: Training, k: int) -> AbstractContextManager[None]:
-    """What pass k is made in: its gradients wait for those of a later pass, or they do not."""
+    """Return the context of micro-batch k: `no_sync`, or none."""
     waits = training.one_sum and (k + 1) % training.accumulate
     return model.no_sync() if waits and hasattr(model, "no_sync") else nullcontext()  # type: ignore[operator]
 
 
 @functools.cache
 def on_one(training: Training) -> Record:
-    """The reference: plain PyTorch, one device, nothing of Convoy."""
+    """Train in plain PyTorch on one device, the reference."""
     model = nets.build(training.net, dtype=training.dtype)
     record, optimizer = _steps(
         model,
@@ -151,7 +151,7 @@ def on_one(training: Training) -> Record:
 
 
 def on_many(training: Training, plan: Plan, model: nn.Module | None = None) -> list[Record]:
-    """The same training on the devices of a plan; one record per device, with everything gathered."""
+    """Train on the devices of a plan; return one record per device, with everything gathered."""
     whole = model if model is not None else nets.build(training.net, dtype=training.dtype)
     batches = training.batches(whole)
     expected = on_one(training)
@@ -181,7 +181,7 @@ def on_many(training: Training, plan: Plan, model: nn.Module | None = None) -> l
 
 
 def difference(found: Record, expected: Record) -> dict[str, float]:
-    """The largest difference of each kind, relative to one or to the size of the number. NaN counts as infinite."""
+    """Return the largest difference of each kind, relative to max(1, size). NaN counts as infinite."""
     assert found.weights.keys() == expected.weights.keys()
     for key, weight in expected.weights.items():
         assert (found.weights[key].shape, found.weights[key].dtype) == (weight.shape, weight.dtype), key
@@ -214,13 +214,13 @@ def assert_same(records: Sequence[Record], expected: Record, tolerance: float = 
 
 
 def check(training: Training, plan: Plan, tolerance: float = EXACT) -> None:
-    """Train on the devices of a plan and on one device: everything must be equal, on every device."""
+    """Train on a plan's devices and on one device; assert that everything is equal on every device."""
     with one_trace(training.net, training.dtype):
         assert_same(on_many(training, plan), on_one(training), tolerance)
 
 
 def traffic_of(net: str, plan: Plan, size: int) -> Counter[tuple[int, int]]:
-    """Bytes counted on the way in one training step."""
+    """Return the bytes sent in one training step."""
     model = nets.build(net)
     (x, y), *_ = Training(net, (size,)).batches(model)
 
@@ -260,7 +260,7 @@ _TRACING = threading.Lock()
 
 
 class _Lowered:
-    """The step lists that the devices of thread groups run, lowered and checked by the first that wants them."""
+    """The step lists of thread groups, lowered and checked by the first device that needs them."""
 
     def __init__(self) -> None:
         self.home = convoy.runtime.program_cache
@@ -280,7 +280,7 @@ class _Lowered:
             return steps
 
     def compile_unchecked(self, steps: StepList, graph: Graph) -> list[DeviceProgram]:
-        """The programs of all devices, to be checked; none where that has been done."""
+        """Return the programs of all devices to be checked; none if that is done."""
         with self.lock:
             if any(each is steps for each in self.checked):
                 return []
@@ -294,7 +294,7 @@ class _Lowered:
 
 @contextmanager
 def one_trace(*model: Any) -> Iterator[None]:
-    """Trace a model once for all devices of a thread group, and lower each plan once: they would all do the same, in turns.
+    """Trace a model once for all devices of a thread group, and lower each plan once, to save time.
 
     Args:
         model: name and dtype of a net, to trace it once for all tests; nothing: once for each model object.
@@ -319,7 +319,7 @@ def one_trace(*model: Any) -> Iterator[None]:
 
 
 def mixed(net: str, reduce: Any = "ring") -> Plan:
-    """Every strategy in one plan for four devices, weighted layers in turn; the rest follows, or goes by samples."""
+    """Return a plan for four devices with every strategy; other layers follow, or split by samples."""
     graph = graph_of(net)
     layers: dict[str, Any] = {}
     for i, layer in enumerate(graph.weighted):

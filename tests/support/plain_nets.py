@@ -8,7 +8,7 @@ CLASSES = 5
 
 
 class TwoConv(nn.Module):
-    """The net of Marques' measurements, small."""
+    """A small version of the net in Marques' measurements."""
 
     def __init__(self, first: int = 5, second: int = 7) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class ResNet(nn.Module):
 
 
 class Concatenation(nn.Module):
-    """Two branches of different widths side by side, then the input of a block beside its output."""
+    """A net with two branches of different widths, then a block's input concatenated with its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class SqueezeExcite(nn.Module):
 
 
 class Mobile(nn.Module):
-    """Expand, depthwise with a multiplier, squeeze and excite, project, add."""
+    """A MobileNet block: expand, depthwise with a multiplier, squeeze and excite, project, add."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Mobile(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Every way to write a convolution down."""
+    """A net with every form of convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Convolutions(nn.Module):
 
 
 class Lopsided(nn.Module):
-    """'same' padding that needs one more zero on one side."""
+    """A net with 'same' padding that needs one more zero on one side."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Lopsided(nn.Module):
 
 
 class Signal(nn.Module):
-    """Conv1d and batch norm over signals of 3x16, with features normalised before the last layer."""
+    """A Conv1d and batch norm net over signals of 3x16, with features normalised before the last layer."""
 
     shape = (3, 16)
 
@@ -163,7 +163,7 @@ class Signal(nn.Module):
 
 
 class Shuffle(nn.Module):
-    """ShuffleNet's unit: chunk, one half through a branch, concatenate, shuffle the channels."""
+    """ShuffleNet's unit: chunk, send one half through a branch, concatenate, shuffle the channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Shuffle(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Linear layers on three axes, with a layer norm over the features."""
+    """A net of Linear layers on three axes, with a layer norm over the features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Tokens(nn.Module):
 
 
 class FrozenNorm(nn.Module):
-    """Batch norm in evaluation mode during training, as in fine-tuning."""
+    """A net with batch norm in evaluation mode during training, as in fine-tuning."""
 
     def __init__(self) -> None:
         super().__init__()

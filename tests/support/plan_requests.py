@@ -1,4 +1,4 @@
-"""Planning requests for costs that are given."""
+"""Planning requests for given costs."""
 
 from typing import Any
 

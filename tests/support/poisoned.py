@@ -1,4 +1,4 @@
-"""A training whose losses overflow now and then, as in fp16."""
+"""A training whose losses sometimes overflow, as in fp16."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from convoy.train.loop import Training
 
 
 class Poisoned(Training):
-    """The loss of some batches is too large, as in fp16."""
+    """A training with too large a loss in some batches, as in fp16."""
 
     def _backward(self, x: Tensor, y: Tensor, part: float) -> Tensor:
         loss = nn.functional.cross_entropy(self.model(x), y) * part

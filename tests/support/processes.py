@@ -1,4 +1,4 @@
-"""Runs a test function on real processes and returns what each device returned.
+"""Run a test function on real processes and return the result of each device.
 
 One process, the nursery, imports torch once for the whole test session and is forked once per device: that takes
 milliseconds where a fresh interpreter takes seconds. It never computes itself, so its forks start clean.
@@ -27,7 +27,7 @@ _nursery: subprocess.Popen[bytes] | None = None
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on at the moment."""
+    """Return a port without a listener."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -74,12 +74,12 @@ def on_processes(
 
 
 def nursery_pid() -> int | None:
-    """The one process that may outlive a test."""
+    """Return the one process that may outlive a test."""
     return _nursery.pid if _nursery else None
 
 
 def stop_nursery() -> None:
-    """End the nursery, and with it all devices that still run: they share its process group."""
+    """End the nursery and the devices still running, which share its process group."""
     global _nursery
     if _nursery is None:
         return
@@ -125,7 +125,7 @@ def _result(folder: Path, device: int) -> Any:
 
 
 def _serve_orders() -> None:
-    """Run one order after another until the test session is gone."""
+    """Run one order after another until the test session ends."""
     gc.disable()  # while the modules load
     import torch._dynamo  # noqa: F401 - each optimizer and each trace imports it: here once
 
@@ -141,7 +141,7 @@ def _serve_orders() -> None:
 
 
 def _nurse(order: dict[str, Any]) -> None:
-    """Fork the devices and wait for them; those that were stopped are killed when only they are left."""
+    """Fork the devices and wait for them; kill stopped ones when only they remain."""
     with contextlib.suppress(Exception):  # a module that cannot be imported fails in the devices, where it is told
         importlib.import_module(order["target"].split(":")[0])
     gc.freeze()  # a collection in a device would go over all of torch, and copy the pages that it shares with the others

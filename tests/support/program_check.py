@@ -1,4 +1,4 @@
-"""The programs of all devices, checked together: they are run as the devices would run them, without tensors.
+"""Check the programs of all devices together by running them without tensors.
 
 A round is complete when both ends of each of its messages have started.
 """
@@ -89,7 +89,7 @@ class _Walk:
                     yield f"device {device.number}: {operation_line(operations[at])}"
 
     def _go(self, device: _Device, lane: int) -> bool:
-        """Walk a lane until it has to wait. Return whether it moved."""
+        """Advance a lane until it has to wait. Return whether it moved."""
         start, operations = device.at[lane], device.lanes[lane]
         while device.at[lane] < len(operations) and self._is_ready(device, operations[device.at[lane]]):
             self._do(device, operations[device.at[lane]])
@@ -162,7 +162,7 @@ class _Walk:
         self.peers.setdefault((device.number, key), set()).add(message.peer)
 
     def _check_free(self, device: _Device, operation: Operation, part: Part, *, writing: bool) -> None:
-        """Refuse to write what is being sent, and to use what is still arriving."""
+        """Refuse to write data that is being sent, and to use data that is still arriving."""
         for (step, number), parts in device.exchanged.items():
             for other, arrives in parts:
                 if (writing or arrives) and part.buffer == other.buffer and _overlap(part, other):

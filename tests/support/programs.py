@@ -1,4 +1,4 @@
-"""Programs of the system that some tests need, and the Debian packages that bring them."""
+"""System programs that some tests need, and their Debian packages."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ PACKAGES = {
 
 
 def lacking(*programs: str, root: bool = False) -> str:
-    """Why tests that need these programs, and root on Linux if asked for, cannot run here; nothing if they can."""
+    """Return why tests that need these programs (and optionally root on Linux) cannot run; empty if they can."""
     if root and (platform.system() != "Linux" or os.geteuid() != 0):
         return "needs Linux and root"
     missing = [program for program in programs if shutil.which(program) is None]
@@ -27,6 +27,6 @@ def lacking(*programs: str, root: bool = False) -> str:
 
 
 def needs(*programs: str, root: bool = False) -> pytest.MarkDecorator:
-    """A mark that skips a test where it cannot run, and says which package is lacking."""
+    """Return a mark that skips a test that cannot run and names the missing package."""
     reason = lacking(*programs, root=root)
     return pytest.mark.skipif(bool(reason), reason=reason or "can run")

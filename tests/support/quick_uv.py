@@ -1,4 +1,4 @@
-"""A stand-in for uv: lists packages, makes wheels and environments, unpacks wheels; in a fraction of a second, offline.
+"""A fast offline stand-in for uv: lists packages, builds wheels and environments, unpacks wheels.
 
 It runs as a program of its own, with the standard library only, and knows no more than what `convoy fleet setup` asks of uv.
 QUICK_UV_FREEZE is what it lists. QUICK_UV_SLOW: seconds that an installation takes.
@@ -14,14 +14,14 @@ from pathlib import Path
 
 
 def build(folder: Path, into: Path) -> None:
-    """Make a wheel of a folder's Python files, under its name and version 1."""
+    """Build a wheel of a folder's Python files, under its name and version 1."""
     with zipfile.ZipFile(into / f"{folder.name.replace('-', '_')}-1-py3-none-any.whl", "w") as archive:
         for path in sorted(folder.rglob("*.py")):
             archive.writestr(zipfile.ZipInfo(str(path.relative_to(folder))), path.read_bytes())
 
 
 def install(python: Path) -> None:
-    """Unpack the wheels that requirements.txt names, by their paths or as name==version in this folder, unless unchanged."""
+    """Unpack the wheels in requirements.txt, given by path or as name==version in this folder, unless unchanged."""
     (site,) = python.parents[1].glob("lib/python*/site-packages")
     count = 0
     for line in Path("requirements.txt").read_text().splitlines():

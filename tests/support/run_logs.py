@@ -1,4 +1,4 @@
-"""The log of a run that never was: three devices, two epochs of twenty steps, one change of shares. All numbers are known."""
+"""The log of an invented run with known numbers: three devices, two epochs of twenty steps, one change of shares."""
 
 import copy
 import json
@@ -76,7 +76,7 @@ def loss(step: int) -> float:
 
 
 def epoch(number: int) -> list[Row]:
-    """The lines of an epoch of twenty steps, which a test of 1 s follows."""
+    """Return the lines of an epoch of twenty steps, followed by a test of 1 s."""
     rows: list[Row] = []
     for step in range(20 * number, 20 * number + 20):
         s = 1.0 * number + STEP_S * (step + 1)
@@ -113,6 +113,6 @@ def whole_run() -> list[Row]:
 
 
 def write(path: Path, rows: list[Row], cut_off: str = "") -> Path:
-    """A log of these lines; `cut_off` is what a killed run wrote of its last."""
+    """Write a log of these lines; `cut_off` is a killed run's partial last line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + cut_off)
     return path

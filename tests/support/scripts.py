@@ -1,4 +1,4 @@
-"""Runs a script, or a command of Convoy, on processes that have imported torch already: a second in place of ten.
+"""Run a script or a Convoy command on processes that have already imported torch: one second instead of ten.
 
 That `convoy run`, `convoy train --devices` and torchrun start their processes rightly is for other tests to say.
 """
@@ -19,7 +19,7 @@ from tests.support.processes import on_processes
 
 
 def on_forks(devices: int, script: Path, *options: str, as_one: bool = True) -> list[tuple[str, str]]:
-    """What a script prints on each device: output and errors.
+    """Return a script's output and errors on each device.
 
     Args:
         as_one: the script sees one device, as under `convoy run`; else torchrun's variables. Warnings are errors then.
@@ -44,7 +44,7 @@ def _run(_device: int, script: str, options: list[str], as_one: bool) -> tuple[s
 
 
 def launch_on_forks(argv: Sequence[str], devices: Sequence[str], **_: Any) -> int:
-    """In the place of `launch_local`, for devices that end well: prints what device 0 prints."""
+    """Replace `launch_local` for devices that succeed: print what device 0 prints."""
     printed = on_processes(len(devices), f"{__name__}:_command", list(argv), os.getcwd(), joined=False, limit_s=100)
     print(printed[0], end="")
     return 0

@@ -1,4 +1,4 @@
-"""Which cases of a test everybody runs every day."""
+"""Select which cases of a test run every day."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ import pytest
 
 
 def most_slow(fast: int, cases: Iterable[Any]) -> list[Any]:
-    """The cases of a parametrised test: after the first `fast`, they run with the slow tests."""
+    """Return the cases of a parametrised test, with those after the first `fast` marked slow."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow if number >= fast else ())
         for number, case in enumerate(cases)
@@ -16,7 +16,7 @@ def most_slow(fast: int, cases: Iterable[Any]) -> list[Any]:
 
 
 def each_value(*values: Sequence[Any]) -> list[Any]:
-    """Return the cases of a test with several parameters: each value of each in at least one, all combinations when slow."""
+    """Return cases that cover each value of each parameter; the slow tests run all combinations."""
     most = max(map(len, values))
     daily = [tuple(number % len(each) for each in values) for number in range(most)]
     places = [*daily, *(place for place in itertools.product(*map(range, map(len, values))) if place not in daily)]

@@ -1,4 +1,4 @@
-"""What the tests of scripts train: a small net on random images, an ordinary DataLoader, devices of unlike speed."""
+"""The training of the script tests: a small net on random images, an ordinary DataLoader, devices of unequal speed."""
 
 import copy
 from typing import Any
@@ -24,7 +24,7 @@ _NET = _made()
 
 
 def net() -> nn.Module:
-    """A copy: torch's random numbers are those of the process, and devices are threads here."""
+    """Return a copy: torch's random state belongs to the process, and devices are threads here."""
     return copy.deepcopy(_NET)
 
 

@@ -1,4 +1,4 @@
-"""A fleet of two hosts that are reached by ssh, attic and cellar of `ssh_hosts`, and devices of theirs that need no torch."""
+"""A fleet of the two ssh hosts attic and cellar of `ssh_hosts`, with devices that need no torch."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Hosts with ssh servers of their own on one machine: network namespaces, an sshd in each, and a client that knows them."""
+"""Hosts with their own ssh servers on one machine: network namespaces, an sshd in each, and a client that knows
+them."""
 
 import os
 import shutil
@@ -38,7 +39,7 @@ class Lab:
 
     @contextmanager
     def on(self, host: str, command: Sequence[str], ssh: str = "client") -> Iterator["subprocess.Popen[str]"]:
-        """A command that runs on a host, in a session of its own. `ssh` is the configuration of its ssh."""
+        """Return a command that runs on a host in its own session. `ssh` is the ssh configuration."""
         environment = {name: value for name, value in os.environ.items() if name not in (*PLACE, "COLUMNS")}
         environment |= {"CONVOY_SSH": f"ssh -F {self.folder / ssh}", "PYTHONWARNINGS": "error"}
         process = subprocess.Popen(
@@ -60,13 +61,13 @@ class Lab:
     def run(
         self, host: str, command: Sequence[str], ssh: str = "client", limit_s: float = 60.0
     ) -> tuple[int, str, str]:
-        """Run a command on a host to its end: status, output, errors."""
+        """Run a command on a host to its end; return status, output and errors."""
         with self.on(host, command, ssh) as process:
             output, errors = process.communicate(timeout=limit_s)
         return process.returncode, output, errors
 
     def at_work(self) -> dict[int, str]:
-        """Processes on the hosts beside their ssh servers (those wait long for a client that is gone without a sign)."""
+        """Return the processes on the hosts except their ssh servers, which wait long for a vanished client."""
         found = {}
         for port in self.wiring.ports:
             listed = subprocess.check_output(["ip", "netns", "pids", port.namespace], text=True)
@@ -77,7 +78,7 @@ class Lab:
 
     @contextmanager
     def cable_pulled(self, host: str) -> Iterator[None]:
-        """Nothing comes to the host or from it, and nobody is told."""
+        """Drop all traffic to and from the host without informing anyone."""
         card = ["ip", "-netns", self.wiring.switch, "link", "set", self.wiring.port(host).plug]
         subprocess.check_call([*card, "down"])
         try:
@@ -88,7 +89,7 @@ class Lab:
 
 @contextmanager
 def lab(folder: Path, hosts: Sequence[str], set_env: str = f"PYTHONPATH={ROOT}") -> Iterator[Lab]:
-    """The hosts, for as long as the context lasts. `set_env` is set there: by itself the Convoy that is tested is found."""
+    """Create the hosts for the duration of the context."""
     wiring = namespaces.wire(RunName.mine(), hosts)
     for name in ("key", "stranger", *(f"host_key-{host}" for host in hosts)):
         subprocess.check_call(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)])
@@ -142,7 +143,7 @@ def _server(folder: Path, port: namespaces.Port, set_env: str) -> Iterator[int]:
 
 
 def eventually(what: Callable[[], bool], limit_s: float = 30.0) -> bool:
-    """Whether it comes true within the limit, which is far beyond what it takes."""
+    """Return whether the condition becomes true within a generous limit."""
     deadline_s = time.monotonic() + limit_s
     while not what():
         if time.monotonic() > deadline_s:

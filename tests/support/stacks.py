@@ -11,7 +11,7 @@ from convoy.model.nets import ImageShape, graph_without_weights
 
 
 class Stack:
-    """Layers one after the other, as in nn.Sequential: named by their place."""
+    """Consecutive layers, as in nn.Sequential, named by position."""
 
     def __init__(self, image: ImageShape) -> None:
         self.image, self.shape, self.layers = image, Shape(image), list[nn.Module]()
@@ -22,7 +22,7 @@ class Stack:
         return self
 
     def conv(self, filters: int, kernel: int) -> Self:
-        """An odd square kernel with 'same' padding, then ReLU."""
+        """Add a convolution with an odd square kernel and 'same' padding, then ReLU."""
         convolution = nn.Conv2d(self.shape[0], filters, kernel, padding=kernel // 2, device="meta")
         return self._add((filters, *self.shape[1:]), convolution, nn.ReLU())
 

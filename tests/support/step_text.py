@@ -1,4 +1,4 @@
-"""Step lists as lines of text, and plans in a few words."""
+"""Step lists as lines of text, and plans in short form."""
 
 from convoy.layout.layout import Layout
 from convoy.layout.shares import even
@@ -14,7 +14,7 @@ TWO_CONV = ("conv1", "relu", "pool", "conv2", "relu_1", "pool#2", "flatten", "fc
 
 
 def spelled(steps: StepList, phase: str) -> list[str]:
-    """One line per step: who computes, what moves, from which layout to which."""
+    """Return one line per step: which device computes, and which value moves between which layouts."""
     return [_line(step) for step in steps.steps if step.phase == phase]
 
 

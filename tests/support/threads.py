@@ -1,4 +1,4 @@
-"""A group of threads in one process: the same contract as processes, with mailboxes in place of a network."""
+"""A group of threads in one process, with the contract of processes and mailboxes instead of a network."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def this_core() -> set[int]:
-    """The core that the calling thread is on."""
+    """Return the calling thread's core."""
     return {_LIBC.sched_getcpu()}
 
 
@@ -87,7 +87,7 @@ def run_on_threads(
 
 @dataclass
 class _Mailboxes:
-    """What the threads share. Every field is read and written under ``changed`` only."""
+    """State shared by the threads. Every field is accessed under ``changed`` only."""
 
     devices: int
     timeout_s: float
@@ -112,7 +112,7 @@ class _Mailboxes:
             self.changed.notify_all()
 
     def await_end(self) -> None:
-        """Wait until all devices have left, or one has failed and the others had their time."""
+        """Wait until all devices have left, or until one has failed and the others had their time."""
         with self.changed:
             self.changed.wait_for(lambda: len(self.left) == self.devices or self.first_error is not None)
             self.changed.wait_for(lambda: len(self.left) == self.devices, self.timeout_s)
@@ -214,7 +214,7 @@ class _Awaited:
 
 
 def _copy(arrived: torch.Tensor, target: torch.Tensor, route: Route) -> None:
-    """Copy a message into its place; a network would write wrong bytes or fail where this says what is wrong."""
+    """Copy a message into its buffer; raise a clear error where a network would corrupt data or fail."""
     if arrived.numel() != target.numel() or arrived.dtype != target.dtype:
         raise MismatchError(
             f"device {route[0]} sent {arrived.numel()} elements of {arrived.dtype} where device {route[1]} expected "

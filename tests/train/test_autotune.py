@@ -1,4 +1,4 @@
-"""Autotune: a pure state machine on synthetic seconds, the plans that come to it, and training through it."""
+"""Autotuning: a pure state machine on synthetic seconds, its candidate plans, and training with it."""
 
 import copy
 import random
@@ -40,7 +40,7 @@ def some_plans(count: int) -> list[Plan]:
 
 
 def tried(step_s: Step, count: int, most: int = 500) -> tuple[Autotune, list[int], list[Reshard | Keep]]:
-    """The state when it is over, which plan made each step, and what was decided."""
+    """Return the final state, the plan of each step, and the decisions."""
     state, ran, decisions = Autotune.start(some_plans(count)), [], []
     while not state.is_over:
         ran.append(state.running)
@@ -70,18 +70,18 @@ def test_the_fastest_plan_wins(fastest: int) -> None:
     assert rounds_of(ran) == [0, 1, 2, 1, 0], "there and back"
 
 
-def test_a_plan_far_behind_has_one_round_only() -> None:
+def test_slow_plan_gets_one_round_only() -> None:
     state, ran, _ = tried(lambda plan, _: [1.0, 1.0 + 2 * FAR_BEHIND, 0.9][plan], 3)
     assert rounds_of(ran) == [0, 1, 2, 0]
     assert state.running == 2
 
 
-def test_a_machine_that_slows_down_evenly_is_fair_to_all_plans() -> None:
+def test_even_slowdown_does_not_change_the_winner() -> None:
     state, _, _ = tried(lambda plan, step: [1.0, 0.95][plan] * (1 + 0.015 * step), 2)
     assert state.running == 1
 
 
-def test_the_first_steps_by_a_plan_do_not_count() -> None:
+def test_first_steps_of_a_plan_are_ignored() -> None:
     seen: list[int] = []
 
     def step_s(plan: int, step: int) -> float:  # noqa: ARG001
@@ -94,7 +94,7 @@ def test_the_first_steps_by_a_plan_do_not_count() -> None:
     assert max(step_s for entry in state.entries for step_s in entry.seen_s) <= 1.0
 
 
-def test_by_a_noise_of_a_tenth_the_better_plan_is_missed_seldom_and_a_bad_one_never_chosen() -> None:
+def test_ten_percent_noise_never_selects_a_bad_plan() -> None:
     chosen = []
     for seed in range(200):
         rng = random.Random(seed)
@@ -179,5 +179,5 @@ def test_training_during_autotuning_matches_one_device(monkeypatch: pytest.Monke
     told, followed = found[0][2:]
     told_of_it = [text for text in told if text.startswith("autotune")]
     assert told_of_it[0].endswith("now plan 2")
-    assert told_of_it[-1].endswith("goes on")
+    assert told_of_it[-1].endswith("continues")
     assert followed[:2] == plans_to_try()[1:]

@@ -1,4 +1,4 @@
-"""Rebalancing at work: the loader after a change of shares, and training that rebalances itself.
+"""Rebalancing in a training: the loader after a change of shares, and a training that rebalances itself.
 
 Seconds are told to the rebalancer by a clock that is made up: nothing here depends on how fast this machine is.
 """
@@ -92,7 +92,7 @@ def test_local_batches_follow_a_new_plan(workers: int) -> None:
 
 @dataclass
 class MadeUp:
-    """A clock whose seconds are told to it."""
+    """A clock with seconds set by the test."""
 
     layers_s: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
@@ -100,7 +100,7 @@ class MadeUp:
 
 
 class Teller(Observer):
-    """After every step, tells the clock how long each layer took: its part of the numbers, over the device's speed."""
+    """An observer that sets the clock's seconds per layer after every step: the device's share over its speed."""
 
     def __init__(self, here: Distributed, speeds: list[float]) -> None:
         self.here, self.speed, self.steps = here, speeds[here.group.device], 0
@@ -121,7 +121,7 @@ class Teller(Observer):
 
 
 def _part(here: Distributed, step: ComputeStep) -> float:
-    """The part of a layer's output, or of what it sums over, that a device has: its share of samples or filters."""
+    """Return the device's fraction of a layer: its share of samples or filters."""
     value = step.reads[0] if isinstance(step.writes.layout, Partial) else step.writes
     mine = box(value.layout, here.group.device, value.shape)
     return entries(mine) / torch.Size(value.shape).numel() if mine else 0.0
@@ -147,7 +147,7 @@ def train(plan: Plan, every: int = 2) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[History, dict[str, Tensor]]:
-    """The same training in plain PyTorch."""
+    """Train the same in plain PyTorch."""
     model = nets.build("two-conv")
     loader, test = Loader(Samples(), BATCH), Loader(Samples(), BATCH, shuffle=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003, eps=1e-3)

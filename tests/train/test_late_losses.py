@@ -1,4 +1,4 @@
-"""Losses are read some steps late where an accelerator computes them: nothing waits for it, and no step is told twice."""
+"""Losses of an accelerator are read some steps late: nothing waits for them, and each step is reported once."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ STEPS = 7
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Seven steps of 6 samples. One may be no number: its step's loss is none."""
+    """Seven steps of 6 samples. One may be NaN, which makes its step's loss NaN."""
 
     def __init__(self, spoiled: int | None = None) -> None:
         own = torch.Generator().manual_seed(5)
@@ -44,7 +44,8 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 class Noted(Observer):
-    """What is told, in its order; and how often the host has waited for a simulated device by the end of each step."""
+    """An observer that records its calls in order, and how often the host waited for a simulated device by each
+    step."""
 
     def __init__(self, *, counts: bool = False) -> None:
         self.told: list[tuple[str, int]] = []
@@ -67,7 +68,7 @@ class Noted(Observer):
 
 
 def made(device: str, recipe: Recipe | None = None) -> Training:
-    """In one fused stretch on one device: what is asked of it is asked once a step."""
+    """Build the model as one fused segment on one device."""
     model = Distributed(
         nets.build("two-conv"), by_name("data", "two-conv", speeds=Speeds((1.0,))), AloneGroup(torch.device(device)),
         torch.zeros(1, 3, 8, 8, dtype=torch.float64),
@@ -84,7 +85,7 @@ def trained(training: Training, spoiled: int | None = None, epochs: int = 2, **o
 
 
 @needs_sim
-def test_no_step_waits_for_an_accelerator() -> None:
+def test_losses_are_read_without_waiting_for_an_accelerator() -> None:
     on_processes(1, "tests.train.test_late_losses:train_on_an_accelerator", joined=False)
 
 
@@ -102,7 +103,7 @@ def train_on_an_accelerator(_device: int) -> None:
 
 
 @needs_sim
-def test_one_accelerator_makes_all_devices_late() -> None:
+def test_one_accelerator_delays_loss_reading_everywhere() -> None:
     sim.load()
     try:
         for kinds, late in ((("sim:0", "cpu"), LATE_STEPS), (("cpu", "cpu"), 0)):
@@ -111,7 +112,9 @@ def test_one_accelerator_makes_all_devices_late() -> None:
         sim.load(devices=0)
 
 
-@pytest.mark.parametrize(("late", "words"), [(0, "before that step changes weights"), (2, "2 steps later, of which")])
+@pytest.mark.parametrize(
+    ("late", "words"), [(0, "before that step changes weights"), (2, "2 steps later, without saving")]
+)
 def test_a_nan_loss_ends_the_training_and_is_not_saved(late: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: late)
     noted, training = Noted(), made("cpu", Recipe(stops_diverged=True))
@@ -124,17 +127,17 @@ def test_a_nan_loss_ends_the_training_and_is_not_saved(late: int, words: str, mo
 def test_losses_are_read_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: 2)
     training, noted = made("cpu", Recipe(stops_diverged=True)), Noted()
-    keeper = Checkpointer(tmp_path, training.model, training.optimizer, every=2)
-    keeper.begin(resume=False)
+    checkpointer = Checkpointer(tmp_path, training.model, training.optimizer, every=2)
+    checkpointer.begin(resume=False)
     with pytest.raises(DivergedError, match=r"the loss of step 4 is nan.*stops 1 step later"):
-        trained(training, spoiled=6 * 3, keeper=keeper, observer=noted)
-    keeper.close()
+        trained(training, spoiled=6 * 3, checkpointer=checkpointer, observer=noted)
+    checkpointer.close()
     assert [path.name for path in sorted(tmp_path.glob("*-step-*"))] == ["000001-step-2"]
     assert noted.told[:4] == [("end", 0), ("end", 1), ("loss", 0), ("loss", 1)]
 
 
 class LosesOne:
-    """Members of which one is lost after step 5, and which go on after step `back`; with the weights of then."""
+    """Members that lose a device after step 5 and continue from step `back` with its weights."""
 
     def __init__(self, training: Training, back: int) -> None:
         self.training, self.back, self.kept, self.lost = training, back, list[Any](), False

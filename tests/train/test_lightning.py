@@ -1,4 +1,4 @@
-"""Lightning trains a Convoy model as if it were on one device. Skipped where it is not installed: no extra brings it."""
+"""Lightning trains a Convoy model as on one device. Skipped if it is not installed: no extra includes it."""
 
 import importlib.util
 import os
@@ -34,7 +34,7 @@ def loss_of(folder: Path, *words: str, plan: str) -> float:
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "model"])
-def test_the_trainer_on_three_devices_is_the_trainer_on_one(plan: str, tmp_path: Path) -> None:
+def test_lightning_trainer_on_three_devices_matches_one(plan: str, tmp_path: Path) -> None:
     alone = loss_of(tmp_path, "(1.0,)", plan=plan)
     assert loss_of(tmp_path, "-m", "convoy", "run", "--devices", "3", "(3.0, 1.0, 2.0)", plan=plan) == pytest.approx(
         alone, abs=1e-4

@@ -1,4 +1,4 @@
-"""The loader: the same batches on every fleet and under every plan, and this device's part of each."""
+"""The loader: the same batches on every fleet and plan, and each device's local batch."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_the_order_does_not_depend_on_the_state_of_torch() -> None:
     assert Loader(Plain(), 5).batches(2) == first
 
 
-def test_drop_last() -> None:
+def test_drop_last_drops_the_partial_batch() -> None:
     loader = Loader(Plain(7), 3, shuffle=False, drop_last=True)
     assert [y for _, y in read(loader)] == [[0, 1, 2], [3, 4, 5]]
     assert len(loader) == 2
@@ -41,7 +41,7 @@ def test_drop_last() -> None:
 
 
 @pytest.mark.parametrize("name", ["data", "data-by-speed", "master", "model", "hybrid"])
-def test_the_batches_are_those_of_one_device_under_every_plan(name: str) -> None:
+def test_every_plan_loads_the_batches_of_one_device(name: str) -> None:
     loader = Loader(Plain(), 5, seed=1)
     expected = [read(loader), read(loader)]
     found = read_on_devices(plan_of(name), epochs=2, seed=1)
@@ -93,8 +93,8 @@ def test_an_empty_data_set_is_refused() -> None:
         convoy.loader(Plain(0), 4)
 
 
-def test_a_model_without_a_batch_size_asks_for_it() -> None:
-    with pytest.raises(InputError, match=r"the size of the whole batch is not known: use convoy.loader, or"):
+def test_missing_batch_size_is_requested() -> None:
+    with pytest.raises(InputError, match=r"the size of the global batch is not known: use convoy.loader, or"):
         part_of(plan_of("data"), 0)(torch.zeros(2, *SHAPE))
 
 

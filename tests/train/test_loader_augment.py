@@ -1,4 +1,4 @@
-"""Augmented images on fleets: the same sample gets the same picture, whoever loads it, with whom, and when."""
+"""Augmented images on fleets: a sample gets the same picture whichever device loads it, and when."""
 
 import threading
 
@@ -40,7 +40,7 @@ def augment(images: Images) -> Augment:
 
 @pytest.fixture(scope="module")
 def expected(images: Images, augment: Augment) -> Pictures:
-    """Two epochs on one device, sample by sample."""
+    """Return two epochs on one device, sample by sample."""
     return {
         (epoch, i): augment(images.__getitems__([i])[0], [i], SEED, epoch)[0]
         for epoch in (0, 1)
@@ -49,7 +49,7 @@ def expected(images: Images, augment: Augment) -> Pictures:
 
 
 def pictures(loader: Loader, epochs: int = 2) -> list[Pictures]:
-    """Of each epoch, the pictures that came."""
+    """Return the pictures of each epoch."""
     return [
         {(epoch, label): x for xs, y in loader for label, x in zip(y.tolist(), xs, strict=True)}
         for epoch in range(epochs)

@@ -1,4 +1,4 @@
-"""What data sets give the loader: labels with and without loading, random numbers, shapes that do not fit."""
+"""The loader's use of data sets: labels with and without loading, random numbers, wrong shapes."""
 
 import random
 import threading
@@ -56,7 +56,7 @@ def test_labels_belong_to_the_samples_of_local_outputs(name: str) -> None:
             assert len(x) == len(y)
 
 
-def test_no_label_of_another_device_is_loaded_for_outputs_that_stay() -> None:
+def test_local_outputs_load_only_local_labels() -> None:
     for device, expected in (
         (0, 6),
         (1, 2),
@@ -69,7 +69,7 @@ def test_no_label_of_another_device_is_loaded_for_outputs_that_stay() -> None:
 
 
 class Augmented(Plain):
-    """Draws from all three sources of random numbers, as image transforms do."""
+    """A data set that draws from all three random sources, as image transforms do."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return image(index) + torch.rand(()) + random.random() + float(np.random.rand()), index
@@ -81,7 +81,7 @@ class AugmentedInLists(Augmented):
 
 
 def augmented(plan: Plan, make: type[Augmented] = Augmented) -> list[list[Tensor]]:
-    """The images of every device, in two epochs; every device has drawn other numbers before."""
+    """Return the images of every device in two epochs, after each has drawn different random numbers."""
     model, dataset = net(), make(10)
 
     def work(group: Group) -> list[Tensor]:
@@ -117,7 +117,7 @@ def test_a_sample_that_repeats_within_an_epoch_is_augmented_anew(make: type[Augm
 
 
 class Odd(Plain):
-    """One sample is unlike the others."""
+    """A data set with one sample of another shape."""
 
     def __init__(self, odd: Any) -> None:
         super().__init__(10)
@@ -143,7 +143,7 @@ class Odd(Plain):
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_cannot_be_stacked_are_named(odd: Any, says: str, workers: int) -> None:
+def test_unstackable_samples_are_named(odd: Any, says: str, workers: int) -> None:
     loader = Loader(Odd(odd), 5, shuffle=False, workers=workers)
     with pytest.raises(DataError, match=says) as error:
         read(loader)

@@ -1,4 +1,4 @@
-"""Processes that prepare batches ahead: that they do, that they end, and that what they give is the same."""
+"""Loader worker processes: they prefetch, they end, and they change no batch."""
 
 import multiprocessing
 import time
@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 
 class Counted(Plain):
-    """Counts what is loaded, in whatever process."""
+    """A data set that counts loaded items in every process."""
 
     def __init__(self, samples: int) -> None:
         super().__init__(samples)
@@ -83,7 +83,7 @@ class Corrupt(Plain):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_an_error_while_loading_comes_as_it_is_and_ends_the_workers(count: int) -> None:
+def test_loading_error_is_raised_and_ends_the_workers(count: int) -> None:
     before = len(workers())
     seen = []
     with pytest.raises(DataError) as kept:
@@ -110,7 +110,7 @@ def test_workers_change_no_batch(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_loading_leaves_the_random_numbers_of_the_program_alone(count: int) -> None:
+def test_loading_leaves_global_random_state_unchanged(count: int) -> None:
     torch.manual_seed(4)
     expected = torch.rand(3).tolist()
     torch.manual_seed(4)

@@ -1,4 +1,4 @@
-"""Losses of outputs that stay with their samples: value and gradient of one device, and nothing of an output on the wire."""
+"""Losses of local outputs: value and gradient match one device, and no output is sent."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ def _labels(*shape: int) -> Tensor:
 
 
 def _ignored(*shape: int) -> Tensor:
-    """Labels of which the first samples' are all ignored, and some of the others': devices count very different numbers."""
+    """Return labels with all of the first samples' ignored and some others', so that devices count differently."""
     y = torch.where(torch.rand(SAMPLES, *shape) < 0.4, 255, _labels(*shape))
     y[:3] = 255
     return y
@@ -103,7 +103,7 @@ CASES: dict[str, Case] = {
 def _on_parts(
     arguments: Sequence[Tensor], work: Callable[..., Tensor], *, whole: bool, outputs: int = 1
 ) -> list[tuple[float, list[Tensor]]]:
-    """Of each device: the loss, and the gradients of its rows of the outputs."""
+    """Return each device's loss and the gradients of its output rows."""
 
     def run(group: Group) -> tuple[float, list[Tensor]]:
         start = sum(SHARES[: group.device])
@@ -142,7 +142,7 @@ def test_every_criterion_has_the_value_and_the_gradient_of_one_device(name: str)
     torch.testing.assert_close(plain, criterion(*arguments))
 
 
-def test_functional_and_custom_criteria() -> None:
+def test_functional_and_custom_criteria_match_one_device() -> None:
     with torch_seed(6):
         labelled, pairs = (_floats(5), _ignored()), (_floats(3), _floats(3))
     ours = convoy.loss(F.cross_entropy, ignore_index=255, label_smoothing=0.1)
@@ -156,7 +156,7 @@ def test_functional_and_custom_criteria() -> None:
     assert convoy.loss(dice, reduction="mean")(*pairs).item() == dice(*pairs).mean().item()
 
 
-def test_labels_that_are_all_ignored_give_what_torch_gives() -> None:
+def test_all_ignored_labels_match_torch() -> None:
     x, y = torch.zeros(SAMPLES, 5, dtype=torch.float64), torch.full((SAMPLES,), -100)
     for value, _ in _on_parts((x, y), convoy.loss(nn.CrossEntropyLoss()), whole=True):
         assert str(value) == "nan" == str(F.cross_entropy(x, y).item())
@@ -194,7 +194,7 @@ def test_criteria_with_unknown_reduction_are_refused(criterion: Any, words: str)
 @pytest.mark.parametrize(
     ("criterion", "arguments", "words"),
     [
-        (nn.MSELoss(), lambda: (_floats(1), _floats()), "as many axes"),
+        (nn.MSELoss(), lambda: (_floats(1), _floats()), "the same number of axes"),
         (nn.BCEWithLogitsLoss(weight=torch.ones(SAMPLES, 2)), lambda: (_floats(2), _floats(2)), "sample to sample"),
         (nn.MSELoss(), lambda: (_floats(2), _floats(2)[:5]), "5, 2"),
     ],
@@ -208,7 +208,7 @@ def test_arguments_that_would_pair_samples_wrongly_are_refused(
         _on_parts(made, convoy.loss(criterion), whole=True)
 
 
-def test_other_class_weights_on_one_device_are_refused() -> None:
+def test_differing_class_weights_are_refused() -> None:
     def work(group: Group) -> None:
         x = OutputPart(torch.zeros(SHARES[group.device], 5), Split(0, SHARES), (SAMPLES, 5), group)
         criterion = nn.CrossEntropyLoss(weight=torch.ones(5) + (group.device == 2))
@@ -246,7 +246,7 @@ def test_a_local_output_is_never_used_as_a_global_one() -> None:
 
 
 def _unet(shares: Sequence[int], *, mixes_strategies: bool = False) -> tuple[nn.Module, Plan, Tensor]:
-    """A U-Net, and a plan by which its outputs, an image of logits for each sample, stay."""
+    """Return a U-Net and a plan that keeps its outputs, an image of logits per sample, local."""
     with torch_seed(1):
         model = UNet().double()
         x = torch.randn(SAMPLES, 3, 16, 16, dtype=torch.float64)
@@ -310,7 +310,7 @@ def test_a_u_net_trains_for_twenty_steps_as_on_one_device(mixes_strategies: bool
 
 
 def _sent(model: nn.Module, plan: Plan, x: Tensor, y: Tensor) -> int:
-    """Bytes on the wire in one step, from forward to backward, over all devices."""
+    """Return the bytes all devices send in one step."""
 
     def work(group: Group) -> int:
         here = Distributed(model, plan, group, x[:2])

@@ -1,4 +1,4 @@
-"""What people do wrong with a distributed model: it is right all the same, or refused with what to write instead."""
+"""Common mistakes with a distributed model: they work anyway, or are refused with a remedy."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +26,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_plan(group: Group, plan: str = "master", model: nn.Module | None = None, batch: int = 5) -> Distributed:
-    """The four lines' first three."""
+    """Return the model after the first three of the four lines."""
     model, x = net() if model is None else model, images()[:2][0]
     made = convoy.make_plan(plan, model, x, batch, group, speeds=SPEEDS[: group.devices])
     return convoy.distribute(model, made, group, x)
@@ -46,7 +46,7 @@ def on_three(work: Callable[[Group], Any]) -> list[Any]:
 
 
 def refused_on_three(work: Callable[[Group], Any], error: type[Exception], told: str) -> None:
-    """The first device that raises, raises this."""
+    """Raise the first error of a device."""
     with pytest.raises(error, match=told):
         on_three(work)
 
@@ -54,7 +54,7 @@ def refused_on_three(work: Callable[[Group], Any], error: type[Exception], told:
 # --- the example -------------------------------------------------------------------------------------------------------
 
 
-def test_an_example_without_the_axis_of_the_batch() -> None:
+def test_example_without_a_batch_axis_is_refused() -> None:
     x = images()[0][0]
     with pytest.raises(InputError, match=r"it is one sample, \(1, 6, 6\), without the axis .* give example\[None\]"):
         convoy.make_plan("data", net(), x, 5, ALONE, speeds=(1.0,))
@@ -62,7 +62,7 @@ def test_an_example_without_the_axis_of_the_batch() -> None:
         convoy.make_plan("data", nn.Linear(4, 2), torch.zeros(4), 5, ALONE, speeds=(1.0,))
 
 
-def test_a_model_that_was_converted_for_distributed_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_batch_norm_trains_alone_and_is_refused_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _losses(net(), lambda *given: given)
     made = _losses(
         nn.SyncBatchNorm.convert_sync_batchnorm(net()),
@@ -86,7 +86,7 @@ def test_a_model_that_was_converted_for_distributed_data_parallel(monkeypatch: p
         (lambda d: {"dataset": images(23 - d // 2)}, "the number of samples is 23 on device 0, but 22 on device 2"),
     ],
 )
-def test_loaders_that_differ(options: Callable[[int], dict[str, Any]], told: str) -> None:
+def test_differing_loaders_are_refused(options: Callable[[int], dict[str, Any]], told: str) -> None:
     def work(group: Group) -> None:
         given: dict[str, Any] = {"dataset": images(), "batch_size": 5, **options(group.device)}
         next(iter(convoy.loader(model=by_plan(group), **given)))
@@ -156,7 +156,7 @@ def test_calls_that_would_see_shards_are_refused() -> None:
     on_three(work)
 
 
-def test_a_model_that_was_not_distributed() -> None:
+def test_undistributed_model_is_refused() -> None:
     model: Any = net()
     for use in (
         lambda: convoy.loader(images(), 5, model),
@@ -171,7 +171,7 @@ def test_a_model_that_was_not_distributed() -> None:
 # --- wrappers ----------------------------------------------------------------------------------------------------------
 
 
-def test_data_parallel_around_a_distributed_model() -> None:
+def test_data_parallel_wrapper_is_refused() -> None:
     part, x = by_plan(ALONE), images()[:5][0]
     with pytest.raises(InputError, match=r"leave DataParallel out"):
         part._replicate_for_data_parallel()
@@ -185,7 +185,7 @@ def test_data_parallel_around_a_distributed_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
-def test_compiling_a_distributed_model_leaves_it_as_it_is() -> None:
+def test_torch_compile_leaves_a_distributed_model_unchanged() -> None:
     part, (x, y) = by_plan(ALONE), images()[:5]
     compiled = torch.compile(part, backend="eager")
     torch.testing.assert_close(compiled(x, batch=5), net()(x), rtol=1e-10, atol=1e-10)
@@ -203,7 +203,7 @@ def test_compiling_a_distributed_model_leaves_it_as_it_is() -> None:
 
 
 def _losses(model: nn.Module, change: Callable[[Any, Any, Any], Any], **options: Any) -> list[float]:
-    """Of two epochs; `change` may put other objects in the place of model, optimizer and loader."""
+    """Return the losses of two epochs; `change` may replace model, optimizer and loader."""
     optimizer = options.get("optimizer", sgd)(model)
     schedule = options.get("schedule", lambda _: None)(optimizer)
     for x, y in list(shuffled())[: options.get("before", 0)]:
@@ -275,7 +275,7 @@ def test_optimizer_state_dict_of_shards_is_refused() -> None:
 
 
 class Prefetching(DataLoader[Any]):
-    """As many write them: what they do to a batch would be lost."""
+    """A common kind of loader wrapper, whose changes to a batch would be lost."""
 
     def __iter__(self) -> Any:
         for x, y in super().__iter__():
@@ -283,7 +283,7 @@ class Prefetching(DataLoader[Any]):
 
 
 class Wrapped:
-    """As timm's PrefetchLoader: a loader around a loader."""
+    """A loader around a loader, as timm's PrefetchLoader."""
 
     def __init__(self) -> None:
         self.loader = shuffled()
@@ -299,7 +299,10 @@ class Wrapped:
         (lambda m, o: (m, o, Wrapped()), "a Wrapped as a loader: .*give the DataLoader inside it"),
         (lambda m, o: (o, m, shuffled()), "in this order; its model is a SGD"),
         (lambda m, o: (m, shuffled(), o), "in this order; its optimizer is a DataLoader"),
-        (lambda m, o: (m, o, shuffled(), schedules.StepLR(o, 1)), "a StepLR as a loader: leave it out; it goes on"),
+        (
+            lambda m, o: (m, o, shuffled(), schedules.StepLR(o, 1)),
+            "a StepLR as a loader: leave it out; it continues to work",
+        ),
         (lambda m, o: (m, o, shuffled(), images()), "a TensorDataset as a loader: give DataLoaders"),
         (lambda m, o: convoy.prepare(m, o, shuffled(), plan="data", speeds=(1.0,), group=ALONE), "distributed already"),
         (
@@ -321,7 +324,7 @@ def test_wrong_arguments_of_prepare_are_refused(given: Callable[[Any, Any], Any]
 
 
 def alone_at(group: Group, mistake: str) -> str:
-    """What this device is told in the end."""
+    """Return the final message to this device."""
     part = by_plan(group)
     optimizer, loader = sgd(part), convoy.loader(images(), 5, part)
     x, y = images()[:5]
@@ -364,7 +367,7 @@ def alone_at(group: Group, mistake: str) -> str:
         pytest.param("break", "`for x, _ in loader:`", marks=pytest.mark.slow),
     ],
 )
-def test_a_line_that_only_one_device_reaches_is_named(mistake: str, told: str) -> None:
+def test_collective_call_on_one_device_is_named(mistake: str, told: str) -> None:
     first, second = on_processes(2, "tests.train.test_mistakes:alone_at", mistake, timeout_s=3.0)
     assert "test_mistakes.py line " in first
     assert told in first

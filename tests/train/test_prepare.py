@@ -1,4 +1,4 @@
-"""One line: a script with an optimizer and a DataLoader made in the natural order trains the same on several devices."""
+"""`prepare`: a script with an existing optimizer and DataLoader trains the same on several devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ from tests.support.threads import run_on_threads
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, as for no weight decay on biases, and one that is not in the order of the model."""
+    """Return Adam with two groups, as for no weight decay on biases, one not in the model's order."""
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     return torch.optim.AdamW(
@@ -39,7 +39,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def trained(
     make: Callable[[], DataLoader[Any]], group: Group | None, plan: str = "master", epochs: int = 3, before: int = 0
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and the weights of a script; with a group, after the line that differs.
+    """Return a script's losses and weights; with a group, after the `prepare` line.
 
     Args:
         before: steps of one device before that line: the optimizer remembers something then.
@@ -80,7 +80,7 @@ def assert_as_alone(make: Callable[[], DataLoader[Any]], **options: Any) -> None
 
 
 @pytest.mark.parametrize("plan", ["data", "data-by-speed", "master", "model", "hybrid"])
-def test_an_optimizer_and_a_loader_made_before_train_as_on_one_device(plan: str) -> None:
+def test_existing_optimizer_and_loader_train_as_on_one_device(plan: str) -> None:
     assert_as_alone(shuffled, plan=plan)
 
 
@@ -89,7 +89,7 @@ def test_prepare_keeps_momentum() -> None:
 
 
 class Flipped(Dataset[Any]):
-    """Labels are at hand nowhere else than in the items."""
+    """A data set with labels only in its items."""
 
     def __len__(self) -> int:
         return 23
@@ -100,13 +100,13 @@ class Flipped(Dataset[Any]):
 
 
 def joined(rows: list[Any]) -> tuple[Tensor, Tensor]:
-    """Every image is mixed with the one before it in the batch: samples depend on each other."""
+    """Mix every image with the one before it in the batch, so that samples depend on each other."""
     x, y = default_collate(rows)
     return 0.7 * x + 0.3 * x.roll(1, 0), y
 
 
 class Odd(BatchSampler):
-    """Batches of one class each, of unequal sizes."""
+    """A sampler with batches of one class each, of unequal sizes."""
 
     batch_size = 9
 
@@ -144,7 +144,7 @@ def test_dataloader_options_are_kept(make: Callable[[], DataLoader[Any]]) -> Non
     assert_as_alone(make)
 
 
-def test_the_order_is_that_of_one_device_with_the_same_seed() -> None:
+def test_sample_order_matches_one_device() -> None:
     def order(make: Callable[[DataLoader[Any]], Any]) -> list[list[int]]:
         torch.manual_seed(7)
         loader = make(DataLoader(images(), batch_size=5, shuffle=True))
@@ -153,7 +153,7 @@ def test_the_order_is_that_of_one_device_with_the_same_seed() -> None:
     assert order(lambda loader: AdoptedLoader(loader, None)) == order(lambda loader: loader)
 
 
-def test_parts_load_only_what_a_device_computes() -> None:
+def test_devices_load_only_their_local_batch() -> None:
     class Counted(Flipped):
         met = 0
 
@@ -178,7 +178,7 @@ def test_parts_load_only_what_a_device_computes() -> None:
 
 
 class Superclasses(Dataset[Any]):
-    """Labels as many data sets of torchvision's kind give them after a change: `targets` still has the old ones."""
+    """A relabelled data set whose `targets` still has the old labels, as with torchvision subclasses."""
 
     def __init__(self) -> None:
         self.targets = [int(y) for _, y in images()]
@@ -191,7 +191,7 @@ class Superclasses(Dataset[Any]):
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "master"])
-def test_labels_are_those_that_items_have_not_those_of_an_attribute(plan: str) -> None:
+def test_prepared_labels_come_from_items_not_attributes(plan: str) -> None:
     assert_as_alone(lambda: shuffled(Superclasses()), plan=plan)
 
 
@@ -202,11 +202,11 @@ def test_a_loader_with_other_samples_on_each_device_is_refused() -> None:
         own = DataLoader(images(), 5, sampler=DistributedSampler(images(), 3, group.device, shuffle=False))
         part(next(iter(own))[0])
 
-    with pytest.raises(MismatchError, match="another whole batch than device 0"):
+    with pytest.raises(MismatchError, match="another global batch than device 0"):
         run_on_threads(3, work)
 
 
-def test_an_optimizer_may_be_made_afterwards() -> None:
+def test_optimizer_can_be_created_after_prepare() -> None:
     def work(group: Group) -> list[float]:
         part, none, loader = convoy.prepare(net(), None, shuffled(), plan="master", speeds=SPEEDS, group=group)
         assert none is None
@@ -232,7 +232,7 @@ def test_an_optimizer_may_be_made_afterwards() -> None:
 
 
 class Turning(RandomSampler):
-    """A sampler of one's own that is told the epoch, as that of torchvision's references for repeated augmentation."""
+    """A user-defined sampler with set_epoch, as in torchvision's references for repeated augmentation."""
 
     epoch = 0
 
@@ -247,7 +247,7 @@ class Turning(RandomSampler):
 
 
 class Backwards(RandomSampler):
-    """A sampler whose order depends on what it has drawn before."""
+    """A sampler whose order depends on its earlier draws."""
 
     drawn = 0
 
@@ -256,7 +256,7 @@ class Backwards(RandomSampler):
         yield from range(23)[:: -1 if self.drawn % 2 else 1]
 
 
-def test_a_sampler_with_a_state_of_its_own_cannot_join_a_running_job() -> None:
+def test_stateful_sampler_cannot_join_a_running_job() -> None:
     loader = AdoptedLoader(DataLoader(images(), 5, sampler=Backwards(images())), None)
     with pytest.raises(InputError, match=r"Backwards is not torch's.*set_epoch"):
         loader.begin(joined=True)
@@ -295,7 +295,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         convoy.prepare(net(), adam(net()), shuffled(), plan="data", speeds=(1.0,), group=ALONE)
 
 
-def test_other_settings_on_another_device_are_refused() -> None:
+def test_differing_settings_are_refused() -> None:
     def work(group: Group) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + group.device))

@@ -1,4 +1,4 @@
-"""The state machine of rebalancing, on synthetic seconds: how fast it finds the best split, and how still it is then.
+"""The rebalancing state machine on synthetic seconds: how fast it finds the best split, and how stable it stays.
 
 The seconds come from the step list of the plan at hand (who computes which part of each layer), not from the coupled axes
 that are tested. The best split is searched by its own definition.
@@ -40,7 +40,7 @@ def by_samples(speeds: Sequence[float]) -> Plan:
 
 
 def by_filters(speeds: Sequence[float]) -> Plan:
-    """conv1 for itself; conv2 tied to fc."""
+    """Return a plan with conv1 independent and conv2 coupled to fc."""
     tied = apportion(FILTERS[1], speeds)
     layers = {
         "conv1": Filter(apportion(FILTERS[0], speeds)),
@@ -60,7 +60,7 @@ PLANS: dict[str, Callable[[Sequence[float]], Plan]] = {"samples": by_samples, "f
 
 @dataclass
 class World:
-    """Devices that compute as fast as `speeds` says.
+    """Devices that compute at `speeds`.
 
     Attributes:
         noise: relative, of each layer and step.
@@ -76,7 +76,7 @@ class World:
         self.draw = random.Random(self.seed)
 
     def seconds(self, plan: Plan) -> dict[str, list[float]]:
-        """Of one step: what each device needs for its part of each layer."""
+        """Return each device's seconds for its part of each layer in one step."""
         result: dict[str, list[float]] = {}
         for step in _steps(plan).phase("forward"):
             if isinstance(step, ComputeStep):
@@ -104,7 +104,7 @@ def _steps(plan: Plan) -> StepList:
 
 
 def step_s(world: World, plan: Plan) -> float:
-    """The slowest device's seconds, noise left out, summed over coupled axes: an exchange stands between them."""
+    """Return the slowest device's seconds without noise, summed over coupled axes, since an exchange separates them."""
     still = replace(world, noise=0.0)
     seconds = still.seconds(plan)
     state = Balancer.start(plan, graph())
@@ -114,7 +114,7 @@ def step_s(world: World, plan: Plan) -> float:
 
 
 def best_s(world: World, plan: Plan) -> float:
-    """With the best whole shares, by definition: the least time in which the devices do all units of each."""
+    """Return the seconds of the best whole shares: the least time to process all units of each axis."""
     still = replace(world, noise=0.0)
     seconds = still.seconds(plan)
     total = 0.0
@@ -134,7 +134,7 @@ def _least_s(rates: Sequence[float], units: int) -> float:
 
 
 def run(world: World, state: Balancer, steps: int) -> tuple[Balancer, list[tuple[int, Reshard]]]:
-    """So many steps; what changed, and when."""
+    """Run this many steps; return the changes and their steps."""
     changes = []
     for step in range(steps):
         state, decision = observe(state, world.seconds(state.plan))
@@ -154,7 +154,7 @@ def settled(world: World, plan: Plan, steps: int = 60) -> Balancer:
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("slowed", range(4))
 @pytest.mark.parametrize("noise", most_slow(2, [0.01, 0.03, 0.0]))
-def test_after_a_halving_ten_steps_bring_back_the_best_split(kind: str, slowed: int, noise: float) -> None:
+def test_halved_speed_is_rebalanced_within_ten_steps(kind: str, slowed: int, noise: float) -> None:
     world = World([8.0, 5.0, 3.0, 2.0], noise, seed=slowed)
     state = settled(world, PLANS[kind](world.speeds))
     world.speeds[slowed] /= 2
@@ -170,7 +170,7 @@ def test_after_a_halving_ten_steps_bring_back_the_best_split(kind: str, slowed: 
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
 @pytest.mark.parametrize("seed", most_slow(1, range(3)))
-def test_a_fall_to_a_third_and_the_recovery_are_answered_in_five_steps(kind: str, noise: float, seed: int) -> None:
+def test_slowdown_to_a_third_is_rebalanced_within_five_steps(kind: str, noise: float, seed: int) -> None:
     world = World([8.0, 5.0, 3.0, 2.0], noise, seed=seed)
     state, _ = run(world, Balancer.start(PLANS[kind]([7.8, 5.1, 3.1, 2.0]), graph()), 40)
     for speed, until in ((8.0 / 3, 120), (8.0, 200)):
@@ -184,7 +184,7 @@ def test_a_fall_to_a_third_and_the_recovery_are_answered_in_five_steps(kind: str
         assert len(later) <= 1
 
 
-def test_a_jump_is_answered_by_the_speeds_after_it_and_one_long_step_is_none() -> None:
+def test_speed_jump_uses_new_speeds_and_ignores_one_long_step() -> None:
     world = World([4.0, 4.0, 4.0, 4.0])
     state, _ = run(world, Balancer.start(by_samples([1.0] * 4), graph()), 30)
     world.speeds[2] = 1.0
@@ -194,14 +194,14 @@ def test_a_jump_is_answered_by_the_speeds_after_it_and_one_long_step_is_none() -
 
 
 def _swing(a: Plan, b: Plan) -> float:
-    """The largest change of a share, as a part of the axis."""
+    """Return the largest change of a share, as a fraction of the axis."""
     found = Balancer.start(a, graph()).axes
     pairs = [(shares_of(a, axes), shares_of(b, axes)) for axes in found]
     return max(abs(x - y) / sum(old) for old, new in pairs for x, y in zip(old, new, strict=True))
 
 
 @pytest.mark.parametrize("kind", PLANS)
-def test_a_plan_that_was_wrong_from_the_start_is_put_right(kind: str) -> None:
+def test_wrong_initial_plan_is_corrected(kind: str) -> None:
     world = World([8.0, 5.0, 3.0, 2.0], noise=0.02)
     state, changes = run(world, Balancer.start(PLANS[kind]([1.0] * 4), graph()), 15)
     assert changes[0][0] <= 8
@@ -234,7 +234,7 @@ def test_a_single_slow_step_moves_no_shares(times: float) -> None:
 
 
 @pytest.mark.parametrize("period", [4, 6, 8, 12, 16, 30])
-def test_two_splits_do_not_alternate_with_a_load_that_comes_and_goes(period: int) -> None:
+def test_intermittent_load_does_not_flip_shares(period: int) -> None:
     world = World([4.0, 4.0, 4.0, 4.0], noise=0.01)
     state, at = Balancer.start(by_samples(world.speeds), graph()), []
     for step in range(600):
@@ -250,7 +250,7 @@ def test_two_splits_do_not_alternate_with_a_load_that_comes_and_goes(period: int
 
 
 @pytest.mark.parametrize("kind", PLANS)
-def test_a_dead_slow_device_ends_with_its_least_and_an_idle_one_stays_idle(kind: str) -> None:
+def test_very_slow_device_keeps_its_minimum_and_idle_stays_idle(kind: str) -> None:
     world = World([4.0, 4.0, 4.0, 4.0])
     plan = PLANS[kind]([1.0, 1.0, 0.0, 1.0])
     state = settled(world, plan)
@@ -279,7 +279,7 @@ def test_the_reason_names_the_slow_device_the_change_and_the_gain() -> None:
     assert decision.plan.layers["fc"] == Channel((412, 408, 204))
 
 
-def test_the_best_units_are_the_best_of_all() -> None:
+def test_best_units_match_brute_force() -> None:
     draw = random.Random(1)
     for _ in range(60):
         rates = [draw.uniform(0.2, 3.0) for _ in range(3)]

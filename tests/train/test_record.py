@@ -1,4 +1,4 @@
-"""What a training showed, when devices go back, and forward again to a checkpoint."""
+"""The training record when devices return to an earlier step or continue from a checkpoint."""
 
 import json
 
@@ -9,7 +9,7 @@ from convoy.train.record import Place, TrainingRecord, Unread
 
 
 def trained(steps: int = 7, per_epoch: int = 2, record: TrainingRecord | None = None) -> TrainingRecord:
-    """Epochs of two steps, each tested; the loss of a step is its number."""
+    """Train epochs of two steps, each tested; the loss of a step is its number."""
     record = record or TrainingRecord()
     for step in range(record.begun + len(record.history.losses), steps):
         record.step(float(step), step // per_epoch, 8)
@@ -46,7 +46,7 @@ def test_history_ends_at_the_restored_step(place: Place, wanted: tuple[list[floa
         assert shown(trained(record=record)) == shown(trained()), "what is done again stands there once"
 
 
-def test_a_checkpoint_behind_the_step_that_devices_went_back_to_brings_its_losses_and_tests() -> None:
+def test_older_checkpoint_restores_its_losses_and_tests() -> None:
     record = trained()
     record.go_back(Place(5, 2, 1))
     record.go_back(Place(1, 0, 1))
@@ -54,7 +54,7 @@ def test_a_checkpoint_behind_the_step_that_devices_went_back_to_brings_its_losse
     assert shown(record) == ([0, 1, 2, 3, 4, 5], [2, 4, 6], [0, 1, 2])
 
 
-def test_a_joined_device_knows_the_same_tests() -> None:
+def test_joined_device_has_the_same_tests() -> None:
     record = trained()
     record.go_back(Place(3, 1, 1))
     late = TrainingRecord()
@@ -69,7 +69,7 @@ def test_a_joined_device_knows_the_same_tests() -> None:
     assert late.history.losses == record.history.losses[2:]
 
 
-def test_divergence_is_taken_back_and_repeated() -> None:
+def test_divergence_is_undone_and_repeated() -> None:
     record = trained()
     record.diverge(4)
     record.go_back(Place(3, 1, 1))
@@ -78,7 +78,7 @@ def test_divergence_is_taken_back_and_repeated() -> None:
     assert record.history.diverged == 4
 
 
-def test_a_story_has_the_present_epoch_alone_also_where_losses_are_not_read_yet() -> None:
+def test_replay_state_holds_the_current_epoch_only() -> None:
     record = trained(steps=6)
     unread = [(Unread(6, 3, 8, 0.1, 0.0), 6.0), (Unread(7, 3, 8, 0.1, 0.0), 7.0), (Unread(8, 4, 5, 0.1, 0.0), 8.0)]
     for count, begun, losses in [(0, 4, [4, 5]), (2, 6, [6, 7]), (3, 8, [8])]:

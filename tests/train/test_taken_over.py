@@ -1,4 +1,4 @@
-"""What a script keeps from before `prepare` (parameters, modules, shared objects) acts as on one device, or raises."""
+"""Objects a script keeps from before `prepare` (parameters, modules, shared objects) act as on one device, or raise."""
 
 import argparse
 import copy
@@ -55,7 +55,7 @@ NEVER: dict[str, Callable[[nn.Module, Parameters], Any]] = {
 
 
 def trained(group: Group | None, act: str, plan: str = "data") -> list[float]:
-    """The losses of a loop that does this with what it has from before `prepare`."""
+    """Return the losses of a loop that uses objects from before `prepare`."""
     model = net()
     before, parameters = model, list(model.parameters())
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), shuffled()
@@ -108,7 +108,7 @@ def test_a_retired_parameter_names_itself_and_the_remedy() -> None:
 
 
 class Scaled(nn.Module):
-    """Its forward reads an object that the script holds, too; one whose Python takes branches is not traced through."""
+    """A layer whose forward reads an object that the script also holds; Python branches prevent tracing."""
 
     def __init__(self, shared: Any, read: Callable[[Any], Any], opaque: bool) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
 
 @pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("kind", [*SHARED])
-def test_an_object_that_model_and_script_share_acts_or_its_change_is_refused(kind: str, opaque: bool) -> None:
+def test_change_of_a_shared_object_applies_or_is_refused(kind: str, opaque: bool) -> None:
     make, read, anneal = SHARED[kind]
 
     def losses(group: Group | None) -> list[float]:
@@ -159,7 +159,7 @@ def test_an_object_that_model_and_script_share_acts_or_its_change_is_refused(kin
 
 
 @pytest.mark.parametrize("opaque", [False, True])
-def test_an_attribute_set_on_the_prepared_model_acts_or_is_refused(opaque: bool) -> None:
+def test_attribute_set_on_the_prepared_model_applies_or_is_refused(opaque: bool) -> None:
     def losses(group: Group | None) -> list[float]:
         model: Any = Scaled(1.0, float, opaque)
         if group is not None:
@@ -177,9 +177,9 @@ def test_an_attribute_set_on_the_prepared_model_acts_or_is_refused(opaque: bool)
             losses(ALONE)
 
 
-def test_a_model_that_was_taken_over_cannot_be_distributed_again() -> None:
+def test_prepared_model_cannot_be_distributed_again() -> None:
     model = net()
     convoy.prepare(model, None, shuffled(), plan="data", speeds=(1.0,), group=ALONE)
     for shared in (model, nn.Sequential(model, nn.Linear(3, 3).double())):
-        with pytest.raises(InputError, match=r"distributed already, or shares parameters.* make model, optimizer"):
+        with pytest.raises(InputError, match=r"distributed already, or shares parameters.* create model, optimizer"):
             convoy.prepare(shared, None, shuffled(), plan="data", speeds=(1.0,), group=ALONE)

@@ -1,4 +1,4 @@
-"""What people do when they train: schedules, parts of a batch, clipping, smoothing, averages, tests in between.
+"""Training features: schedules, micro-batches, clipping, label smoothing, averages, tests during training.
 
 The oracle is plain PyTorch, written out here: whole batches, torch's own schedulers, torch's own clipping and averaging. It
 shares nothing with `fit` but the order of the samples.
@@ -65,7 +65,6 @@ LR = 0.05
 
 
 def rates(made: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[float]:
-    """The learning rate of every step under a scheduler."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
     scheduler, found = made(optimizer), []
     for _ in range(steps):
@@ -112,7 +111,7 @@ TORCH: dict[str, tuple[RateCurve, Callable[[torch.optim.Optimizer], Any]]] = {
 
 
 @pytest.mark.parametrize("case", TORCH)
-def test_the_curves_are_those_of_torchs_own_schedulers(case: str) -> None:
+def test_schedule_curves_match_torch(case: str) -> None:
     schedule, theirs = TORCH[case]
     assert rates(lambda o: build_schedule(o, schedule), 20) == pytest.approx(rates(theirs, 20), rel=1e-12, abs=1e-15)
 
@@ -122,7 +121,7 @@ def test_the_curves_are_those_of_torchs_own_schedulers(case: str) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A training by everything at once, or by one thing."""
+    """A training with all features, or with one."""
 
     net: str = "two-conv"
     batch: int = 20
@@ -143,7 +142,7 @@ EVERYTHING = Case(accumulate=2, clip=0.5, smoothing=0.1, schedule=RateCurve("cos
 
 @dataclass
 class Found:
-    """What a training left, as a whole."""
+    """The complete result of a training."""
 
     history: History
     weights: dict[str, Tensor]
@@ -157,7 +156,7 @@ def made_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def in_plain_pytorch(case: Case) -> Found:
-    """The reference. It sees whole batches: of parts it knows nothing."""
+    """Train the reference on global batches."""
     model = nets.build(case.net)
     optimizer = made_optimizer(model)
     scheduler = TORCH_SCHEDULES[case.schedule.name](optimizer, case.schedule)
@@ -211,7 +210,7 @@ def trained(
 
 
 def on_devices(case: Case, plan: Plan, change_to: Plan | None = None) -> list[Found]:
-    """The same on the devices of a plan, through `fit`; everything gathered on every device.
+    """Train the same on the devices of a plan, through `fit`; gather everything on every device.
 
     Args:
         change_to: the shares become those of this plan after each third step, and then again those of the first.
@@ -238,7 +237,7 @@ def on_devices(case: Case, plan: Plan, change_to: Plan | None = None) -> list[Fo
 
 
 class Changing:
-    """Stands where a rebalancer stands: it changes the plan every few steps."""
+    """A replacement for the rebalancer that changes the plan every few steps."""
 
     def __init__(self, here: Distributed, plans: list[Any], optimizer: torch.optim.Optimizer) -> None:
         self.here, self.plans, self.optimizer, self.steps = here, plans, optimizer, 0
@@ -302,7 +301,7 @@ def test_each_feature_matches_one_device(plan: str, case: Case) -> None:
 
 
 def resized(plan: Plan, batch: int) -> Plan:
-    """Its layers by samples have shares for batches of ten."""
+    """Return the plan with batch shares for batches of ten."""
     layers = {
         name: Batch(tuple(n * batch // sum(s.shares) for n in s.shares)) if isinstance(s, Batch) else s
         for name, s in plan.layers.items()
@@ -321,7 +320,7 @@ def test_the_loop_on_one_device_is_plain_pytorch(expected: Found) -> None:
 # ----------------------------------------------------------------------------------------------------------- clipping
 
 
-def test_torchs_own_clipping_is_refused_on_pieces_and_ours_is_right() -> None:
+def test_torch_clipping_of_shards_is_refused_and_ours_is_exact() -> None:
     model = nets.build("two-conv")
     samples = Samples(10)
     F.cross_entropy(model(samples.x), samples.targets).backward()
@@ -332,8 +331,9 @@ def test_torchs_own_clipping_is_refused_on_pieces_and_ours_is_right() -> None:
         for x, y in Loader(samples, 10, here, shuffle=False):
             F.cross_entropy(here(x), y).backward()
         norm = float(convoy.clip_grad_norm_(here, math.inf))
-        with pytest.raises(InputError, match=r"use convoy.train.clip_grad_norm_\(model, max_norm\), on every device"):
-            torch.nn.utils.clip_grad_norm_(here.parameters(), math.inf)
+        torch.nn.utils.clip_grad_norm_(here.parameters(), math.inf)
+        with pytest.raises(InputError, match=r"convoy.train.clip_grad_norm_\(model, max_norm\)"):
+            torch.optim.SGD(here.parameters(), lr=0.1).step()
         return norm
 
     with one_trace():
@@ -344,13 +344,13 @@ def test_torchs_own_clipping_is_refused_on_pieces_and_ours_is_right() -> None:
 
 
 def step(optimizer: torch.optim.Optimizer, model: nn.Module, by: float) -> None:
-    """All weights become smaller by so much."""
+    """Decrease all weights by this amount."""
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, by)
     optimizer.step()
 
 
-def test_the_weights_are_back_after_a_test_of_the_average_even_if_it_fails() -> None:
+def test_weights_are_restored_after_testing_the_average() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     average = convoy.WeightAverage(optimizer, 0.75)
@@ -369,7 +369,7 @@ def test_the_weights_are_back_after_a_test_of_the_average_even_if_it_fails() -> 
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
-def test_an_average_in_the_state_of_any_optimizer(optimizer: str) -> None:
+def test_average_is_stored_with_any_optimizer(optimizer: str) -> None:
     model, other = nets.build("two-conv"), nets.build("two-conv")
     ours, theirs = (getattr(torch.optim, optimizer)(m.parameters(), lr=0.01) for m in (model, other))
     average, expected = WeightAverage(ours, 0.7), AveragedModel(other, multi_avg_fn=get_ema_multi_avg_fn(0.7))
@@ -395,7 +395,7 @@ def test_an_average_in_the_state_of_any_optimizer(optimizer: str) -> None:
 
 
 class Noted(Observer):
-    """Writes down what it is told."""
+    """An observer that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -413,7 +413,7 @@ class Noted(Observer):
 def told(
     monkeypatch: pytest.MonkeyPatch, accuracies: list[float], epochs: int, recipe: Recipe
 ) -> tuple[list[Any], History]:
-    """What an observer is told in epochs of three steps, where tests find these accuracies."""
+    """Return an observer's calls in epochs of three steps with these test accuracies."""
     found = iter(accuracies)
     monkeypatch.setattr("convoy.train.loop.accuracy", lambda *_: next(found))
     model, noted = nets.build("two-conv"), Noted()
@@ -424,7 +424,7 @@ def told(
     return noted.told, history
 
 
-def test_every_epoch_is_tested_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_run_every_epoch_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, history = told(monkeypatch, [0.5, 0.7, 0.7], 3, Recipe())
     assert rows == [
         *(20, 20, 6, (0, 3, True, True), ("epoch", 0, True)),
@@ -435,7 +435,7 @@ def test_every_epoch_is_tested_by_default(monkeypatch: pytest.MonkeyPatch) -> No
     assert [e.accuracy for e in history.epochs] == [0.5, 0.7, 0.7]
 
 
-def test_every_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_runs_every_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(accumulate=4, evaluate_epochs=9, evaluate_steps=2)
     rows, _ = told(monkeypatch, [0.1, 0.3, 0.2, 0.5, 0.4], 3, recipe)
     assert rows == [
@@ -448,7 +448,7 @@ def test_every_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------- auxiliary classifiers
 
 
-def test_auxiliary_classifiers_count_a_part() -> None:
+def test_auxiliary_losses_are_weighted() -> None:
     y = torch.tensor([0, 2])
     main, first, second = (torch.randn(2, 3, dtype=torch.float64) for _ in range(3))
     parts = [float(F.cross_entropy(each, y, label_smoothing=0.1)) for each in (main, first, second)]

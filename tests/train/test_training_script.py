@@ -1,4 +1,5 @@
-"""A script with what reference scripts of timm and torchvision do, changed by one line, trains the same on three devices."""
+"""A script with the features of timm's and torchvision's reference scripts, plus one line, trains the same on three
+devices."""
 
 import os
 import re
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def changed(folder: Path, plan: str, *more: tuple[str, str]) -> Path:
-    """Write the script with the one line, and further changes."""
+    """Write the script with the one line and further changes."""
     assert SOURCE.count(BEFORE) == 1
     source = "import convoy\n" + SOURCE.replace(BEFORE, LINE.format(plan=plan) + BEFORE)
     for old, new in more:
@@ -41,7 +42,7 @@ def changed(folder: Path, plan: str, *more: tuple[str, str]) -> Path:
 
 
 def by_command(script: Path, *options: str) -> str:
-    """What the script prints on two devices of `convoy run`."""
+    """Return the script's output on two devices of `convoy run`."""
     outside = {name: value for name, value in os.environ.items() if name not in (*PLACE, "CONVOY_DEVICE")}
     done = subprocess.run(
         [sys.executable, "-m", "convoy", "run", "--devices", "2", script.name, *options], cwd=script.parent,
@@ -57,22 +58,19 @@ def first(devices: int, script: Path, *options: str) -> str:
 
 
 def numbers(printed: str) -> list[float]:
-    """All numbers that a run prints."""
     assert printed.count("epoch") == 3
     return [float(number) for number in re.findall(r"[\d.]+", printed)]
 
 
 @pytest.mark.slow
-def test_one_line_trains_the_same_as_a_person_starts_it(folder: Path) -> None:
+def test_prepare_line_trains_the_same_as_a_script(folder: Path) -> None:
     options = ["--clip-grad-norm", "0.5", "--mix-in-loop"]
     found = by_command(changed(folder, "data-by-speed", TWO), *options)
     assert numbers(found) == pytest.approx(numbers(first(1, folder / "plain.py", *options)), abs=2e-9)
 
 
 @pytest.mark.parametrize(("plan", "options"), [("model", ["--mix-in-loop"]), ("hybrid", [])])
-def test_one_line_trains_the_same_and_another_saves_the_whole_model_once(
-    plan: str, options: list[str], folder: Path
-) -> None:
+def test_prepared_script_trains_the_same_and_saves_once(plan: str, options: list[str], folder: Path) -> None:
     found = first(3, changed(folder, plan, SAVES, FIRST), *options, "--output", "whole.pth")
     expected = first(1, folder / "plain.py", *options, "--output", "plain.pth")
     assert numbers(found) == pytest.approx(numbers(expected), abs=2e-9)
@@ -88,7 +86,7 @@ def test_one_line_trains_the_same_and_another_saves_the_whole_model_once(
         (["--clip-grad-norm", "0.5"], r"use convoy.train.clip_grad_norm_\(model, max_norm\)"),
     ],
 )
-def test_what_would_see_pieces_alone_says_what_to_write(options: list[str], told: str, folder: Path) -> None:
+def test_calls_that_see_only_shards_give_a_remedy(options: list[str], told: str, folder: Path) -> None:
     with pytest.raises(AssertionError, match=told):
         on_forks(3, changed(folder, "model"), *options)
     assert not (folder / "pieces.pth").exists()

@@ -1,4 +1,4 @@
-"""Build networks by name: Convoy's own (`builtin.py`), those of torchvision and timm, and the user's (`imported.py`)."""
+"""Builds networks by name: built-in (`builtin.py`), from torchvision and timm, and from user functions (`imported.py`)."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,11 +23,11 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
     """Build a network by name, with weights from `seed`, which seeds torch's generator only.
 
     Args:
-        text: "two-conv:150:800" and others of `NETS`; "torchvision:resnet18", "timm:convnext_tiny"; or the user's function
-            that returns an nn.Module, as "my_package.my_module:build" (see `imported.py`).
+        text: a net of `NETS` ("two-conv:150:800"), "torchvision:resnet18", "timm:convnext_tiny", or a user function that
+            returns an nn.Module, as "my_package.my_module:build" (see `imported.py`).
 
     Raises:
-        InputError: unknown name (the choices are listed), and the errors of `build_builtin` and `find_imported`.
+        InputError: unknown name (lists the choices), and the errors of `build_builtin` and `find_imported`.
     """
     builtin = text.partition(":")[0] in NETS
     if not builtin and not is_packaged(text) and not names_callable(text):
@@ -39,7 +39,7 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
 
 
 def graph_of(text: str, image: ImageShape = (3, 32, 32), classes: int = 10) -> Graph:
-    """Return the graph of a network by name. It is built without weights if all of its layers are of known kinds.
+    """Return the graph of a network by name. It is built without weights if all kinds of layers are known.
 
     Raises:
         InputError: as `build_net`.
@@ -53,7 +53,7 @@ def graph_of(text: str, image: ImageShape = (3, 32, 32), classes: int = 10) -> G
 
 
 def graph_without_weights(build: Callable[[], nn.Module], image: ImageShape) -> Graph:
-    """Return the graph of the network that `build` makes on the meta device: no memory, no random numbers."""
+    """Return the graph of the network that `build` makes, on the meta device: without memory or random numbers."""
     with torch.device("meta"):
         model = build()
     return trace(model, torch.zeros(2, *image)).graph

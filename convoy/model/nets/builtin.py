@@ -1,4 +1,4 @@
-"""Convoy's own networks: those that earlier works measured, and some to compare them with."""
+"""Defines the built-in networks: those measured in earlier works, and some for comparison."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -13,9 +13,9 @@ ImageShape = tuple[int, int, int]
 
 
 def two_conv(image: ImageShape, classes: int, filters: Sequence[int], kernel: int = 5) -> nn.Module:
-    """Build the network of Marques et al. 2018: two convolutional layers of the given numbers of filters.
+    """Build the network of Marques et al. 2018: two convolutional layers with the given numbers of filters.
 
-    Kernel size (odd), 'same' padding and 2x2 pooling are our assumption: the abstracts do not give them.
+    Kernel size (odd), 'same' padding and 2x2 pooling are assumptions: the abstracts do not give them.
     """
     first, second = filters
     channels, height, width = image
@@ -56,7 +56,7 @@ _VGG_CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 
 def vgg(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
     """Build the network of Simonyan and Zisserman 2015, without dropout.
 
-    Weights of convolutions are drawn as He et al. 2015 propose: without batch norm, torch's own are too small to train.
+    Convolutions use the initialisation of He et al. 2015: without batch norm, torch's weights are too small to train.
     """
     depth, features = sizes
     if depth not in _VGG_CONVOLUTIONS:
@@ -98,7 +98,7 @@ class _BasicBlock(nn.Module):
 
 
 def _residual(image: ImageShape, classes: int, width: int, stages: int, blocks: int) -> nn.Module:
-    """Build a 3x3 stem without pooling, then stages of basic blocks: twice the filters, half the side each."""
+    """Build a 3x3 stem without pooling, then stages of basic blocks, each with twice the filters and half the side."""
     layers: list[nn.Module] = []
     channels = width
     for stage in range(stages):
@@ -183,14 +183,14 @@ NETS: Mapping[str, tuple[_Build, tuple[int, ...], str, int]] = {
 """Name -> builder, default sizes, meaning of the sizes, smallest image side."""
 
 PER_PIXEL = ("unet",)
-"""Nets that give a class for every pixel, not one for an image."""
+"""Nets that give a class for every pixel, not for the image."""
 
 
 def build_builtin(text: str, image: ImageShape, classes: int) -> nn.Module:
     """Build a network of `NETS` from a text such as "two-conv:150:800".
 
     Raises:
-        InputError: sizes that are not positive whole numbers, images too small, a net that does not fit into memory.
+        InputError: sizes are not positive whole numbers, images are too small, or the net does not fit into memory.
     """
     name, *numbers = text.split(":")
     build, defaults, meaning, least = NETS[name]
@@ -206,4 +206,4 @@ def build_builtin(text: str, image: ImageShape, classes: int) -> nn.Module:
         return build(image, classes, sizes)
     except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"net {text!r} needs more memory than there is ({reason}): give smaller numbers") from error
+        raise InputError(f"net {text!r} needs too much memory ({reason}): give smaller numbers") from error

@@ -1,12 +1,12 @@
-"""Networks from elsewhere, unchanged: of torchvision, of timm, or from the user's function.
+"""Imports networks unchanged from torchvision, timm or a user function.
 
 | text | call |
 |---|---|
 | `torchvision:resnet18` | `torchvision.models.get_model("resnet18", weights=None, num_classes=classes)` |
 | `timm:convnext_tiny` | `timm.create_model("convnext_tiny", pretrained=False, num_classes=classes, in_chans=channels)` |
-| `my_package.my_module:build` | `build(...)` with those of `image`, `classes`, `num_classes` that are its parameters |
+| `my_package.my_module:build` | `build(...)` with `image`, `classes` and `num_classes`, if it has these parameters |
 
-`image` is (channels, height, width). Installed modules come before those in the working folder.
+`image` is (channels, height, width). Installed modules are searched before the working folder.
 """
 
 import difflib
@@ -32,19 +32,19 @@ def is_packaged(text: str) -> bool:
 
 
 def find_imported(text: str, image: ImageShape, classes: int) -> Callable[[], nn.Module]:
-    """Return a function that makes a network from elsewhere. Its package is imported here, before random numbers are seeded.
+    """Return a function that makes an imported network. The package is imported now, before random numbers are seeded.
 
     Raises:
-        InputError: the package or module is missing or does not import, an unknown name (near ones are suggested), a
-            function with other parameters. When the result is called: it fails or gives no nn.Module, or a net that does
-            not give one number per class for such images.
+        InputError: the package or module is missing or does not import, the name is unknown (suggests similar names), or
+            the function has other parameters. The result raises it if the function fails or returns no nn.Module, or if
+            the net does not give one number per class.
     """
     name = text.partition(":")[2]
     build = _find_in_package(text, image, classes) if is_packaged(text) else _find_own(text, image, classes)
 
     def make() -> nn.Module:
         with warnings.catch_warnings():
-            if is_packaged(text):  # its warnings about future versions are for other programmers
+            if is_packaged(text):  # warnings about the package's own code
                 warnings.simplefilter("ignore", FutureWarning)
             model = build()
         if not isinstance(model, nn.Module):
@@ -59,7 +59,7 @@ def _check_outputs(text: str, model: nn.Module, image: ImageShape, classes: int)
     size = "x".join(map(str, image))
     images = torch.empty(2, *image)
     try:
-        if any(p.is_meta for p in model.parameters()):  # its buffers have no numbers
+        if any(p.is_meta for p in model.parameters()):  # buffers have no numbers either
             with torch.no_grad(), torch.device("meta"):
                 outputs = tensors_of(model(images.to("meta")))
         else:
@@ -81,7 +81,7 @@ def _find_in_package(text: str, image: ImageShape, classes: int) -> Callable[[],
     package, _, name = text.partition(":")
     imported = import_package(package, "models", f"--net {text}")
     if package == "timm":
-        # Behind the dot: which weights, which we do not load.
+        # After the dot: the name of weights, which are not loaded.
         names, plain = imported.list_models(), name.partition(".")[0]
         build = partial(imported.create_model, name, pretrained=False, num_classes=classes, in_chans=image[0])
     else:
@@ -98,7 +98,7 @@ def _find_own(text: str, image: ImageShape, classes: int) -> Callable[[], Any]:
     build = find_callable(text, "a callable that returns a new nn.Module, e.g. def build(image, classes)")
     if isinstance(build, nn.Module):
         raise InputError(
-            f"{text} is a {type(build).__name__}: name a function that makes one, so that its weights come from the seed, e.g. "
+            f"{text} is a {type(build).__name__}: name a function that builds it, so that its weights come from the seed, e.g. "
             "def build(image, classes)"
         )
     offered = {"image": image, "classes": classes, "num_classes": classes}
@@ -109,7 +109,7 @@ def _find_own(text: str, image: ImageShape, classes: int) -> Callable[[], Any]:
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in free]
     if unknown := [name for name in needed if name not in arguments]:
         raise InputError(
-            f"{text} needs {', '.join(unknown)}: it is given {', '.join(offered)} where it has such parameters; give the "
-            "others defaults"
+            f"{text} needs {', '.join(unknown)}: Convoy passes only {', '.join(offered)}; give the other parameters "
+            "defaults"
         )
     return partial(call, text, build, **arguments)

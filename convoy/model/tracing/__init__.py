@@ -1,8 +1,8 @@
 """Turn an nn.Module into a TracedModel: layer by layer where torch.fx can follow it, else with submodules kept whole.
 
 `tracer.py` gets the calls from torch.fx; `node_values.py` evaluates them for two batch sizes; `layer_builder.py` makes the
-layers, with their kinds (`kinds.py`). `python_state.py` finds the values beside tensors that code reads; `trials.py` runs a
-layer that no rule splits, to learn how it must be computed.
+layers, with their kinds (`supported_layers.py`). `python_state.py` finds the values that code reads and that are not tensors;
+`trials.py` runs a layer that no rule splits, to learn how it must be computed.
 """
 
 import operator
@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.model.layer_rules import register_layer
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, bind_operation, disable_in_place
+from convoy.model.split_rules import register_layer
 from convoy.model.tracing.copies import copied, meta_copy, release, shared_tensors
 from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, hooked, on_weights
 from convoy.model.tracing.layer_builder import LayerBuilder, canonical_keys, dtype_name, whole

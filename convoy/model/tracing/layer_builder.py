@@ -13,11 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.model.layer_rules import Call, Known
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel
+from convoy.model.split_rules import Call, Known
 from convoy.model.tracing.copies import shared_copy
 from convoy.model.tracing.effects import IN_PLACE, batch_norm_of, called, draws_random
-from convoy.model.tracing.kinds import has_hooks, known, replaced_by_hand
 from convoy.model.tracing.node_values import (
     BATCHES,
     NodeValues,
@@ -31,6 +30,7 @@ from convoy.model.tracing.node_values import (
     without_batch,
 )
 from convoy.model.tracing.python_state import subtree
+from convoy.model.tracing.supported_layers import has_hooks, known, replaced_by_hand
 from convoy.model.tracing.tracer import Nodes
 from convoy.model.tracing.trials import (
     Observation,
@@ -395,7 +395,7 @@ class LayerBuilder:
         mixes: bool = False,
         registered: bool = False,
     ) -> Layer:
-        """Run an opaque layer on random numbers, and add how it may be computed.
+        """Run an opaque layer on random numbers, and return it with the ways in which it may be computed.
 
         Args:
             modules: paths of those that it calls.
@@ -502,7 +502,7 @@ def _regions(
     values: NodeValues,
     together: Sequence[Collection[fx.Node]],
 ) -> list[list[fx.Node]]:
-    """Return the regions, each with its nodes in order. All readers of an odd value join its region.
+    """Group nodes into regions. All readers of a value that cannot pass between layers join its region.
 
     Args:
         reads: node -> the nodes whose tensors, or odd numbers, it reads.

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from convoy.errors import InputError
 from convoy.model.operation import BatchExtent, Here
 from convoy.model.tracing.effects import called, mutates, unsupported_in_place
-from convoy.model.tracing.kinds import is_batch_norm
 from convoy.model.tracing.python_state import random_kept
+from convoy.model.tracing.supported_layers import is_batch_norm
 from convoy.model.tracing.trials import first_line, is_floating, map_tensors, on_random, run_on_random, tensors_of
 
 Spec = tuple[tuple[int, ...], torch.dtype]

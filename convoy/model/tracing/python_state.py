@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from convoy.errors import InputError
-from convoy.model.tracing.kinds import replaced_by_hand
+from convoy.model.tracing.supported_layers import replaced_by_hand
 
 REGISTERED = " (parameters, buffers and submodules)"
 """Ends the name of the value that lists these of a module."""

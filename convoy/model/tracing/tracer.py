@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from convoy.errors import InputError
-from convoy.model.layer_rules import is_registered
+from convoy.model.split_rules import is_registered
 from convoy.model.tracing.effects import batch_norm_of, counted_norm, has_effect, mutates, unsupported_in_place, written
-from convoy.model.tracing.kinds import chosen_forward, has_hooks, replaced_by_hand
 from convoy.model.tracing.node_values import Sizes, Spec, Untraceable
 from convoy.model.tracing.python_state import State, random_kept, subtree
+from convoy.model.tracing.supported_layers import chosen_forward, has_hooks, replaced_by_hand
 from convoy.model.tracing.trials import first_line
 
 # torch.fx patches nn.Module while it traces, for every thread of the process.

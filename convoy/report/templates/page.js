@@ -1,12 +1,12 @@
 "use strict";
-// Values under the pointer, smoothing, and what was unfolded.
+// Shows values under the pointer, smooths curves, and keeps sections unfolded after a reload.
 (() => {
   const WIDTH = 1000, HEIGHT = 400, NEAR = 20;
   const originals = new WeakMap();
   let weight = 0.6;
   document.documentElement.classList.add("scripted");
 
-  // Numbers as convoy/report/numbers.py writes them.
+  // Number formats of convoy/report/numbers.py.
   const whole = new Intl.NumberFormat("en", {maximumFractionDigits: 0});
   const digits = (value, count) => String(Number(value.toPrecision(count)));
   const plain = (value) => {
@@ -23,7 +23,7 @@
 
   const pointsOf = (line) => line.getAttribute("points").split(" ").map((pair) => pair.split(",").map(Number));
 
-  // The exponential mean of each point and those before it, as TensorBoard makes it: the first counts for itself.
+  // Debiased exponential moving average, as in TensorBoard.
   function smooth() {
     for (const line of document.querySelectorAll("polyline.smooth")) {
       if (!originals.has(line)) originals.set(line, pointsOf(line));
@@ -47,7 +47,7 @@
     }
   });
 
-  // Values: of each curve the point that is nearest.
+  // Show the nearest point of each curve.
   let tip = null;
   function hide() {
     if (tip) tip.forEach((each) => each.remove());
@@ -112,7 +112,7 @@
   });
   document.addEventListener("focusout", hide);
   document.addEventListener("pointerleave", hide);
-  // A page that follows its run loads itself again: what was unfolded and set stays so.
+  // A live page reloads: restore unfolded sections and the smoothing.
   const details = () => [...document.querySelectorAll("details")].map((each) => [each.querySelector("summary").textContent, each]);
   try {
     const kept = JSON.parse(sessionStorage.getItem(location.pathname)) ?? {open: {}, weight};

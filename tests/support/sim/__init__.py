@@ -1,4 +1,5 @@
-"""A simulated accelerator: torch's PrivateUse1 device "sim", whose kernels run on the CPU. What it refuses: sim_device.cpp."""
+"""A simulated accelerator: torch's PrivateUse1 device "sim", with kernels on the CPU. sim_device.cpp lists its
+refusals."""
 
 import fcntl
 import hashlib
@@ -21,7 +22,8 @@ NEEDS = "needs a C++ compiler: apt-get install g++"
 
 
 def library() -> Path:
-    """The compiled backend; compiled at first use, half a minute, and kept for this source, this torch and this Python.
+    """Return the compiled backend; the first use compiles it in half a minute and caches it by source, torch and
+    Python.
 
     Raises:
         subprocess.CalledProcessError: it does not compile.
@@ -55,7 +57,7 @@ def _compiled(path: Path) -> None:
 
 
 def load(devices: int = 4, memory_bytes: int = GIB) -> None:
-    """Give this process so many simulated accelerators with so much memory each. From then on torch knows the kind."""
+    """Register `devices` simulated accelerators with this much memory each in this process."""
     if not hasattr(torch, "sim"):
         torch.utils.rename_privateuse1_backend("sim")
         torch.ops.load_library(library())

@@ -1,4 +1,4 @@
-"""A pytest plugin: devices of thread groups compute on a mixed fleet of simulated accelerators and CPUs.
+"""A pytest plugin that runs thread groups on a mixed fleet of simulated accelerators and CPUs.
 
 `python -m pytest -p tests.support.sim.plugin tests/parity/test_parity.py` runs tests that were written for CPUs on it. What
 such a test does itself is brought to one device: the images that it gives, its labels, and what it compares. Nothing else is.

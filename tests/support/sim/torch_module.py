@@ -1,4 +1,4 @@
-"""What torch looks for in `torch.sim`: the Python side of the simulated accelerator."""
+"""The `torch.sim` module that torch expects: the Python side of the simulated accelerator."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def get_device_properties(device: torch.device) -> SimpleNamespace:
 
 
 def set_per_process_memory_fraction(fraction: float, device: torch.device) -> None:
-    """As CUDA's; here of every device alike."""
+    """Set the fraction as CUDA does, but for every device alike."""
     global _whole_bytes
     _whole_bytes = _whole_bytes or torch.accelerator.get_memory_info(device)[1]
     torch.ops.sim.set_up(device_count(), int(fraction * _whole_bytes))

@@ -1,8 +1,8 @@
-"""The cost of snapshots for recovery from a lost device, and how often they are worth it.
+"""Computes the cost of snapshots for recovery from a lost device, and their best interval.
 
-For a snapshot each device copies its shards of weights and optimizer state in memory, and all devices confirm it. State that
-only one device holds is sent to the next one while later steps compute. A snapshot every k steps divides these costs by k, and
-after a loss at most k steps are repeated.
+For a snapshot, each device copies its shards of weights and optimizer state in memory, and all devices confirm it. State
+that only one device holds is sent to the next one during later steps. A snapshot every k steps divides these costs by k,
+and after a loss at most k steps are repeated.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ class SparePrice:
 
     Attributes:
         every: steps from one snapshot to the next.
-        part: the fraction by which steps are longer, on average.
+        part: extra time per step on average, as a fraction.
         sent_bytes: per step on average, over all devices.
         memory_bytes: by device.
-        overfull: devices whose memory does not hold plan and snapshots, in words.
+        overfull: descriptions of devices whose memory does not hold plan and snapshots.
     """
 
     every: int
@@ -45,7 +45,7 @@ def spare_price(row: PlanPrediction, request: PlanRequest, every: int | None = N
     """Return the cost of snapshots for a predicted plan.
 
     Args:
-        every: steps from one snapshot to the next; None: as few as cost at most `MOST_PART`.
+        every: steps from one snapshot to the next; None: the fewest that cost at most `MOST_PART`.
     """
     if len(request.names) == 1:
         return SparePrice(1, 0.0, 0, (0,))  # no other device could continue
@@ -61,7 +61,7 @@ def spare_price(row: PlanPrediction, request: PlanRequest, every: int | None = N
 
 
 def kept_bytes(steps: StepList, graph: Graph, optimizer: str, itemsize: int = 4) -> list[tuple[int, int]]:
-    """Return for each device the bytes of its part of the state, and of the part that no other device holds."""
+    """For each device, return the bytes of its state, and of its state that no other device holds."""
     numbers = 1 + optimizer_named(optimizer).state
     found = {}
     for step in steps.phase("forward"):
@@ -77,7 +77,7 @@ def kept_bytes(steps: StepList, graph: Graph, optimizer: str, itemsize: int = 4)
 
 
 def _snapshot_s(state: Sequence[tuple[int, int]], row: PlanPrediction, request: PlanRequest, every: int) -> float:
-    """Return the seconds that one snapshot adds to `every` steps, on the device that it delays most."""
+    """Return the seconds that one snapshot adds to `every` steps on the most delayed device."""
     costs, network, devices = request.costs, request.costs.network, len(state)
     longest_s = 0.0
     for device, (own, alone) in enumerate(state):
@@ -89,7 +89,7 @@ def _snapshot_s(state: Sequence[tuple[int, int]], row: PlanPrediction, request: 
             [network.send_bytes_per_s[a], network.receive_bytes_per_s[b]] if a != b else [network.within_bytes_per_s[a]]
         )
         sending_s = alone / min(network.pair_bytes_per_s[device][receiver], *rates)
-        # The state is sent along with the messages of the steps, while the NIC has time for it.
+        # The NIC sends the state while it is not busy with messages of steps.
         on_host = [d for d, host in enumerate(network.host) if host == a]
         sends_s = sum(row.sent_bytes[d] for d in on_host) / network.send_bytes_per_s[a]
         receives_s = sum(row.received_bytes[d] for d in on_host) / network.receive_bytes_per_s[a]

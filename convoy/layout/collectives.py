@@ -1,7 +1,7 @@
-"""Schedules of transfers, in rounds, that bring a tensor from one layout to another: redistribution and collectives.
+"""Schedule the transfers, in rounds, that move a tensor from one layout to another: redistribution and collectives.
 
-A schedule is data: device programs are compiled from it, and the tests compare its bytes with the bytes counted on the
-network. Backward needs no second set of rules: the adjoint of the move `src -> dst` is the move `dual(dst) -> dual(src)`.
+A schedule is data: device programs are compiled from it, and the tests compare its bytes with those sent over the network.
+Backward needs no rules of its own: the adjoint of the move `src -> dst` is the move `dual(dst) -> dual(src)`.
 """
 
 import itertools
@@ -33,17 +33,17 @@ Reduce = Literal["ring", "butterfly", "direct", "star"]
 """Exact sums over devices."""
 
 Sum = Literal["ring", "butterfly", "direct", "star", "inexact-butterfly-mixing"]
-"""How gradients are summed. The last one is no sum, see `mixing`."""
+"""How gradients are summed. The last one is not a sum, see `mixing`."""
 SUMS: tuple[str, ...] = get_args(Sum)
 
 ONE_ROUND_ENTRIES = 16384
-"""`direct` sums a tensor in one round, every summand to every reader, if no device then sends or receives more than this:
-64 KiB of float32, half a millisecond at 1 Gbit/s, instead of a second latency."""
+"""Limit below which `direct` sends every summand to every reader in one round: the entries that one device sends or receives.
+64 KiB of float32 take half a millisecond at 1 Gbit/s; a second round would cost its latency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One box from one device to another (or kept: sender == receiver), written or added at the receiver."""
+    """A box sent from one device to another (kept if sender == receiver), and written or added at the receiver."""
 
     sender: int
     receiver: int
@@ -59,11 +59,11 @@ class Schedule:
     """Consecutive rounds of transfers; the transfers of one round are independent.
 
     Attributes:
-        rounds: the transfers. Boxes are in the coordinates of `shape`. The rounds of a sum wait for each other.
-        shape: the shape that the boxes refer to: the tensor's own, or its flat length where `in_place`.
-        in_place: True for the summing collectives, whose rounds work on one flat buffer per device;
-            False for a direct move, one round from a source shard to a target shard.
-        window: for a sum, the number of rounds under way at once. Each waits for the round `window` places before it.
+        rounds: the transfers. Boxes are in the coordinates of `shape`. The rounds of a sum depend on each other.
+        shape: the tensor's shape, or its flat length if `in_place`.
+        in_place: True for collectives, whose rounds work on one flat buffer per device; False for a direct move, one round
+            from a source shard to a target shard.
+        window: for a sum, the number of rounds in flight. Each waits for the round `window` places before it.
     """
 
     rounds: tuple[Round, ...]
@@ -72,7 +72,7 @@ class Schedule:
     window: int = 1
 
     def __hash__(self) -> int:
-        # Device programs are looked up by it: hashing every transfer would be slow.
+        # It is a cache key of device programs: hashing every transfer would be slow.
         return hash((self.shape, len(self.rounds), self.in_place))
 
     def involving(self, device: int) -> tuple[Round, ...]:
@@ -93,9 +93,9 @@ class Schedule:
 def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") -> Schedule:
     """Return the rounds that move a tensor of `shape` from layout `src` to layout `dst`.
 
-    `reduce` chooses how a pending sum becomes copies: `ring`, `butterfly` (recursive halving and doubling, any number
-    of devices), `direct` (each device sums a part; a small tensor whole), `star` (through the first device). Every other move
-    is direct: each shard is sent to its readers.
+    `reduce` chooses the all-reduce that turns a pending sum into copies: `ring`, `butterfly` (recursive halving and doubling,
+    any number of devices), `direct` (each device sums a chunk, or all of a small tensor), `star` (through the first device).
+    Every other move is direct: each shard is sent to its readers.
     """
     if src == dst:
         return Schedule((), shape, in_place=False)
@@ -106,7 +106,7 @@ def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") ->
 
 
 def is_collective(src: Partial, dst: Replicated, n: int, reduce: Reduce) -> bool:
-    """Return whether a sum of `n` entries takes dependent rounds; else every summand is sent to every reader."""
+    """Return whether a sum of `n` entries uses dependent rounds; else every summand is sent to every reader."""
     senders, readers = set(src.devices), set(dst.devices)
     peers = max(len(readers) - (senders <= readers), len(senders) - (readers <= senders))
     return len(src.devices) > 1 and (reduce != "direct" or n * peers > ONE_ROUND_ENTRIES)
@@ -114,9 +114,9 @@ def is_collective(src: Partial, dst: Replicated, n: int, reduce: Reduce) -> bool
 
 @lru_cache(maxsize=1024)
 def sum_in_segments(devices: tuple[int, ...], n: int, reduce: Reduce, segments: int) -> Schedule:
-    """Split a sum of `n` entries into consecutive segments with interleaved rounds: one is added while another is sent.
+    """Split a sum of `n` entries into segments with interleaved rounds: one segment is added while another is sent.
 
-    The bytes are those of one sum; the messages are smaller and more.
+    The number of bytes stays the same; there are more and smaller messages.
     """
     parts = []
     for start, stop in chunks(n, segments):
@@ -129,7 +129,7 @@ def sum_in_segments(devices: tuple[int, ...], n: int, reduce: Reduce, segments: 
 
 @lru_cache(maxsize=1024)
 def in_chunks(plan: Schedule, count: int) -> Schedule:
-    """Split a direct move whose boxes all span the first axis into `count` independent rounds, each with some of its rows.
+    """Split a direct move whose boxes all span the first axis into `count` independent rounds by rows.
 
     Raises:
         PlanError: a sum, or a move that splits the first axis over devices.
@@ -138,8 +138,8 @@ def in_chunks(plan: Schedule, count: int) -> Schedule:
     rows = plan.shape[0]
     if plan.in_place or any(t.box[0] != (0, rows) for t in transfers):
         raise PlanError(
-            f"a move of {plan.shape} cannot be split into {count} rounds: only a direct move between layouts that leave the "
-            "first axis whole can; give it 1"
+            f"a move of {plan.shape} cannot be split into {count} rounds: only a direct move between layouts that do not "
+            "split the first axis can; give it 1"
         )
     cuts = [chunk for chunk in chunks(rows, count) if chunk[0] < chunk[1]]
     return replace(plan, rounds=tuple(tuple(replace(t, box=(cut, *t.box[1:])) for t in transfers) for cut in cuts))
@@ -165,7 +165,7 @@ def sum_into_shares(devices: tuple[int, ...], shares: Shares) -> Schedule:
 
 @lru_cache(maxsize=1024)
 def gather_shares(shares: Shares, devices: tuple[int, ...]) -> Schedule:
-    """All-gather in one round: `shares[d]` entries of device d come to all of `devices`, in one flat buffer on each."""
+    """All-gather in one round: all `devices` get the `shares[d]` entries of each device d, in one flat buffer."""
     kept = list(enumerate(ranges(shares)))
     moved = _round(((owner, d, span) for owner, span in kept for d in devices if d != owner), adds=False)
     return Schedule((moved,), (sum(shares),), in_place=True)
@@ -174,8 +174,8 @@ def gather_shares(shares: Shares, devices: tuple[int, ...]) -> Schedule:
 def mixing(devices: tuple[int, ...], n: int, stage: int) -> Schedule:
     """Return one stage of a butterfly: each device adds its partner's summand. NOT a sum over all devices.
 
-    Butterfly mixing (Zhao & Canny) spreads the stages over training steps: in step t the partner of the i-th device is
-    i XOR 2^(t mod k), k = ceil(lg p). Where p is not a power of two, a device without a partner sits a stage out.
+    Butterfly mixing (Zhao & Canny) runs one stage per training step: in step t the partner of the i-th device is
+    i XOR 2^(t mod k), k = ceil(lg p). If p is not a power of two, a device without a partner skips the stage.
     """
     distance = 1 << (stage % max(1, (len(devices) - 1).bit_length()))
     pairs = [(i, i ^ distance) for i in range(len(devices)) if i ^ distance < len(devices)]
@@ -184,7 +184,7 @@ def mixing(devices: tuple[int, ...], n: int, stage: int) -> Schedule:
 
 
 def _keeper(device: int, devices: tuple[int, ...]) -> int:
-    """Return the member of `devices` that sends to `device`: itself if it is one, else one chosen to spread the load."""
+    """Return the member of `devices` that sends to `device`: itself if possible, else one that balances the load."""
     return device if device in devices else devices[device % len(devices)]
 
 
@@ -212,7 +212,7 @@ def _direct(src: Layout, dst: Layout, shape: Shape) -> Iterable[Transfer]:
 
 
 def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
-    """Send every entry to exactly one summand; the summands start from zero."""
+    """Send every entry to exactly one summand; summands start from zero."""
     match src:
         case Replicated(devices):
             common = [d for d in devices if d in dst.devices]
@@ -239,7 +239,7 @@ def _round(transfers: Iterable[tuple[int, int, tuple[int, int]]], *, adds: bool)
 
 
 def _ring(devices: tuple[int, ...], n: int) -> list[Round]:
-    """Ring: p-1 rounds that add, p-1 that copy; 2(p-1) alpha + 2 n (p-1)/p beta."""
+    """Ring: p-1 rounds that add and p-1 that copy; 2(p-1) alpha + 2 n (p-1)/p beta."""
     p, chunk = len(devices), chunks(n, len(devices))
     rounds = []
     for adds, shift in ((True, 0), (False, 1)):
@@ -252,13 +252,13 @@ def _ring(devices: tuple[int, ...], n: int) -> list[Round]:
 def _butterfly(devices: tuple[int, ...], n: int) -> list[Round]:
     """Recursive halving, then doubling (Rabenseifner); 2 lg p alpha + 2 n (p-1)/p beta for p a power of two.
 
-    Otherwise the devices beyond the largest power of two first hand their summand to a neighbour and get the sum from it
-    at the end: two rounds and 2 n beta more.
+    Otherwise the devices beyond the largest power of two first send their summand to a neighbour and receive the sum from it
+    at the end: two more rounds and 2 n beta.
     """
     p = len(devices)
     core = 1 << (p.bit_length() - 1)
     extra = p - core
-    # Of the first 2*extra devices every odd one folds into the even one before it.
+    # Each odd one of the first 2*extra devices sends its summand to the even one before it.
     inner = [devices[2 * i] for i in range(extra)] + list(devices[2 * extra :])
     folded = [(devices[2 * i + 1], devices[2 * i], (0, n)) for i in range(extra)]
     rounds = [_round(folded, adds=True)] if extra else []
@@ -276,7 +276,7 @@ def _butterfly(devices: tuple[int, ...], n: int) -> list[Round]:
         span = [kept for kept, _ in halves]
         distance //= 2
     for distance, kept in reversed(history):
-        # The part that i kept at this level is complete by now; its partner lacks exactly that.
+        # The half that i kept at this level is now complete; its partner needs it.
         rounds.append(_round(((inner[i], inner[i ^ distance], kept[i]) for i in range(core)), adds=False))
     if extra:
         rounds.append(_round(((even, odd, span) for odd, even, span in folded), adds=False))
@@ -284,14 +284,14 @@ def _butterfly(devices: tuple[int, ...], n: int) -> list[Round]:
 
 
 def _direct_sum(devices: tuple[int, ...], n: int) -> list[Round]:
-    """Each device sums a part and sends it to all: 2 alpha + 2 n (p-1)/p beta. A ring sends the same bytes in 2(p-1) rounds."""
+    """Each device sums a chunk and sends it to all; 2 alpha + 2 n (p-1)/p beta. A ring takes 2(p-1) rounds for these bytes."""
     parts = list(zip(devices, chunks(n, len(devices)), strict=True))
     pairs = [(i, owner, span) for owner, span in parts for i in devices if i != owner]
     return [_round(pairs, adds=True), _round(((owner, i, span) for i, owner, span in pairs), adds=False)]
 
 
 def _star(devices: tuple[int, ...], n: int) -> list[Round]:
-    """All summands to the first device, the sum back to all: a parameter server."""
+    """Parameter server: the first device receives all summands and sends the sum to all."""
     root, *others = devices
     gather = _round(((d, root, (0, n)) for d in others), adds=True)
     return [gather, _round(((root, d, (0, n)) for d in others), adds=False)]
@@ -306,7 +306,7 @@ _SUMS: dict[str, Callable[[tuple[int, ...], int], list[Round]]] = {
 
 
 def _deliver(have: tuple[int, ...], want: tuple[int, ...], n: int) -> list[Round]:
-    """Send the finished sum to the devices that read it but held no summand: a chunk from each that did."""
+    """Send the finished sum to the devices without a summand, one chunk from each device with one."""
     missing = [d for d in want if d not in have]
     if not missing:
         return []

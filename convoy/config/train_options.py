@@ -1,4 +1,4 @@
-"""The settings of a training, as one list: the command line, run files and `--explain` are made from it."""
+"""Lists the settings of a training. The command line, run files and `--explain` are generated from this list."""
 
 import importlib
 from collections.abc import Mapping
@@ -24,25 +24,25 @@ from convoy.config.option_types import (
     needs,
     one_of,
 )  # fmt: skip
+from convoy.layout.collectives import Sum
 from convoy.layout.comm_dtype import CommDtype
-from convoy.layout.redistribute import Sum
 from convoy.plan.presets import AUTO, PLANS
 
 MAX_NUMBER = 1e10
-"""Largest number of a setting that names no other: more is a slip of the finger."""
+"""Upper bound of a setting without its own: more is a typing error."""
 
 NO_LOG = Path("none")
-"""As `log`: write no log."""
+"""Value of `log` for no log."""
 
 
 def _setting(panel: str, default: Any, meaning: str, *, here: bool = False, often: bool = False, **rules: Any) -> Any:
-    """A setting.
+    """Return the pydantic field of a setting.
 
     Args:
-        panel: the part of the list that it stands in.
-        meaning: its first sentence is all that `--help` shows.
-        here: each device may have its own; all others decide what is computed, and must be the same everywhere.
-        often: `--help` shows it; the others are shown by `--help-all`.
+        panel: its group in `--help-all`.
+        meaning: help text; `--help` shows only the first sentence.
+        here: may differ between devices. All other settings affect the result, and must be equal everywhere.
+        often: `--help` shows it; otherwise only `--help-all` does.
         rules: bounds, as pydantic names them.
     """
     if rules.keys() & {"ge", "gt"} and "lt" not in rules:
@@ -60,10 +60,10 @@ _output = partial(_setting, "Output")
 
 
 class Settings(BaseModel):
-    """What to train, how, and on what. A name, its type, its default and its meaning stand here and nowhere else.
+    """All settings of a training. Names, types, defaults and help texts are defined only here.
 
-    On the command line and in a run file a setting is called as here, with dashes, and without the unit at its end: `data_dir`
-    is `--data-dir D` and `data-dir = "D"`, `timeout_s` is `--timeout` and `timeout`.
+    The command line and run files use these names with dashes and without the unit at their end: `data_dir` is `--data-dir D`
+    and `data-dir = "D"`, `timeout_s` is `--timeout` and `timeout`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -89,7 +89,7 @@ class Settings(BaseModel):
     )
     augment: Annotated[str, checked_by("convoy.data.augment:augment_steps")] | None = _data(
         None,
-        "Change training images anew in every epoch, e.g. crop,flip. Also crop[:PADDING], resized-crop[:AREA], "
+        "Augment training images, differently in every epoch, e.g. crop,flip. Also crop[:PADDING], resized-crop[:AREA], "
         "jitter[:STRENGTH], cutout[:SIDE], erase[:PROBABILITY], with commas between them.",
     )
     limit: int | None = _data(None, "Use only the first N training images.", ge=1)
@@ -135,7 +135,7 @@ class Settings(BaseModel):
     rebalance: bool | None = _fleet(
         None,
         "Change the shares while training if a device is faster or slower than predicted. With --plan auto also try other "
-        "plans whose predicted step time is nearly as low. Default: with --plan auto on CPUs; on a GPU, timing a layer means "
+        "plans with nearly the same predicted step time. Default: with --plan auto on CPUs; on a GPU, timing a layer means "
         "waiting for its kernels.",
     )
     compile: bool = _fleet(
@@ -163,9 +163,7 @@ class Settings(BaseModel):
         here=True,
         often=True,
     )
-    budget_s: Seconds = _fleet(
-        20.0, "About the time that measuring may take, with --plan auto.", here=True, gt=0, le=1e6
-    )
+    budget_s: Seconds = _fleet(20.0, "Approximate time for measuring, with --plan auto.", here=True, gt=0, le=1e6)
     spare: Literal["auto", "every-step", "none"] = _fleet(
         "auto",
         "How often to keep a snapshot, so that the others continue if a device is lost. every-step: after each step, with "
@@ -180,16 +178,16 @@ class Settings(BaseModel):
     )
     trust_network: bool = _fleet(
         False,
-        "Neither authenticate nor encrypt connections. Whoever reaches the machines' ports can read and end the job.",
+        "Neither authenticate nor encrypt connections. Anyone who reaches the machines' ports can read and end the job.",
         here=True,
     )
     listen: Listen | None = _fleet(
         None,
-        "Let further devices join: the address of this machine where they ask. E.g. 192.168.1.5:7000 or 192.168.1.5; with "
+        "Let further devices join: the address of this machine to connect to. E.g. 192.168.1.5:7000 or 192.168.1.5; with "
         "--fleet, of the machine of device 0. It needs --job-key. Default: no device may join.",
         here=True,
     )
-    port: int | None = _fleet(None, "Port where the processes meet; default: a free one.", here=True, ge=0, le=65535)
+    port: int | None = _fleet(None, "Rendezvous port of the processes; default: a free one.", here=True, ge=0, le=65535)
     timeout_s: Seconds = _fleet(60.0, "Time after which a silent device counts as lost.", here=True, gt=0, le=1e6)
 
     epochs: int = _step(1, "Passes over the training images.", often=True, ge=1)
@@ -220,10 +218,10 @@ class Settings(BaseModel):
     precision: Annotated[str, one_of("convoy.runtime.precision:PRECISIONS")] = _step(
         "float32",
         "Layers compute in float32, bf16 or fp16. fp16 has loss scaling and needs GPUs. Weights and all-reduce stay "
-        "float32, and so does what is sent, unless --wire says otherwise.",
+        "float32, and so does the traffic, unless --wire says otherwise.",
         often=True,
     )
-    seed: int = _step(0, "Decides the first weights and the order of the images.", ge=0, le=2**32 - 1)
+    seed: int = _step(0, "Seed of the initial weights and of the order of the images.", ge=0, le=2**32 - 1)
 
     evaluate_epochs: int = _test(1, "Test after every N epochs, and after the last one.", ge=1)
     evaluate_steps: int | None = _test(None, "Test after every N steps, too.", ge=1)
@@ -242,11 +240,11 @@ class Settings(BaseModel):
         "warn", "At the first NaN or infinite loss: warn, or stop with exit status 2."
     )
     compare: bool = _output(
-        False, "Then train the same in plain PyTorch on one CPU, slowed down as the fastest device is.", here=True
+        False, "Then train the same net in plain PyTorch on one CPU, slowed down like the fastest device.", here=True
     )
     explain: bool = _output(
         False,
-        "Print every setting with its source, and the step list. It has every computation, move and all-reduce of one step.",
+        "Print every setting with its source, and the step list: every computation, move and all-reduce of one step.",
         here=True,
     )
     save_run: File | None = _output(None, "Write all settings to this run file (TOML).", here=True)
@@ -260,7 +258,7 @@ class Settings(BaseModel):
     )
     page: bool = _output(
         False,
-        "Write the page of `convoy report` after every epoch. A browser that shows it follows the run.",
+        "Write the page of `convoy report` after every epoch. An open browser reloads it.",
         here=True,
     )
     tensorboard: Annotated[File, needs("tensorboard")] | None = _output(
@@ -311,16 +309,16 @@ class Settings(BaseModel):
 
     @property
     def optimizer_state(self) -> str:
-        """The optimizer by the state that it keeps, for predictions of memory."""
+        """The kind of optimizer state, for memory predictions."""
         if self.optimizer == "sgd":
             return "sgd-momentum" if self.momentum else "sgd"
         return "adam"
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """The settings that must be the same on every device, as JSON.
+        """The settings that must be equal on all devices, as JSON.
 
-        A plan file or a folder of images may lie elsewhere on each machine; their contents are compared later.
+        A plan file or a folder of images may have another path on each machine; the contents are compared later.
         """
         shown = self.model_dump(mode="json", include={name for name in FIELDS if not extra_of(name)["here"]})
         if self.plan not in (*PLANS, AUTO):
@@ -331,7 +329,7 @@ class Settings(BaseModel):
 
     @property
     def lasting(self) -> dict[str, Any]:
-        """The settings that a resumed run must not change, as JSON: those that shape its loss curve."""
+        """The settings that a resumed run must keep, as JSON, because they shape its loss curve."""
         free = {"accumulate"} if self.schedule in ("cosine", "one-cycle") else {"accumulate", "epochs"}
         shaping = {name for name in FIELDS if extra_of(name)["panel"] in (DATA, TRAINING)} - free
         return {name: value for name, value in self.decisive.items() if name in shaping}

@@ -1,7 +1,7 @@
-"""Small collectives: all-gather of values, broadcast of device 0's result, and checks that values are the same everywhere.
+"""Provide small collectives: all-gather of values, broadcast of device 0's result, checks that values are the same everywhere.
 
-All devices call these functions in the same order. As :meth:`Group.agree` and :meth:`Pending.wait`, each raises
-DeviceLostError if a device did not answer, and MismatchError if one calls another function.
+All devices call these functions in the same order. Like :meth:`Group.agree` and :meth:`Pending.wait`, each raises
+DeviceLostError if a device does not answer, and MismatchError if one calls another function.
 """
 
 import json
@@ -19,7 +19,7 @@ _ERRORS = {kind.__name__: kind for kind in (InputError, PlanError, DataError)}
 
 
 def gather(group: Group, topic: str, value: object) -> list[Any]:
-    """Return the values of all devices, in device order. A value is anything that JSON can hold."""
+    """Return the values of all devices, in device order. A value is any JSON value."""
     return [json.loads(text) for text in group.agree(topic, json.dumps(value))]
 
 
@@ -27,7 +27,7 @@ def from_first(group: Group, topic: str, work: Callable[[], object]) -> Any:
     """Run `work` on device 0 only, and return its result (JSON) on every device.
 
     Raises:
-        InputError, PlanError, DataError: `work` raised it on device 0. Raised on every device.
+        InputError, PlanError, DataError: `work` raised it on device 0; every device raises it.
         DeviceLostError: also if `work` took longer than the group's time limit.
     """
     answer: dict[str, object] = {}
@@ -88,19 +88,19 @@ def agree_on_modes(group: Group) -> None:
         if "unknown" not in values and (found := difference(values)):
             raise MismatchError(
                 f"torch would compute differently: {name} is {found}. Set it to the same on every device before the model is "
-                "distributed, outside of any `if rank == 0:`; where nobody sets it, look for an environment variable "
-                "(TORCH_ALLOW_TF32_CUBLAS_OVERRIDE) or another version of torch"
+                "distributed, outside of any `if rank == 0:`; if your script does not set it, look for an environment "
+                "variable (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE) or another version of torch"
             )
 
 
 def share_tensor(group: Group, own: Tensor) -> tuple[Tensor, Pending]:
-    """Start to send a tensor to every other device.
+    """Start an all-gather of a tensor.
 
     Args:
-        own: the same shape and dtype on every device. A host tensor stays on the host, without waiting for an accelerator.
+        own: same shape and dtype on every device. A host tensor stays on the host and waits for no accelerator.
 
     Returns:
-        a table of shape (devices, *own.shape), complete once the Pending has been waited for.
+        a table of shape (devices, *own.shape), complete after a wait for the Pending.
     """
     table = torch.zeros(group.devices, *own.shape, dtype=own.dtype, device=own.device)
     table[group.device] = own
@@ -111,6 +111,6 @@ def share_tensor(group: Group, own: Tensor) -> tuple[Tensor, Pending]:
 
 def share_number(group: Group, number: float) -> list[float]:
     """Return the numbers of all devices, in device order."""
-    table, travels = share_tensor(group, torch.tensor([number], dtype=torch.float64))
-    travels.wait()
+    table, pending = share_tensor(group, torch.tensor([number], dtype=torch.float64))
+    pending.wait()
     return [float(value) for value in table.flatten()]

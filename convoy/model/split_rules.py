@@ -1,7 +1,7 @@
-"""register_layer: along which axes a layer may be cut, for torch's own layers and for the user's.
+"""Registers the axes along which layers can be cut, for torch's layers and user layers (`register_layer`).
 
-A rule looks at one call of a model and says how it may be cut. Without a rule, at most its samples are split.
-`convoy.model.tracing.kinds` registers torch's layers.
+A rule gets one call of a model and returns its possible cuts. Without a rule, at most the samples are split.
+`convoy.model.tracing.supported_layers` registers torch's layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ from convoy.model.operation import Operation, PartExtent, Ref
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call in a model, as a rule gets it.
+    """One call in a model, the argument of a rule.
 
     Attributes:
         operation: the call; its arguments have `Ref(i)` for `inputs[i]`.
         module: None for a function or a method.
         inputs: shapes of its input tensors, for any number of samples.
-        batched: per input, whether its first axis is the batch; a parameter's is not.
-        output: shape of its output tensor, whose first axis is the batch.
+        batched: per input, whether its first axis is the batch (not for a parameter).
+        output: shape of its output tensor; the first axis is the batch.
     """
 
     operation: Operation
@@ -43,26 +43,26 @@ class Call:
         return target if isinstance(target, str) else getattr(target, "__name__", "")
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument of a function or method by its place (the tensor it works on is number 0) or its name."""
+        """Return an argument of a function or method by its position (a method's tensor is number 0) or name."""
         args = self.operation.args
         return args[place] if len(args) > place else self.operation.kwargs.get(name, default)
 
     def input_at(self, place: int, name: str) -> int | None:
-        """Return the index of the input that an argument is; None where it is no input."""
+        """Return the input index of an argument; None if it is no input."""
         value = self.argument(place, name)
         return value.index if isinstance(value, Ref) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The kind of a call, and where it may be cut.
+    """The kind of a call, and its possible cuts.
 
     Attributes:
         kind, groups, axis, statistics, cuts: as in `convoy.model.graph.Layer`.
-        operation: replaces the traced one, with numbers that follow the shard; None: as traced.
-        trusted: if False, the numbers of two shards are compared with those of the whole when a model is traced.
-        like: the module class that computes the same, where a rule was registered so.
-        whole_batch: why its samples must stay together; empty where each is computed alone.
+        operation: replaces the traced operation, with numbers that depend on the shard; None: as traced.
+        trusted: if False, tracing compares the numbers of two shards with those of the whole layer.
+        like: the module class that the rule was registered with (`register_layer(like=...)`).
+        whole_batch: why its samples must stay together; empty if each is computed separately.
     """
 
     kind: Kind
@@ -80,7 +80,7 @@ Rule = Callable[[Call], Known | None]
 Splits = Literal["samples", "entries", "channels", "filters"]
 
 MODULES: dict[type[nn.Module], Rule] = {}
-"""Module class -> rule. A subclass may compute something else, so it needs its own."""
+"""Module class -> rule. A subclass may compute something else, so it needs its own rule."""
 FUNCTIONS: dict[str, Rule] = {}
 """Name -> rule, for functions and methods of torch: most exist as both."""
 OTHER_FUNCTIONS: dict[Any, Rule] = {}
@@ -97,23 +97,23 @@ def register_layer(
     parameters: Mapping[str, int] | None = None,
     attributes: tuple[str, ...] = (),
 ) -> None:
-    """Declare how a layer may be split other than by samples: see the page "Teach Convoy your layer".
+    """Declare how a layer can be split in addition to samples: see the page "Teach Convoy your layer".
 
-    When a model is traced, two shards of the layer are computed and compared with the whole; a layer that differs is refused.
-    Every process of a job must register the same, before it makes plans or distributes: plans are for a model with these rules.
+    Tracing computes two shards of the layer, compares them with the whole layer, and refuses a layer that differs. All
+    processes of a job must register the same rules before they make plans or distribute: plans depend on them.
 
     Args:
-        layer: a module class (exactly this class), or a function that torch.fx sees as one call (an operator of your own).
-        splits: "samples": each sample alone, and nothing more is known; "entries": each number alone; "channels": each
-            channel of the input alone, and the channels of the output follow; "filters": each channel of the output alone,
-            from the whole input. Or a function that takes a `Call` and returns `Known`, or None.
-        like: instead of `splits`: this class computes exactly the same as that registered class.
-        axis: of input and output, with the batch as axis 0, on which channels or filters lie.
-        groups: name of the module's attribute that counts groups: channels of one group stay together, and the number follows
-            the shard.
-        parameters: key -> axis, for each parameter and buffer that is split alike; the others are copied. None: the first
-            axis of all that have as many entries there as there are channels.
-        attributes: names of further whole numbers of the module that follow the shard, such as "out_channels".
+        layer: a module class (exactly this class), or a function that torch.fx records as one call (a custom operator).
+        splits: "samples": each sample separately; "entries": each number separately; "channels": each channel of the
+            input separately, with the same split of the output; "filters": each channel of the output separately, from
+            the whole input. Or a function that takes a `Call` and returns `Known` or None.
+        like: instead of `splits`: a registered class that computes exactly the same.
+        axis: the axis of channels or filters in input and output; the batch is axis 0.
+        groups: name of the module's attribute with the number of groups: channels of a group stay together, and the
+            number is scaled with the shard.
+        parameters: key -> axis, for each parameter and buffer that is split alike; the others are copied. None: the
+            first axis of each that has one entry per channel there.
+        attributes: names of further integer attributes that are scaled with the shard, such as "out_channels".
 
     Raises:
         InputError: a layer that is registered already, or neither or both of `splits` and `like`.
@@ -163,12 +163,12 @@ def is_registered(module: nn.Module) -> bool:
 
 
 def is_alone(call: Call) -> bool:
-    """Return whether a call has one input tensor, with a batch axis."""
+    """Return whether a call has exactly one input tensor, with a batch axis."""
     return len(call.inputs) == 1 and call.batched[0]
 
 
 def cut_with_parameters(call: Call, axis: int | None, extent: int) -> tuple[int | None, ...]:
-    """Return `Cut.inputs`: `axis` of the first input; the first axis of parameters that have `extent` entries there."""
+    """Return `Cut.inputs`: `axis` for the first input; axis 0 for parameters with `extent` entries there."""
     others = (
         0 if not batched and shape and shape[0] == extent else None
         for shape, batched in zip(call.inputs[1:], call.batched[1:], strict=True)
@@ -178,7 +178,7 @@ def cut_with_parameters(call: Call, axis: int | None, extent: int) -> tuple[int 
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """The rule for one of the four `splits` of `register_layer`, which describes the fields."""
+    """The rule for one of the four `splits`; `register_layer` documents the fields."""
 
     splits: Splits
     axis: int = 1
@@ -251,7 +251,7 @@ class SplitRule:
         return found
 
     def _following(self, call: Call, names: tuple[str, ...], of: int | str, axis: int, extent: int) -> Operation | None:
-        """Return the operation with those numbers of the module that follow the shard."""
+        """Return the operation with the module's numbers that are scaled with the shard."""
         numbers = {name: PartExtent(int(getattr(call.module, name)), axis, extent, of) for name in names}
         return replace(call.operation, attributes=numbers) if numbers else None
 

@@ -16,7 +16,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from convoy.layout.layout import Shape
 from convoy.model.graph import Cut
-from convoy.model.layer_rules import (
+from convoy.model.operation import BatchExtent, Operation, PartExtent, Ref
+from convoy.model.split_rules import (
     FUNCTIONS,
     MODULES,
     Call,
@@ -27,7 +28,6 @@ from convoy.model.layer_rules import (
     is_alone,
     rule_of,
 )
-from convoy.model.operation import BatchExtent, Operation, PartExtent, Ref
 
 # Each entry alone.
 _ENTRIES = (

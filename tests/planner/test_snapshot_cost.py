@@ -1,4 +1,4 @@
-"""What keeping the state for the loss of a device costs, against cases worked out by hand."""
+"""The cost of snapshots for device losses, against hand-calculated cases."""
 
 from dataclasses import replace
 from io import StringIO
@@ -15,7 +15,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import One
 from convoy.planner.prediction import PlanPrediction, predict_plan
 from convoy.planner.request import PlanRequest
-from convoy.planner.spare import MOST_PART, kept_bytes, spare_price
+from convoy.planner.snapshot_cost import MOST_PART, kept_bytes, spare_price
 from convoy.report.plans import show_all
 from convoy.simulate.costs import Overheads
 from tests.support.described_fleets import measured_fleet
@@ -37,7 +37,7 @@ def entries(graph: Graph) -> int:
 def case(
     graph: Graph, name: str, copy_s_per_byte: float = 0.0, link: float = 1e12, devices: int = 3, **memory: int
 ) -> tuple[PlanPrediction, PlanRequest]:
-    """A step that takes a second on each device, and nothing but the given copies and links costs time."""
+    """Return a step of one second per device in which only the given copies and links cost time."""
     measured = measured_fleet(graph, [1.0] * devices, BATCH, memory_bytes=memory, link_bytes_per_s=link)
     costs = replace(
         measured.costs(graph), overheads=(Overheads(copy_s_per_byte=copy_s_per_byte),) * devices, update_s_per_entry=()
