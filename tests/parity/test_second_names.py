@@ -142,7 +142,7 @@ class Attention(nn.MultiheadAttention):
 def test_trained_weights_that_no_module_registers_are_refused() -> None:
     model = Net(lambda net, x: net.hidden[0](x), hidden=[nn.Conv2d(4, 4, 1).double()]).double()
     example = torch.zeros(2, 3, 6, 6, dtype=torch.float64)
-    with pytest.raises(InputError, match=r"trains a parameter of shape \(4, 4, 1, 1\) that its module does not have"):
+    with pytest.raises(InputError, match=r"trains a parameter of shape \(4,.* that its module does not have"):
         trace(model, example)
     model.hidden[0].requires_grad_(False)
     assert difference(model) < EXACT

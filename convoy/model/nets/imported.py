@@ -81,8 +81,7 @@ def _find_in_package(text: str, image: ImageShape, classes: int) -> Callable[[],
     package, _, name = text.partition(":")
     imported = import_package(package, "models", f"--net {text}")
     if package == "timm":
-        # After the dot: the name of weights, which are not loaded.
-        names, plain = imported.list_models(), name.partition(".")[0]
+        names, plain = imported.list_models(), name.partition(".")[0]  # after the dot: weights, which are not loaded
         build = partial(imported.create_model, name, pretrained=False, num_classes=classes, in_chans=image[0])
     else:
         names, plain = imported.models.list_models(module=imported.models), name
