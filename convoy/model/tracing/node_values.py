@@ -262,8 +262,8 @@ class NodeValues:
             self.odd[node] = why
         if mutates(self.model, node) and tensors_of(pair[0]):
             self._write(node, reads[0])
-            given = [t.dtype for n in reads for t in tensors_of(self[n][0])]
-            if functools.reduce(torch.promote_types, given) is not given[0]:
+            dtypes = [t.dtype for n in reads for t in tensors_of(self[n][0])]
+            if functools.reduce(torch.promote_types, dtypes) is not dtypes[0]:
                 raise Untraceable(f"{node.name} overwrites a tensor with one of a wider dtype", node.meta["where"])
             self._overwritten[self._latest(node.all_input_nodes[0])] = node
 
