@@ -278,7 +278,7 @@ ENDLESS = ("--data", "digits", "--epochs", "2000", "--net", "two-conv:8:12", "--
 def kill(place: Place) -> Iterator[Row]:
     """Kill a process during a step. The others must name it, and recover or end as configured."""
     for spare, word, expected in (
-        ("auto", "the rest goes on", "continue after step"),
+        ("auto", "the others continue", "continue after step"),
         ("none", "the rest ends", "was killed by"),
     ):
         lines, took_s, status = _after_kill(place, spare, expected)

@@ -181,7 +181,7 @@ class Checkpointer:
 
     def _save(self, score: float | None = None) -> None:
         if why := self._attempt(score):
-            self._report(f"WARNING: {why}. The training goes on, and tries again when the next one is due", warns=True)
+            self._report(f"WARNING: {why}. Training continues, and the next checkpoint is tried when due", warns=True)
 
     def _attempt(self, score: float | None) -> str:
         """Save. Return why that was not possible, or an empty text."""

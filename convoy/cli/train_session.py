@@ -110,7 +110,7 @@ def train_job(job: Job) -> FinishedTraining:
                     f"{len(plans)} plans are predicted to take nearly as long: training tries each for some steps."
                 )
             rebalancer = Rebalancer(part, training.optimizer, tell=reporter.on_decision, others=plans[1:])
-        replan = plans.anew(rebalancer)
+        replan = plans.replanner(rebalancer)
         known = None
         if job.invitation is not None:
             print("measures itself while the others train", flush=True)

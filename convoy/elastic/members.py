@@ -126,7 +126,7 @@ class Members:
         others: schedules, a scaler, and other objects whose state changes from step to step.
         every: steps from one snapshot to the next; a loss repeats the steps since then. None: choose it from the first
             steps, so that snapshots take at most 2 % of the time.
-        replan: returns the plan after a change, as `Plans.anew` does; None: the same strategies and proportions of shares.
+        replan: returns the plan after a change, as `Plans.replanner` does; None: the same strategies and proportions of shares.
         tell: called with a line of text when the devices have changed.
         joins: options for joining devices; None: those in the environment of `convoy run`.
 

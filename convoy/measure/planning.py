@@ -73,8 +73,8 @@ class Plans(Sequence[Plan]):
         assert self.request.fleet.speeds is not None
         return self.request.fleet.speeds
 
-    def anew(self, rebalancer: Rebalancer | None = None) -> Replanner:
-        """Return a planner for changed devices: `Members(model, optimizer, replan=plans.anew())`.
+    def replanner(self, rebalancer: Rebalancer | None = None) -> Replanner:
+        """Return a planner for changed devices: `Members(model, optimizer, replan=plans.replanner())`.
 
         Args:
             rebalancer: corrects measured times.

@@ -174,10 +174,10 @@ class Plan:
         try:
             raw = parse_json(text, _unique)
         except ValueError as error:
-            raise PlanError(f"{source} is not JSON ({error}): correct it there or make the plan anew") from None
+            raise PlanError(f"{source} is not JSON ({error}): correct it there, or save the plan again") from None
         version = raw.get("format") if isinstance(raw, dict) else None
         if version != FORMAT:
-            raise PlanError(f"{source} has format {shown(version)}, this version reads {FORMAT}: make the plan anew")
+            raise PlanError(f"{source} has format {shown(version)}, this version reads {FORMAT}: make the plan again")
         try:
             row = _PlanFile.model_validate(raw)
         except ValidationError as error:
@@ -270,5 +270,5 @@ def _first_fault(error: ValidationError) -> str:
     if fault["type"] == "extra_forbidden":
         return f"unknown key {shown(where)}: remove it, or use the version of Convoy that wrote it"
     if fault["type"] == "missing":
-        return f"the key {where!r} is missing: add it or make the plan anew"
-    return f"{where}: {fault['msg']} (found {shown(fault['input'])}): correct it or make the plan anew"
+        return f"the key {where!r} is missing: add it or make the plan again"
+    return f"{where}: {fault['msg']} (found {shown(fault['input'])}): correct it or make the plan again"

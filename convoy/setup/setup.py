@@ -143,7 +143,7 @@ def host_script(host: Host, root: str, scratch: Path, project: Path, options: Se
     def there(script: str, *words: str) -> list[str]:
         return ssh_call(ssh, host, shlex.join(["sh", "-c", script, "sh", root, *words]))
 
-    # Packages by content: a project's wheel is built anew each time, and uv installs again what has another date.
+    # Packages by content: a project's wheel is rebuilt each time, and uv reinstalls a file with another date.
     commands = [
         there(BEGIN),
         [*rsync, "-rLcp", f"{scratch}/packages/", f"{address}:{root}/packages/"],

@@ -318,7 +318,7 @@ def test_drive_reports_its_command_and_refuses_bad_options(tmp_path: Path) -> No
 
 
 def test_existing_results_are_not_overwritten(tmp_path: Path) -> None:
-    """Regression: restarting after a commit began the file anew and lost hours of results."""
+    """Regression: a restart after a commit overwrote the file and lost hours of results."""
     devices = tuple((device.name, device.cores) for device in fleet_named("mixed4").devices)
     old = FleetResult("smoke", "mixed4", devices, replace(ground(), revision="older"), "c", "random images", {})
     write_result(tmp_path / "mixed4.two-conv-4-8.8.json", old)

@@ -86,7 +86,7 @@ def test_training_continues_while_the_disk_is_full(tmp_path: Path, monkeypatch: 
     assert [line.split()[0] for line in told] == ["saved", "WARNING:", "WARNING:", "saved"]
     assert f"cannot write the checkpoint of step 2 into {tmp_path / 'run'}: No space left on device" in told[1]
     assert "are free there: make room there, or name another folder; " in told[1]
-    assert "000001-step-1 is as it was. The training goes on, and tries again when the next one is due" in told[1]
+    assert "000001-step-1 is as it was. Training continues, and the next checkpoint is tried when due" in told[1]
     assert [each for _, each in found] == [told] * 3
 
 
@@ -134,7 +134,7 @@ def test_full_disk_is_a_warning_without_a_callback(tmp_path: Path, monkeypatch: 
     model = nn.Linear(2, 1)
     keeper = Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)
     keeper.begin(resume=False)
-    with pytest.warns(UserWarning, match="no earlier checkpoint is there. The training goes on"):
+    with pytest.warns(UserWarning, match="no earlier checkpoint is there. Training continues"):
         keeper.after_step()
 
 

@@ -468,7 +468,7 @@ def test_a_number_that_is_returned_must_not_be_frozen() -> None:
             here.module.fc.bias.add_(1.0)
         call(6)
 
-    with pytest.raises(InputError, match="returned something beside its tensors that it did not return"):
+    with pytest.raises(InputError, match="returned something other than tensors that it did not return"):
         on_two(Net().double(), step)
 
 

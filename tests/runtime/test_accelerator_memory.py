@@ -95,4 +95,4 @@ def test_command_reports_a_full_accelerator(spare: str, status: int, tmp_path: P
     assert "error: there is not enough memory (sim out of memory" in done.stderr
     if spare == "auto":
         assert "device 0 (host" in done.stdout, "it is named"
-        assert "; 1 continue after step 0" in done.stdout, "the other device goes on alone"
+        assert "; 1 continue after step 0" in done.stdout, "the other device continues alone"

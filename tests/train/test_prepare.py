@@ -100,7 +100,7 @@ class Flipped(Dataset[Any]):
 
 
 def joined(rows: list[Any]) -> tuple[Tensor, Tensor]:
-    """Mix every image with the one before it in the batch, so that samples depend on each other."""
+    """Mix every image with the previous one of the batch, so that samples depend on each other."""
     x, y = default_collate(rows)
     return 0.7 * x + 0.3 * x.roll(1, 0), y
 

@@ -332,10 +332,10 @@ class _Capture:
 
 
 def _flat(model: str, form: str, value: Any) -> list[Tensor]:
-    """Return the tensors that a model returned, and refuse a change of everything beside them."""
+    """Return the tensors that a model returned, and refuse outputs that are not tensors and differ between calls."""
     if repr(_result_form(value, count())) != form:
         raise InputError(
-            f"{model} returned something beside its tensors that it did not return when it was distributed: a number, a text "
+            f"{model} returned something other than tensors that it did not return when it was distributed: a number, a text "
             "or another nest. Return tensors, or compute it from what the model returns"
         )
     return tensors_of(value)

@@ -64,7 +64,7 @@ def unsupported_in_place(node: fx.Node) -> bool:
 
 
 def batch_norm_of(model: nn.Module, node: fx.Node) -> str | None:
-    """Return the path of the batch norm that a call of `F.batch_norm` computes exactly; None where there is none.
+    """Return the path of the batch norm that a call of `F.batch_norm` computes exactly, or None.
 
     So a subclass of torch's batch norm with an activation in its forward (timm's `BatchNormAct2d`) becomes two layers.
     """
