@@ -94,7 +94,7 @@ class Checkpointer:
             except BaseException:
                 self.close()
                 raise
-            self._report(f"goes on from {found}: step {self.progress.step}, epoch {self.progress.epoch}")
+            self._report(f"continues from {found}: step {self.progress.step}, epoch {self.progress.epoch}")
         elif resume:
             self._report(f"{self.folder} holds no checkpoint yet: the run begins at its beginning")
         return self.progress

@@ -343,7 +343,7 @@ def test_checkpointer_saves_every_n_steps_and_after_epochs(tmp_path: Path) -> No
     keeper.close()
     again = Checkpointer(tmp_path / "run", model, optimizer, every=3, tell=said.append)
     assert again.begin(resume=True) == Progress(8, 2, 0)
-    assert said[-1] == f"goes on from {tmp_path / 'run' / saved[-1]}: step 8, epoch 2"
+    assert said[-1] == f"continues from {tmp_path / 'run' / saved[-1]}: step 8, epoch 2"
     again.at_end()
     again.after_step()
     again.at_end()

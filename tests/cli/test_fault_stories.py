@@ -84,7 +84,7 @@ def test_damaged_checkpoint_error_gives_a_working_command(tmp_path: Path, convoy
     assert advice
     status, out, _ = convoy("train", *TINY, *saving, "--epochs", "3", *shlex.split(advice[1]))
     assert status == 0
-    assert f"goes on from {before}: step 6, epoch 1" in out
+    assert f"continues from {before}: step 6, epoch 1" in out
     names = sorted(path.name for path in run.glob("*-step-*"))
     assert names[-3:] == ["000006-step-9", "000007-step-12", "000008-step-12"]
     assert steps_of(run / "log.jsonl") == pytest.approx(steps_of(whole), rel=1e-4), "the curve is that of one run"
@@ -107,7 +107,7 @@ def test_checkpoint_folder_can_be_resumed_but_not_used_for_a_new_run(
     subprocess.run(advice[1], shell=True, check=True)
     fresh = Path(shlex.split(advice[2])[0])
     status, out, _ = convoy("train", *TINY, "--checkpoint", str(fresh), "--resume")
-    assert (status, f"goes on from {fresh}: step 3" in out) == (0, True)
+    assert (status, f"continues from {fresh}: step 3" in out) == (0, True)
     gone = run / "000009-step-99"
     assert "does not exist" in refused(convoy("train", *TINY, "--checkpoint", str(gone), "--resume"))
 

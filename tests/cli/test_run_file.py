@@ -369,7 +369,7 @@ def test_interrupted_run_resumes_exactly(
     going_on = [*keeping, "--resume", "--epochs", "3", "--accumulate", "4", "--log", str(cut)]
     capsys.readouterr()
     assert command(monkeypatch, ["train", *ON_AND_ON, *going_on]) == 0
-    assert f"goes on from {folder}/000003-step-6: step 6, epoch 1" in capsys.readouterr().out
+    assert f"continues from {folder}/000003-step-6: step 6, epoch 1" in capsys.readouterr().out
     expected, found = ([row for row in told(log) if row["what"] == "step"] for log in (whole, cut))
     assert [row["step"] for row in found] == list(range(12))
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-4), "float32"
