@@ -23,7 +23,7 @@ from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.runlog.reader import LOG_NAME, InForce, RunRecord, log_of, read_log
 from convoy.runlog.schema import LayerEntry, PlanLine, PredictionLine, ReshardLine
 from convoy.simulate.interval import around
-from convoy.train.observer import EpochResult, Observer
+from convoy.train.record import EpochResult, Observer
 
 MAX_PLANS = 12
 """Maximum number of successive plans to draw."""
