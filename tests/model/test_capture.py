@@ -134,6 +134,7 @@ def test_power_iteration_and_rounding_are_no_dependence() -> None:
         lambda m: m.middle.options.update(beta=[2.0]),
         lambda m: setattr(m, "middle", nn.Identity()),
         lambda m: setattr(m.middle, "forward", lambda x: x),
+        lambda m: setattr(m.middle, "act", lambda x: x + 1),
     ],
 )
 def test_a_change_of_what_the_trace_has_read_is_refused(change: Callable[[Any], None]) -> None:

@@ -7,7 +7,7 @@ layers, with their kinds (`supported_layers.py`). `python_state.py` finds the va
 
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -23,12 +23,12 @@ from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, bind_operation, disable_in_place
 from convoy.model.split_rules import register_layer
-from convoy.model.tracing.copies import copied, meta_copy, release, shared_tensors
+from convoy.model.tracing.copies import copied, meta_copy, shared_parameters
 from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, hooked, on_weights
 from convoy.model.tracing.layer_builder import LayerBuilder, canonical_keys, dtype_name, whole
 from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable, across, is_batched, meta_inputs, without_batch
-from convoy.model.tracing.python_state import State, StateWatch, modes_of, subtree
-from convoy.model.tracing.tracer import TRACE_LOCK, nodes_of
+from convoy.model.tracing.python_state import State, StateWatch, changed, modes_of, subtree
+from convoy.model.tracing.tracer import TRACE_LOCK, GivenUp, nodes_of
 from convoy.model.tracing.trials import (
     TrialInputs,
     first_line,
@@ -72,31 +72,49 @@ def trace(
         raise InputError("the example must be a batch: tensors whose first axis is the batch; give e.g. x[:2]")
     inner = unwrapped(model)
     _check_parameters(inner)
-    try:
-        local = copied(inner, shared_tensors(inner))
-        local = local if _is_on_meta(local) else local.cpu()
-    except Exception as error:  # an attribute may raise anything when it is copied
-        raise InputError(
-            f"{type(inner).__name__} cannot be copied ({first_line(error)}): what is computed from parameters is no state "
-            "of a module; torch.nn.utils.parametrizations has forms that can be copied. Leave out attributes that "
-            "copy.deepcopy refuses"
-        ) from error
-    _mute(local)
-    if not training or not local.training:  # frozen parts of a model in training stay as they are
-        local.train(training)
-    with TRACE_LOCK, State(dict(local.named_modules())).kept(), warnings.catch_warnings():
+    state = State(dict(inner.named_modules()))
+    with TRACE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model gives its own warnings when it is trained
-        capture = _Capture(local, examples, like)
-        traced = _with_hooks(local, capture.run(), inner)
-    modes = modes_of(local)
-    release(local)
+        before = state.forms()
+        capture = _Capture(partial(_copied, inner, training), examples, like)
+        traced = _with_hooks(capture.model, capture.run(), inner)
+        names = changed(before, state.forms())
+    if names:
+        raise InputError(
+            f"a forward of {type(inner).__name__} changes {names[0]!r} outside of its module, as did tracing: keep it in an "
+            "attribute of the module"
+        )
     if capture.overwrites and training:
         warnings.warn(
             f"{type(inner).__name__} overwrites its input in forward; distributed, it leaves the tensors that it is given as "
             "they are. Begin forward with x = x.clone(), and one device does so, too",
             stacklevel=2,
         )
-    return replace(traced, modes=modes)
+    return replace(traced, modes=modes_of(capture.model))
+
+
+def _copied(model: nn.Module, training: bool) -> nn.Module:
+    """Return a copy on the CPU, in training or evaluation, without the user's hooks: they must not see a trace's values."""
+    try:
+        local = copied(model, shared_parameters(model))
+        local = local if _is_on_meta(local) else local.cpu()
+    except Exception as error:  # an attribute may raise anything when it is copied
+        raise InputError(
+            f"{type(model).__name__} cannot be copied ({first_line(error)}): what is computed from parameters is no state "
+            "of a module; torch.nn.utils.parametrizations has forms that can be copied. Leave out attributes that "
+            "copy.deepcopy refuses"
+        ) from error
+    for module in local.modules():
+        kinds = hooked(module)
+        for hooks in (getattr(module, kind) for kind in kinds):
+            for number, hook in list(hooks.items()):
+                if not on_weights(hook):
+                    del hooks[number]
+        if kinds:
+            module.register_forward_hook(lambda *_: None)
+    if not training or not local.training:  # frozen parts of a model in training stay as they are
+        local.train(training)
+    return local
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -132,18 +150,6 @@ def _is_on_meta(model: nn.Module) -> bool:
 # --- hooks -----------------------------------------------------------------------------------------------------------
 
 
-def _mute(model: nn.Module) -> None:
-    """Replace the user's hooks, which must not see the values of a trace, with one that does nothing."""
-    for module in model.modules():
-        kinds = hooked(module)
-        for hooks in (getattr(module, kind) for kind in kinds):
-            for number, hook in list(hooks.items()):
-                if not on_weights(hook):
-                    del hooks[number]
-        if kinds:
-            module.register_forward_hook(lambda *_: None)
-
-
 def _with_hooks(model: nn.Module, traced: TracedModel, original: nn.Module) -> TracedModel:
     """Compute every layer with hooks whole on every device, and never split a parameter with hooks."""
     keys = {key for key, p in original.named_parameters() if any(getattr(p, kind, None) for kind in ON_PARAMETERS)}
@@ -169,19 +175,24 @@ class _Capture:
     """One model in one mode while it becomes a trace.
 
     Args:
-        model: a copy without other users.
+        copy: makes a copy of the model.
         like: see `trace`.
 
     Attributes:
+        model: the present copy. Forwards that are traced or tried may change its Python state, so each trace has a new one.
+        whole: path of a module that stays whole -> why.
         overwrites: whether the model overwrites its inputs.
     """
 
-    def __init__(self, model: nn.Module, examples: Sequence[Tensor], like: TracedModel | None) -> None:
-        self.model, self.examples, self.meta = model, examples, meta_copy(model)
+    def __init__(
+        self, copy: Callable[[], nn.Module], examples: Sequence[Tensor], like: TracedModel | None
+    ) -> None:
+        self.copy, self.model, self.examples = copy, copy(), examples
+        self.meta = meta_copy(self.model)
         self.specs: list[Spec] = [(tuple(e.shape[1:]), e.dtype) for e in examples]
         self.samples = min(max(len(examples[0]), BATCHES[0]), _MOST_SAMPLES)
         self.overwrites = False
-        self.leaves = set(like.whole) if like is not None else set[str]()
+        self.whole = dict.fromkeys(like.whole if like is not None else (), "")
         self.together: list[set[str]] = []
         self.elsewhere: dict[str, bool] = {}
         if like is not None:
@@ -191,36 +202,29 @@ class _Capture:
             self.together = [{p.key for p in like.graph[n].parameters.values()} for n in regions]
 
     def run(self) -> TracedModel:
-        why: dict[str, str] = {}
         try:
-            if "" in self.leaves:
-                raise Untraceable("it is one layer in the other mode")
-            while True:
+            while "" not in self.whole:
                 try:
-                    traced, more = self._traced(why)
+                    traced, more = self._traced()
+                except GivenUp as found:
+                    more = found.whole
                 except Untraceable as reason:
-                    if not reason.where or reason.where in self.leaves:
+                    if reason.where in self.whole:
                         raise
                     more = {reason.where: str(reason)}
                 if not more:
                     return traced
-                why |= more
-                if "" in more:
-                    raise Untraceable(more[""])
-                self.leaves |= more.keys()
+                self.whole |= more
+                self.model = self.copy()
+            raise Untraceable(self.whole[""] or "it is one layer in the other mode")
         except Untraceable as reason:
             if _is_on_meta(self.model):
                 raise self._needs_weights(str(reason)) from None
             return self._as_one_layer(str(reason))
 
-    def _traced(self, why: Mapping[str, str]) -> tuple[TracedModel, dict[str, str]]:
-        """Return the trace, and path -> reason for further modules that must stay whole.
-
-        Args:
-            why: the same for those that are leaves already.
-        """
-        nodes = nodes_of(self.model, self.meta, self.specs, self.leaves)
-        nodes = replace(nodes, whole={**nodes.whole, **why})
+    def _traced(self) -> tuple[TracedModel, Mapping[str, str]]:
+        """Return the trace, and path -> reason for further modules that must stay whole."""
+        nodes = nodes_of(self.model, self.meta, self.specs, self.whole)
         builder = LayerBuilder(self.model, self.meta, nodes, self.specs, self.together, self.elsewhere, self.samples)
         traced = builder.run()
         self.overwrites = builder.values.overwrites
