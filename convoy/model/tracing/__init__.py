@@ -8,7 +8,6 @@ layers, with their kinds (`supported_layers.py`). `python_state.py` finds the va
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import count
@@ -23,7 +22,7 @@ from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, bind_operation, disable_in_place
 from convoy.model.split_rules import register_layer
-from convoy.model.tracing.copies import copied, meta_copy, shared_parameters
+from convoy.model.tracing.copies import copied, meta_copy, release, shared_parameters
 from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, hooked, on_weights
 from convoy.model.tracing.layer_builder import LayerBuilder, canonical_keys, dtype_name, whole
 from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable, across, is_batched, meta_inputs, without_batch
@@ -77,7 +76,9 @@ def trace(
         warnings.simplefilter("ignore")  # a model gives its own warnings when it is trained
         before = state.forms()
         capture = _Capture(partial(_copied, inner, training), examples, like)
-        traced = _with_hooks(capture.model, capture.run(), inner)
+        traced = capture.run()
+        traced = replace(_with_hooks(capture.model, traced, inner), modes=modes_of(capture.model))
+        release(capture.model)
         names = changed(before, state.forms())
     if names:
         raise InputError(
@@ -90,7 +91,7 @@ def trace(
             "they are. Begin forward with x = x.clone(), and one device does so, too",
             stacklevel=2,
         )
-    return replace(traced, modes=modes_of(capture.model))
+    return traced
 
 
 def _copied(model: nn.Module, training: bool) -> nn.Module:
@@ -184,10 +185,8 @@ class _Capture:
         overwrites: whether the model overwrites its inputs.
     """
 
-    def __init__(
-        self, copy: Callable[[], nn.Module], examples: Sequence[Tensor], like: TracedModel | None
-    ) -> None:
-        self.copy, self.model, self.examples = copy, copy(), examples
+    def __init__(self, copy: Callable[[], nn.Module], examples: Sequence[Tensor], like: TracedModel | None) -> None:
+        self.copy, self.model, self.examples = copy, copy(), tuple(examples)
         self.meta = meta_copy(self.model)
         self.specs: list[Spec] = [(tuple(e.shape[1:]), e.dtype) for e in examples]
         self.samples = min(max(len(examples[0]), BATCHES[0]), _MOST_SAMPLES)
@@ -215,6 +214,7 @@ class _Capture:
                 if not more:
                     return traced
                 self.whole |= more
+                release(self.model)
                 self.model = self.copy()
             raise Untraceable(self.whole[""] or "it is one layer in the other mode")
         except Untraceable as reason:
@@ -255,13 +255,14 @@ class _Capture:
         inputs = {f"input{i}" if i else "input": spec for i, spec in enumerate(self.specs)}
         layers = {n: Layer(n, "input", (), shape, dtype=dtype_name(dtype)) for n, (shape, dtype) in inputs.items()}
         operations: dict[str, Operation] = {name: Operation("input", name) for name in inputs}
-        with FlopCounterMode(display=False) as counter:
-            value, outputs, batched = self._outputs()
-        several = not isinstance(value, Tensor) or batched[0] is not None
+        given, values, sizes, flop = self._results()
+        outputs, batched = self._read_results(values, sizes)
+        several = not isinstance(values[0], Tensor) or batched[0] is not None or given.own
         operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
         if several:
-            form = _result_form(value, count())
-            flat = Operation("function", partial(_flat, type(model).__name__, repr(form)), (Ref(len(inputs)),))
+            form = _result_form(values[0], count())
+            shapes = [t.shape for t in outputs] if given.own else None  # found for this number of samples alone
+            flat = Operation("function", partial(_flat, type(model).__name__, repr(form), shapes), (Ref(len(inputs)),))
             target = Region((operation, flat), (True, True), (len(inputs) + 1,), several=False)
             operation = Operation("region", target, operation.args)
         keys = canonical_keys(model)
@@ -273,9 +274,8 @@ class _Capture:
         layer = Layer(
             "model", "opaque", tuple(inputs), tuple(outputs[0].shape[1:]), parameters, several=several,
             dtype=dtype_name(outputs[0].dtype), random=has_dropout(model),
-            differentiable=any(is_floating(t) for t in outputs), flop=counter.get_total_flops() // sum(BATCHES),
+            differentiable=any(is_floating(t) for t in outputs), flop=flop,
         )  # fmt: skip
-        given = TrialInputs(meta_inputs(self.specs, BATCHES[0]), [True] * len(self.specs), self.samples)
         seen = observe(model, operation, subtree(model), given)
         layers["model"], operations["model"] = whole(layer, seen, why, self.elsewhere), operation
         names: tuple[str, ...] = ("model",)
@@ -291,58 +291,104 @@ class _Capture:
         graph = Graph(type(model).__name__, layers, names)
         return TracedModel(graph, operations, form if several else Ref(0), whole=("",))
 
-    def _outputs(self) -> tuple[Any, list[Tensor], list[tuple[int, ...] | None]]:
-        """Run the model on two batches; return its value for the smaller, its tensors, and `Layer.batch_axes` (None: rows)."""
+    def _results(self) -> tuple[TrialInputs, list[Any], list[int], int]:
+        """Call the model. Return inputs for another call, its results, their batch sizes, and FLOP per sample.
+
+        It is called on random batches of two sizes, which show what follows the batch; or on the example, where it takes no
+        others (films of 8 frames, lengths in descending order).
+        """
+        own, samples = len(self.examples[0]), self.samples
+        tried: list[list[Sequence[Tensor]]] = [
+            [meta_inputs(self.specs, samples) for samples in sizes] for sizes in (BATCHES, (own, 2 * own))
+        ]
+        errors = []
+        tried.append([self.examples])
+        for batches in tried:
+            if batches is tried[-1]:
+                self._check_batch_axis()
+            try:
+                with FlopCounterMode(display=False) as counter:
+                    values = [run_on_random(self.model, batch, {}) for batch in batches]
+            except Exception as error:
+                errors.append(error)
+                samples = own
+                continue
+            given = TrialInputs(batches[0], [True] * len(self.specs), samples, own=len(batches) == 1)
+            sizes = [len(batch[0]) for batch in batches]
+            return given, values, sizes, counter.get_total_flops() // sum(sizes)
+        raise self._does_not_run(errors) from errors[0]
+
+    def _read_results(
+        self, values: Sequence[Any], sizes: list[int]
+    ) -> tuple[list[Tensor], list[tuple[int, ...] | None]]:
+        """Return the tensors of the first result, and their `Layer.batch_axes` (None: rows of the batch)."""
         name = type(self.model).__name__
-        try:
-            values = [run_on_random(self.model, meta_inputs(self.specs, batch), {}) for batch in BATCHES]
-        except Exception as error:
-            raise self._does_not_run(error) from error
-        small, large = (tensors_of(value) for value in values)
-        forms = [repr(_result_form(value, count())) for value in values]  # as text: NaN does not equal itself
-        if not small or forms[0] != forms[1]:
+        small, *others = (tensors_of(value) for value in values)
+        forms = {repr(_result_form(value, count())) for value in values}  # as text: NaN does not equal itself
+        if not small or len(forms) > 1:
             odd = " with something beside tensors that is another one for other batches" if small else ""
             raise InputError(
                 f"{name} returns {type(values[0]).__name__}{odd}: return a tensor, or a nest of tuples, dicts and dataclasses "
                 "of tensors"
             )
-        pairs = list(zip(small, large, strict=True))
-        if any(a.shape != b.shape and not across((a, b)) for a, b in pairs):
+        if not others:
+            return small, [None if t.shape[:1] == (sizes[0],) else () for t in small]
+        pairs = list(zip(small, others[0], strict=True))
+        if any(a.shape != b.shape and not across((a, b), tuple(sizes)) for a, b in pairs):
             raise InputError(
                 f"{name} returns a tensor whose size goes with the batch, but is not that of the batch: return one row per "
                 "sample, one value for the batch, or a value for each pair of samples"
             )
-        return values[0], small, [None if is_batched(pair) else across(pair) for pair in pairs]
+        return small, [None if is_batched(pair, tuple(sizes)) else across(pair, tuple(sizes)) for pair in pairs]
 
-    def _does_not_run(self, error: Exception) -> InputError:
-        start = f"{type(self.model).__name__} does not run on the example ({first_line(error)}): "
+    def _check_batch_axis(self) -> None:
+        shapes = [(tuple(e.shape), e.dtype) for e in self.examples]
+        try:
+            run_on_random(self.model, meta_inputs(shapes, 2), {})
+        except Exception:
+            return
+        raise InputError(
+            f"{type(self.model).__name__} does not run on the example: it is one sample, "
+            f"{' and '.join(str(shape) for shape, _ in shapes)}, without the axis of the batch: give example[None], or one "
+            "batch of the loader"
+        )
+
+    def _does_not_run(self, errors: Sequence[Exception]) -> InputError:
+        name, shapes = type(self.model).__name__, [tuple(e.shape) for e in self.examples]
         norm = next((path for path, module in self.model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
         if norm is not None:
             return InputError(
-                f"{start}{norm!r} is a SyncBatchNorm; all batch norms of a distributed model have the statistics of the whole "
-                "batch: leave convert_sync_batchnorm out"
+                f"{name} does not run on the example: {norm!r} is a SyncBatchNorm; all batch norms of a distributed model have "
+                "the statistics of the global batch: leave convert_sync_batchnorm out"
             )
-        shapes = [(tuple(e.shape), e.dtype) for e in self.examples]
-        with suppress(Exception):
-            run_on_random(self.model, meta_inputs(shapes, 2), {})
-            return InputError(
-                f"{start}it is one sample, {' and '.join(str(shape) for shape, _ in shapes)}, without the axis of the batch: "
-                "give example[None], or one batch of the loader"
-            )
+        samples = " and ".join(str(shape[1:]) for shape in shapes)
+        hooks = ", without the hooks of its modules" if any(hooked(m) for m in self.model.modules()) else ""
         return InputError(
-            f"{start}it was given {BATCHES[0]} and {BATCHES[1]} samples of random numbers with the shapes of the example; give "
-            "one batch of each of its inputs, as its forward takes them"
+            f"{name} does not run on the example. Called with {BATCHES[0]} and {BATCHES[1]} random samples of shape "
+            f"{samples}{hooks}: {first_line(errors[0])}. Called with the {shapes[0][0]} samples of the example{hooks}: "
+            f"{first_line(errors[-1])}. Give one batch of each of its inputs, as its forward takes them"
+            + ("; forward cannot read what a hook has recorded: return it, or keep it in a variable" if hooks else "")
         )
 
 
-def _flat(model: str, form: str, value: Any) -> list[Tensor]:
-    """Return the tensors that a model returned, and refuse outputs that are not tensors and differ between calls."""
+def _flat(model: str, form: str, shapes: Sequence[torch.Size] | None, value: Any) -> list[Tensor]:
+    """Return the tensors that a model returned, and refuse other results than when it was distributed.
+
+    Args:
+        shapes: of the tensors, where they may not follow the batch; None: any.
+    """
+    found = tensors_of(value)
     if repr(_result_form(value, count())) != form:
         raise InputError(
             f"{model} returned something other than tensors that it did not return when it was distributed: a number, a text "
             "or another nest. Return tensors, or compute it from what the model returns"
         )
-    return tensors_of(value)
+    if shapes is not None and shapes != [t.shape for t in found]:
+        raise InputError(
+            f"{model} returned tensors of {[*map(tuple, (t.shape for t in found))]}, and of {[*map(tuple, shapes)]} for the "
+            "example: it runs with the example's batch size alone, so give every batch that size (drop_last=True)"
+        )
+    return found
 
 
 def _result_form(value: Any, number: Iterator[int]) -> Any:

@@ -29,7 +29,7 @@ from convoy.model.tracing.supported_layers import replaced_by_hand
 
 REGISTERED = " (parameters, buffers and submodules)"
 """Ends the name of the value that lists these of a module."""
-_OF_TORCH = frozenset(vars(nn.Module())) | {"training"}
+_OF_TORCH = frozenset(vars(nn.Module())) | {"training", "_flat_weights", "_flat_weight_refs"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, Enum, CodeType)
 _CONSTANT = (type, ModuleType, re.Pattern, range, slice, logging.Logger, logging.LoggerAdapter, np.dtype, np.generic)
 _UNREADABLE = (random.Random, torch.Generator, fx.Proxy)
@@ -180,7 +180,9 @@ def _code_of(module: nn.Module) -> _Code:
     classes = [c for c in type(module).__mro__ if _is_users(c)]
     more = _names_in([f for each in kept if (f := _function(each)) is not None], classes)
     function = code.function or more.function or next(filter(None, map(_autograd_function, kept)), "")
-    return _Code(code.names | more.names, code.any, {**code.outside, **more.outside}, code.clock or more.clock, function)
+    return _Code(
+        code.names | more.names, code.any, {**code.outside, **more.outside}, code.clock or more.clock, function
+    )
 
 
 def _is_users(thing: Any) -> bool:

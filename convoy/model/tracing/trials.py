@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy.errors import InputError
 from convoy.model.graph import Cut, Layer
 from convoy.model.operation import Operation, call_operation
-from convoy.model.tracing.copies import shared_copy, written
+from convoy.model.tracing.copies import release, shared_copy, written
 from convoy.model.tracing.python_state import REGISTERED, State, changed, random_kept
 
 _PARTS = ((2, 3), (1, 4))
@@ -40,15 +40,19 @@ class TrialInputs:
         batched: per input, whether it has a batch axis.
         samples: number of samples for the user's Python.
         registered: the layer's class was registered.
+        own: `like` is the user's example, and is used as it is.
     """
 
     like: Sequence[Tensor]
     batched: Sequence[bool]
     samples: int = 2
     registered: bool = False
+    own: bool = False
 
     def random(self, samples: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return random inputs; floating-point ones have `dtype` if given."""
+        if self.own:
+            return [t.detach().cpu().clone() for t in self.like]
         own = torch.Generator().manual_seed(samples)
         made = [random_like(t, own, samples if b else None) for t, b in zip(self.like, self.batched, strict=True)]
         return [t.to(dtype) if dtype is not None and is_floating(t) else t for t in made]
@@ -346,7 +350,7 @@ def check_cuts(
 
 
 def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Run a copy of a module on random inputs. Return its outputs on the meta device (shapes and dtypes only)."""
+    """Run a copy of a module, on random inputs in the place of meta tensors. Return its outputs on the meta device."""
     made = shared_copy(module)
     with random_kept(), torch.no_grad(), written([*made.parameters(), *made.buffers()]):
         given = on_random((args, kwargs))
@@ -354,13 +358,15 @@ def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
         for t, own in zip(tensors_of([args, kwargs]), tensors_of(list(given)), strict=True):
             if own._version:
                 t.zero_()  # so the version of an argument shows that it was overwritten
-    return map_tensors(value, lambda t: t.to("meta"))
+        value = map_tensors(value, lambda t: t.to("meta"))
+    release(made)
+    return value
 
 
 def on_random(value: Any) -> Any:
-    """Return the same nest with random tensors."""
+    """Return the same nest with random tensors in the place of meta tensors."""
     own = torch.Generator().manual_seed(0)
-    return map_tensors(value, lambda t: random_like(t, own))
+    return map_tensors(value, lambda t: random_like(t, own) if t.is_meta else t.detach().cpu().clone())
 
 
 def random_like(like: Tensor, generator: torch.Generator, batch: int | None = None) -> Tensor:
