@@ -99,13 +99,6 @@ def _changes(found: Forecast, fleet: Fleet) -> list[str]:
         link = f"no rate up to {_link(LINKS[-1])}" if found.from_link is None else f"{_link(found.from_link)} or more"
         here = "" if fleet.network is None else f" (here {_link(fleet.network.send_bytes_per_s)})"
         lines.append(f"Link: it pays with {link}{here}.")
-    gains = [(each.words, "does not fit" if each.gain is None else f"{each.gain:.2f}x") for each in found.changes]
-    listed = [f"{words} {gain}" for words, gain in gains if gain != "1.00x"]
-    if len(listed) < len(gains):
-        listed.append(f"any {'other ' * bool(listed)}1.00x")
-    if listed:
-        fastest = found.request.names[found.fastest]
-        lines.append(f"One device less or more, compared with {fastest} alone: {', '.join(listed)}.")
     return lines
 
 
