@@ -142,7 +142,7 @@ def test_net_learns_with_mixing(devices: int) -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        state = convoy.full_optimizer_state(part, optimizer)["state"]
+        state = convoy.train.full_optimizer_state(part, optimizer)["state"]
         assert state["fc.weight"]["momentum_buffer"].shape == (nets.CLASSES, 8)
         return losses, part.full_state_dict(), dict(part.module.state_dict())
 
