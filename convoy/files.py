@@ -140,10 +140,10 @@ def _check_depth(text: str, value: Any) -> None:
     if text.count("[") + text.count("{") + text.count(".") <= MOST_DEPTH:
         return
     level = [value]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MOST_DEPTH):
         inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
         level = [each for values in inner for each in values]
-    if level:
+    if any(isinstance(each, dict | list) for each in level):
         raise ValueError(_TOO_DEEP)
 
 
