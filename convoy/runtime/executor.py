@@ -431,6 +431,9 @@ class Executor:
 
 def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any], samples: int) -> Any:
     """Call a layer with its hooks, which the trace did not run. They may change values, but not shapes."""
+    if torch.is_grad_enabled():
+        # Each input is a root, which refuses the backward of a tensor that a hook kept.
+        inputs = [x if x.requires_grad or not x.is_floating_point() else enter(x) for x in inputs]
     y = call(inputs, samples)
     first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__

@@ -5,13 +5,14 @@ Legend: N samples, C input channels, K output channels (filters), F features; `g
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from convoy.errors import InputError
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, bind_operation
 from convoy.model.tracing.supported_layers import symmetric_padding
@@ -240,8 +241,12 @@ class _Enter(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    def backward(_ctx: Any, g: Tensor) -> tuple[None, Tensor]:
-        return None, g
+    def backward(_ctx: Any, *_: Tensor) -> NoReturn:
+        # A step takes its gradients before this node, so only another backward reaches it.
+        raise InputError(
+            "backward reached a tensor from inside the distributed model, such as one that a forward hook kept: the layers "
+            "before it would lose its gradient. Return it from the model's forward, or detach() it"
+        )
 
 
 _ANCHOR = torch.zeros((), requires_grad=True)
