@@ -34,7 +34,9 @@ from convoy.runtime.shards import (
     SHARD,
     CallGuard,
     accept_gradients,
+    accept_weights,
     check_not_distributed,
+    check_weights,
     guard_optimizers,
     mark_unsummed,
 )
@@ -211,6 +213,7 @@ class Distributed(nn.Module):
                 "keep it, so it would not train as on one device; call model.train() before forward, and keep in evaluation "
                 "mode only the modules that were so before distribute()"
             )
+        check_weights(self._checks.trained.values())  # in backward: an averaged model may change by hand
         if compares:
             self._comparisons.check_gradients(outputs, output_gradients)
         return next(self._accumulation.stages)
@@ -340,8 +343,10 @@ class Distributed(nn.Module):
         """
         if assign:
             raise InputError("load_state_dict(assign=True): shards are copied: leave assign out")
-        self.weights_changed()
-        return self.weights.load(state_dict, strict=strict)
+        try:
+            return self.weights.load(state_dict, strict=strict)
+        finally:
+            self.weights_changed()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model under its ordinary keys, on every device. Every device must call it.
@@ -364,6 +369,7 @@ class Distributed(nn.Module):
         """Mark sharded parameters, so that unsuitable optimizers and calls of their modules are refused."""
         for key, parameter in self.named_parameters():
             setattr(parameter, SHARD, not self._in_use.is_copied(key))
+        accept_weights(self.parameters())
         self.calls.watch(self.module)
 
     def check_copies(self) -> None:
@@ -372,10 +378,12 @@ class Distributed(nn.Module):
             check_copies(self.group, {key: p for key, p in self.named_parameters() if self._in_use.is_copied(key)})
 
     def weights_changed(self) -> None:
-        """Gather sharded weights again in the next micro-batch. Every device calls it, after changing weights by hand.
+        """Accept the script's changes to sharded weights, and gather them again. Every device calls it.
 
-        The micro-batches of a step gather them once; a device whose shard has changed since refuses the next one.
+        A change must treat each entry by itself, as `clamp_` does: any other change is wrong on local shards. Without this
+        call the next backward raises InputError.
         """
+        accept_weights(self.parameters())
         if self._gathered.held:
             self.group.agree("weights_changed", "")  # raises if only some devices call it
             self._gathered.held = False

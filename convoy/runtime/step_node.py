@@ -21,7 +21,15 @@ from convoy.plan.steps import MicroBatch
 from convoy.runtime.executor import Executor, Tape
 from convoy.runtime.gradients import Found
 from convoy.runtime.program import Program
-from convoy.runtime.shards import SCALED, accept_gradients, check_gradients, is_shard, is_unsummed, mark_unsummed
+from convoy.runtime.shards import (
+    SCALED,
+    OwnGradients,
+    accept_gradients,
+    check_gradients,
+    is_shard,
+    is_unsummed,
+    mark_unsummed,
+)
 
 _KINDS: Mapping[tuple[bool, bool], MicroBatch] = {
     (True, True): "only",
@@ -51,9 +59,11 @@ class Accumulation:
         self.sums = True
         self.stages = count()
         self._backward: tuple[int, bool] = (-1, True)  # the last one, and whether it summed
+        self._own = OwnGradients(-1, (), ())
 
     def kind(self, *, gathers: bool) -> MicroBatch:
         """Return the kind of the next micro-batch."""
+        self._own.end()  # an interrupted backward has not done so
         return _KINDS[self.sums, gathers]
 
     @contextmanager
@@ -97,6 +107,17 @@ class Accumulation:
                 left[key], parameter.grad = parameter.grad, None
                 mark_unsummed(parameter, not sums)
         return left
+
+
+    def compare(self, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        """Raise InputError at the end of this backward if these parameters get other gradients than these."""
+        task = torch._C._current_graph_task_id()
+        if self._own.task == task:
+            self._own.several = True
+            return
+        self._own.end()
+        self._own = OwnGradients(task, gradients, parameters)
+        _at_end(self._own.check)
 
 
 @dataclass(slots=True)
@@ -155,6 +176,7 @@ class _Parameters(torch.autograd.Function):
             taken = any(g is not None for g in call.left.values())
             _at_end(partial(_check_added, given, to_each=taken))
         if partial_ones := [p for p, _ in rows if is_shard(p) or is_unsummed(p)]:
+            call.accumulation.compare([g for _, g in rows if g is not None], partial_ones)
             _at_end(partial(accept_gradients, partial_ones))
             for p in partial_ones:
                 setattr(p, SCALED, call.precision is torch.float16)
