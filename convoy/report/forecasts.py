@@ -9,11 +9,10 @@ from convoy.fleet import Fleet
 from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
-from convoy.planner.bound import lower_bound
 from convoy.planner.payoff import LINKS, Forecast
 from convoy.planner.prediction import PlanPrediction
 from convoy.report.numbers import in_bytes, plain, seconds
-from convoy.report.plans import BASIS, between, least_words, show_step_parts
+from convoy.report.plans import BASIS, between, show_step_parts
 from convoy.report.screen import new_table
 from convoy.simulate.interval import Within
 
@@ -34,9 +33,7 @@ def show_forecast(
     _show_devices(console, found, fleet)
     if found.shared is not None:
         console.print(_plan(found, found.shared), soft_wrap=True)
-        least = lower_bound(request)
-        console.print(least_words(found.shared, least, request.names), soft_wrap=True)
-        show_step_parts(console, found.shared, least, request)
+        show_step_parts(console, found.shared, request)
     for line in _changes(found, fleet):
         console.print(line, soft_wrap=True)
     console.print(f"Based on {_basis(found, fleet)}.", soft_wrap=True)

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
-from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.prediction import PlanPrediction
 from convoy.planner.request import PlanRequest
 from convoy.planner.snapshot_cost import spare_price
@@ -46,8 +45,8 @@ def show_all(
     def show(line: str) -> None:
         console.print(line, soft_wrap=True)
 
-    row, names, least = rows[-1], request.names, lower_bound(request)
-    show_predictions(console, rows, request, least)
+    row, names = rows[-1], request.names
+    _show_predictions(console, rows, request)
     if request.micro_batches > 1:
         show(
             f"A step of {request.batch * request.micro_batches} samples is "
@@ -68,24 +67,24 @@ def show_all(
             f"Adding {added}: from {before / alone:.2f}x to {after / alone:.2f}x the throughput of {names[order[0]]} alone."
         )
     _show_devices(console, row, request)
-    show_step_parts(console, row, least, request)
+    show_step_parts(console, row, request)
     if len(names) > 1:
         _show_spare(console, row, request)
     _show_plan(console, row, request)
 
 
-def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest, least: LowerBound) -> None:
-    """Print a row per plan. Compare the last one, which is chosen, with the lower bound."""
+def _show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest) -> None:
+    """Print a row per plan; the last one is chosen."""
     speeds, names = request.speeds.devices, request.names
     table = new_table(
         f"Predicted; the limit, the sum of solo throughputs, is {plain(sum(speeds))} samples/s", ("plan",),
-        ("step", "nine of ten", "step / bound", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices")
+        ("step", "nine of ten", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices")
     )  # fmt: skip
     table.add_column("limited by")
     for row in rows:
         memory = in_bytes(max(m.total_bytes for m in row.memory))
         table.add_row(
-            row.plan.name, seconds(row.step_s), between(row.within), _over_bound(row, least), plain(row.samples_per_s),
+            row.plan.name, seconds(row.step_s), between(row.within), plain(row.samples_per_s),
             percent(row.efficiency), in_bytes(row.traffic_bytes), memory + " !" * bool(row.overfull),
             "-" if row.energy is None else plain(row.energy.image_j), str(row.workers), row.bound
         )  # fmt: skip
@@ -93,22 +92,10 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: 
     for row in rows:
         if row.overfull:
             console.print(f"! {row.plan.name} does not fit: {'; '.join(row.overfull)}", soft_wrap=True)
-    console.print(least_words(rows[-1], least, names), soft_wrap=True)
     best, fastest = rows[-1], max(range(len(speeds)), key=lambda d: speeds[d])
     alone = f"{best.samples_per_s / speeds[fastest]:.2f}x the throughput of {names[fastest]} alone"
     used = "one device" if best.workers == 1 else f"{best.workers} devices"
     console.print(f"auto uses {used}: {alone} ({plain(speeds[fastest])} samples/s).", soft_wrap=True)
-
-
-def least_words(row: PlanPrediction, least: LowerBound, names: Sequence[str]) -> str:
-    """Compare a plan with the lower bound."""
-    why = "computing alone" if least.device < 0 else f"traffic through the NIC of {names[least.device]}"
-    ratio = "" if row.plan.mixes else f"; {row.plan.name} takes {_over_bound(row, least)} as long"
-    return f"Lower bound: no exact plan takes less than {seconds(least.step_s)} a step, by {why}{ratio}."
-
-
-def _over_bound(row: PlanPrediction, least: LowerBound) -> str:
-    return "-" if row.plan.mixes else f"{row.step_s / least.step_s:.2f}x"  # the bound holds for exact plans only
 
 
 def between(within: Within) -> str:
@@ -209,26 +196,22 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def show_step_parts(console: Console, row: PlanPrediction, least: LowerBound, request: PlanRequest) -> None:
-    """Print a row for each part of the step, with the same part of the lower bound and the difference."""
+def show_step_parts(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
+    """Print a row for each part of the step."""
     device, parts = step_parts(row.timeline, request.costs.network)
     step = "Step" if request.micro_batches == 1 else "Last micro-batch of a step"
     title = f"{step} of plan {row.plan.name} on {request.names[device]}, which finishes last"
-    table = new_table(title, ("part",), ("predicted", "of the step", "lower bound", "difference"))
-    waits_s, whole_s = parts["wire"] + parts["latency"] + parts["others"], sum(parts.values())
-    rows: Sequence[tuple[str, float, float | None]] = (
-        ("layers", parts["layers"], least.layers_s),
-        ("optimizer", parts["optimizer"], least.updates_s),
-        ("loss function", parts["loss"], least.loss_s),
-        ("copies, calls, loading data", parts["handling"], least.apart_s),
-        ("waiting", waits_s, least.step_s - least.compute_s),
-        ("  messages on the wire", parts["wire"], None),
-        ("  their latency", parts["latency"], None),
-        ("  other devices", parts["others"], None),
-        ("all", whole_s, least.step_s),
-    )
-    for name, part_s, bound_s in rows:
-        beyond_s = 0.0 if bound_s is None else part_s - bound_s
-        bound = ("", "") if bound_s is None else (seconds(bound_s), "-+"[beyond_s >= 0] + seconds(abs(beyond_s)))
-        table.add_row(name, seconds(part_s), percent(part_s / whole_s), *bound)
+    table = new_table(title, ("part",), ("predicted", "of the step"))
+    rows = {
+        "layers": parts["layers"],
+        "optimizer": parts["optimizer"],
+        "loss function": parts["loss"],
+        "copies, calls, loading data": parts["handling"],
+        "waiting for messages on the wire": parts["wire"],
+        "waiting for their latency": parts["latency"],
+        "waiting for other devices": parts["others"],
+        "all": sum(parts.values()),
+    }
+    for name, part_s in rows.items():
+        table.add_row(name, seconds(part_s), percent(part_s / rows["all"]))
     console.print(table)

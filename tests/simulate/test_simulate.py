@@ -36,9 +36,6 @@ class Table:
     def alike(self, device: int) -> int:
         return device
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:  # noqa: ARG002
-        return 0.0
-
 
 def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, processor_s_per_byte: float = 0.0) -> Network:
     """Return one device per host, with equal NICs."""
@@ -262,9 +259,6 @@ def test_filter_split_of_unequal_devices_by_hand():
 
         def alike(self, device: int) -> int:
             return device
-
-        def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:  # noqa: ARG002
-            return 0.0
 
     plan = named_plan("master", graph, 5, Speeds((3.0, 2.0)))
     costs = Costs(Times(), hosts(2), itemsize=1, update_s_per_entry=(0.01, 0.01))
