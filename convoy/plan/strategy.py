@@ -60,7 +60,7 @@ class Sharding:
     Attributes:
         shares: one proportion per device, by which each parameter is cut along its first axis into whole rows. A device
             that does not compute the layer may keep a shard.
-        form: "keep": whole copies stay until they are gathered again in the next step; "free": they are gathered
+        form: "keep": whole copies stay until they are gathered again in the next micro-batch; "free": they are gathered
             and freed in forward and again in backward.
     """
 

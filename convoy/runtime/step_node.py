@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -31,14 +30,6 @@ from convoy.runtime.shards import (
     mark_unsummed,
 )
 
-_KINDS: Mapping[tuple[bool, bool], MicroBatch] = {
-    (True, True): "only",
-    (False, True): "first",
-    (False, False): "middle",
-    (True, False): "last",
-}
-"""The kind of a micro-batch, by (it sums gradients, it gathers sharded weights)."""
-
 
 class Accumulation:
     """The gradient accumulation of the current step. Marks on the parameters show which gradients are unsummed.
@@ -51,20 +42,18 @@ class Accumulation:
 
     Attributes:
         sums: whether the next micro-batch sums gradients over the devices.
-        stages: counts backward calls, for inexact mixing.
     """
 
     def __init__(self, keeps: Callable[[str], bool]) -> None:
         self._keeps = keeps
         self.sums = True
-        self.stages = count()
         self._backward: tuple[int, bool] = (-1, True)  # the last one, and whether it summed
         self._own = OwnGradients(-1, (), ())
 
-    def kind(self, *, gathers: bool) -> MicroBatch:
+    def kind(self) -> MicroBatch:
         """Return the kind of the next micro-batch."""
         self._own.end()  # an interrupted backward has not done so
-        return _KINDS[self.sums, gathers]
+        return "only" if self.sums else "first"
 
     @contextmanager
     def unsummed(self) -> Iterator[None]:
@@ -108,7 +97,6 @@ class Accumulation:
                 mark_unsummed(parameter, not sums)
         return left
 
-
     def compare(self, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
         """Raise InputError at the end of this backward if these parameters get other gradients than these."""
         task = torch._C._current_graph_task_id()
@@ -127,7 +115,7 @@ class StepCall:
     Attributes:
         parts: local batch of each input; cleared after forward.
         parameters: the parameters that require a gradient, by key.
-        begin_backward: checks the outputs' gradients and returns the stage of inexact mixing.
+        begin_backward: checks the outputs' gradients.
         tape: state between forward and backward.
         gradients: gradients of the parameters, between the backward of one node and that of the other.
         left: unsummed gradients of earlier micro-batches.
@@ -139,7 +127,7 @@ class StepCall:
     parts: Sequence[Tensor]
     parameters: dict[str, nn.Parameter]
     accumulation: Accumulation
-    begin_backward: Callable[[Sequence[Tensor | None]], int]
+    begin_backward: Callable[[Sequence[Tensor | None]], None]
     tape: Tape | None = None
     gradients: tuple[Tensor | None, ...] = ()
     left: Found = field(default_factory=dict)
@@ -213,7 +201,7 @@ class _Step(torch.autograd.Function):
         tape, call.tape = call.tape, None
         if tape is None:
             raise InputError("backward ran twice through one step: call the model again, or add the losses first")
-        stage = call.begin_backward(output_gradients)
+        call.begin_backward(output_gradients)
         # Gradients inside a step are only summands: autograd calls the hooks later, with the sums.
         held = _take_hooks(call.parameters.values())
         try:
@@ -223,7 +211,7 @@ class _Step(torch.autograd.Function):
                     check_gradients("backward()", call.parameters.values())
                     sums = call.program.steps.sums
                     call.left = call.accumulation.begin(call.parameters, call.program.reached, sums=sums)
-                found, inputs = call.executor.backward(tape, output_gradients, stage, call.left)
+                found, inputs = call.executor.backward(tape, output_gradients, call.left)
         finally:
             _give_back(held)
         if trains:

@@ -19,7 +19,7 @@ from convoy.model.tracing import TracedModel
 from convoy.model.tracing.copies import copied
 from convoy.plan.placing import borrowed, parameter_layouts, pin
 from convoy.plan.plan import Plan
-from convoy.runtime.exchange import gather_whole, redistribute
+from convoy.runtime.exchange import redistribute
 from convoy.runtime.gathered import release_freed_memory
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.model_checks import carry_over
@@ -45,7 +45,6 @@ class PlanInUse:
         borrowed: layout in evaluation of the parameters that evaluation needs on other devices than training.
         half_trained: a borrowed parameter that requires a gradient; backward in evaluation mode would be wrong.
         whole: for each, whether every device holds all of it and gets its whole gradient at once.
-        stays_whole: gathered parameters stay whole from one micro-batch of a step to the next.
     """
 
     devices: int
@@ -55,7 +54,6 @@ class PlanInUse:
     borrowed: Mapping[str, Layout]
     half_trained: str | None
     whole: Mapping[str, bool]
-    stays_whole: bool
 
     def counts(self, key: str, device: int) -> bool:
         """Return whether this device counts a parameter in a norm: it has a shard, or is the first with a copy."""
@@ -94,8 +92,7 @@ def plan_in_use(
         layouts,
         lent,
         next((key for key in lent if known[key].trainable), None),
-        {k: _is_copied(how, devices) and not plan.mixes and k not in in_parts for k, how in layouts.items()},
-        any(how.form == "keep" for how in plan.sharded.values()),
+        {k: _is_copied(how, devices) and k not in in_parts for k, how in layouts.items()},
     )
 
 
@@ -238,7 +235,7 @@ class Weights:
         if shard is (owner := self.own(key)).grad and isinstance(owner, nn.Parameter):
             check_summed("gather", [owner])
         layout, wanted, shape = self.in_use.layouts[key], everywhere(self.group.devices), self.known[key].shape
-        return gather_whole(self.group, shard, layout, wanted, shape, differ=self.in_use.plan.mixes).clone()
+        return redistribute(self.group, shard, layout, wanted, shape).clone()
 
     def full_state(self) -> dict[str, Tensor]:
         """Return the `state_dict` of the whole model."""
