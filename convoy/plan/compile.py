@@ -156,8 +156,7 @@ def segments(steps: StepList, graph: Graph, device: int) -> tuple[Segment, ...]:
     for each in forward:
         reads = (each.reads,) if isinstance(each, Move) else getattr(each, "reads", ())
         readers.update({value.key for value in reads})
-    whole = {layer.name for layer in graph.layers.values() if layer.unfusable}
-    whole |= {name for step in steps.steps if isinstance(step, st.GatherStatistics) for name in step.layers}
+    whole = {name for step in steps.steps if isinstance(step, st.GatherStatistics) for name in step.layers}
     picks = [layer for layer in graph.layers.values() if layer.kind == "pick"]
     found = []
     for row in _rows(forward, backward, places, device, whole):

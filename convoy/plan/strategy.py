@@ -149,7 +149,7 @@ def _why_whole(layer: Layer) -> str:
         return "it has no parameter that is trained and has an axis"
     if layer.shared:
         return "its parameters belong to another layer too, or have hooks"
-    if layer.kind == "opaque" or layer.unfusable or layer.changes_state or not layer.batched:
+    if layer.kind == "opaque" or layer.changes_state or not layer.batched:
         return f"it is {layer.kind} (its Python code may use its parameters or not, or change them)"
     return ""
 

@@ -45,7 +45,6 @@ from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, 
 from convoy.runtime.kernels import (
     Arithmetic,
     ByAutograd,
-    ByBackward,
     Roots,
     arithmetic,
     detached,
@@ -121,7 +120,7 @@ class Executor:
                 if layer.everywhere and isinstance(run, ByAutograd):
                     run.call = self.calls[name] = partial(_call_checked, layer, self.calls[name])
                 elif (
-                    isinstance(run, ByAutograd | ByBackward)
+                    isinstance(run, ByAutograd)
                     and not (layer.per_sample or layer.changes_state)
                     and is_of_user(traced.operations[name], model)
                 ):

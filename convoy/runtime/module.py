@@ -357,14 +357,14 @@ class Distributed(nn.Module):
     def mark_shards(self) -> None:
         """Mark sharded parameters, so that unsuitable optimizers and calls of their modules are refused."""
         for key, parameter in self.named_parameters():
-            setattr(parameter, SHARD, not self._in_use.is_copied(key))
+            setattr(parameter, SHARD, not self._in_use.whole[key])
         accept_weights(self.parameters())
         self.calls.watch(self.module)
 
     def check_copies(self) -> None:
         """Raise MismatchError if replicated parameters differ between devices. Every device must call it."""
         if self.group.devices > 1:
-            check_copies(self.group, {key: p for key, p in self.named_parameters() if self._in_use.is_copied(key)})
+            check_copies(self.group, {key: p for key, p in self.named_parameters() if self._in_use.whole[key]})
 
     def weights_changed(self) -> None:
         """Accept the script's changes to sharded weights. Every device calls it.

@@ -44,7 +44,7 @@ class PlanInUse:
         layouts: layout of each parameter and buffer.
         borrowed: layout in evaluation of the parameters that evaluation needs on other devices than training.
         half_trained: a borrowed parameter that requires a gradient; backward in evaluation mode would be wrong.
-        whole: for each, whether every device holds all of it and gets its whole gradient at once.
+        whole: for each, whether every device holds all of it.
     """
 
     devices: int
@@ -64,10 +64,6 @@ class PlanInUse:
         """Return whether this device keeps a summed gradient when it becomes a pending sum."""
         return not isinstance(self.layouts[key], Replicated) or self.counts(key, device)
 
-    def is_copied(self, key: str) -> bool:
-        """Return whether every device holds the whole parameter."""
-        return _is_copied(self.layouts[key], self.devices)
-
 
 def plan_in_use(
     plan: Plan, trained: Graph, evaluated: Graph, known: Mapping[str, Parameter], devices: int
@@ -83,8 +79,6 @@ def plan_in_use(
     # Training decides; evaluation adds the layouts of layers that only it has.
     layouts: dict[str, Layout] = {key: everywhere(devices) for key in known}
     layouts |= parameter_layouts(pinned, evaluated) | parameter_layouts(plan, trained)
-    layers = [*trained.layers.values(), *evaluated.layers.values()]
-    in_parts = {p.key for layer in layers if layer.unfusable for p in layer.parameters.values()}
     return PlanInUse(
         devices,
         plan,
@@ -92,12 +86,8 @@ def plan_in_use(
         layouts,
         lent,
         next((key for key in lent if known[key].trainable), None),
-        {k: _is_copied(how, devices) and k not in in_parts for k, how in layouts.items()},
+        {k: isinstance(how, Replicated) and len(how.devices) == devices for k, how in layouts.items()},
     )
-
-
-def _is_copied(layout: Layout, devices: int) -> bool:
-    return isinstance(layout, Replicated) and len(layout.devices) == devices
 
 
 # --- the local shards --------------------------------------------------------------------------------------------------
@@ -150,7 +140,7 @@ class Weights:
         rows = [(key, _tensor(original, key)) for key in self.known]
         self.to_come = set(gather(self.group, "weights without values", [key for key, t in rows if t.is_meta])[0])
         for key, old in rows:
-            if old.is_complex() and old.requires_grad and self.in_use.is_copied(key) and self.group.devices > 1:
+            if old.is_complex() and old.requires_grad and self.in_use.whole[key] and self.group.devices > 1:
                 raise InputError(
                     f"parameter {key!r} is complex: its gradients cannot be summed over devices. Store it as a real parameter "
                     "with a last axis of 2, and use torch.view_as_complex in forward"
@@ -163,7 +153,7 @@ class Weights:
                 shard = redistribute(
                     self.group, whole, OnOne(0), self.in_use.layouts[key], self.known[key].shape
                 ).clone()
-            if original is self.module and self.in_use.is_copied(key) and not old.is_meta:
+            if original is self.module and self.in_use.whole[key] and not old.is_meta:
                 self.put(key, shard)
                 continue
             if not self.known[key].buffer:

@@ -170,7 +170,7 @@ NO_PLANS = [
     (changed(layers={"c": {"strategy": "batch", "shares": [True]}}), ("batch.shares.0", "True", "correct it")),
     (changed(batch=0), ("batch", "found 0", "greater than or equal to 1", "correct it")),
     (changed(devices=-1), ("devices", "found -1", "correct it")),
-    (changed(reduce="tree"), ("reduce", "found 'tree'", "'ring', 'butterfly', 'direct', 'star'", "correct it")),
+    (changed(reduce="tree"), ("reduce", "found 'tree'", "'ring', 'butterfly', 'direct' or 'star'", "correct it")),
     # A file says in full what is inexact; the short name is for the command line.
     (changed(wire="bf16"), ("wire", "found 'bf16'", "'exact' or 'inexact-bf16'", "correct it")),
 ]
