@@ -4,6 +4,7 @@ Tensors are encrypted from their own memory in chunks of 64 KB. Received bytes a
 the tensor's memory. One thread at a time may use a connection.
 """
 
+import errno
 import json
 import os
 import select
@@ -190,7 +191,7 @@ class Connection:
                 count: Any = self._tls.read(len(place), place)
                 if count:
                     return int(count)
-                raise ConnectionResetError("the connection was closed")
+                raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
             except ssl.SSLWantReadError:
                 self._arriving.write(self._received(until_s))
             except ssl.SSLError as error:
@@ -199,7 +200,7 @@ class Connection:
             self._wait(until_s)
             if got := self.socket.recv_into(place):
                 return got
-            raise ConnectionResetError("the connection was closed")
+            raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
         self._ahead = self._ahead or self._received(until_s)
         count = min(len(place), len(self._ahead))
         place[:count] = self._ahead[:count]
@@ -256,7 +257,7 @@ class Connection:
         self._wait(until_s)
         if count := self.socket.recv_into(self._chunk):
             return self._chunk[:count]
-        raise ConnectionResetError("the connection was closed")
+        raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
 
     def _wait(self, until_s: float | None) -> None:
         """Wait for bytes to read, if there is a time limit; otherwise the read itself waits."""
@@ -266,7 +267,7 @@ class Connection:
             self._poll = select.poll()
             self._poll.register(self.socket, select.POLLIN)
         if not self._poll.poll(max(0.0, until_s - time.monotonic()) * 1e3):
-            raise TimeoutError("nothing came in time")
+            raise TimeoutError(errno.ETIMEDOUT, "nothing came in time")
 
     def _encrypt(self, content: memoryview) -> None:
         assert self._tls is not None

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from convoy.comm.environment import ProcessEnv, is_own_machine
 from convoy.errors import InputError
+from convoy.files import cache_folder
 
 KEY_FILE = "CONVOY_JOB_KEY"
 """File with the job's key."""
@@ -53,10 +54,7 @@ class JobKey:
             InputError: this is not a key.
         """
         try:
-            certificate = self.pem[self.pem.index(b"-----BEGIN CERTIFICATE") :].decode("ascii")
-            return self._context(ssl.PROTOCOL_TLS_SERVER, certificate), self._context(
-                ssl.PROTOCOL_TLS_CLIENT, certificate
-            )
+            return self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
         except (ValueError, OSError):  # ssl's errors could quote the file, so they are not shown
             raise InputError(
                 "the job key is not a key with a certificate: make one with `convoy fleet key FILE`"
@@ -67,7 +65,7 @@ class JobKey:
         """The certificate as DER, to compare with that of the peer."""
         return ssl.PEM_cert_to_DER_cert(self.pem[self.pem.index(b"-----BEGIN CERTIFICATE") :].decode("ascii"))
 
-    def _context(self, protocol: int, certificate: str) -> ssl.SSLContext:
+    def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # the certificate itself is compared
@@ -81,7 +79,7 @@ class JobKey:
         finally:
             os.close(first)
             os.close(second)
-        context.load_verify_locations(cadata=certificate)
+        context.load_verify_locations(cadata=self.certificate)
         return context
 
 
@@ -102,9 +100,6 @@ def make_key() -> JobKey:
     )
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
     return JobKey(private.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain) + certificate.public_bytes(pem))
-
-
-# ------------------------------------------------------------------------------------------------ files
 
 
 def write_key_file(path: Path) -> None:
@@ -152,10 +147,9 @@ def machine_key() -> JobKey:
     """Return this user's key for jobs on this machine. Create it at first use.
 
     Raises:
-        InputError: its folder is not writable.
+        InputError: there is no cache folder, or it is not writable.
     """
-    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    path = (root if root.is_absolute() else Path.home() / ".cache") / "convoy" / "this-machine.key"
+    path = cache_folder() / "this-machine.key"
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,9 +163,6 @@ def machine_key() -> JobKey:
                 f"give a key: --job-key FILE, or {KEY_FILE}=FILE"
             ) from None
     return read_key_file(path)
-
-
-# ------------------------------------------------------------------------------------------------ processes
 
 
 def key_to_start(environment: Mapping[str, str]) -> JobKey | None:
