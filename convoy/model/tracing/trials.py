@@ -100,7 +100,11 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
         known = {id(t) for t, _ in held}
         writes |= any(id(b) not in known for m in modules.values() for b in m._buffers.values() if b is not None)
         _refuse_unregistered(outputs, [*given, *(t for t, _ in held)])
-        _refuse_hidden_writes(operation, given, copies)
+        if any(x._version == 0 and not torch.equal(x, t) for t, x in zip(given, copies, strict=True)):
+            raise InputError(
+                f"the forward of {', '.join(operation.modules) or operation.target} changes its input through .data, where "
+                "other layers would not see it: change a clone(), or the input itself, without .data"
+            )
         no_gradient_to = _no_gradient_to(outputs, given, parameters)
     for t, _ in held:
         if not t.is_leaf:
@@ -129,17 +133,8 @@ def _refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> 
                 )
 
 
-def _refuse_hidden_writes(operation: Operation, given: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    """Refuse a call that changed a copy of its input without autograd's knowledge."""
-    if any(copy._version == 0 and not torch.equal(copy, t) for t, copy in zip(given, copies, strict=True)):
-        raise InputError(
-            f"the forward of {', '.join(operation.modules) or operation.target} changes its input through .data, where other "
-            "layers would not see it: change a clone(), or the input itself, without .data"
-        )
-
-
 def _no_gradient_to(
-    outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+    outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[int, ...]:
     """Return the indices of the inputs that no gradient reaches."""
     reached = [y for y in outputs if y.requires_grad]
@@ -150,10 +145,7 @@ def _no_gradient_to(
         found = torch.autograd.grad(reached, wanted, [torch.ones_like(y) for y in reached], allow_unused=True)
     except RuntimeError as error:  # other errors appear in training
         if "checkpoint" in str(error):
-            raise InputError(
-                "torch.utils.checkpoint with use_reentrant=True, which allows no gradients of single layers: give it "
-                "use_reentrant=False"
-            ) from error
+            raise InputError("torch.utils.checkpoint with use_reentrant=True: give it use_reentrant=False") from error
         return ()
     missing = {id(t) for t, g in zip(wanted, found, strict=True) if g is None}
     return tuple(i for i, t in enumerate(given) if id(t) in missing)
