@@ -133,9 +133,7 @@ def _refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> 
                 )
 
 
-def _no_gradient_to(
-    outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> tuple[int, ...]:
+def _no_gradient_to(outputs: list[Tensor], given: list[Tensor], parameters: Sequence[Tensor]) -> tuple[int, ...]:
     """Return the indices of the inputs that no gradient reaches."""
     reached = [y for y in outputs if y.requires_grad]
     wanted = [t for t in (*given, *parameters) if t.requires_grad]
