@@ -1,15 +1,12 @@
 """The lower bound: by hand, against every plan of small cases, and its distance to good plans."""
 
-import io
 import itertools
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from convoy.fleet import Device, Fleet, Host, Nic
