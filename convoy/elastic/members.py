@@ -136,7 +136,7 @@ class Members:
         fall_back: loads the last checkpoint if no snapshot is complete; returns its step and place. Every device calls it.
 
     Raises:
-        InputError: a model that is not distributed, or with inexact mixing; `every` below 1.
+        InputError: a model that is not distributed; `every` below 1.
     """
 
     def __init__(
@@ -153,10 +153,6 @@ class Members:
             raise not_distributed("Members", model)
         if every is not None and every < 1:
             raise InputError(f"every={every}: steps from one snapshot to the next; give 1 or more")
-        if model.plan.mixes:
-            raise InputError(
-                f"Members with reduce {model.plan.reduce}, where the devices' weights differ: leave it out"
-            )
         self.model, self.others, self.every, self.tell = model, tuple(others), every or 1, tell
         self.replan, joins, group = replan or InProportion(), joins or JoinOptions(), model.group
         self.admission, self.entrance, home = joins.admission, joins.entrance, joins.home

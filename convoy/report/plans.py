@@ -11,7 +11,6 @@ from convoy.fleet import Fleet
 from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
-from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.payoff import LINKS, Forecast
 from convoy.planner.prediction import PlanPrediction
 from convoy.planner.request import PlanRequest
@@ -47,7 +46,7 @@ def show_all(
         console.print(line, soft_wrap=True)
 
     row, names = rows[-1], request.names
-    show_predictions(console, rows, request, lower_bound(request))
+    _show_predictions(console, rows, request)
     if request.micro_batches > 1:
         show(
             f"A step of {request.batch * request.micro_batches} samples is "
@@ -74,8 +73,8 @@ def show_all(
     _show_layers(console, row, request)
 
 
-def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest, least: LowerBound) -> None:
-    """Print a row per plan. Compare the last one, which is chosen, with the lower bound and with the fastest device."""
+def _show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest) -> None:
+    """Print a row per plan. Compare the last one, which is chosen, with the fastest device."""
     speeds, names = request.speeds.devices, request.names
     columns = ("step", "nine of ten", "samples/s", "of the sum", "traffic", "memory", "J/image", "devices")
     print_table(
@@ -95,18 +94,10 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], request: 
     for row in rows:
         if row.overfull:
             console.print(f"! {row.plan.name} does not fit: {'; '.join(row.overfull)}", soft_wrap=True)
-    console.print(least_words(rows[-1], least, names), soft_wrap=True)
     best, fastest = rows[-1], max(range(len(speeds)), key=lambda d: speeds[d])
     alone = f"{best.samples_per_s / speeds[fastest]:.2f}x the throughput of {names[fastest]} alone"
     used = "one device" if best.workers == 1 else f"{best.workers} devices"
     console.print(f"Plan {best.plan.name} uses {used}: {alone} ({plain(speeds[fastest])} samples/s).", soft_wrap=True)
-
-
-def least_words(row: PlanPrediction, least: LowerBound, names: Sequence[str]) -> str:
-    """Compare a plan with the lower bound, which holds for exact plans only."""
-    why = "computing alone" if least.device < 0 else f"traffic through the NIC of {names[least.device]}"
-    ratio = "" if row.plan.mixes else f"; plan {row.plan.name} takes {row.step_s / least.step_s:.2f}x as long"
-    return f"Lower bound: no exact plan takes less than {seconds(least.step_s)} a step, by {why}{ratio}."
 
 
 def between(within: Within) -> str:
@@ -209,7 +200,6 @@ def show_forecast(
             f"Best plan with several devices (convolutions and linear layers): {layers}; "
             f"{in_bytes(found.shared.traffic_bytes)} sent per step; limited by {found.shared.bound}."
         )
-        show(least_words(found.shared, lower_bound(request), request.names))
     if found.basis == "described" and len(request.names) > 1:
         _show_changes(show, found, fleet)
     basis = BASIS[found.basis]

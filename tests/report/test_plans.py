@@ -10,19 +10,30 @@ from rich.console import Console
 
 from convoy.cli import plan_verbs
 from convoy.fleet import Device, Fleet, Host, Nic
-from convoy.model.graph import Layer
+from convoy.model.graph import Graph, Layer
+from convoy.model.nets import graph_of
 from convoy.model.tracing import trace
-from convoy.plan.device_program import LocalSize, whole_size
+from convoy.plan.device_program import LocalSize
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Part, Phase
 from convoy.plan.strategy import Batch
 from convoy.planner.prediction import predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.report.plans import show_all
 from convoy.simulate.costs import Costs
 from convoy.simulate.network import network_of
-from tests.planner.test_bound import two_devices
+from studies.roofline import roofline_costs
 from tests.support import nets
 from tests.support.plan_requests import asked
+
+
+def two_devices() -> tuple[Graph, PlanRequest]:
+    graph = graph_of("two-conv:50:500")
+    rates = enumerate((9e9, 3e9))
+    devices = (Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for i, rate in rates)
+    fleet = Fleet((Host("h0"), Host("h1")), tuple(devices), Nic(1e9, 1e9, 1e-4))
+    return graph, asked(graph, 16, roofline_costs(fleet), fleet)
+
 
 SAMPLE_S = (0.25, 2.0)
 """Forward seconds of a sample in a layer that is not split, by device. Backward takes three times as long."""
@@ -38,9 +49,6 @@ class Table:
 
     def alike(self, device: int) -> int:
         return device
-
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        return self.seconds(device, layer, phase, whole_size(layer, batch))
 
 
 @pytest.mark.parametrize(
