@@ -106,7 +106,7 @@ def quick_candidates(request: PlanRequest, enough: int = 1) -> list[Candidate]:
     found = [each for n in counts for each in Search(model, order[:n]).run()]
     for count in range(1, len(order) + 1):
         some = Speeds(tuple(speed if d in order[:count] else 0.0 for d, speed in enumerate(speeds)))
-        plan = named_plan("data-by-speed", request.graph, request.batch, some, request.sums)
+        plan = named_plan("data-by-speed", request.graph, request.batch, some, request.reduce)
         plan = replace(plan, wire=request.wire, outputs=request.outputs)
         found.append(Candidate(plan, model_s(model, order, plan), count))
     fitting = list(itertools.islice((each for each in in_order(found) if _fits(each.plan, model)), enough))
@@ -174,7 +174,9 @@ def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Can
     plan fits.
     """
     graph, limits = model.graph, model.request.limits
-    model = model.with_reduce(model.request.sums or "ring")  # in a ring, less of a tensor arrives at once than directly
+    model = model.with_reduce(
+        model.request.reduce or "ring"
+    )  # in a ring, less of a tensor arrives at once than directly
     parts = [min(limits.bytes_of(d), 1e18) if d in order else 0.0 for d in range(model.devices)]
     forms: list[dict[str, Sharding]] = [{}]
     if 1 < len(order) <= DIRECT_DEVICES:  # each sends a shard to each
@@ -221,7 +223,7 @@ def _moved_off(samples: Sequence[int], needs: Needs, plan: Plan, model: CostMode
 
 def _by_simulation(model: CostModel, found: Sequence[Candidate], order: Sequence[int]) -> list[Candidate]:
     """Simulate the best plans, improve them by local search, and return all of them, fastest first."""
-    reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.sums is None else ()
+    reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.reduce is None else ()
     local = LocalSearch(model, lambda plan: _fits(plan, model), reduces)
     shortlist = _shortlist(model, found)
     rows = [replace(each, step_s=local.simulated(each.plan).step_s) for each in shortlist]
