@@ -13,23 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.control_messages import agree_on, gather
+from convoy.comm.group import Group
 from convoy.layout.layout import Shape, box, local_shape
 from convoy.layout.layout import whole as whole_box
 from convoy.machine.accelerator import to_device
 from convoy.measure.timed_sizes import POINT_LIMIT_S, Axes, choose_axes, full_axes
-from convoy.measure.timing import ROUNDS, Now, RoundTimer, Timing, Workload
+from convoy.measure.timing import ROUNDS, Now, Progress, RoundTimer, Timing, Workload, plain_torch
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.model.tracing.copies import timed_copy
 from convoy.plan.device_program import LocalSize, flop, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds
 from convoy.plan.steps import ComputeStep, Part
 from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.runtime.batch_norm import GlobalBatchNorm
+from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Gradients, arithmetic, in_precision
-from convoy.runtime.precision import dtype_named
+from convoy.runtime.precision import agree_on_precision, dtype_named
 from convoy.simulate.compute import bytes_moved, shape_s
+
+SPEEDS_SLICE_S, SPEEDS_ROUNDS = 0.01, 3
 
 DRAWN = 1 << 16
 """The most random numbers drawn for one input; a larger input repeats them."""
@@ -175,6 +181,50 @@ class LayerTimer:
                 moved, moved_s = moved + bytes_moved(layer, size, 4) * calls, moved_s + seconds
         rates = {"flop_per_s": (work, work_s), "memory_bytes_per_s": (moved, moved_s)}
         return {name: amount / seconds if seconds else 0.0 for name, (amount, seconds) in rates.items()}
+
+
+# --- speeds --------------------------------------------------------------------------------------------------------------
+
+
+@plain_torch()
+def measure_speeds(
+    group: Group,
+    traced: TracedModel,
+    model: nn.Module,
+    batch: int,
+    slowdown: float = 1.0,
+    precision: str = "float32",
+    progress: Progress = lambda _: None,
+) -> Speeds:
+    """Time the model's layers on all devices at once, as in training. Every device gets all speeds.
+
+    Raises:
+        MismatchError: the devices have different models.
+        DeviceLostError: a device did not answer.
+    """
+    agree_on(group, "model to measure", traced.graph.fingerprint, "started with another model")
+    agree_on_precision(group, traced.graph, precision)
+    clock = Clock(group.torch_device, slowdown)
+    timer = RoundTimer(clock, slice_s=SPEEDS_SLICE_S, cold=True)
+    own = time_layers(LayerTimer(traced, model, batch, timer, SPEEDS_ROUNDS, precision), progress)
+    rows = gather(group, "measured speeds", own)
+    weighted = [layer.name for layer in traced.graph.weighted if layer.name in own]
+    return Speeds(
+        tuple(1 / sum(row.values()) for row in rows), {name: tuple(1 / row[name] for row in rows) for name in weighted}
+    )
+
+
+def time_layers(layers: LayerTimer, progress: Progress = lambda _: None) -> dict[str, float]:
+    """Return this device's seconds per sample of each batched layer, timed at a quarter of the batch."""
+    graph, samples, seconds = layers.traced.graph, max(2, layers.batch // 4), dict[str, float]()
+    for name, first in layers.alike.items():
+        if not graph[name].batched or graph[name].kind == "pick":
+            continue
+        if first not in seconds:
+            progress(f"layer {name}")
+            seconds[first] = layers.time(first, whole_size(graph[first], samples)) / samples
+        seconds[name] = seconds[first]
+    return seconds
 
 
 # --- a layer at one size -------------------------------------------------------------------------------------------------
