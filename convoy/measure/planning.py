@@ -151,7 +151,7 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
     once more; if they still do, the plan is `FALLBACK`.
     """
     progress, budget_s = _progress(options), options.get("budget_s", BUDGET_S)
-    known, path = known_fleet(group, request, repr(model), {**options, "budget_s": budget_s})
+    known, path = known_fleet(group, request, repr(model), options)
     if known.measured is None and group.devices == 1:
         return _alone(group, request, known, options.get("slowdown", 1.0))
     measured, notes = known.measured, list[str]()

@@ -77,7 +77,7 @@ class ScriptedTimer(LayerTimer):
 
     def time(self, name: str, size: LocalSize) -> float:
         self.wall.time_s += 1.0
-        self.timings[name, size] = Timing(([1.0] * 6, [1.0] * 6))
+        self.timings[name, size] = Timing([1.0] * 6, [1.0] * 6)
         return 2.0
 
 

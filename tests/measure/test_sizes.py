@@ -111,7 +111,7 @@ def takes_s(layer: Layer, size: LocalSize) -> float:
 class Synthetic(LayerTimer):
     def time(self, name: str, size: LocalSize) -> float:
         seconds = takes_s(self.traced.graph[name], size)
-        self.timings[name, size] = Timing(([seconds] * LEAST_KNOWN, [2 * seconds] * LEAST_KNOWN))
+        self.timings[name, size] = Timing([seconds] * LEAST_KNOWN, [2 * seconds] * LEAST_KNOWN)
         return 3 * seconds
 
 

@@ -85,7 +85,7 @@ def test_standard_error_of_a_median_by_hand() -> None:
 def test_steady_clock_uses_median_wall_clock_uses_mean() -> None:
     """A pause that a quota makes is part of a step. On a clock without pauses, longer rounds were disturbed by others."""
     rounds = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0]
-    sample = Timing((rounds, [0.0] * 12))
+    sample = Timing(rounds, [0.0] * 12)
     assert sample.times(steady=True).forward_s == 1.0
     assert sample.times().forward_s == pytest.approx((4 * 1.0 + 2 * 9.0) / 6)
 
@@ -119,7 +119,7 @@ def test_rounds_with_memory_growth_are_ignored(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(timing, "_resident_bytes", lambda: resident[0])
     layer = replace(fake_layer(Growing(processor, forward_s, 0.01)), held_bytes=timing.HELD_BYTES)
-    found = timer_of(processor).time(layer, rounds=2).seconds[0]
+    found = timer_of(processor).time(layer, rounds=2).forward_s
     assert found == pytest.approx([forward_s] * len(found))
 
 
@@ -232,11 +232,9 @@ def test_layers_are_timed_with_cold_caches(monkeypatch: pytest.MonkeyPatch) -> N
     assert filled.times == 0
     found = timer.time(replace(small, held_bytes=timing.CORE_BYTES))
     assert both_s(found) == pytest.approx(3e-3)
-    assert found.calls[0] == 3 * len(found.rounds_s)
-    uncounted = 2 * 2  # two first rounds of a call each way
-    assert filled.times == sum(found.calls) + uncounted
-    assert sum(each is x for each in read) == found.calls[0] + 2
-    assert sum(each is g for each in read) == found.calls[1] + 2
+    calls = [sum(each is made for each in read) - 2 for made in (x, g)]  # without two first rounds of a call each way
+    assert calls[0] == 3 * len(found.rounds_s)
+    assert filled.times == sum(calls) + 2 * 2
 
 
 def test_overhead_layers_flush_the_caches() -> None:
