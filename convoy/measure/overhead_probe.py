@@ -76,8 +76,8 @@ def measure_overheads(
     message_s: float = 0.0,
     share: float = 1.0,
     outputs: Sequence[Sequence[int]] = (),
-) -> Overheads:
-    """Time all overheads except messages. Takes a few seconds with the default slice.
+) -> tuple[Overheads, float]:
+    """Return all overheads except messages, and the optimizer's seconds per parameter entry (SGD with momentum).
 
     Args:
         message_s: seconds of this device's processor for one small message, at its share of a processor.
@@ -98,10 +98,13 @@ def measure_overheads(
         each_s = (many_s - few_s) / (counts[1] - counts[0])
         return each_s, few_s - counts[0] * each_s
 
-    tensor_s, _ = line(TENSORS, lambda count: _optimizer([2] * count, device).step)
+    tensor_s, _ = line(TENSORS, lambda count: _optimizer([2] * count, device))
     step_each_s, step_none_s = line(LAYERS, lambda count: _training(count, device, core))
     peer_s, round_s = line(PEERS, lambda count: _round(count, device))
-    flatten_s, linear_s = (_layer_s(kind, timer) for kind in ("flatten", "linear"))
+    flatten_s, linear_s = (
+        _of_layer(kind, device, lambda work: timer.time(work).times(steady=True).both_s)
+        for kind in ("flatten", "linear")
+    )
     # Each Linear has a round before it, one after it, and two parameters.
     layer_s = max(0.0, step_each_s - linear_s - 2 * (round_s + peer_s) - 2 * tensor_s)
     each_message_s = message_s + max(0.0, peer_s) / 2  # each peer is sent a message and sends one
@@ -110,12 +113,11 @@ def measure_overheads(
     large = torch.zeros(FRESH_BYTES // 4 + 4096, device=device)
     fresh_s = seconds(lambda: large.new_zeros(len(large))) - seconds(large.zero_)
     # Only the difference to the small loss that `step_s` already contains.
-    loss_bytes = 4 * (sum(map(math.prod, outputs)) - 2 * BATCH)
-    loss_s = 0.0
+    loss_bytes, loss_s = 4 * (sum(map(math.prod, outputs)) - 2 * BATCH), 0.0
     if loss_bytes > 0:
         least_s = seconds(_loss((BATCH, 2), device))
-        loss_s = sum(seconds(_loss(shape, device)) - least_s for shape in outputs)
-    return Overheads(
+        loss_s = max(0.0, sum(seconds(_loss(shape, device)) - least_s for shape in outputs)) / loss_bytes
+    found = Overheads(
         step_s=max(0.0, step_none_s - flatten_s - layer_s),
         layer_s=layer_s,
         round_s=max(0.0, round_s + each_message_s - message_s * share),
@@ -124,17 +126,10 @@ def measure_overheads(
         add_s_per_byte=seconds(lambda: x.add_(y)) / COPIED_BYTES,
         fresh_s_per_byte=max(0.0, fresh_s) / (4 * len(large)),
         update_s_per_tensor=max(0.0, tensor_s),
-        loss_s_per_byte=max(0.0, loss_s) / loss_bytes if loss_bytes > 0 else 0.0,
+        loss_s_per_byte=loss_s,
         queue_s=0.0 if device.type == "cpu" else _of_layer("linear", device, partial(_queue_s, device)),
     )
-
-
-@plain_torch(torch.float32)
-def time_update(device: torch.device, now: Now, slice_s: float) -> float:
-    """Return the seconds per parameter entry of SGD with momentum."""
-    optimizer = _optimizer([UPDATED], device)
-    optimizer.step()  # makes the momentum
-    return statistics.median(ColdCaches(device, now, PROCESSOR_BYTES).seconds(optimizer.step, slice_s)) / UPDATED
+    return found, statistics.median(processor.seconds(_optimizer([UPDATED], device), slice_s)) / UPDATED
 
 
 def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
@@ -147,11 +142,12 @@ def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
 # --- timed work ----------------------------------------------------------------------------------------------------------
 
 
-def _optimizer(sizes: Sequence[int], device: torch.device) -> torch.optim.Optimizer:
+def _optimizer(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
+    """Return an optimizer step of parameters with these numbers of entries."""
     parameters = [nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9).step
 
 
 def _loss(shape: Sequence[int], device: torch.device) -> Callable[[], object]:
@@ -246,10 +242,6 @@ def _of_layer(kind: str, device: torch.device, measure: Callable[[Workload], flo
 def _queue_s(device: torch.device, work: Workload) -> float:
     """Return the host's seconds to queue a layer's forward; autograd takes about as long for its backward."""
     return statistics.median(queued_seconds(device, QUEUED, work.forward)[1] for _ in range(5)) / QUEUED
-
-
-def _layer_s(kind: str, timer: RoundTimer) -> float:
-    return _of_layer(kind, timer.clock.device, lambda work: timer.time(work).times(steady=True).both_s)
 
 
 # --- synchronisation and CPU quotas ------------------------------------------------------------------------------------

@@ -311,5 +311,5 @@ def test_loss_is_timed_on_the_models_outputs() -> None:
     each = math.prod(pixels[output].shape)
     assert loss_shapes(pixels, 24) == [(24, *pixels[output].shape)]
     assert loss_shapes(pixels, 1 << 30) == [(LOSS_ENTRIES // each, *pixels[output].shape)]
-    found = measure_overheads(CPU, device_now(CPU), QUICK_S, outputs=loss_shapes(pixels, 24))
+    found, _ = measure_overheads(CPU, device_now(CPU), QUICK_S, outputs=loss_shapes(pixels, 24))
     assert 1e-12 < found.loss_s_per_byte < 1e-6

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,10 +161,10 @@ def test_overhead_is_step_time_minus_layer_times(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(overhead_probe, "_training", taking(lambda n: 0.1 + 0.02 * n))
     monkeypatch.setattr(overhead_probe, "_round", taking(lambda n: 0.001 + 0.0004 * n))
     optimizer = taking(lambda n: 0.008 + 0.003 * n)
-    monkeypatch.setattr(overhead_probe, "_optimizer", lambda sizes, _: SimpleNamespace(step=optimizer(len(sizes))))
+    monkeypatch.setattr(overhead_probe, "_optimizer", lambda sizes, _: optimizer(len(sizes)))
     layers = {"flatten": 0.001, "linear": 0.002}
-    monkeypatch.setattr(overhead_probe, "_layer_s", lambda kind, *_: layers[kind])
-    found = overhead_probe.measure_overheads(CPU, processor.now, 0.02, message_s=0.0007, share=0.5)
+    monkeypatch.setattr(overhead_probe, "_of_layer", lambda kind, *_: layers[kind])
+    found, _ = overhead_probe.measure_overheads(CPU, processor.now, 0.02, message_s=0.0007, share=0.5)
     assert found.layer_s == pytest.approx(0.0092)
     assert found.step_s == pytest.approx(0.1 - 0.001 - 0.0092)
     assert found.update_s_per_tensor == pytest.approx(0.003)
@@ -250,7 +249,8 @@ def test_overhead_layers_flush_the_caches() -> None:
 
 
 def test_overheads_of_this_machine_are_small_and_positive() -> None:
-    found = overhead_probe.measure_overheads(CPU, timing.device_now(CPU), QUICK_S, message_s=1e-4)
+    found, update_s = overhead_probe.measure_overheads(CPU, timing.device_now(CPU), QUICK_S, message_s=1e-4)
+    assert 0 < update_s < 1e-6
     assert 0 <= found.step_s < 0.5
     assert 1e-4 <= found.message_s < 0.1
     for name in ("layer_s", "round_s", "update_s_per_tensor", "fresh_s_per_byte"):
