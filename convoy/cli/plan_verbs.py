@@ -200,7 +200,7 @@ def predict(
     """
     begin_s = time.perf_counter()
     if list_them:
-        from convoy.report.forecasts import show_classes
+        from convoy.report.plans import show_classes
         from convoy.report.screen import Screen
 
         show_classes(Screen(visible=True).console, list(device_classes().values()))
@@ -222,7 +222,7 @@ def predict(
         )
     from convoy.planner.knowledge import FleetKnowledge
     from convoy.planner.payoff import forecast
-    from convoy.report.forecasts import show_forecast
+    from convoy.report.plans import show_forecast
     from convoy.report.screen import Screen
 
     with _waiting(f"predicting {net}") as show:

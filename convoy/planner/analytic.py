@@ -258,7 +258,7 @@ class CostModel:
         self.request = request
         self.graph, self.batch, self.costs = request.graph, request.batch, request.costs
         self.devices = self.costs.network.devices
-        self.reduce: Reduce = request.sums or ("direct" if self.devices <= DIRECT_DEVICES else "ring")
+        self.reduce: Reduce = request.reduce or ("direct" if self.devices <= DIRECT_DEVICES else "ring")
         self.trains = trains(self.graph)
         self.losses = frozenset(n for n in self.graph.outputs if self.graph[n].batched and n in self.trains)
         self.alike = tuple(self.costs.times.alike(d) for d in range(self.devices))
@@ -418,7 +418,7 @@ class CostModel:
         shared = max(0.0, 1 - summed / BUCKET_ENTRIES)
         if how is not None:
             load = share_loads(copies.devices, how.shares, float(summed), self.devices)
-            gathered = 1 / self.request.micro_batches if how.form == "keep" else 2
+            gathered = 1 if how.form == "keep" else 2
             seconds = self._exchange_s(load) + gathered * self._exchange_s(load.reversed)
             seconds -= (1 + gathered) * (self.round_s + self.jitter_s) * shared
             return kept / self.request.micro_batches + seconds

@@ -129,7 +129,7 @@ def _quick(model: CostModel, order: Sequence[int]) -> list[Found]:
     found = [Found(cost, n, plan) for n in counts for cost, plan in Search(model, order[:n]).run()]
     for count in range(1, len(order) + 1):
         shared = Speeds(tuple(speed if d in order[:count] else 0.0 for d, speed in enumerate(speeds)))
-        plan = named_plan("data-by-speed", request.graph, request.batch, shared, request.sums)
+        plan = named_plan("data-by-speed", request.graph, request.batch, shared, request.reduce)
         plan = replace(plan, wire=request.wire, outputs=request.outputs)
         found.append(Found(model_s(model, order, plan), count, plan))
     return in_order(found)
@@ -228,7 +228,7 @@ def _that_fit(model: CostModel, found: Sequence[Found], order: Sequence[int]) ->
         PlanError: no plan fits.
     """
     limits = model.request.limits
-    lean = model.request.sums or "ring"  # in a ring, less of a tensor arrives at once than directly
+    lean = model.request.reduce or "ring"  # in a ring, less of a tensor arrives at once than directly
     needs = [(each, _needs(each.plan, model)) for each in in_order(found)]
     for each, need in list(needs):
         if limits.excess(need) and each.plan.reduce == "direct" and lean != "direct":
@@ -324,7 +324,7 @@ def _freeing_weights(model: CostModel, order: Sequence[int]) -> list[tuple[Found
 
 def _by_simulation(model: CostModel, found: Sequence[Found], order: Sequence[int]) -> list[Candidate]:
     """Simulate the best plans, improve them by local search, and return all of them, fastest first."""
-    reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.sums is None else ()
+    reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.reduce is None else ()
     local = LocalSearch(model, lambda plan: _fits(plan, model), reduces)
     ordered = in_order(found)
     copies = [each for each in ordered if not each.plan.sharded]

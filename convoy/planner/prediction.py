@@ -199,18 +199,7 @@ def choose(request: PlanRequest) -> list[PlanPrediction]:
     Raises:
         PlanError: no plan fits the devices' memory.
     """
-    rows = [predict_plan(each.plan.named("auto"), request) for each in worth_trying(candidates(request), request.graph)]
-    if request.reduce != "inexact-butterfly-mixing":
-        return rows
-    # Mixing sends weights with the gradients, so it may need more memory than a sum. Copies that differ cannot change
-    # plans, so the result has no other plans.
-    mixing = predict_plan(replace(rows[0].plan, reduce=request.reduce), request)
-    if mixing.overfull:
-        raise PlanError(
-            f"plan auto with reduce {request.reduce} overfills {'; '.join(mixing.overfull)}: use a smaller batch or "
-            "another reduce"
-        )
-    return [mixing]
+    return [predict_plan(each.plan.named("auto"), request) for each in worth_trying(candidates(request), request.graph)]
 
 
 def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:

@@ -57,7 +57,7 @@ def in_order(found: Iterable[Found]) -> list[Found]:
 
 def model_s(model: CostModel, order: Sequence[int], plan: Plan) -> float:
     """Return the seconds of a plan by the analytic model, with the plan's collective."""
-    return Search(model.with_reduce(plan.collective), order).step_s(plan)
+    return Search(model.with_reduce(plan.reduce), order).step_s(plan)
 
 
 @dataclass(frozen=True, slots=True)

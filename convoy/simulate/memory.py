@@ -23,7 +23,6 @@ from convoy.plan.device_program import (
     ExchangeRound,
     FinishSums,
     FreeWeights,
-    HaveWeights,
     Make,
     Pack,
     PackWeights,
@@ -258,10 +257,8 @@ def _gathered_entries(program: DeviceProgram) -> tuple[int, int]:
     most = (0, 0)
     for op in program.main():
         match op:
-            case PackWeights(own_only=False) | HaveWeights(own_only=False):
+            case PackWeights(own_only=False):
                 whole |= {key: sum(shares) for key, shares in zip(op.keys, op.shares, strict=True)}
-            case PackWeights(stays=True) | HaveWeights():
-                whole |= {key: shares[program.device] for key, shares in zip(op.keys, op.shares, strict=True)}
             case FreeWeights(keys=keys):
                 whole = {key: size for key, size in whole.items() if key not in keys}
             case Pack(into=into) if into:

@@ -6,7 +6,7 @@ import pytest
 
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
-from convoy.layout.collectives import SUMS, Sum
+from convoy.layout.collectives import SUMS, Reduce
 from convoy.layout.comm_dtype import CommDtype
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
@@ -43,7 +43,7 @@ def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
 
 @pytest.mark.parametrize(("reduce", "wire"), [*((each, "exact") for each in SUMS), ("ring", "inexact-bf16")])
 @pytest.mark.parametrize("name", PLANS)
-def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Sum, wire: CommDtype) -> None:
+def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Reduce, wire: CommDtype) -> None:
     """An estimate that is too small would let the planner choose a plan that does not fit."""
     for graph in (WIDE, graph_of("resnet:8:16"), graph_of("alexnet:64")):
         plan = replace(named_plan(name, graph, 9, Speeds((4.0, 2.0, 0.5)), reduce), wire=wire)
