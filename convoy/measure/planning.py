@@ -197,7 +197,7 @@ def _choice(request: PlanRequest, falls_back: bool) -> dict[str, Any]:
     rows = choose(request)
     first, fell_back = rows[0], False
     is_certain = first.within.high <= UNCERTAIN * first.within.low
-    if falls_back and not is_certain and not first.plan.mixes:
+    if falls_back and not is_certain:
         simple = predict_plan(request.named(FALLBACK).named(AUTO), request)
         if fell_back := not simple.overfull:
             rows, first = [simple], simple
