@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from convoy.comm.environment import read_process_env
 from convoy.comm.group import Group, index_in_job
 from convoy.elastic.entrance import join
-from convoy.measure.planning import make_plans
-from convoy.measure.plans import Plans
+from convoy.measure.planning import Plans, make_plans
 from convoy.model.tracing import unwrapped
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO

@@ -29,7 +29,7 @@ from convoy.comm.group import Group
 from convoy.config.run_file import RunSettings
 from convoy.config.train_options import Settings
 from convoy.machine.process import handle_signals
-from convoy.measure.plans import expect_measured
+from convoy.measure.job_plans import expect_measured
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.report.measured import remarks

@@ -14,9 +14,9 @@ from convoy.errors import InputError, PlanError
 from convoy.machine.accelerator import random_state_kept
 from convoy.measure.cache import keep_measured, known_fleet
 from convoy.measure.device_info import describe_device, fleet_of
+from convoy.measure.job_plans import Plans
 from convoy.measure.layer_timer import measure_speeds
 from convoy.measure.measure_job import MeasureOptions, measure_job
-from convoy.measure.plans import Plans
 from convoy.measure.timing import Progress
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.explain import work_shares
@@ -28,6 +28,8 @@ from convoy.planner.prediction import check_alone, choose, predict_plan
 from convoy.planner.request import PlanOptions, PlanRequest
 from convoy.planner.snapshot_cost import SparePrice, spare_price
 from convoy.simulate.memory import MemoryLimits
+
+__all__ = ["Plans", "PlansOptions", "make_plans"]
 
 BUDGET_S = 20.0
 """Default seconds for measuring, for the plan "auto"."""
