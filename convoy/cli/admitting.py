@@ -15,7 +15,7 @@ from convoy.elastic.admission import ScriptAdmission, Verdict, refusal, required
 from convoy.elastic.members import JoinOptions, Members
 from convoy.elastic.regroup import home_at
 from convoy.machine import roster
-from convoy.measure.replanner import Replanner
+from convoy.measure.job_plans import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.replan import with_joining_device
@@ -124,8 +124,6 @@ def build_members(
     model, replan, reporter = admission.model, admission.replan, admission.reporter
     settings, screen = reporter.run.settings, reporter.screen
     roster.update(run="" if reporter.directory is None else str(reporter.directory.run.absolute()))
-    if model.plan.mixes:
-        return None
     entrance = home = None
     if invitation is not None and known is not None:
         entrance = invitation.entrance, admission.facts | {"known": known.to_json()}

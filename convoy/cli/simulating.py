@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.options import PATH, app, help_of, path_of
+from convoy.cli.options import PATH, app, help_of
 from convoy.cli.plan_verbs import Batch, Classes, Image, Outputs, PlanQuestion
 from convoy.errors import InputError, shown, unknown_name
 from convoy.files import unwritable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # these import torch
 @app.command()
 def simulate(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the trace (JSON) and the picture (PNG).", **PATH)
+        Path, typer.Option("--output", "-o", help="Folder for the trace (JSON) and the picture (HTML).", **PATH)
     ],
     net: Annotated[str, typer.Option(help=help_of("net"))] = "alexnet:4096",
     fleet: Annotated[Path | None, typer.Option(help="Fleet file, described or measured. Required.", **PATH)] = None,
@@ -29,7 +29,6 @@ def simulate(
     image: Image = "3,32,32",
     classes: Classes = 10,
     outputs: Outputs = "everywhere",
-    figures: Annotated[bool, typer.Option(help="Draw the picture too (needs the extra 'plots').")] = True,
 ) -> None:
     """Simulate one training step of a plan on a fleet: a picture and a trace.
 
@@ -49,8 +48,10 @@ def simulate(
     from convoy.planner.knowledge import FleetKnowledge
     from convoy.planner.prediction import predict_plan
     from convoy.report.numbers import in_bytes
+    from convoy.report.page import write_step
     from convoy.report.plans import BASIS, between
-    from convoy.report.timeline import draw, write_chrome_trace
+    from convoy.report.timeline import write_chrome_trace
+    from convoy.runlog.writer import prediction_line
 
     known = FleetKnowledge.from_file(fleet)
     print(f"reading {net}")
@@ -63,17 +64,16 @@ def simulate(
     energy = "" if row.energy is None else f", {row.energy.image_j:.4g} J/image"
     print(
         f"plan {chosen.name}, batch {chosen.batch}: {row.step_s:.3g} s a step (nine of ten: {between(row.within)}), "
-        f"{row.samples_per_s:,.4g} samples/s, {row.efficiency:.1%} of the limit, {in_bytes(row.traffic_bytes)} on the "
-        f"wire{energy}; {row.bound}"
+        f"{row.samples_per_s:,.4g} samples/s, {row.efficiency:.1%} of the sum of solo throughputs, "
+        f"{in_bytes(row.traffic_bytes)} sent{energy}; limited by {row.bound}"
     )
     print(f"based on {BASIS[request.costs.errors.basis]}")
     for line in row.overfull:
         print(f"does not fit: {line}")
     output.mkdir(parents=True, exist_ok=True)
     print(f"wrote {write_chrome_trace(row.timeline, output / 'step.json', request.names)}")
-    if figures:
-        title = f"{net}, plan {chosen.name}, batch {chosen.batch}"
-        print(f"wrote {draw(row.timeline, output / 'step.png', request.names, title)}")
+    title = f"{net}, plan {chosen.name}, batch {chosen.batch}"
+    print(f"wrote {write_step(prediction_line(row, request), output / 'step.html', title)}")
 
 
 def _plan_named(name: str, request: "PlanRequest") -> "Plan":
@@ -94,38 +94,24 @@ def _plan_named(name: str, request: "PlanRequest") -> "Plan":
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            parser=path_of,
-            metavar="RUN...",
-            help="Folder of a run, or its log file; several are compared. Default: the latest one in runs.",
-        ),
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="Folder of a run, or its log file. Default: the latest one in runs.", **PATH),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="HTML file to write; default: report.html next to the log, or comparison.html.",
-            **PATH,
-        ),
+        typer.Option("--output", "-o", help="HTML file to write. Default: report.html next to the log.", **PATH),
     ] = None,
 ) -> None:
-    """Write one HTML page of a run, or a comparison of several.
+    """Write the HTML page of a run.
 
     It has the curves, throughput with prediction and limit, the plan, one step, and each device. The page needs no network.
     The page of an unfinished run shows its data so far.
 
     Example: convoy report runs/2026-11-21-19.37.45-two-conv-50-500
     """
-    if runs is not None and len(runs) > 1:
-        from convoy.report.page import write_comparison
+    from convoy.report.page import write_report
+    from convoy.runlog.directory import runs_folder
+    from convoy.runlog.reader import newest_run
 
-        print(f"wrote {write_comparison(runs, output)}")
-    else:
-        from convoy.report.page import write_report
-        from convoy.runlog.directory import runs_folder
-        from convoy.runlog.reader import newest_run
-
-        print(f"wrote {write_report(runs[0] if runs else newest_run(runs_folder()), output)}")
+    print(f"wrote {write_report(run or newest_run(runs_folder()), output)}")

@@ -61,9 +61,7 @@ def check(settings: Settings) -> None:
     count, slowdowns, speeds, memory = len(settings.device_names), settings.slowdowns, settings.speeds, settings.memory
     imposed_slowdown()
     if settings.listen is not None and not settings.recovers:
-        raise InputError(
-            "--listen with --spare none (or inexact mixing): no device can join such a training; leave one out"
-        )
+        raise InputError("--listen with --spare none: no device can join such a training; leave one out")
     if len(slowdowns) != count or not 1 <= min(slowdowns) <= max(slowdowns) <= MAX_SLOWDOWN:
         raise InputError(
             f"--slowdown {_listed(slowdowns)}: give one factor of 1 or more, up to {MAX_SLOWDOWN:g}, for each of the {count} "

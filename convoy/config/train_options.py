@@ -24,7 +24,7 @@ from convoy.config.option_types import (
     needs,
     one_of,
 )  # fmt: skip
-from convoy.layout.collectives import Sum
+from convoy.layout.collectives import Reduce
 from convoy.layout.comm_dtype import CommDtype
 from convoy.plan.presets import AUTO, PLANS
 
@@ -122,10 +122,10 @@ class Settings(BaseModel):
         None, "Slow each device down by a factor, e.g. 1,1,2,4: unequal devices on one machine."
     )
     speeds: Numbers | None = _fleet(None, "Speeds per device instead of measured ones, e.g. 4,4,2,1.")
-    reduce: Sum | None = _fleet(
+    reduce: Reduce | None = _fleet(
         None,
-        "All-reduce algorithm: ring, butterfly, direct or star. inexact-butterfly-mixing is not a sum and does not train like "
-        "one device. Default: butterfly for hybrid, ring for the other named plans; auto chooses, a plan file says.",
+        "All-reduce algorithm: ring, butterfly, direct or star. Default: butterfly for hybrid, "
+        "ring for the other named plans; auto chooses, a plan file says.",
     )
     wire: Annotated[CommDtype | None, Wire] = _fleet(
         None,
@@ -295,7 +295,7 @@ class Settings(BaseModel):
     @property
     def recovers(self) -> bool:
         """Whether the training continues if devices are lost."""
-        return self.spare != "none" and self.reduce != "inexact-butterfly-mixing"
+        return self.spare != "none"
 
     @property
     def rebalances(self) -> bool:

@@ -83,7 +83,7 @@ def mutated_toml(content: bytes, random: Random) -> bytes:
 
 
 def use_fleet(path: Path) -> None:
-    simulating.simulate(path.parent / "out", NET, path, "data", 16, "1,8,8", figures=False)
+    simulating.simulate(path.parent / "out", NET, path, "data", 16, "1,8,8")
 
 
 def use_classes(path: Path) -> None:

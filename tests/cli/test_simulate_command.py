@@ -30,7 +30,7 @@ def fleet_file(tmp_path: Path) -> Path:
 
 
 def trace_of(tmp_path: Path, fleet_file: Path, plan: str) -> list[dict[str, Any]]:
-    simulating.simulate(tmp_path, NET, fleet_file, plan, batch=12, figures=False)
+    simulating.simulate(tmp_path, NET, fleet_file, plan, batch=12)
     events: list[dict[str, Any]] = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     return events
 
@@ -38,7 +38,7 @@ def trace_of(tmp_path: Path, fleet_file: Path, plan: str) -> list[dict[str, Any]
 @pytest.mark.parametrize("plan", ["auto", "data"])
 def test_local_outputs_combine_their_losses(tmp_path: Path, fleet_file: Path, plan: str) -> None:
     for outputs, expected in (("everywhere", False), ("where-computed", True)):
-        simulating.simulate(tmp_path, NET, fleet_file, plan, batch=6000, outputs=outputs, figures=False)
+        simulating.simulate(tmp_path, NET, fleet_file, plan, batch=6000, outputs=outputs)
         names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
         assert any("loss of the global batch" in name for name in names) == expected
     with pytest.raises(InputError, match="unknown place of outputs 'here'"):
@@ -81,8 +81,7 @@ def test_the_trace_is_the_replay_in_microseconds(tmp_path: Path, fleet_file: Pat
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(timeline.step_s * 1e6)
 
 
-def test_plan_file_is_simulated_and_plotted(tmp_path: Path, fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
+def test_plan_file_is_simulated_and_drawn(tmp_path: Path, fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(NET)
     plan = tmp_path / "plan.json"
     plan.write_text(make_plan("model", graph, 12, described_costs(fleet(*ROWS))).to_json())
@@ -93,8 +92,8 @@ def test_plan_file_is_simulated_and_plotted(tmp_path: Path, fleet_file: Path, mo
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code in (0, None)
-    assert sorted(path.name for path in out.iterdir()) == ["step.json", "step.png"]
-    assert (out / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.iterdir()) == ["step.html", "step.json"]
+    assert "Predicted step" in (out / "step.html").read_text()
 
 
 @pytest.mark.parametrize(("plan", "words"), [("automatic", "a plan file"), ("none.json", "cannot read the plan")])
