@@ -1,6 +1,5 @@
 """Defines the verbs plan and predict."""
 
-import math
 import re
 import time
 from collections import Counter
@@ -14,7 +13,6 @@ import typer
 
 from convoy.cli.options import (
     PATH,
-    SECONDS,
     app,
     help_of,
 )
@@ -124,10 +122,6 @@ def plan(
         Path | None, typer.Option("--output", "-o", help="Write the chosen plan to this file (JSON).", **PATH)
     ] = None,
     optimizer: Optimizer = "sgd-momentum",
-    least_energy: Annotated[
-        float | None,
-        typer.Option(help="Choose the least joules per image among plans with at most this time per step.", **SECONDS),
-    ] = None,
     wire: Annotated[str, typer.Option(help=help_of("wire"))] = "exact",
     outputs: Outputs = "everywhere",
     accumulate: Annotated[
@@ -141,13 +135,11 @@ def plan(
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
-    if least_energy is not None and not 0 < least_energy < math.inf:
-        raise InputError(f"--least-energy {least_energy:g}: give the seconds that a step may take, above 0")
     question = PlanQuestion(net, image, classes, batch, optimizer, wire, outputs, accumulate)
     question.check()
     from convoy.config.checks import check_output
     from convoy.planner.knowledge import FleetKnowledge
-    from convoy.planner.prediction import predict_all, rates_by_devices
+    from convoy.planner.prediction import predict_all
     from convoy.report.plans import show_all
     from convoy.report.screen import Screen
 
@@ -157,9 +149,7 @@ def plan(
     with _waiting(f"planning {net}") as show:
         request = question.request(known)
         show("predicting plans")
-        rows = predict_all(request, least_energy)
-        show("predicting fewer devices")
-        counts = [] if least_energy is not None else rates_by_devices(request)
+        rows, counts = predict_all(request)
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
     show_all(console, rows, request, counts)
     if output is not None:
@@ -193,8 +183,7 @@ def predict(
 ) -> None:
     """Predict whether a fleet would pay, before anything is installed.
 
-    It prints the best plan and its step time with an interval, the smallest batch and the slowest link that pay, and the effect
-    of one device less or more.
+    It prints the best plan and its step time with an interval, and the smallest batch and the slowest link that pay.
 
     Example: convoy predict torchvision:resnet50 --image 3,224,224 --batch 256 --on laptop-cpu,rtx3060,rtx3090 --link 1Gbit
     """

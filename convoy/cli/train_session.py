@@ -29,7 +29,7 @@ from convoy.comm.group import Group
 from convoy.config.run_file import RunSettings
 from convoy.config.train_options import Settings
 from convoy.machine.process import handle_signals
-from convoy.measure.replanner import expect_measured
+from convoy.measure.job_plans import expect_measured
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.report.measured import remarks
@@ -155,6 +155,7 @@ def _make_plans(
             budget_s=settings.budget_s, fleet=settings.fleet, precision=settings.precision,
             optimizer=settings.optimizer_state, net=settings.net, micro_batches=settings.accumulate, progress=progress,
         )  # fmt: skip
-    for remark in [] if plans.request.fleet.measured is None else remarks(plans.request.fleet.measured):
-        screen.line(remark)
+    measured = plans.request.fleet.measured
+    for line in [*plans.notes, *([] if measured is None else remarks(measured))]:
+        screen.line(line)
     return plans

@@ -220,7 +220,7 @@ def _answer(found: Forecast) -> str:
 
 
 def _show_changes(show: Callable[[str], None], found: Forecast, fleet: Fleet) -> None:
-    """Print from which batch and link on the fleet pays off, and how one device less or more changes its speed."""
+    """Print from which batch and link on the fleet pays off."""
     smallest = (
         "no size that fits the fastest device" if found.from_batch is None else f"{found.from_batch:,} samples or more"
     )
@@ -229,13 +229,6 @@ def _show_changes(show: Callable[[str], None], found: Forecast, fleet: Fleet) ->
         link = f"no rate up to {_link(LINKS[-1])}" if found.from_link is None else f"{_link(found.from_link)} or more"
         here = "" if fleet.network is None else f" (here {_link(fleet.network.send_bytes_per_s)})"
         show(f"Link: it pays with {link}{here}.")
-    gains = [(each.words, "does not fit" if each.gain is None else f"{each.gain:.2f}x") for each in found.changes]
-    listed = [f"{words} {gain}" for words, gain in gains if gain != "1.00x"]
-    if len(listed) < len(gains):
-        listed.append(f"any {'other ' * bool(listed)}1.00x")
-    if listed:
-        fastest = found.request.names[found.fastest]
-        show(f"One device less or more, compared with {fastest} alone: {', '.join(listed)}.")
 
 
 def _rate(value: float) -> str:
