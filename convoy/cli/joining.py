@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from convoy.comm.connection import Fields
 from convoy.comm.group import Group
-from convoy.config.option_types import AUTO_DEVICE
 from convoy.config.run_file import RunSettings, resolve_settings
-from convoy.config.train_options import FIELDS, Settings, key_of
+from convoy.config.train_options import AUTO_DEVICE, FIELDS, Settings, key_of
 from convoy.elastic.entrance import Entrance
 from convoy.errors import InputError
 from convoy.files import parse_toml

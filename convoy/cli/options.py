@@ -10,8 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from convoy._version import __version__
-from convoy.config.option_types import a_path, seconds
-from convoy.config.train_options import FIELDS, extra_of, key_of, kind_of
+from convoy.config.train_options import FIELDS, a_path, extra_of, key_of, kind_of, seconds
 from convoy.errors import InputError, shown
 
 app = typer.Typer(

@@ -18,7 +18,7 @@ from convoy.cli.options import (
     app,
     help_of,
 )
-from convoy.config.option_types import numbers
+from convoy.config.train_options import numbers
 from convoy.errors import InputError, shortened, shown
 from convoy.files import write_whole
 from convoy.fleet import Device, Fleet, Host, Nic

@@ -10,8 +10,8 @@ import typer
 from convoy.cli.options import PATH, app, in_job, with_settings
 from convoy.comm.environment import JOIN
 from convoy.comm.job_key import KEY_FILE, choose
-from convoy.config.option_types import read_address
 from convoy.config.run_file import resolve_settings
+from convoy.config.train_options import read_address
 from convoy.errors import InputError
 from convoy.machine.launch_env import hidden
 

@@ -118,7 +118,7 @@ def join(
     """
     choose(job_key, False, os.environ)
     from convoy.cli.train_job import run_joining_device
-    from convoy.config.option_types import read_address
+    from convoy.config.train_options import read_address
 
     own = {"data_dir": data_dir, "checkpoint": checkpoint}
     addresses = [read_address(text) for text in job.split(",")]
