@@ -26,11 +26,7 @@ from convoy.runtime.clock import Clock
 
 @dataclass(frozen=True)
 class Invitation:
-    """A running job's reply to a join request.
-
-    Attributes:
-        offer: from the job's `convoy.cli.admitting.TrainAdmission`.
-    """
+    """A running job's reply to a join request; `TrainAdmission` makes the offer."""
 
     entrance: Entrance
     offer: Fields
@@ -77,15 +73,12 @@ def measured_alone(
     """Measure this device alone, as the job measured its devices."""
     if not offer["timed"]:
         return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,), measured=False))
-    traced, batch = trace(model, example), settings.micro_batch
+    traced, batch, precision = trace(model, example), settings.micro_batch, settings.precision
     with random_state_kept(group.torch_device):
         if not offer["measured"]:
-            clock = Clock(group.torch_device, slowdown)
-            speeds = measure_speeds(group, traced, model, batch, clock, settings.precision)
+            speeds = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown), precision)
             return FleetKnowledge(ids=(0,), speeds=speeds)
-        options = MeasureOptions(
-            settings.net, budget_s=settings.budget_s, slowdown=slowdown, precision=settings.precision
-        )
+        options = MeasureOptions(settings.net, budget_s=settings.budget_s, slowdown=slowdown, precision=precision)
         measured = measure_job(group, traced, model, batch, options)
         # Speeds follow from the layers' times.
         return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,)), measured=measured)

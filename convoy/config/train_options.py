@@ -314,12 +314,11 @@ class Settings(BaseModel):
     evaluate_steps: int | None = _test(None, "Test after every N steps, too.", ge=1)
 
     checkpoint: File | None = _output(
-        None, "Save the run in this folder after every epoch. The last three and the best one are kept.", often=True
-    )
+        None, "Save the run in this folder after every epoch; --resume continues it. The last three and the best are kept.",
+        often=True,
+    )  # fmt: skip
     checkpoint_steps: int | None = _output(None, "Save a checkpoint after every N steps, too.", here=False, ge=1)
-    resume: bool = _output(
-        False, "Continue from the latest checkpoint. On any devices, with the same numbers.", here=False, often=True
-    )
+    resume: bool = _output(False, "Continue from the latest checkpoint, on any devices.", here=False)
     on_nan: Literal["warn", "stop"] = _output("warn", "At the first NaN or infinite loss: warn, or stop.", here=False)
     compare: bool = _output(False, "Then train in plain PyTorch on one CPU, slowed down like the fastest device.")
     explain: bool = _output(False, "Print every setting with its source, and every operation of a step.")

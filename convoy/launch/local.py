@@ -11,7 +11,7 @@ from typing import Any
 from convoy.comm.environment import LISTENER, listen_at
 from convoy.comm.job_key import key_to_start
 from convoy.errors import InputError
-from convoy.launch.exit_status import conclude
+from convoy.launch.exit_status import Ending, conclude
 from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_environments, log_of
 from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, to_stdout
 from convoy.machine.launch_env import hidden
@@ -80,17 +80,8 @@ def launch_local(
             else:
                 listener.close()
             processes.listen(lambda: processes.over(options.goes_on, options.silence_s))
-            if (
-                script
-                and len(devices) > 1
-                and not any(ending.status for ending in processes.endings)
-                and not store.num_keys()
-            ):
-                print(
-                    f"note: the script joined no job, so each of the {len(devices)} processes ran all of it by itself: call "
-                    "convoy.prepare (or convoy.join) in it",
-                    file=sys.stderr,
-                )
+            if script and len(devices) > 1:
+                _warn_if_none_joined(processes.endings, store)
             # A killed device is the cause: errors of the others would add nothing.
             killed = any(ending.status < 0 for ending in processes.endings)
             processes.end(min(KILLED_GRACE_S, options.grace_s) if killed else options.grace_s)
@@ -107,3 +98,12 @@ def launch_local(
         finally:
             del store  # closes the store even if an exception keeps this frame
     return conclude(processes.endings, goes_on=options.goes_on)
+
+
+def _warn_if_none_joined(endings: Sequence[Ending], store: Any) -> None:
+    if not any(ending.status for ending in endings) and not store.num_keys():
+        print(
+            f"note: the script joined no job, so each of the {len(endings)} processes ran all of it by itself: call "
+            "convoy.prepare (or convoy.join) in it",
+            file=sys.stderr,
+        )

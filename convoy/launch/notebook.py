@@ -2,14 +2,13 @@
 
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError
+from convoy.launch.supervisor import Interrupts, Signalled, Start, Supervisor, decoded
 
 GRACE_S = 10.0  # seconds for the devices to end by themselves after an interrupt
 
@@ -29,26 +28,18 @@ def notebook(source: str, options: str = "") -> None:
     with tempfile.TemporaryDirectory(prefix="convoy-cell-") as folder:
         script = Path(folder) / "cell.py"
         script.write_text(source, encoding="utf-8")
-        # A cell shows only the output of this process.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "convoy", "run", *shlex.split(options), str(script)], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
-        assert process.stdout is not None
-        try:
-            with process.stdout:
-                for line in process.stdout:
-                    print(line, end="", flush=True)
-            status = process.wait()
-        except BaseException:
-            process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
-            raise
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        command = [sys.executable, "-m", "convoy", "run", *shlex.split(options), str(script)]
+        to_cell = decoded(lambda text: print(text, end="", flush=True))  # a cell shows only the output of this process
+        start = Start(device=0, name="cell", command=command, stdout=to_cell, stderr=to_cell, own_session=True)
+        with Interrupts() as interrupts, Supervisor(interrupts) as processes:
+            process = processes.start(start)
+            try:
+                processes.listen(lambda: not processes.running)
+            except Signalled:
+                process.popen.send_signal(signal.SIGINT)
+                processes.listen(lambda: not processes.running, GRACE_S)
+                raise KeyboardInterrupt from None
+        status = process.popen.returncode
     if status:
         raise ConvoyError(f"the cell ended with status {status} on its devices; the reason is printed above")
 
