@@ -27,10 +27,10 @@ from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.model.tracing import trace
-from convoy.planner.bound import lower_bound
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.planner import candidates
 from convoy.planner.request import PlanRequest
+from lab.lower_bound import lower_bound
 from studies.roofline import roofline_costs
 from studies.sweep import BASE, PLANS, points_at, sweep
 

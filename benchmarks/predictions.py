@@ -14,11 +14,11 @@ from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
-from convoy.planner.bound import lower_bound
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import PlanPrediction, choose, predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Costs
+from lab.lower_bound import lower_bound
 
 
 @dataclass(frozen=True)

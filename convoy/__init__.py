@@ -27,48 +27,35 @@ _HOMES = {
     "convoy.errors": ("ConvoyError", "InputError", "DeviceLostError"),
 }
 
-_UNLISTED = {
-    # Names that `convoy` itself had before, for one release after 0.1.
-    "convoy.api": ("make_plans",),
-    "convoy.train": ("clip_grad_norm_", "full_optimizer_state", "reshard", "ELEMENTWISE"),
-    "convoy.checkpoint": ("Progress",),
-    "convoy.errors": ("PlanError", "DataError", "MismatchError"),
-    "convoy.launch.notebook": ("load_ipython_extension",),  # for `%load_ext convoy`
-}
-
 __all__ = ["__version__", *(name for names in _HOMES.values() for name in names)]
 
 if TYPE_CHECKING:
     from convoy import api, checkpoint, data, errors, train
-    from convoy.api import distribute, is_first, loader, make_plan, make_plans, prepare, print
-    from convoy.checkpoint import Checkpointer, Progress, load_checkpoint, save_checkpoint
+    from convoy.api import distribute, is_first, loader, make_plan, prepare, print
+    from convoy.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
     from convoy.elastic.entrance import join
-    from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
+    from convoy.errors import ConvoyError, DeviceLostError, InputError
     from convoy.launch.notebook import notebook
     from convoy.model.tracing import register_layer
     from convoy.plan.plan import Plan
     from convoy.runlog.recorder import record
-    from convoy.train import (
-        ELEMENTWISE,
-        GradScaler,
-        Rebalancer,
-        WeightAverage,
-        clip_grad_norm_,
-        full_optimizer_state,
-        reshard,
-    )
+    from convoy.train import GradScaler, Rebalancer, WeightAverage
     from convoy.train.loss import loss
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"convoy.{name}")
-    for homes in (_HOMES, _UNLISTED):
-        for home, names in homes.items():
-            if name in names:
-                globals()[name] = getattr(import_module(home), name)
-                return globals()[name]
+    for home, names in _HOMES.items():
+        if name in names:
+            globals()[name] = getattr(import_module(home), name)
+            return globals()[name]
     raise AttributeError(f"module 'convoy' has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Load the magics, for `%load_ext convoy`."""
+    import_module("convoy.launch.notebook").load_ipython_extension(shell)
 
 
 def __dir__() -> list[str]:

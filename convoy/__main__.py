@@ -8,10 +8,7 @@ from contextlib import suppress
 
 
 def run() -> None:
-    """The command as a program of its own.
-
-    It ends without taking the interpreter apart, which takes a second and more with torch in it.
-    """
+    """Run the command, and end without the interpreter's own shutdown, which takes a second or more with torch."""
     try:
         from convoy.cli import main
 

@@ -25,7 +25,7 @@ MOST_LINE, MOST_LINES = 1500, 60
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: its repr, or a path's name; at most `MOST_SHOWN` long."""
+    """Return a value for a message: its repr, or a path's name; at most `MOST_SHOWN` long."""
     try:
         text = repr(value) if isinstance(value, str | bytes | int | float | list | tuple | dict | None) else str(value)
     except (RecursionError, ValueError):  # nested too deep, or a number of more than 4,300 digits
@@ -34,7 +34,7 @@ def shown(value: object) -> str:
 
 
 def bounded(message: str) -> str:
-    """Limit the lines of a message, and their number. The middle is cut: the value is at the start, the remedy at the end."""
+    """Limit the lines of a message and their number. Cut the middle: the value is at the start, the remedy at the end."""
     message = message.encode("utf-8", "backslashreplace").decode()  # a file name may be no UTF-8
     lines = [shortened(line, MOST_LINE) for line in message.split("\n")]
     if len(lines) > MOST_LINES:
@@ -59,11 +59,7 @@ class ConvoyError(Exception):
         super().__init__(bounded(message))
 
     def again(self) -> Self:
-        """Return a copy to raise, without a traceback.
-
-        The traceback of a kept error would keep the values of its frames. Among them may be tensors of autograd graphs, in
-        which Python's garbage collector finds no cycles.
-        """
+        """Return a copy without a traceback, which would keep the tensors of its frames alive."""
         made = type(self).__new__(type(self), *self.args)
         vars(made).update(vars(self))
         return made
@@ -102,7 +98,7 @@ class DeviceLostError(ConvoyError):
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:
-    """Return the error for an unknown name. It lists the known ones, and the most similar."""
+    """Return the error for an unknown name, with the known ones and the most similar."""
     choices = sorted(choices)
     known = {choice.partition(":")[0]: choice for choice in choices}
     near = difflib.get_close_matches(name.partition(":")[0][:80], known, n=1)

@@ -1,7 +1,7 @@
-"""Reads user files within bounds, and writes files whole or not at all.
+"""Read user files within bounds, and write files whole or not at all.
 
-A path may name an endless pipe, a device, a folder, gigabytes, or brackets nested a hundred thousand deep. Everything that
-Convoy reads as text is read here, and each of these is an error that says so.
+A path may name an endless pipe, a device, a folder or gigabytes; a text may be nested a hundred thousand levels deep. Each of
+these is an error that says so.
 """
 
 import errno
@@ -22,23 +22,16 @@ MOST_TEXT_BYTES = 64 << 20
 """A larger file is no plan, fleet, measurement or run file."""
 
 MOST_DEPTH = 100
-"""Tables within tables; the deepest file of ours has six."""
+"""Tables within tables; the deepest file of Convoy has six."""
 
 LEFT_BEHIND_S = 60.0
 """An unfinished file of this age belongs to a process that was killed."""
 
 _TOO_DEEP = f"it is nested deeper than {MOST_DEPTH} levels"
 
-_KINDS = (
-    (stat.S_ISDIR, "it is a folder"),
-    (stat.S_ISFIFO, "it is a pipe, not a regular file"),
-    (stat.S_ISSOCK, "it is a socket, not a regular file"),
-    (lambda mode: not stat.S_ISREG(mode), "it is a device, not a regular file"),
-)
-
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to be read as bytes. Neither this nor reading it can wait for somebody else to write.
+    """Open a file to read bytes. Neither this nor reading waits for another process to write.
 
     Raises:
         OSError: it cannot be opened, or is no regular file; `strerror` says why.
@@ -48,17 +41,35 @@ def open_regular(path: Path) -> BufferedReader:
     except ValueError:  # each Python words this differently
         raise OSError(errno.EINVAL, "embedded null byte", str(path)) from None
     try:
-        if why := not_regular(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, why, str(path))
+        _check_regular(os.fstat(handle).st_mode)
         return os.fdopen(handle, "rb")
     except BaseException:
         os.close(handle)
         raise
 
 
-def not_regular(mode: int) -> str:
-    """Return why a file is no regular one; empty if it is."""
-    return next((words for applies, words in _KINDS if applies(mode)), "")
+def _check_regular(mode: int) -> None:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a regular file")
+
+
+def cache_folder() -> Path:
+    """Return this user's folder for cached files of Convoy, which may not exist yet.
+
+    Raises:
+        InputError: neither XDG_CACHE_HOME nor a home directory is known, as in a container whose user has no account.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if root.is_absolute():  # the XDG specification says to ignore others
+        return root / "convoy"
+    try:
+        return Path.home() / ".cache" / "convoy"
+    except RuntimeError:
+        raise InputError(
+            f"user {os.getuid()} has no home directory, and HOME is not set: set HOME or XDG_CACHE_HOME to a folder "
+            "that you may write"
+        ) from None
 
 
 def unwritable(folder: Path) -> str:
@@ -83,10 +94,9 @@ def read_text(
 
     Args:
         what: names the file in errors, with its article: "the plan".
-        kind: of the error.
 
     Raises:
-        InputError: of that kind: it cannot be opened, is no regular file, too large, or no text.
+        InputError (`kind`): it cannot be opened, is no regular file, too large, or no text.
     """
     try:
         with open_regular(path) as file:
@@ -102,29 +112,21 @@ def read_text(
 
 
 def parse_toml(text: str, source: str, remedy: str = "correct that line") -> dict[str, Any]:
-    """Return the table of a TOML text.
-
-    Raises:
-        InputError: it is no TOML, or nested deeper than `MOST_DEPTH`; begins with `source`.
-    """
+    """Return the table of a TOML text. InputError, beginning with `source`: no TOML, or nested deeper than `MOST_DEPTH`."""
     try:
         table = tomllib.loads(text)
         _check_depth(text, table)
-    except RecursionError:
-        raise InputError(f"{source}: not TOML: {_TOO_DEEP}; {remedy}") from None
-    except ValueError as error:  # TOMLDecodeError is one; so is a number of 5,000 digits
-        raise InputError(f"{source}: not TOML: {error}; {remedy}") from None
+    except (RecursionError, ValueError) as error:  # TOMLDecodeError is a ValueError; so is a number of 5,000 digits
+        why = _TOO_DEEP if isinstance(error, RecursionError) else error
+        raise InputError(f"{source}: not TOML: {why}; {remedy}") from None
     return table
 
 
 def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text. ValueError: no JSON, or nested deeper than `MOST_DEPTH`.
 
     Args:
         pairs: makes an object of its names and values; default: a dict.
-
-    Raises:
-        ValueError: it is no JSON, or nested deeper than `MOST_DEPTH`.
     """
     try:
         value = json.loads(text, object_pairs_hook=pairs)
@@ -137,13 +139,12 @@ def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None =
 def _check_depth(text: str, value: Any) -> None:
     if text.count("[") + text.count("{") + text.count(".") <= MOST_DEPTH:
         return
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MOST_DEPTH:
-            raise ValueError(_TOO_DEEP)
+    level = [value]
+    for _ in range(MOST_DEPTH):
         inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        level = [each for values in inner for each in values]
+    if any(isinstance(each, dict | list) for each in level):
+        raise ValueError(_TOO_DEEP)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -155,13 +156,12 @@ def write_whole(path: Path, text: str) -> None:
     fresh: Path | None = None
     try:
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
-        if os.path.exists(target) and (why := not_regular(target.stat().st_mode)):
-            raise OSError(errno.EINVAL, why)
+        if os.path.exists(target):
+            _check_regular(target.stat().st_mode)
         prefix = f".{target.name}."
         with suppress(OSError):
-            for name in os.listdir(target.parent):
-                old = target.with_name(name)
-                is_ours = name.startswith(prefix) and name[len(prefix) :].isdecimal()
+            for old in target.parent.iterdir():
+                is_ours = old.name.startswith(prefix) and old.name[len(prefix) :].isdecimal()
                 if is_ours and old.lstat().st_mtime < time.time() - LEFT_BEHIND_S:
                     old.unlink()
         fresh = target.with_name(f"{prefix}{os.getpid()}")

@@ -25,6 +25,7 @@ from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES
 from convoy.simulate.costs import Costs
 from lab.bound_wire import LOSS, Kinds, Waits, evenly, layer_s
+from lab.lower_bound import least_s
 from lab.share_places import STEPS, Floats, Places
 
 OF_CARD = (0.005, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
@@ -120,7 +121,7 @@ class Sums:
             return apart
         waits: Floats = one_way_s * PLACES.waits_weighted * each
         read = one_way_s * (PLACES.reads + PLACES.reads_of_each * each)
-        forward = self._chain_s([self.costs.times.least_s(d, layer, "forward", self.batch) for d in self.first])
+        forward = self._chain_s([least_s(self.costs.times, d, layer, "forward", self.batch) for d in self.first])
         middle = PLACES.features.start + STEPS // 2
         if read[middle, middle] > forward[middle]:
             read[:, PLACES.features] -= forward[PLACES.features]

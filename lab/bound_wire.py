@@ -32,6 +32,7 @@ import numpy.typing as npt
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES, reached, trains
 from convoy.simulate.costs import Costs
+from lab.lower_bound import least_s
 
 Floats = npt.NDArray[np.float64]
 
@@ -90,8 +91,8 @@ class Kinds:
 
 
 def layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool) -> float:
-    seconds = costs.times.least_s(device, layer, "forward", batch)
-    return seconds + costs.times.least_s(device, layer, "backward", batch) if back else seconds
+    seconds = least_s(costs.times, device, layer, "forward", batch)
+    return seconds + least_s(costs.times, device, layer, "backward", batch) if back else seconds
 
 
 # --- the wire of one device ---
@@ -318,8 +319,8 @@ class Waits:
         source = self.graph[layer.inputs[0]]
         times, batch, trained = self.costs.times, self.batch, source.name in self.trained
         returned_s = batch * math.prod(source.shape) * self.itemsize / self.rate if trained else math.inf
-        forward = times.least_s(device, layer, "forward", batch)
-        backward = times.least_s(device, layer, "backward", batch) if layer.name in self.back else 0.0
+        forward = least_s(times, device, layer, "forward", batch)
+        backward = least_s(times, device, layer, "backward", batch) if layer.name in self.back else 0.0
         second = backward / 2 if layer.multiplies and layer.trainable else 0.0
         return forward + backward - second + _not_hidden(second, returned_s)
 

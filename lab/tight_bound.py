@@ -1,4 +1,4 @@
-"""A tighter lower bound on the step than `convoy.planner.bound`, for research: as expensive as planning.
+"""A tighter lower bound on the step than `lower_bound.py`, for research: as expensive as planning.
 
 It adds relaxations that count what devices wait for (`bound_wire.py`) and the share of each layer that one device has
 (`bound_shares.py`).
@@ -7,10 +7,10 @@ It adds relaxations that count what devices wait for (`bound_wire.py`) and the s
 from dataclasses import replace
 
 from convoy.layout.comm_dtype import sent_itemsize
-from convoy.planner.bound import MORE, MOST_HOSTS, NICS, LowerBound, lower_bound
 from convoy.planner.request import PlanRequest
 from lab.bound_shares import shares_s
 from lab.bound_wire import Kinds, path_of, wire_s
+from lab.lower_bound import MORE, MOST_HOSTS, NICS, LowerBound, lower_bound
 
 
 def tight_bound(request: PlanRequest) -> LowerBound:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convoy.layout.collectives import Sum
+from convoy.layout.collectives import Reduce
 from convoy.model.graph import Graph
 from convoy.simulate.compute import SHARED_PASSES
 from convoy.simulate.memory import optimizer_named
@@ -69,7 +69,7 @@ def plan_times(
     graph: Graph,
     points: Points,
     *,
-    reduce: Sum | None = None,
+    reduce: Reduce | None = None,
     optimizer: str = "sgd-momentum",
     overlap: bool = False,
     itemsize: int = 4,
@@ -243,8 +243,6 @@ class _Evaluation:
     def total(self, term: Total) -> Floats:
         members = self.p if term.everyone else self.holders
         n_bytes = float(term.entries * self.itemsize)
-        if term.reduce == "inexact-butterfly-mixing":
-            return self._seconds(2 * n_bytes, np.asarray(1.0 * (members > 1)), np.asarray(2.0 * (members > 1)))
         formula, messages = _SUMS[term.reduce]
         return np.asarray(formula(members, n_bytes, self.alpha, self.beta) + self.at.message_s * messages(members))
 

@@ -119,9 +119,6 @@ class _Times:
     def alike(self, device: int) -> int:
         return self.speeds.index(self.speeds[device])
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        return self.seconds(device, layer, phase, whole_size(layer, batch))
-
 
 @cache
 def _marques_net(kernel: int) -> Graph:

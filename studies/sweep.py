@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from convoy.errors import InputError
-from convoy.layout.collectives import Sum
+from convoy.layout.collectives import Reduce
 from convoy.model.graph import Graph
 from convoy.simulate.power import Power
 from studies.closed_form import StepTimes, plan_times
@@ -77,7 +77,7 @@ def sweep(
     points: Points,
     plans: Sequence[str] = PLANS,
     *,
-    reduce: Sum | None = None,
+    reduce: Reduce | None = None,
     optimizer: str = "sgd-momentum",
     overlap: bool = False,
 ) -> list[Sweep]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.errors import InputError
-from convoy.layout.collectives import Sum
+from convoy.layout.collectives import Reduce
 from convoy.layout.layout import Layout, OnOne, Replicated, Split
 from convoy.model.graph import Graph, Layer
 from convoy.plan.device_program import whole_size
@@ -109,7 +109,7 @@ class Total:
 
     entries: int
     everyone: bool
-    reduce: Sum
+    reduce: Reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Terms:
     trained: tuple[Trained, ...]
 
 
-def named_terms(name: str, graph: Graph, reduce: Sum | None = None) -> Terms:
+def named_terms(name: str, graph: Graph, reduce: Reduce | None = None) -> Terms:
     """Return the terms of a named plan.
 
     Raises:

@@ -29,7 +29,7 @@ def test_binary_file_is_refused_with_a_reason(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     rows = {
         path: r"it is no text in UTF-8 \(invalid start byte at byte 2\)",
-        tmp_path: "it is a folder",
+        tmp_path: "it is a folder, not a regular file",
         tmp_path / "gone": "No such file or directory",
         path / "x": "Not a directory",
         tmp_path / "pipe": "it is a pipe, not a regular file",

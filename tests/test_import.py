@@ -60,14 +60,6 @@ def test_every_public_name_exists() -> None:
         assert getattr(convoy, module) is importlib.import_module(f"convoy.{module}")
 
 
-def test_names_of_an_earlier_version_still_work() -> None:
-    """They moved to a module; scripts that were written before run on."""
-    for home, names in convoy._UNLISTED.items():
-        for name in names:
-            assert name not in dir(convoy)
-            assert getattr(convoy, name) is getattr(importlib.import_module(home), name)
-
-
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'convoy' has no attribute 'accelerate'"):
         _ = convoy.accelerate

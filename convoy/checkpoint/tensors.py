@@ -26,7 +26,7 @@ from convoy.comm.control_messages import gather
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Shape, box, everywhere
-from convoy.runtime.exchange import gather_whole, redistribute
+from convoy.runtime.exchange import redistribute
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
 from convoy.runtime.shards import reading_shards
@@ -75,7 +75,6 @@ class ModelShards:
         shapes: of the whole tensors.
         names: the key of each parameter, one for tied ones.
         first_names: for each key the one that `names` has for the same parameter, or the key itself.
-        differ: the plan mixes inexactly, so copies differ between devices; their average counts.
     """
 
     group: Group
@@ -84,7 +83,6 @@ class ModelShards:
     shapes: Mapping[str, Shape]
     names: Mapping[Tensor, str]
     first_names: Mapping[str, str]
-    differ: bool
 
     @staticmethod
     def of(model: nn.Module) -> "ModelShards":
@@ -104,7 +102,7 @@ class ModelShards:
             device = next((shard.device for shard in shards.values()), torch.device("cpu"))
             shapes = {key: tuple(shard.shape) for key, shard in shards.items()}
             layouts: Mapping[str, Layout] = dict.fromkeys(shards, FIRST)
-            return ModelShards(AloneGroup(device), shards, layouts, shapes, names, first_names, differ=False)
+            return ModelShards(AloneGroup(device), shards, layouts, shapes, names, first_names)
         # A key without a layout is a second name of a tied buffer: every device has it.
         first = {tensor: key for key, tensor in (*inner.named_parameters(), *inner.named_buffers())}
         known = {key: first.get(tensor, key) for key, tensor in own.items()}
@@ -112,7 +110,7 @@ class ModelShards:
         whole = model.parameters_by_key
         shapes = {k: tuple(whole[name].shape if name in whole else own[k].shape) for k, name in known.items()}
         layouts = {key: model.layouts.get(name, everyone) for key, name in known.items()}
-        return ModelShards(model.group, shards, layouts, shapes, names, first_names, differ=model.plan.mixes)
+        return ModelShards(model.group, shards, layouts, shapes, names, first_names)
 
     @property
     def is_first(self) -> bool:
@@ -131,7 +129,7 @@ class ModelShards:
     def gather(self, key: str, shard: Tensor) -> Tensor:
         """Return, on device 0, the whole of a tensor laid out like `key`. Every device calls it."""
         shard = shard.to(self.group.torch_device)
-        return gather_whole(self.group, shard, self.layouts[key], FIRST, self.shapes[key], differ=self.differ)
+        return redistribute(self.group, shard, self.layouts[key], FIRST, self.shapes[key])
 
     def scatter(self, key: str, whole: Tensor) -> Tensor | None:
         """Return the local shard of a tensor laid out like `key`; None where there is none. Every device calls it.

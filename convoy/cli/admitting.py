@@ -122,8 +122,6 @@ def build_members(
     model, replan, reporter = admission.model, admission.replan, admission.reporter
     settings, screen = reporter.run.settings, reporter.screen
     roster.update(run="" if reporter.directory is None else str(reporter.directory.run.absolute()))
-    if model.plan.mixes:
-        return None
     entrance = home = None
     if invitation is not None and known is not None:
         entrance = invitation.entrance, admission.facts | {"known": known.to_json()}

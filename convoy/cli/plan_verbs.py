@@ -1,12 +1,10 @@
 """Defines the verbs plan and predict."""
 
-import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,9 +92,6 @@ def plan(
         Path | None, option("PATH", "Write the chosen plan to this file (JSON).", "--output", "-o")
     ] = None,
     optimizer: Optimizer = "sgd-momentum",
-    least_energy: Annotated[
-        float | None, option("TIME", "Choose the least joules per image among plans with at most this time per step.")
-    ] = None,
     wire: Annotated[str, option("TEXT", help_of("wire"))] = "exact",
     outputs: Outputs = "everywhere",
     accumulate: Annotated[int, option("N", "Equal micro-batches per step.")] = 1,
@@ -106,18 +101,16 @@ def plan(
 
     It prints step time, efficiency, traffic, memory, joules and bottleneck of each plan. Plans that exceed a device's
     memory are marked, and never chosen. A trace (JSON) shows when each device computes, sends and receives: open it in
-    Perfetto or chrome://tracing. Pictures need the extra 'plots'.
+    Perfetto or chrome://tracing.
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
-    if least_energy is not None and not 0 < least_energy < math.inf:
-        raise InputError(f"--least-energy {least_energy:g}: give the seconds that a step may take, above 0")
     build = check_question(net, image, classes, batch, optimizer, wire=wire, outputs=outputs)
     if trace is not None and (why := unwritable(trace)):
         raise InputError(f"cannot make the folder {shown(trace)}: {why}; give one that can be made")
     from convoy.config.checks import check_output
     from convoy.planner.knowledge import FleetKnowledge
-    from convoy.planner.prediction import predict_all, rates_by_devices
+    from convoy.planner.prediction import predict_all
     from convoy.report.plans import show_all
     from convoy.report.screen import Screen
 
@@ -127,14 +120,12 @@ def plan(
     with _waiting(f"planning {net}") as show:
         request = build(known).split(accumulate)
         show("predicting plans")
-        rows = predict_all(request, least_energy)
-        show("predicting fewer devices")
-        counts = [] if least_energy is not None else rates_by_devices(request)
+        rows, counts = predict_all(request)
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
     show_all(console, rows, request, counts)
     if trace is not None:
         for row in rows:
-            _write_trace(trace, row, request.names, f"{net}, plan {row.plan.name}, batch {row.plan.batch}")
+            _write_trace(trace, row, request, f"{net}, plan {row.plan.name}, batch {row.plan.batch}")
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
         several = f" --accumulate {accumulate}" if accumulate > 1 else ""
@@ -143,13 +134,14 @@ def plan(
         )
 
 
-def _write_trace(folder: Path, row: "PlanPrediction", names: Sequence[str], title: str) -> None:
-    from convoy.report.timeline import draw, write_chrome_trace
+def _write_trace(folder: Path, row: "PlanPrediction", request: "PlanRequest", title: str) -> None:
+    from convoy.report.page import write_step
+    from convoy.report.timeline import write_chrome_trace
+    from convoy.runlog.writer import prediction_line
 
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"wrote {write_chrome_trace(row.timeline, folder / f'{row.plan.name}.json', names)}")
-    if find_spec("matplotlib") is not None:
-        print(f"wrote {draw(row.timeline, folder / f'{row.plan.name}.png', names, title)}")
+    print(f"wrote {write_chrome_trace(row.timeline, folder / f'{row.plan.name}.json', request.names)}")
+    print(f"wrote {write_step(prediction_line(row, request), folder / f'{row.plan.name}.html', title)}")
 
 
 @app.command()
@@ -170,14 +162,13 @@ def predict(
 ) -> None:
     """Predict whether a fleet would pay, before anything is installed.
 
-    It prints the best plan and its step time with an interval, the smallest batch and the slowest link that pay, and the effect
-    of one device less or more.
+    It prints the best plan and its step time with an interval, and the smallest batch and the slowest link that pay.
 
     Example: convoy predict torchvision:resnet50 --image 3,224,224 --batch 256 --on laptop-cpu,rtx3060,rtx3090 --link 1Gbit
     """
     begin_s = time.perf_counter()
     if list_them:
-        from convoy.report.forecasts import show_classes
+        from convoy.report.plans import show_classes
         from convoy.report.screen import Screen
 
         show_classes(Screen(visible=True).console, list(device_classes().values()))
@@ -190,7 +181,7 @@ def predict(
     rate, delay_s = _quantity("--link", link, "bytes_per_s"), _quantity("--latency", latency, "s")
     from convoy.planner.knowledge import FleetKnowledge
     from convoy.planner.payoff import forecast
-    from convoy.report.forecasts import show_forecast
+    from convoy.report.plans import show_forecast
     from convoy.report.screen import Screen
     from convoy.simulate.table import read_fleet_file
 

@@ -126,4 +126,4 @@ def compare_with_one_device(settings: Settings, done: FinishedTraining, screen: 
         alone = fit(slowed, train, test, settings.epochs, bar)
     rounding = f"rounding of {settings.precision}, which grows from step to step; in float64 they agree to 1e-10"
     reason = f"INEXACT: {done.inexact}" if done.inexact else rounding
-    screen.comparison(done.history, alone, done.devices, done.uses, reason)
+    screen.comparison(done.history, alone, done.devices, reason)

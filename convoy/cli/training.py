@@ -333,21 +333,20 @@ def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path] | None, argument("RUN...", "Folders or logs of runs. Default: the latest in runs.", parser=path_of)
+    run: Annotated[
+        Path | None, argument("RUN", "Folder or log of a run. Default: the latest in runs.", parser=path_of)
     ] = None,
     output: Annotated[Path | None, option("PATH", "HTML file. Default: next to the log.", "--output", "-o")] = None,
 ) -> None:
-    """Write one HTML page of a run, or a comparison of several.
+    """Write the HTML page of a run.
 
     It has the curves, throughput with prediction and limit, the plan, one step, and each device. The page needs no network.
     The page of an unfinished run shows its data so far.
 
     Example: convoy report runs/2026-11-21-19.37.45-two-conv-50-500
     """
-    from convoy.report.page import write_comparison, write_report
+    from convoy.report.page import write_report
     from convoy.runlog.directory import runs_folder
     from convoy.runlog.reader import newest_run
 
-    runs = runs or [newest_run(runs_folder())]
-    print(f"wrote {write_comparison(runs, output) if len(runs) > 1 else write_report(runs[0], output)}")
+    print(f"wrote {write_report(run or newest_run(runs_folder()), output)}")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol, final
+from typing import Protocol, Self, final
 
 import torch
 from torch import distributed
@@ -17,10 +17,22 @@ from convoy.comm.group import Message
 from convoy.machine.accelerator import finish
 
 
+class MessageError(Exception):
+    """The error for a message whose connection closed or timed out.
+
+    It is a class of its own because a signal handler may raise any other exception during a wait: torch raises RuntimeError
+    when a loader worker was killed.
+    """
+
+    def again(self) -> Self:
+        """Return a copy to raise: see `ConvoyError.again`."""
+        return type(self)(*self.args)
+
+
 class PeerFailure(Exception):  # noqa: N818 - inside this package only: the group makes it a DeviceLostError
     """The error for a connection that closed or timed out. `find_failed` then finds the failed device."""
 
-    def __init__(self, peers: Sequence[int], cause: RuntimeError) -> None:
+    def __init__(self, peers: Sequence[int], cause: Exception) -> None:
         # Show only the first sentence of a library's text.
         self.reason = str(cause).split(". ")[0].splitlines()[0].split("] ", 1)[-1]
         super().__init__(f"message from or to device {', '.join(map(str, peers))}: {self.reason}")
@@ -33,7 +45,7 @@ class Waitable(Protocol):
     """A message in progress, of any backend."""
 
     def wait(self, limit: timedelta) -> object:
-        """Wait for completion. RuntimeError if it failed or took longer than `limit`."""
+        """Wait for completion. MessageError if it failed or took longer than `limit`."""
 
 
 @dataclass
@@ -62,7 +74,7 @@ class PendingWork:
             try:
                 # zero would mean no limit
                 work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
-            except RuntimeError as error:
+            except MessageError as error:
                 raise PeerFailure(peers, error) from None
         waits_for(None)
         if self.copied is not None:  # later work on this stream may overwrite a sent tensor
@@ -111,7 +123,7 @@ class NcclBackend:
         operations += [distributed.P2POp(distributed.irecv, m.tensor, m.peer, self._group) for m in receives]
         peers = tuple(dict.fromkeys(message.peer for message in (*receives, *sends)))
         try:
-            return PendingWork([(peers, work) for work in distributed.batch_isend_irecv(operations)])
+            return PendingWork([(peers, _NcclMessage(work)) for work in distributed.batch_isend_irecv(operations)])
         except RuntimeError as error:
             raise PeerFailure(peers, error) from None
 
@@ -126,6 +138,17 @@ class NcclBackend:
             distributed.distributed_c10d._abort_process_group(group)
         else:
             distributed.destroy_process_group(group)
+
+
+@dataclass(slots=True)
+class _NcclMessage:
+    work: distributed.Work
+
+    def wait(self, limit: timedelta) -> None:
+        try:
+            self.work.wait(limit)
+        except RuntimeError as error:
+            raise MessageError(str(error)) from None
 
 
 def can_use_nccl(devices: Sequence[str], names: Sequence[str], hosts: Sequence[str]) -> bool:

@@ -4,6 +4,7 @@ Tensors are encrypted from their own memory in chunks of 64 KB. Received bytes a
 the tensor's memory. One thread at a time may use a connection.
 """
 
+import errno
 import json
 import os
 import select
@@ -71,17 +72,13 @@ class Credentials:
 
 
 def credentials_of(env: ProcessEnv) -> Credentials:
-    """Return this process's credentials for its job. InputError: see :func:`key_of_process`."""
+    """Return this process's credentials for its job."""
     return Credentials(key_of_process(env, os.environ))
 
 
 @final
 class Connection:
-    """A connection with its TLS state.
-
-    Attributes:
-        socket: carries encrypted bytes. It may be shut down at any time.
-    """
+    """A connection with its TLS state."""
 
     def __init__(
         self, connected: socket.socket, context: ssl.SSLContext | None, certificate: bytes, *, answers: bool
@@ -108,11 +105,7 @@ class Connection:
         self.socket.settimeout(_left_s(deadline_s))
 
     def shake_hands(self) -> bool:
-        """Continue the handshake. Return whether it is complete and the peer has the job's key.
-
-        Raises:
-            NotOfThisJob: the peer has another key or none, or sent no handshake.
-        """
+        """Continue the handshake. Return whether it is complete. NotOfThisJob: the peer has another key or none."""
         if self._tls is None:
             return True
         try:
@@ -154,8 +147,7 @@ class Connection:
     def send_some(self, head: bytes, content: memoryview) -> int | None:
         """Send as much as the kernel accepts without waiting, if the connection is not encrypted.
 
-        Returns:
-            the number of content bytes sent; the next call sends the rest of the head first. None: nothing was sent.
+        Return the number of content bytes sent; the next call sends the rest of the head first. None: nothing was sent.
         """
         if self._tls is not None or self._behind:
             return None
@@ -190,7 +182,7 @@ class Connection:
                 count: Any = self._tls.read(len(place), place)
                 if count:
                     return int(count)
-                raise ConnectionResetError("the connection was closed")
+                raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
             except ssl.SSLWantReadError:
                 self._arriving.write(self._received(until_s))
             except ssl.SSLError as error:
@@ -199,7 +191,7 @@ class Connection:
             self._wait(until_s)
             if got := self.socket.recv_into(place):
                 return got
-            raise ConnectionResetError("the connection was closed")
+            raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
         self._ahead = self._ahead or self._received(until_s)
         count = min(len(place), len(self._ahead))
         place[:count] = self._ahead[:count]
@@ -256,7 +248,7 @@ class Connection:
         self._wait(until_s)
         if count := self.socket.recv_into(self._chunk):
             return self._chunk[:count]
-        raise ConnectionResetError("the connection was closed")
+        raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
 
     def _wait(self, until_s: float | None) -> None:
         """Wait for bytes to read, if there is a time limit; otherwise the read itself waits."""
@@ -266,7 +258,7 @@ class Connection:
             self._poll = select.poll()
             self._poll.register(self.socket, select.POLLIN)
         if not self._poll.poll(max(0.0, until_s - time.monotonic()) * 1e3):
-            raise TimeoutError("nothing came in time")
+            raise TimeoutError(errno.ETIMEDOUT, "nothing came in time")
 
     def _encrypt(self, content: memoryview) -> None:
         assert self._tls is not None

@@ -109,21 +109,22 @@ def find_failed(
         if answer.done:
             return Verdict(device, DONE_CAUSE + shown(lines))
         if answer.waits_for is None and closed:
-            cause = (
-                "closed its connections though it still runs: its program continued after an error; see its own output"
-            )
-            return Verdict(device, cause)
+            cause = "closed its connections though it still runs: its program continued after an error"
+            return Verdict(device, f"{cause}; see its own output")
         if answer.waits_for is None:
-            cause = (
-                f"is alive but sent nothing for {limit_s:g} s: its computation takes longer than the time limit. "
-                "Raise the limit (timeout_s), or give it a smaller share"
-            )
-            return Verdict(device, cause + shown(lines))
+            cause = f"is alive but sent nothing for {limit_s:g} s: its computation takes longer than the time limit"
+            remedy = "Raise the limit (timeout_s), or give it a smaller share"
+            return Verdict(device, f"{cause}. {remedy}{shown(lines)}")
         if answer.waits_for in chain:
             circle = " -> ".join(str(each if ids is None else ids[each]) for each in [*chain, answer.waits_for])
             same = "the devices do not run the same steps; start all with the same program"
             return Verdict(device, f"waits in a circle ({circle}): {same}{shown(lines)}")
         device, closed = answer.waits_for, False
+
+
+def left_because(device: int, error: BaseException) -> Verdict:
+    """Return the verdict on a device that leaves because of its own error."""
+    return Verdict(device, f"left because of its own error: {type(error).__name__}: {error}"[:4000])
 
 
 def shown_lines(lines: Mapping[int, str | None]) -> str:
@@ -134,21 +135,18 @@ def shown_lines(lines: Mapping[int, str | None]) -> str:
 
 
 def _silence_cause(silence: NoAnswer, limit_s: float, closed: bool) -> str:
-    if silence is NoAnswer.DEAD:
-        return (
-            "was lost: its process ended without a report (killed, crashed, or out of memory). "
-            "See its own output and the system log; start the job again, or without this device"
-        )
     since = "its connection closed" if closed else f"it sent nothing for {limit_s:g} s"
-    if silence is NoAnswer.FROZEN:
-        return (
-            f"was lost: {since}, and its process exists but does not answer: it is stopped or frozen. "
-            "End it, then start the job again, or without this device"
-        )
-    return (
-        f"was lost: {since}, and its machine does not answer: it is off, or its cable is out. "
-        "Check the network, then start the job again, or without this device"
-    )
+    cause, remedy = {
+        NoAnswer.DEAD: (
+            "its process ended without a report (killed, crashed, or out of memory)",
+            "See its own output and the system log; start",
+        ),
+        NoAnswer.FROZEN: (f"{since}, and {silence.value}: it is stopped or frozen", "End it, then start"),
+        NoAnswer.UNREACHABLE: (
+            f"{since}, and {silence.value}: it is off, or its cable is out", "Check the network, then start",
+        ),
+    }[silence]  # fmt: skip
+    return f"was lost: {cause}. {remedy} the job again, or without this device"
 
 
 class HealthServer:
@@ -158,7 +156,6 @@ class HealthServer:
         token: token of this group. Requests with another token get no reply.
         addresses: addresses of the health servers of all devices.
         waits_for: the device that each lane waits for.
-        done: this device has ended its work.
         answers: handlers by question.
     """
 
@@ -170,7 +167,10 @@ class HealthServer:
         self.address = listener.address
         self.waits_for: list[int | None] = []
         self.done = False
-        self.answers: dict[str, Callable[[Fields], Fields]] = {"health": self._health, "report": self._take_report}
+        self.answers: dict[str, Callable[[Fields], Fields]] = {
+            "health": lambda _: asdict(Health(self._waited_for(), self.done, current_line())),
+            "report": self._take_report,
+        }
         self._reports: dict[int, FailureReport] = {}
         self._reported = threading.Condition()
         self._open: dict[tuple[str, int], Connection] = {}
@@ -180,16 +180,10 @@ class HealthServer:
         )
 
     def ping(self, device: int) -> Health | NoAnswer:
-        """Ask a device for its health."""
         answer = self.ask(self.addresses[device], "health")
         if isinstance(answer, NoAnswer):
             return answer
-        try:
-            waits_for, line = answer["waits_for"], answer["line"]
-            waits = None if waits_for is None else int(waits_for)
-            return Health(waits, bool(answer["done"]), None if line is None else str(line))
-        except (ValueError, LookupError, TypeError):
-            return NoAnswer.DEAD
+        return Health(**answer) if answer else NoAnswer.DEAD
 
     def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **fields: Any) -> Fields | NoAnswer:
         """Send a question to an address and return the reply. The connection stays open for the next question."""
@@ -248,9 +242,8 @@ class HealthServer:
         self.listener.close()
         self.keep_open(())
 
-    def _health(self, _: Fields) -> Fields:
-        waits_for = next((each for each in self.waits_for if each is not None), None)
-        return asdict(Health(None if self.done else waits_for, self.done, current_line()))
+    def _waited_for(self) -> int | None:
+        return None if self.done else next((each for each in self.waits_for if each is not None), None)
 
     def _take_report(self, fields: Fields) -> Fields:
         report = FailureReport(**fields["report"])

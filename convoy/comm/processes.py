@@ -4,6 +4,7 @@ import atexit
 import itertools
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import final
 
 import torch
 
-from convoy.comm.backends import NcclBackend, PeerFailure, PendingWork, can_use_nccl
+from convoy.comm.backends import MessageError, NcclBackend, PeerFailure, PendingWork, can_use_nccl
 from convoy.comm.connection import Credentials, credentials_of
 from convoy.comm.environment import LISTEN, ProcessEnv, listen_at, own_address, reachable_address, read_process_env
 from convoy.comm.failure import (
@@ -23,6 +24,7 @@ from convoy.comm.failure import (
     NoAnswer,
     Verdict,
     find_failed,
+    left_because,
     shown_lines,
 )
 from convoy.comm.group import AloneGroup, ChangingGroup, Group, Message, Pending, closed_error
@@ -45,25 +47,14 @@ GREETING_S = 10.0
 EXIT_BARRIER_S = 5.0
 """How long a device that is done waits for the others, so that no connection closes during a message."""
 
+FILES, PEER_FILES = 32, 10
+"""Open files that a process needs for itself, and for each other device: six streams, and connections of health servers."""
+
 _rendezvous_count = itertools.count()
 
 
 def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> Group:
-    """Join this process's job and meet the other processes. Without a job, return a group of one.
-
-    torchrun's variables describe the job: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
-    The group closes itself at the end of the process, or of a ``with`` block.
-
-    Args:
-        device: where to compute, such as "cpu" or "cuda:1". Default: CONVOY_DEVICE, else the accelerator whose number
-            is this process's local rank, else the CPU.
-        timeout_s: time limit of this and every later wait for the others, before they count as lost.
-
-    Raises:
-        InputError: an incomplete environment, no such device, a taken port, a rank or an accelerator used twice.
-        MismatchError: the devices run different versions.
-        DeviceLostError: a device did not come in time, or cannot be reached.
-    """
+    """Join this process's job and meet the other processes, as `convoy.join` describes."""
     watch_parent()
     check_timeout(timeout_s)
     env = read_process_env(os.environ)
@@ -85,7 +76,6 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raise InputError unless `timeout_s` can be a time limit."""
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InputError(
             f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, at most {MAX_TIMEOUT_S:g}, such as 60"
@@ -93,11 +83,7 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def own_device(name: str | torch.device | None, local: int) -> torch.device:
-    """Return this process's device, with its memory limited by the launcher's CONVOY_MEMORY.
-
-    Raises:
-        InputError: no such device, or CONVOY_MEMORY is not an amount of memory.
-    """
+    """Return this process's device, with its memory limited by the launcher's CONVOY_MEMORY."""
     device = pick_device(name, local)
     if limit := os.environ.get("CONVOY_MEMORY"):
         try:
@@ -114,16 +100,19 @@ def meet(
     number: int | None = None,
     credentials: Credentials | None = None,
 ) -> "JoinedGroup":
-    """Meet the other processes, and connect to them.
+    """Meet the other processes, and connect to them. Errors as in `join`.
 
     Args:
         number: number of the rendezvous at this store. None: count those of this process.
         credentials: the job's credentials, if already known: creating them takes 10 ms.
-
-    Raises:
-        InputError, MismatchError, DeviceLostError: see :func:`join`.
     """
     deadline_s = time.monotonic() + timeout_s
+    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + PEER_FILES * (env.devices - 1)
+    if files != resource.RLIM_INFINITY and files < needed:
+        raise InputError(
+            f"this process may open {files} files, and a job of {env.devices} devices needs {needed}: raise the limit "
+            f"where you start it, e.g. ulimit -n {max(1024, needed)}"
+        )
     address = own_address(env.host, env.port)
     try:
         credentials = credentials or credentials_of(env)
@@ -192,7 +181,7 @@ class JoinedGroup(Group):
         listener, peers = self._health.listener, self._health.addresses
         try:
             self._streams = StreamBackend(listener, peers, self.device, self._health.token, limit_s)
-        except RuntimeError as error:
+        except MessageError as error:
             raise self._not_connected(str(error).splitlines()[0]) from error
         self._backend = self._streams
         self._connected.append(self._streams)
@@ -213,7 +202,7 @@ class JoinedGroup(Group):
         try:  # no device leaves the rendezvous before all are connected
             self._swap_texts(["all are connected", "", None], max(1.0, rendezvous.deadline_s - time.monotonic()))
         except PeerFailure as failure:
-            raise self._fail(failure) from failure
+            raise self._failed(failure) from failure
 
     def _greet(self, peer: int, deadline_s: float) -> None:
         """Check that another device answers. Retry while it is slow: it may be starting."""
@@ -246,15 +235,15 @@ class JoinedGroup(Group):
         backend = self._streams if on_host else self._backend  # NCCL carries device tensors only
         try:
             return _PendingMessages(self, backend.start(sends, receives, lane), lane)
-        except PeerFailure as failure:
-            raise self._fail(failure) from failure
+        except BaseException as error:
+            raise self._failed(error)  # noqa: B904 - may be the same error
 
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
         self._raise_failure()
         try:
             rows = self._swap_texts([topic, text, current_line()], self.timeout_s)
-        except PeerFailure as failure:
-            raise self._fail(failure) from failure
+        except BaseException as error:
+            raise self._failed(error)  # noqa: B904 - may be the same error
         topics, texts, places = zip(*map(json.loads, rows), strict=True)
         self._check_topics(topic, topics, places)
         return tuple(texts)
@@ -279,38 +268,35 @@ class JoinedGroup(Group):
         # It stays set after a failure, because the other devices follow it.
         self._health.waits_for[lane] = peer
 
-    def _fail(self, failure: PeerFailure) -> ConvoyError:
-        """Find and report the failed device, and close the connections. If another lane was first, return its error."""
+    def _failed(self, error: BaseException) -> BaseException:
+        """Find and report the failed device, and close the connections. Return the error to raise.
+
+        Args:
+            error: PeerFailure, or an exception that a signal handler raised during a wait: then this device leaves.
+        """
         with self._failing:
             if self.failure is None:
-                peer = failure.peers[0]
-                if len(failure.peers) > 1:
-                    silent = (each for each in failure.peers if isinstance(self._health.ping(each), NoAnswer))
-                    peer = next(silent, peer)
-                if isinstance(failure.cause, WrongSizeError):
-                    answer = self._health.ping(peer)
-                    theirs = None if isinstance(answer, NoAnswer) else answer.line
-                    lines = {self.ids[self.device]: current_line(), self.ids[peer]: theirs}
-                    verdict = Verdict(
-                        peer, f"{failure.cause}: the devices do not run the same steps{shown_lines(lines)}"
-                    )
-                else:
-                    verdict = find_failed(
-                        self._health,
-                        self.device,
-                        peer,
-                        failure.timed_out,
-                        self.timeout_s,
-                        current_line(),
-                        self.report_s,
-                        self.ids,
-                    )
+                verdict = self._verdict(error) if isinstance(error, PeerFailure) else left_because(self.device, error)
                 self.failure = DeviceLostError(
                     self.ids[verdict.device], f"{self._title(verdict.device)} {verdict.cause}"
                 )
-                self._report(verdict.device, verdict.cause)
+                self._report(verdict)
                 self._cut(broken=True)
-            return self.failure.again()
+            return self.failure.again() if isinstance(error, PeerFailure) else error
+
+    def _verdict(self, failure: PeerFailure) -> Verdict:
+        peer, line = failure.peers[0], current_line()
+        if len(failure.peers) > 1:
+            silent = (each for each in failure.peers if isinstance(self._health.ping(each), NoAnswer))
+            peer = next(silent, peer)
+        if isinstance(failure.cause, WrongSizeError):
+            answer = self._health.ping(peer)
+            theirs = None if isinstance(answer, NoAnswer) else answer.line
+            lines = shown_lines({self.ids[self.device]: line, self.ids[peer]: theirs})
+            return Verdict(peer, f"{failure.cause}: the devices do not run the same steps{lines}")
+        return find_failed(
+            self._health, self.device, peer, failure.timed_out, self.timeout_s, line, self.report_s, self.ids
+        )
 
     def abort(self, error: ConvoyError) -> None:
         """End all waits of this process, on every thread, with this error. Send no report to the others."""
@@ -322,10 +308,10 @@ class JoinedGroup(Group):
     def _title(self, device: int) -> str:
         return device_title(self.ids[device], self.infos[device])
 
-    def _report(self, root: int, cause: str) -> None:
+    def _report(self, verdict: Verdict) -> None:
         if not self._reported:
             self._reported = True
-            self._health.report_failure(FailureReport(self.device, root, cause))
+            self._health.report_failure(FailureReport(self.device, verdict.device, verdict.cause))
 
     def _cut(self, broken: bool) -> None:
         for backend in self._connected:
@@ -342,9 +328,9 @@ class JoinedGroup(Group):
             try:
                 self._swap_texts(["exit barrier", "", None], min(EXIT_BARRIER_S, self.timeout_s))
             except PeerFailure:
-                self._report(self.device, DONE_CAUSE)
+                self._report(Verdict(self.device, DONE_CAUSE))
         else:
-            self._report(self.device, f"left because of its own error: {type(reason).__name__}: {reason}"[:4000])
+            self._report(left_because(self.device, reason))
         self._cut(broken=reason is not None)
         self.failure = self.failure or closed_error()
         self._in_progress.clear()
@@ -369,6 +355,6 @@ class _PendingMessages:
         self.group._raise_failure()
         try:
             self.work.wait(self.group.timeout_s, lambda peer: self.group._wait_for(peer, self.lane))
-        except PeerFailure as failure:
-            raise self.group._fail(failure) from failure
+        except BaseException as error:
+            raise self.group._failed(error)  # noqa: B904 - may be the same error
         self.group._in_progress.discard(self)

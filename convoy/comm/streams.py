@@ -6,7 +6,10 @@ is an error. Lanes are independent.
 Sending a small message is faster than passing it to another thread. The calling thread sends it immediately if the queue is
 empty and the kernel accepts it, and the waiting thread receives it. The calling thread also sends as much of a large
 unencrypted message as the kernel accepts. Threads at both ends move everything else. They release the GIL while they encrypt,
-decrypt and wait, so large messages are sent while the device computes. The sender thread joins small messages into one send.
+decrypt and wait, so large messages are sent while the device computes.
+
+A signal handler may raise an exception during any wait. The system's errors have an errno; an `OSError` without one is such an
+exception, like a script's own `TimeoutError`, and passes unchanged.
 """
 
 import queue
@@ -21,7 +24,7 @@ from typing import Any, final
 
 import torch
 
-from convoy.comm.backends import PeerFailure, PendingWork
+from convoy.comm.backends import MessageError, PeerFailure, PendingWork
 from convoy.comm.connection import Connection, Fields, NotOfThisJob
 from convoy.comm.environment import is_loopback
 from convoy.comm.group import Message
@@ -43,13 +46,8 @@ AGAIN_S = 0.05
 _HEADER = struct.Struct("<Q")
 
 
-class WrongSizeError(RuntimeError):
+class WrongSizeError(MessageError):
     """The error for a message of unexpected size."""
-
-
-def _fresh(error: RuntimeError) -> RuntimeError:
-    """Return a copy of a stored error, to raise it: see `ConvoyError.again`."""
-    return type(error)(*error.args)
 
 
 @final
@@ -61,17 +59,17 @@ class Ticket:
     def __init__(self) -> None:
         self._done = threading.Lock()
         self._done.acquire()
-        self._error: RuntimeError | None = None
+        self._error: MessageError | None = None
 
     def wait(self, limit: timedelta) -> None:
-        """Wait for completion. RuntimeError if it failed or took longer than `limit`."""
+        """Wait for completion. MessageError if it failed or took longer than `limit`."""
         if not self._done.acquire(timeout=limit.total_seconds()):
-            raise RuntimeError("timed out waiting for the message")
+            raise MessageError("timed out waiting for the message")
         self._done.release()
         if self._error is not None:
-            raise _fresh(self._error)
+            raise self._error.again()
 
-    def finish(self, error: RuntimeError | None = None) -> None:
+    def finish(self, error: MessageError | None = None) -> None:
         self._error = error
         self._done.release()
 
@@ -100,7 +98,7 @@ class Outflow:
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._left = 0  # messages in progress on the thread
         self._thread: threading.Thread | None = None
-        self._error: RuntimeError | None = None
+        self._error: MessageError | None = None
         self._lock = threading.Lock()
 
     def add(self, content: memoryview, copied: torch.Event | None = None) -> Ticket | None:
@@ -110,21 +108,21 @@ class Outflow:
             copied: the content is complete after this accelerator event.
 
         Raises:
-            RuntimeError: the connection is closed.
+            MessageError: the connection is closed.
         """
         with self._lock:
             if self._error is not None:
-                raise _fresh(self._error)
+                raise self._error.again()
             if copied is not None and copied.query():
                 copied = None
-            begun = None if self._left or copied is not None else self._begun(content)
-            if begun == len(content):
+            sent = None if self._left or copied is not None else self._send_now(content)
+            if sent == len(content):
                 return None
             ticket = Ticket()
-            self._enqueue(_Outgoing(content[begun or 0 :], ticket, begun is not None, copied))
+            self._enqueue(_Outgoing(content[sent or 0 :], ticket, sent is not None, copied))
         return ticket
 
-    def _begun(self, content: memoryview) -> int | None:
+    def _send_now(self, content: memoryview) -> int | None:
         """Send what the kernel accepts without waiting. Return the number of bytes, or None if nothing was sent."""
         header = _HEADER.pack(len(content))
         try:
@@ -133,9 +131,11 @@ class Outflow:
             if not self._channel.send_at_once(header + content):
                 self._enqueue(_Outgoing(_NOTHING, Ticket(), begun=True))  # flushes the rest, which is a copy
         except OSError as error:
+            if error.errno is None:
+                raise
             self._error = _closed(error)
             self._channel.cut()
-            raise _fresh(self._error) from None
+            raise self._error.again() from None
         return len(content)
 
     def _enqueue(self, message: _Outgoing) -> None:
@@ -148,7 +148,7 @@ class Outflow:
     def cut(self) -> None:
         """Shut the connection down, which fails its messages. `close` must follow."""
         with self._lock:
-            self._error = self._error or RuntimeError("the connection was closed here")
+            self._error = self._error or MessageError("the connection was closed here")
         self._channel.cut()
         self._queue.put(None)
 
@@ -158,58 +158,35 @@ class Outflow:
         self._channel.close()
 
     def _run(self) -> None:
-        while batch := self._next():
+        while (message := self._queue.get()) is not None:
+            ticket = message.ticket
             try:
-                self._send(batch)
+                self._send(message)
             except (OSError, NotOfThisJob) as error:
-                self._fail([message.ticket for message in batch], _closed(error))
+                self._fail(ticket, _closed(error))
                 return
             with self._lock:
-                self._left -= len(batch)
-            tickets = [message.ticket for message in batch]
-            del batch  # release the tensors
-            for ticket in tickets:
-                ticket.finish()
+                self._left -= 1
+            del message  # release the tensor
+            ticket.finish()
 
-    def _next(self) -> list[_Outgoing]:
-        """Return the next message and the small ones after it. Empty: the queue is closed."""
-        if (message := self._queue.get()) is None:
-            return []
-        batch, size = [message], len(message.content)
-        while size <= SMALL_BYTES and not self._queue.empty():
-            if (message := self._queue.get()) is None:
-                self._queue.put(None)
-                break
-            batch.append(message)
-            size += len(message.content)
-        return batch
+    def _send(self, message: _Outgoing) -> None:
+        content = message.content
+        if message.copied is not None:
+            message.copied.synchronize()  # releases the GIL, which the launching thread needs
+        if message.begun:
+            self._channel.send(content)
+        elif len(content) <= SMALL_BYTES:
+            self._channel.send(_HEADER.pack(len(content)) + content)
+        else:
+            self._channel.send(_HEADER.pack(len(content)))
+            self._channel.send(content)
 
-    def _send(self, batch: Sequence[_Outgoing]) -> None:
-        joined = b""
-        for message in batch:
-            content = message.content
-            if message.copied is not None and not message.copied.query():
-                if joined:  # complete messages need not wait for the copy
-                    self._channel.send(joined)
-                    joined = b""
-                message.copied.synchronize()  # releases the GIL, which the launching thread needs
-            if message.begun:  # always the first one, because the queue was empty
-                self._channel.send(content)
-            elif len(content) <= SMALL_BYTES:
-                joined += _HEADER.pack(len(content)) + content
-            else:
-                self._channel.send(joined + _HEADER.pack(len(content)))
-                self._channel.send(content)
-                joined = b""
-        if joined:
-            self._channel.send(joined)
-
-    def _fail(self, tickets: Sequence[Ticket], error: RuntimeError) -> None:
+    def _fail(self, ticket: Ticket, error: MessageError) -> None:
         with self._lock:
             self._error = error
         self._channel.cut()  # so that the peer notices as well
-        for ticket in tickets:
-            ticket.finish(error)
+        ticket.finish(error)
         while not self._queue.empty():
             if (message := self._queue.get()) is not None:
                 message.ticket.finish(error)
@@ -228,7 +205,7 @@ class Arrival:
     def __init__(self, flow: "Inflow", place: memoryview) -> None:
         self.flow, self.place = flow, place
         self.done = False
-        self.error: RuntimeError | None = None
+        self.error: MessageError | None = None
         self.ticket: Ticket | None = None
 
     def wait(self, limit: timedelta) -> None:
@@ -236,7 +213,7 @@ class Arrival:
         if not self.done:
             self.flow.wait(self, limit)
         if self.error is not None:
-            raise _fresh(self.error)
+            raise self.error.again()
 
 
 @final
@@ -253,32 +230,32 @@ class Inflow:
         self._reading = threading.Lock()  # held by the reader: the thread, or a waiting caller
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._error: RuntimeError | None = None
+        self._error: MessageError | None = None
         self._lock = threading.Lock()
 
     def add(self, place: memoryview) -> Arrival:
         """Queue an expected message.
 
         Raises:
-            RuntimeError: the connection is closed.
+            MessageError: the connection is closed.
         """
         arrival = Arrival(self, place)
         with self._lock:
             if self._error is not None:
-                raise _fresh(self._error)
+                raise self._error.again()
             self._queue.append(arrival)
             self._unread_bytes += len(place)
             self._call_thread()
         return arrival
 
     def wait(self, arrival: Arrival, limit: timedelta) -> None:
-        """Wait until a message has arrived. RuntimeError if it failed or took longer than `limit`."""
+        """Wait until a message has arrived. MessageError if it failed or took longer than `limit`."""
         until_s = time.monotonic() + limit.total_seconds()
         with self._lock:
             if arrival.done:
                 return
             if self._error is not None:
-                raise _fresh(self._error)
+                raise self._error.again()
             mine = self._reading.acquire(blocking=False)
             if not mine:
                 arrival.ticket = arrival.ticket or Ticket()
@@ -290,9 +267,11 @@ class Inflow:
         try:
             while not arrival.done:
                 self._read(until_s)
-        except TimeoutError:
-            raise RuntimeError("timed out waiting for the message") from None
         except (OSError, NotOfThisJob, WrongSizeError) as error:
+            if isinstance(error, OSError) and error.errno is None:
+                raise
+            if isinstance(error, TimeoutError):
+                raise MessageError("timed out waiting for the message") from None
             self._fail(_closed(error))
         finally:
             with self._lock:
@@ -345,7 +324,7 @@ class Inflow:
         while self._part:
             self._part = self._part[self._channel.receive_some(self._part, until_s) :]
 
-    def _fail(self, error: RuntimeError) -> None:
+    def _fail(self, error: MessageError) -> None:
         self._channel.cut()  # so that the peer notices as well
         with self._lock:
             self._error = error
@@ -355,7 +334,7 @@ class Inflow:
     def cut(self) -> None:
         """Shut the connection down, which fails its messages. `close` must follow."""
         with self._lock:
-            self._error = self._error or RuntimeError("the connection was closed here")
+            self._error = self._error or MessageError("the connection was closed here")
         self._channel.cut()
         self._calls.put(False)
 
@@ -367,7 +346,7 @@ class Inflow:
         self._channel.close()
 
 
-def _finish(arrival: Arrival, error: RuntimeError | None) -> None:
+def _finish(arrival: Arrival, error: MessageError | None) -> None:
     arrival.error, arrival.done = error, True
     arrival.place = _NOTHING  # release the tensor
     if arrival.ticket is not None:
@@ -377,8 +356,8 @@ def _finish(arrival: Arrival, error: RuntimeError | None) -> None:
 _NOTHING = memoryview(b"")
 
 
-def _closed(error: Exception) -> RuntimeError:
-    return _fresh(error) if isinstance(error, WrongSizeError) else RuntimeError(f"connection closed: {error}")
+def _closed(error: Exception) -> MessageError:
+    return error.again() if isinstance(error, WrongSizeError) else MessageError(f"connection closed: {error}")
 
 
 def _connect(
@@ -424,7 +403,7 @@ class StreamBackend:
             name: name of this group, the same on all devices and unique among the groups of these listeners.
 
         Raises:
-            RuntimeError: a device could not be reached within ``limit_s``.
+            MessageError: a device could not be reached within ``limit_s``.
         """
         deadline_s = time.monotonic() + max(1.0, limit_s)
         self._stream: torch.Stream | None = None  # for copies to the host
@@ -446,7 +425,7 @@ class StreamBackend:
                 self._in[lane, peer] = Inflow(accepted, f"convoy-from-{peer}.{lane}")
         except (OSError, NotOfThisJob, ValueError) as error:
             self.cut(broken=True)
-            raise RuntimeError(f"device {peer}: {error}") from None
+            raise MessageError(f"device {peer}: {error}") from None
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> PendingWork:
         """Start messages on any lane, including `TEXTS`.
@@ -474,7 +453,7 @@ class StreamBackend:
                 # A staged tensor may be reused after `copied`, so no caller waits until its copy is sent.
                 if ticket is not None and work.copied is None:
                     work.works.append(((peer,), ticket))
-        except RuntimeError as error:
+        except MessageError as error:
             raise PeerFailure((peer,), error) from None
         return work
 

@@ -58,7 +58,7 @@ def check(settings: Settings) -> None:
     imposed_slowdown()
     _check_devices(settings)
     if settings.listen is not None and not settings.recovers:
-        raise InputError("--listen with --spare none or inexact mixing: no device can join; leave one out")
+        raise InputError("--listen with --spare none: no device can join such a training; leave one out")
     if settings.batch % settings.accumulate:
         some = [str(n) for n in range(1, min(settings.batch, 1024)) if not settings.batch % n]
         raise InputError(

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from convoy.errors import InputError, shortened, shown
 from convoy.fleet.units import quantity
-from convoy.layout.collectives import Sum
+from convoy.layout.collectives import Reduce
 from convoy.layout.comm_dtype import CommDtype, parse_comm_dtype
 from convoy.plan.presets import AUTO, PLANS
 
@@ -234,11 +234,7 @@ class Settings(BaseModel):
     )
     slowdown: Numbers | None = _fleet(None, "Slow each device down by a factor, e.g. 1,1,2,4.")
     speeds: Numbers | None = _fleet(None, "Speeds per device instead of measured ones, e.g. 4,4,2,1.")
-    reduce: Sum | None = _fleet(
-        None,
-        "All-reduce: ring, butterfly, direct or star; inexact-butterfly-mixing does not train like one device. Default: as "
-        "the plan says.",
-    )
+    reduce: Reduce | None = _fleet(None, "All-reduce: ring, butterfly, direct or star. Default: as the plan says.")
     wire: Annotated[CommDtype | None, Wire] = _fleet(
         None,
         "Format of sent activations and gradients: exact or inexact-bf16, which halves the bytes. Default: as the plan says.",
@@ -349,7 +345,7 @@ class Settings(BaseModel):
     @property
     def recovers(self) -> bool:
         """Whether the training continues if devices are lost."""
-        return self.spare != "none" and self.reduce != "inexact-butterfly-mixing"
+        return self.spare != "none"
 
     @property
     def rebalances(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from convoy.data.images import Labelled, Splits, in_memory
 from convoy.errors import DataError, InputError
+from convoy.files import cache_folder
 from convoy.model.entry_points import import_package
 
 CIFAR10_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
@@ -32,10 +33,7 @@ def load_named(name: str, data_dir: Path | None, dtype: torch.dtype) -> Splits:
     """Return a data set from a folder; without one from the cache, downloading what it lacks."""
     if name == "digits":
         return _digits(dtype)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():  # the XDG specification says to ignore it
-        cache = Path.home() / ".cache"
-    folder = cache / "convoy" / name if data_dir is None else data_dir
+    folder = cache_folder() / name if data_dir is None else data_dir
     files = _FILES.get(name, ())
     there = folder if any(os.path.isfile(folder / file) for file in files) else folder / _FOLDERS[name]
     if data_dir is not None and not os.path.isdir(there):

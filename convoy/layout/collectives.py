@@ -30,11 +30,8 @@ from convoy.layout.layout import (
 from convoy.layout.shares import Shares, ranges
 
 Reduce = Literal["ring", "butterfly", "direct", "star"]
-"""Exact sums over devices."""
-
-Sum = Literal["ring", "butterfly", "direct", "star", "inexact-butterfly-mixing"]
-"""How gradients are summed. The last one is not a sum, see `mixing`."""
-SUMS: tuple[str, ...] = get_args(Sum)
+"""How gradients are summed over devices."""
+SUMS: tuple[str, ...] = get_args(Reduce)
 
 ONE_ROUND_ENTRIES = 16384
 """Limit below which `direct` sends every summand to every reader in one round: the entries that one device sends or receives.
@@ -169,18 +166,6 @@ def gather_shares(shares: Shares, devices: tuple[int, ...]) -> Schedule:
     kept = list(enumerate(ranges(shares)))
     moved = _round(((owner, d, span) for owner, span in kept for d in devices if d != owner), adds=False)
     return Schedule((moved,), (sum(shares),), in_place=True)
-
-
-def mixing(devices: tuple[int, ...], n: int, stage: int) -> Schedule:
-    """Return one stage of a butterfly: each device adds its partner's summand. NOT a sum over all devices.
-
-    Butterfly mixing (Zhao & Canny) runs one stage per training step: in step t the partner of the i-th device is
-    i XOR 2^(t mod k), k = ceil(lg p). If p is not a power of two, a device without a partner skips the stage.
-    """
-    distance = 1 << (stage % max(1, (len(devices) - 1).bit_length()))
-    pairs = [(i, i ^ distance) for i in range(len(devices)) if i ^ distance < len(devices)]
-    swap = _round(((devices[i], devices[j], (0, n)) for i, j in pairs), adds=True)
-    return Schedule((swap,), (n,), in_place=True)
 
 
 def _keeper(device: int, devices: tuple[int, ...]) -> int:

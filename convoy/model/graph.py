@@ -90,7 +90,6 @@ class Layer:
         everywhere: every device computes it for the global batch, because hooks or its Python state depend on that.
         called_everywhere: every device must call it in every step, because a call changes its Python state or a counter
             buffer. If a device has no samples for it, all devices compute it for the global batch.
-        unfusable: its backward cannot be part of a segment (a reentrant checkpoint).
         no_gradient_to: indices of the inputs without a gradient.
         changes_state: a call changes its Python state, its buffers or its parameters.
         batch_axes: for a value of the global batch, the axes with the batch's length (both axes of a matrix of all pairs of
@@ -117,7 +116,6 @@ class Layer:
     differentiable: bool = True
     everywhere: bool = False
     called_everywhere: bool = False
-    unfusable: bool = False
     changes_state: bool = False
     no_gradient_to: tuple[int, ...] = ()
     input_entries: int = 0
@@ -267,7 +265,7 @@ class Graph:
         for row, layer in zip(rows, self.layers.values(), strict=True):
             row["shared"] = any(uses[p.key] > 1 for p in layer.parameters.values())  # hooks may be added after planning
             # A plan is valid in any precision; the other fields are derived, or irrelevant to a plan.
-            for name in ("reason", "dtype", "input_entries", "unfusable", "changes_state", "no_gradient_to"):
+            for name in ("reason", "dtype", "input_entries", "changes_state", "no_gradient_to"):
                 del row[name]
             # Existing plan files have fingerprints with the older names, and without empty fields.
             row["each"], row["across"] = row.pop("called_everywhere"), row.pop("batch_axes")

@@ -41,7 +41,6 @@ def compile_device(
     *,
     fuse: bool = True,
     overlap: bool = True,
-    stage: int = 0,
     missing: frozenset[int] = frozenset(),
     left: frozenset[str] = frozenset(),
 ) -> DeviceProgram:
@@ -50,7 +49,6 @@ def compile_device(
     Args:
         fuse: give segments to autograd as one graph; False: every layer separately.
         overlap: False: wait for each exchange at its position in the list, to measure the gain of overlap.
-        stage: the stage of inexact mixing, counted over training steps.
         missing: indices in `steps.outputs` of outputs that the loss does not depend on. Backward omits the steps
             without a gradient; forward is the same.
         left: parameters with unsummed gradients from earlier micro-batches; they are always summed.
@@ -61,7 +59,7 @@ def compile_device(
         steps = without_gradients(steps, graph, missing, left)
         alive = {step.id for step in steps.steps}
         found = tuple(replace(each, back=tuple(s for s in each.back if s.id in alive)) for each in found)
-    return _Compiler(steps, graph, device, found, overlap, stage, end).program()
+    return _Compiler(steps, graph, device, found, overlap, end).program()
 
 
 def without_gradients(
@@ -158,8 +156,7 @@ def segments(steps: StepList, graph: Graph, device: int) -> tuple[Segment, ...]:
     for each in forward:
         reads = (each.reads,) if isinstance(each, Move) else getattr(each, "reads", ())
         readers.update({value.key for value in reads})
-    whole = {layer.name for layer in graph.layers.values() if layer.unfusable}
-    whole |= {name for step in steps.steps if isinstance(step, st.GatherStatistics) for name in step.layers}
+    whole = {name for step in steps.steps if isinstance(step, st.GatherStatistics) for name in step.layers}
     picks = [layer for layer in graph.layers.values() if layer.kind == "pick"]
     found = []
     for row in _rows(forward, backward, places, device, whole):
@@ -236,11 +233,10 @@ class _Compiler:
         device: int,
         found: tuple[Segment, ...],
         overlap: bool,
-        stage: int,
         end: int,
     ) -> None:
         self.steps, self.graph, self.device = steps, graph, device
-        self.overlap, self.stage = overlap, stage
+        self.overlap = overlap
         self.end = end  # the step id of waits at the end of a phase
         self.main: list[Operation] = []
         self.sums: list[Operation] = []
@@ -395,7 +391,7 @@ class _Compiler:
             if step.id in row:
                 operations.append(self._computation(row[step.id]))
             elif isinstance(step, SumGradients) and self.device in step.members:
-                if self.overlap and not step.mixes:
+                if self.overlap:
                     operations += self._begin_sum(step)
                 else:
                     behind.append(step)
@@ -505,18 +501,11 @@ class _Compiler:
     def _gather(self, step: st.GatherWeights) -> None:
         """Start to gather shards; the step that waits for them gets whole parameters."""
         size, uses = st.joined(step.shares)[self.device], self.device in step.devices
-        if step.held:
-            self.main.append(ops.HaveWeights(step.id, step.keys, step.shares, size, own_only=not uses))
-            return
         self._await(step.after, step.id)
         flat, alone = f"weights {step.id}", step.alone and uses
         freed = not self.freed.isdisjoint(step.keys)
-        stays = not uses and self.steps.micro_batch == "first" and not freed
-        self.main.append(
-            ops.PackWeights(
-                step.id, flat, step.keys, step.shares, size, alone, own_only=not uses, stays=stays, fresh=uses and freed
-            )
-        )
+        pack = (step.id, flat, step.keys, step.shares, size, alone)
+        self.main.append(ops.PackWeights(*pack, own_only=not uses, fresh=uses and freed))
         found = exchange.gather_operations(step.id, step.schedule, self.device, flat, own_only=not uses)
         self.main += found.begin
         self.under_way[step.id] = deque(found.started)
@@ -527,23 +516,12 @@ class _Compiler:
             self._await([step.id], step.id)
 
     def _sum(self, step: SumGradients) -> None:
-        if not step.mixes and self.overlap:
+        if self.overlap:
             self.main += self._begin_sum(step)
             return
         pack, flat, unpack = _pack(step), _flat(step), _unpack(step, self.device)
-        if not step.mixes:
-            rounds = exchange.sum_operations(step.id, step.schedule, self.device, flat, step.wire, lane=0)
-            self.main += [pack, *rounds, *_own_shard(step, self.device), unpack]
-            return
-        schedule = step.stage(self.stage)
-        partner = next((t.receiver for t in schedule.rounds[0] if t.sender == self.device), None)
-        both = [self.device] if partner is None else [self.device, partner]
-        # A device's gradient is a sum over its samples divided by the global batch: scale the sum of two to the whole batch.
-        samples = sum(step.samples[d] for d in both)
-        scale = sum(step.samples) / samples if samples else 0.0
-        self.main.append(replace(pack, alone=False, mixed_over=len(both)))
-        self.main += exchange.sum_operations(step.id, schedule, self.device, flat, "exact", lane=0)
-        self.main.append(replace(unpack, mixed_over=len(both), scale=scale))
+        rounds = exchange.sum_operations(step.id, step.schedule, self.device, flat, step.wire, lane=0)
+        self.main += [pack, *rounds, *_own_shard(step, self.device), unpack]
 
     def _begin_sum(self, step: SumGradients) -> list[ops.Pack | ops.BeginSum]:
         """Return the main lane's part of a sum; its rounds go to the second lane.

@@ -272,7 +272,6 @@ class Pack:
         keys, sizes: of the parameters, and their entries.
         flags: number of trailing entries that mark the parameters used on this device; 0: none.
         alone: a single gradient itself is the buffer, without a copy.
-        mixed_over: INEXACT mixing: weights are sent with the gradients, divided by this number of devices; 0: exact sum.
         into: for each sharded parameter, the entries of every device. The buffer has all shards of device 0,
             then all of device 1, and so on.
     """
@@ -283,12 +282,11 @@ class Pack:
     sizes: tuple[int, ...]
     flags: int = 0
     alone: bool = False
-    mixed_over: int = 0
     into: tuple[Shares, ...] = ()
 
     @property
     def size(self) -> int:
-        return (2 if self.mixed_over else 1) * sum(self.sizes) + self.flags
+        return sum(self.sizes) + self.flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +335,6 @@ class Unpack:
 
     Attributes:
         sizes: of the parameters, or of this device's shards.
-        scale: mixing: the factor from the samples of two devices to the global batch.
         copied: each gradient gets its own memory at the end of the step.
     """
 
@@ -346,8 +343,6 @@ class Unpack:
     keys: tuple[str, ...]
     sizes: tuple[int, ...]
     flags: int = 0
-    mixed_over: int = 0
-    scale: float = 1.0
     copied: bool = False
 
 
@@ -364,7 +359,6 @@ class PackWeights:
         alone: there is one parameter, and the buffer is its memory.
         own_only: this device does not compute with them, so the buffer has only its shards.
         fresh: the memory of the whole parameters was freed after their last use, so it is allocated again.
-        stays: the buffer is kept for the next micro-batch, which compares the shards with it.
     """
 
     step: int
@@ -374,7 +368,6 @@ class PackWeights:
     size: int
     alone: bool = False
     own_only: bool = False
-    stays: bool = False
     fresh: bool = False
 
     @property
@@ -399,17 +392,6 @@ class UnpackWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class HaveWeights:
-    """The reuse of parameters gathered in the first micro-batch. It fails if this device's shards have changed."""
-
-    step: int
-    keys: tuple[str, ...]
-    shares: tuple[Shares, ...]
-    size: int
-    own_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class FreeWeights:
     """The release of whole parameters that were gathered from shards."""
 
@@ -419,7 +401,7 @@ class FreeWeights:
 
 Operation = (
     Compute | Fused | Make | View | Copy | Add | Merge | ExchangeRound | WaitRound | Pack | BeginSum | TakeSum | EndSum
-    | WaitSum | FinishSums | Unpack | PackWeights | UnpackWeights | HaveWeights | FreeWeights
+    | WaitSum | FinishSums | Unpack | PackWeights | UnpackWeights | FreeWeights
 )  # fmt: skip
 
 

@@ -94,12 +94,11 @@ def _step_text(step: Step) -> str:
         case st.GatherStatistics():
             return f"gather   {', '.join(step.layers)}: {step.entries} numbers of each of {len(step.members)} devices"
         case st.SumGradients():
-            what = "MIX, INEXACT" if step.mixes else f"sum, {step.reduce}"
-            what = "sum, into shards" if step.into else what
+            what = "sum, into shards" if step.into else f"sum, {step.reduce}"
             return f"{what}: gradients of {len(step.keys)} parameters, {step.shape[0]:,} numbers over {step.devices}"
         case st.GatherWeights():
             what = f"{len(step.keys)} parameters, {step.shape[0]:,} numbers, for {step.devices}"
-            return f"have     {what}, whole since the first micro-batch" if step.held else f"gather   shards of {what}"
+            return f"gather   shards of {what}"
 
 
 def _strategy(layout: Layout) -> str:

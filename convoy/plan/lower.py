@@ -203,12 +203,11 @@ class _Lowering:
         return tuple(sorted({self.made_by[v.key] for v in values if v.key in self.made_by}))
 
     def _gather(self, bucket: GatherBucket, phase: Phase) -> None:
-        """Gather sharded parameters for their layers, unless they are still held from an earlier micro-batch."""
+        """Gather sharded parameters for their layers."""
         keys, shares = tuple(p.key for p in bucket.parameters), tuple(map(self.entries_of_shards, bucket.parameters))
-        held = not bucket.freed and self.micro_batch in ("middle", "last")
-        step = self._add(st.GatherWeights(self._id, phase, keys, shares, bucket.devices, held=held))
-        if not held:
-            self.gathered_by.update(dict.fromkeys(keys, step))
+        self.gathered_by.update(
+            dict.fromkeys(keys, self._add(st.GatherWeights(self._id, phase, keys, shares, bucket.devices)))
+        )
 
     def _waits_for_weights(self, layer: Layer) -> set[int]:
         """Return the steps that gather this layer's parameters in this phase."""
@@ -262,7 +261,7 @@ class _Lowering:
         if self.plan.chunks == 1 or layer.kind != "conv" or (layer.inputs[0], placed.takes[0]) in self.versions:
             return 1
         source = self.values[layer.inputs[0]]
-        schedule = collectives.schedule(source.layout, placed.takes[0], source.shape, self.plan.collective)
+        schedule = collectives.schedule(source.layout, placed.takes[0], source.shape, self.plan.reduce)
         spans = all(t.box[0] == (0, self.batch) for transfers in schedule.rounds for t in transfers)
         return min(self.plan.chunks, self.batch) if spans and not schedule.in_place else 1
 
@@ -284,7 +283,7 @@ class _Lowering:
         value = self.versions[name, layout] = Value(f"{name}@{layout}", source.shape, layout, name)
         # Values without a batch axis come from parameters and buffers, which are never rounded.
         wire = comm_dtype_of(layer.dtype, self.plan.wire) if layer.batched else "exact"
-        step = Move(self._id, "forward", source, value, self.plan.collective, self._after([source]), chunks, wire)
+        step = Move(self._id, "forward", source, value, self.plan.reduce, self._after([source]), chunks, wire)
         self.made_by[value.key] = self._add(step)
         return value
 
@@ -323,7 +322,7 @@ class _Lowering:
         devices = tuple(range(self.plan.devices)) if how == "whole" else holders(value.layout)
         whole = Value(f"{layer.name} whole", value.shape, Partial(devices), layer.name)
         wire = comm_dtype_of(layer.dtype, self.plan.wire)
-        self._add(Move(self._id, "backward", value, whole, self.plan.collective, tuple(after), wire=wire))
+        self._add(Move(self._id, "backward", value, whole, self.plan.reduce, tuple(after), wire=wire))
         return whole
 
     def _return(self, step: Move) -> None:
@@ -423,9 +422,8 @@ class _SumBucket:
         return sum(p.entries for p in self.parameters)
 
 
-_Name = tuple[tuple[int, ...], tuple[int, ...], bool, str]
-"""A bucket's key: devices with summands; for mixing, the samples of each; whether it is summed into shards; the parameter
-if it is the only one."""
+_Name = tuple[tuple[int, ...], bool, str]
+"""A bucket's key: devices with summands; whether it is summed into shards; the parameter if it is the only one."""
 
 
 class _SumBuckets:
@@ -462,18 +460,10 @@ class _SumBuckets:
 
     def _bucket_of(self, step: ComputeStep, parameter: Parameter) -> _Name:
         """Return the bucket of a gradient. A gradient that fills a bucket gets its own, without a copy if possible."""
-        layer, layout = self.graph[step.layer], step.writes.layout
-        alone = layer.multiplies and parameter.key not in self.read_by_others and not self.plan.mixes
+        alone = self.graph[step.layer].multiplies and parameter.key not in self.read_by_others
         name = parameter.key if alone and parameter.entries >= BUCKET_ENTRIES else ""
-        samples: tuple[int, ...] = ()
-        if self.plan.mixes:
-            # Mixing weighs gradients by samples, so only layers with the same samples share a bucket.
-            if not layer.batched and isinstance(self.plan.otherwise, Batch):  # read by all other layers' samples
-                layout = Split(0, rescale(self.plan.otherwise.shares, self.lowering.batch))
-            whole = (self.lowering.batch if d in holders(layout) else 0 for d in range(self.plan.devices))
-            samples = layout.shares if isinstance(layout, Split) and layout.axis == 0 else tuple(whole)
         used = self.lowering.gathered.get(parameter.key)
-        return holders(used or self.lowering.kept[parameter.key]), samples, used is not None, name
+        return holders(used or self.lowering.kept[parameter.key]), used is not None, name
 
     def _is_summed(self, key: str) -> bool:
         layout = self.lowering.kept[key]
@@ -486,11 +476,11 @@ class _SumBuckets:
         for name, bucket in list(self.open.items()):
             if everything or entries[name] >= (min(COMPANION_ENTRIES, BUCKET_ENTRIES) if is_full else BUCKET_ENTRIES):
                 del self.open[name]
-                devices, samples, is_sharded, alone = name
+                devices, is_sharded, alone = name
                 keys, sizes = (tuple(row) for row in zip(*((p.key, p.entries) for p in bucket.parameters), strict=True))
                 into = tuple(map(self.lowering.entries_of_shards, bucket.parameters)) if is_sharded else ()
                 yield SumGradients(
-                    0, keys, sizes, len(keys) if bucket.flagged else 0, devices, samples, self.plan.reduce,
+                    0, keys, sizes, len(keys) if bucket.flagged else 0, devices, self.plan.reduce,
                     tuple(bucket.after), wire=self.plan.wire, alone=bool(alone), into=into,
                 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from convoy.errors import PlanError, shown, unknown_name
 from convoy.files import parse_json, read_text
 from convoy.layout import shares as share_rules
-from convoy.layout.collectives import SUMS, Reduce, Sum
+from convoy.layout.collectives import SUMS, Reduce
 from convoy.layout.comm_dtype import COMM_DTYPES, CommDtype
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
@@ -60,7 +60,7 @@ class Plan:
     batch: int
     layers: Mapping[str, Strategy]
     otherwise: Batch | One
-    reduce: Sum = "ring"
+    reduce: Reduce = "ring"
     chunks: int = 1
     wire: CommDtype = "exact"
     sharded: Mapping[str, Sharding] = field(default_factory=dict)
@@ -74,21 +74,9 @@ class Plan:
     @property
     def inexact(self) -> str:
         """Why training does not follow the trajectory of one device; empty if it does."""
-        if self.mixes:
-            return "butterfly mixing does not follow the trajectory of one device"
         if self.wire != "exact":
             return f"wire {self.wire} rounds messages to 8 bits, and follows the trajectory of one device only nearly"
         return ""
-
-    @property
-    def mixes(self) -> bool:
-        """Whether the copies of a weight differ between devices."""
-        return self.reduce == "inexact-butterfly-mixing"
-
-    @property
-    def collective(self) -> Reduce:
-        """The collective for everything except mixed gradients."""
-        return "butterfly" if self.reduce == "inexact-butterfly-mixing" else self.reduce
 
     def named(self, name: str) -> "Plan":
         return replace(self, name=name)
@@ -120,17 +108,6 @@ class Plan:
         for what, value, known in (*choices, ("outputs", self.outputs, get_args(OutputPlace))):
             if value not in known:
                 raise PlanError(f"{plan}: unknown {what} {value!r}: choose one of {', '.join(known)}")
-        remedy = "sum by ring, butterfly, direct or star"
-        if self.mixes and self.wire != "exact":
-            raise PlanError(
-                f"{plan}: wire {self.wire} with reduce {self.reduce}, which sends weights, and those are never "
-                f"rounded: use the wire exact, or {remedy}"
-            )
-        if self.mixes and self.sharded:
-            raise PlanError(
-                f"{plan}: in_shares with reduce {self.reduce}, which leaves each device its own weights: "
-                f"{remedy}, or take in_shares out"
-            )
         if isinstance(self.otherwise, Batch):
             share_rules.check(self.otherwise.shares, self.batch, self.devices, "strategy of all other layers")
         elif not 0 <= self.otherwise.device < self.devices:
@@ -241,7 +218,7 @@ class _PlanFile(_FileModel):
     model: str
     devices: int = Field(ge=1, le=2**200)
     batch: int = Field(ge=1, le=2**200)
-    reduce: Sum
+    reduce: Reduce
     wire: CommDtype = "exact"
     pieces: int = 1
     otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]

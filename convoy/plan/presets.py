@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from convoy.errors import PlanError, unknown_name
-from convoy.layout.collectives import SUMS, Sum
+from convoy.layout.collectives import SUMS, Reduce
 from convoy.layout.shares import apportion, even
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
@@ -47,7 +47,7 @@ class Speeds:
         return self.devices.index(max(self.devices))
 
 
-def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Sum | None = None) -> Plan:
+def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Reduce | None = None) -> Plan:
     """Return one of `PLANS` for a global batch of `batch` samples.
 
     Args:
@@ -79,9 +79,9 @@ def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Sum 
         elif name == "hybrid" and layer.weighted:
             splits = layer.kind == "linear" and not layer.shared
             layers[layer.name] = _by_filter(layer, speeds) if splits else by_speed
-    sum_: Sum = reduce or ("butterfly" if name == "hybrid" else "ring")
+    sum_: Reduce = reduce or ("butterfly" if name == "hybrid" else "ring")
     sharded: dict[str, Sharding] = {}
-    if name == "sharded" and len(speeds.devices) > 1 and sum_ != "inexact-butterfly-mixing":
+    if name == "sharded" and len(speeds.devices) > 1:
         how = Sharding(apportion(SHARE_UNITS, speeds.devices))
         sharded = {layer.name: how for layer in graph.layers.values() if can_shard(layer)}
     plan = Plan(name, graph.fingerprint, len(speeds.devices), batch, layers, otherwise, sum_, sharded=sharded)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from convoy.layout import collectives
-from convoy.layout.collectives import Reduce, Schedule, Sum
+from convoy.layout.collectives import Reduce, Schedule
 from convoy.layout.comm_dtype import CommDtype, sent_itemsize
 from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, dual
 from convoy.layout.shares import Shares, holders
@@ -24,8 +24,8 @@ InputGradient = Literal["none", "part", "whole"]
 """Where an input's gradient goes: nowhere; each device gets that of its local shard; every device gets all of it."""
 
 MicroBatch = Literal["only", "first", "middle", "last"]
-"""The position of a micro-batch in a training step. The first gathers sharded weights that stay whole between uses. The last
-sums the gradients of replicated parameters, which stay on their devices until then."""
+"""The position of a micro-batch in a training step. The last sums the gradients of replicated parameters, which stay on their
+devices until then."""
 
 SEGMENT_ENTRIES = 1 << 19
 """A sum with longer messages is cut in two: 2 MiB of float32 take much longer than a message's latency."""
@@ -184,8 +184,6 @@ class SumGradients:
         keys: of the parameters; sizes: entries of each.
         flags: number of trailing entries that mark used parameters (for opaque layers).
         devices: the devices that compute with the parameters.
-        samples: of each device, for mixing only.
-        reduce: the collective, or mixing instead.
         alone: a single gradient that is summed in place in its own memory.
         into: for each sharded parameter, the entries of every device. Each device gets only the sum of its shard.
     """
@@ -195,8 +193,7 @@ class SumGradients:
     sizes: tuple[int, ...]
     flags: int
     devices: tuple[int, ...]
-    samples: tuple[int, ...]
-    reduce: Sum
+    reduce: Reduce
     after: tuple[int, ...] = ()
     phase: Phase = "backward"
     wire: CommDtype = "exact"
@@ -213,22 +210,12 @@ class SumGradients:
         return (sum(self.sizes) + self.flags,)
 
     @property
-    def mixes(self) -> bool:
-        return self.reduce == "inexact-butterfly-mixing"
-
-    @property
     def schedule(self) -> Schedule:
-        if self.mixes:
-            return self.stage(0)
         if self.into:
             return collectives.sum_into_shares(self.devices, joined(self.into))
         (n,) = self.shape
         segments = 2 if n // len(self.devices) >= SEGMENT_ENTRIES else 1
         return collectives.sum_in_segments(self.devices, n, self.reduce, segments)
-
-    def stage(self, stage: int) -> Schedule:
-        """Return one stage of the mixing butterfly, for gradients and weights together."""
-        return collectives.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +227,6 @@ class GatherWeights:
     Attributes:
         keys: of the parameters; shares: of each, the entries of every device.
         devices: the devices that compute with them.
-        held: already gathered in the first micro-batch. Nothing is sent; each device checks that its shards are unchanged.
     """
 
     wire: ClassVar[CommDtype] = "exact"
@@ -250,7 +236,6 @@ class GatherWeights:
     shares: tuple[Shares, ...]
     devices: tuple[int, ...]
     after: tuple[int, ...] = ()
-    held: bool = False
 
     @property
     def alone(self) -> bool:
@@ -267,8 +252,6 @@ class GatherWeights:
 
     @property
     def schedule(self) -> Schedule:
-        if self.held:
-            return Schedule((), self.shape, in_place=True)
         return collectives.gather_shares(joined(self.shares), self.devices)
 
 

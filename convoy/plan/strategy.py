@@ -60,7 +60,7 @@ class Sharding:
     Attributes:
         shares: one proportion per device, by which each parameter is cut along its first axis into whole rows. A device
             that does not compute the layer may keep a shard.
-        form: "keep": whole copies stay until they are gathered again in the next step; "free": they are gathered
+        form: "keep": whole copies stay until they are gathered again in the next micro-batch; "free": they are gathered
             and freed in forward and again in backward.
     """
 
@@ -149,7 +149,7 @@ def _why_whole(layer: Layer) -> str:
         return "it has no parameter that is trained and has an axis"
     if layer.shared:
         return "its parameters belong to another layer too, or have hooks"
-    if layer.kind == "opaque" or layer.unfusable or layer.changes_state or not layer.batched:
+    if layer.kind == "opaque" or layer.changes_state or not layer.batched:
         return f"it is {layer.kind} (its Python code may use its parameters or not, or change them)"
     return ""
 

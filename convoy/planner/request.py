@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self, TypedDict
 
 from convoy.errors import PlanError
-from convoy.layout.collectives import Reduce, Sum
+from convoy.layout.collectives import Reduce
 from convoy.layout.comm_dtype import CommDtype
 from convoy.model.graph import Graph
 from convoy.plan.device_program import whole_size
@@ -26,7 +26,7 @@ class PlanOptions(TypedDict, total=False):
 
     Attributes:
         speeds: one number per device; None: every device times the model's layers first, which takes seconds.
-        reduce: "ring", "butterfly", "direct", "star", or "inexact-butterfly-mixing"; None: the plan's default.
+        reduce: "ring", "butterfly", "direct" or "star"; None: the plan's default.
         wire: "exact" (or None), or "inexact-bf16": activations and gradients are sent as bfloat16, in half the bytes.
         outputs: "everywhere" (default; None: the plan's own): the model returns all outputs on every device;
             "where-computed": each device returns the outputs of its samples, for `convoy.loss`, and sends none.
@@ -37,7 +37,7 @@ class PlanOptions(TypedDict, total=False):
     """
 
     speeds: Sequence[float] | None
-    reduce: Sum | None
+    reduce: Reduce | None
     wire: CommDtype | None
     outputs: OutputPlace | None
     precision: str
@@ -69,17 +69,12 @@ class PlanRequest:
     name: str | None = AUTO
     optimizer: str = "sgd-momentum"
     wire: CommDtype = "exact"
-    reduce: Sum | None = None
+    reduce: Reduce | None = None
     outputs: OutputPlace = "everywhere"
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
         optimizer_named(self.optimizer)
-
-    @property
-    def sums(self) -> Reduce | None:
-        """The all-reduce of all plans. For mixing, the planner chooses it."""
-        return None if self.reduce == "inexact-butterfly-mixing" else self.reduce
 
     @cached_property
     def costs(self) -> Costs:
@@ -135,7 +130,7 @@ class PlanRequest:
 
     def named(self, name: str) -> Plan:
         """Return a plan by name, with the request's options."""
-        plan = named_plan(name, self.graph, self.batch, self.speeds, self.sums)
+        plan = named_plan(name, self.graph, self.batch, self.speeds, self.reduce)
         return replace(plan, wire=self.wire, outputs=self.outputs)
 
     def split(self, count: int) -> Self:

@@ -51,11 +51,7 @@ def check_directory(settings: Settings) -> None:
 
 
 def make_directory(settings: Settings) -> RunDirectory | None:
-    """Create the folder of a new run; return None if its settings want no log.
-
-    Raises:
-        InputError: the folder cannot be created.
-    """
+    """Create the folder of a new run; return None if its settings want no log. Raises InputError if that fails."""
     if settings.log is not None:
         return None if settings.log == NO_LOG else RunDirectory(settings.log)
     try:
@@ -92,11 +88,11 @@ def new_folder(net: str) -> Path:
 def write_files(directory: RunDirectory | None, settings: Settings, plan: Plan, measured: Measurement | None) -> None:
     """Write settings, plan and measurement into the run's folder, and to --save-run and --save-plan. InputError."""
     folder = None if directory is None else directory.folder
-    for path in (settings.save_run, folder and folder / "run.toml"):
+    texts = {settings.save_run: to_toml(settings), settings.save_plan: plan.to_json()}
+    if folder is not None:
+        texts |= {folder / "run.toml": to_toml(settings), folder / "plan.json": plan.to_json()}
+        if measured is not None:
+            texts[folder / "fleet.toml"] = measured.to_toml()
+    for path, text in texts.items():
         if path is not None:
-            write_whole(path, to_toml(settings))
-    for path in (settings.save_plan, folder and folder / "plan.json"):
-        if path is not None:
-            write_whole(path, plan.to_json())
-    if folder is not None and measured is not None:
-        write_whole(folder / "fleet.toml", measured.to_toml())
+            write_whole(path, text)

@@ -138,7 +138,7 @@ class Meters(Observer):
         self.restart(done)
 
     def restart(self, step: int) -> None:
-        """Begin again after `step` steps, with other devices."""
+        """Start again after `step` steps, with other devices."""
         self._read_use()
         self.step, self.reported, self.due, self.samples = step, step, step + 1, 0
 
@@ -170,7 +170,6 @@ class Meters(Observer):
         times_s, cores, host, memory, accelerator, sent_by, joules, keys, sources, rejected = zip(*rows, strict=True)
         step_s = times_s[0] / (self.step - self.reported)
         self.reported, self.due = self.step, self.step + max(1, math.ceil(SYSTEM_EVERY_S / step_s))
-        samples, self.samples = self.samples, 0
         used = once_each(keys, sources, joules)
         rates = [[count / s for count in sent] for sent, s in zip(sent_by, times_s, strict=True)]  # from each, to each
         self.tell(
@@ -180,6 +179,7 @@ class Meters(Observer):
                 received_bytes_per_s=tuple(map(sum, zip(*rates, strict=True))),
                 power_w=tuple(j if j is None else j / s for (j, _), s in zip(used, times_s, strict=True)),
                 joules=tuple(j for j, _ in used), joules_by=tuple(by for _, by in used),
-                samples=samples, rejected=rejected, ids=tuple(self.group.ids),
+                samples=self.samples, rejected=rejected, ids=tuple(self.group.ids),
             )
         )  # fmt: skip
+        self.samples = 0

@@ -84,10 +84,10 @@ class Recorder:
                 self._log.fleet(devices, [None] * len(rows), range(len(rows)))
                 self._log.plan(model.plan, model.traced[True].graph)
             self._timer = StepTimer(self.batch)
-            self._observers = Observers(
-                self._timer, Utilization(group, model.clock, self._log), *([self._log] if self._log else []),
-                *observers, Meters(group, self._log.write if self._log else lambda _: None)
-            )  # fmt: skip
+            logs = [] if self._log is None else [self._log]
+            meters = Meters(group, self._log.write if self._log else lambda _: None)
+            usage = Utilization(group, model.clock, self._log)
+            self._observers = Observers(self._timer, usage, *logs, *observers, meters)
             self._stack = stack.pop_all()
 
     def _open_log(self, folder: Path | None, net: str, stack: ExitStack) -> str:

@@ -1,7 +1,7 @@
 """Lines of a run log, one model per kind: the writer fills them, the reader validates them.
 
-A log is a file of JSON objects, one per line. A resumed run appends another "run" line and continues.
-Readers skip kinds and fields they do not know. docs/reference/files.md lists the fields.
+A log has one JSON object per line. A resumed run appends another "run" line and continues. Readers skip kinds and fields
+that they do not know. docs/reference/files.md lists the fields.
 """
 
 import math
@@ -49,7 +49,7 @@ class DeviceEntry(_Model):
 
 
 class FleetLine(_Model):
-    """The devices in order. `ids` are constant during the job; old logs have none, here and below."""
+    """The devices in order. A device keeps its id for the whole job. Old logs have no ids, here and below."""
 
     what: Literal["fleet"] = "fleet"
     devices: tuple[DeviceEntry, ...]
@@ -57,7 +57,7 @@ class FleetLine(_Model):
 
 
 class MoveEntry(_Model):
-    """A tensor that changes its layout. `bytes` counts the tensor and its gradient, per micro-batch."""
+    """A tensor that changes its layout, and the bytes that this sends per micro-batch, forward and backward."""
 
     value: str
     source: str = Field(alias="from")
@@ -66,9 +66,9 @@ class MoveEntry(_Model):
 
 
 class LayerEntry(_Model):
-    """The split of a layer, as in `convoy.plan.explain.LayerRow`, and the moves of tensors that it is the first to read.
+    """The split of a layer, as in `convoy.plan.explain.LayerRow`, and the moves of the tensors that it reads first.
 
-    `sum_bytes` counts gradient sums and batch norm statistics, per micro-batch.
+    `sum_bytes` are sent per micro-batch for gradient sums and batch norm statistics.
     """
 
     layer: str
@@ -117,7 +117,7 @@ class MicroBatchEntry(_Model):
     exchange_s: tuple[Seconds, ...]
 
 
-Event = tuple[Count, str, str, Seconds, Seconds, int, Count]
+EventRow = tuple[Count, str, str, Seconds, Seconds, int, Count]
 """Device, activity, label, start and end in seconds, peer (-1: none), bytes; see `convoy.simulate.events.Event`."""
 
 
@@ -137,7 +137,7 @@ class PredictionLine(_Model):
     bound: str
     names: tuple[str, ...]
     one_pass: MicroBatchEntry = Field(alias="pass")
-    events: tuple[Event, ...]
+    events: tuple[EventRow, ...]
     spread: Annotated[float, Field(ge=1)] = 1.0
     shares_only: bool = False
     joules_per_image: Number = None
@@ -210,17 +210,13 @@ class SystemLine(_Model):
     ids: tuple[Count, ...] = ()
 
     @property
-    def per_device(self) -> dict[str, tuple[float | None, ...]]:
-        """Values of the devices by field name, without empty fields."""
-        found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "rejected", "ids"})
-        return {name: values for name, values in found.items() if values}
-
-    @property
     def by_id(self) -> dict[str, dict[int, float]]:
-        """Known values by field name and device id."""
+        """Return the known values of each resource by field name and device id."""
+        fields = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "rejected", "ids"})
         return {
             name: {d: v for d, v in zip(self.ids or range(len(values)), values, strict=True) if v is not None}
-            for name, values in self.per_device.items()
+            for name, values in fields.items()
+            if values
         }
 
 

@@ -11,7 +11,7 @@ from convoy.comm.group import Group, Message, Pending
 from convoy.layout.collectives import Schedule
 from convoy.layout.collectives import schedule as schedule_of
 from convoy.layout.comm_dtype import CommDtype, comm_dtype_of, narrow_dtype
-from convoy.layout.layout import Layout, Partial, Replicated, Shape, box, local_shape
+from convoy.layout.layout import Layout, Shape, box, local_shape
 from convoy.plan.device_program import Add, Copy, ExchangeRound, Make, Merge, Operation, Part, View, WaitRound
 from convoy.plan.exchange_program import MoveSpec, StartedRound, finish
 
@@ -191,10 +191,3 @@ def redistribute(group: Group, shard: Tensor, src: Layout, dst: Layout, shape: S
     """Move a tensor between these layouts. On a device without a shard under `src`, `shard` only gives the dtype."""
     held = shard if box(src, group.device, shape) is not None else shard.new_empty((0, *shape[1:]))
     return run_move(group, schedule_of(src, dst, shape), held, src, dst, shape)
-
-
-def gather_whole(group: Group, shard: Tensor, src: Layout, dst: Layout, shape: Shape, *, differ: bool) -> Tensor:
-    """Move a tensor as `redistribute` does; average copies that `differ` because a plan mixes inexactly."""
-    if differ and isinstance(src, Replicated) and shard.is_floating_point():
-        shard, src = shard / len(src.devices), Partial(src.devices)
-    return redistribute(group, shard, src, dst, shape)

@@ -25,7 +25,6 @@ from convoy.plan.device_program import (
     FinishSums,
     FreeWeights,
     Fused,
-    HaveWeights,
     LocalSize,
     Pack,
     PackWeights,
@@ -46,7 +45,6 @@ from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, 
 from convoy.runtime.kernels import (
     Arithmetic,
     ByAutograd,
-    ByBackward,
     Roots,
     arithmetic,
     detached,
@@ -122,7 +120,7 @@ class Executor:
                 if layer.everywhere and isinstance(run, ByAutograd):
                     run.call = self.calls[name] = partial(_call_checked, layer, self.calls[name])
                 elif (
-                    isinstance(run, ByAutograd | ByBackward)
+                    isinstance(run, ByAutograd)
                     and not (layer.per_sample or layer.changes_state)
                     and is_of_user(traced.operations[name], model)
                 ):
@@ -132,15 +130,11 @@ class Executor:
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
 
     def program(
-        self,
-        steps: StepList,
-        missing: frozenset[int] = frozenset(),
-        stage: int = 0,
-        left: frozenset[str] = frozenset(),
+        self, steps: StepList, missing: frozenset[int] = frozenset(), left: frozenset[str] = frozenset()
     ) -> Program:
-        """Return this device's program for a step list; `missing`, `stage` and `left` as in `compile_device`."""
+        """Return this device's program for a step list; `missing` and `left` as in `compile_device`."""
         graph = self.traced.graph
-        made = compile_device(steps, graph, self.group.device, fuse=self.fuse, stage=stage, missing=missing, left=left)
+        made = compile_device(steps, graph, self.group.device, fuse=self.fuse, missing=missing, left=left)
         reached = reached_parameters(without_gradients(steps, graph, missing) if missing else steps, graph)
         return Program(steps, made, graph, self.model, reached)
 
@@ -189,7 +183,7 @@ class Executor:
                     self._forward(compute, buffers, tape, keep=keep)
                 case Compute() as compute:
                     self._statistics(compute, buffers, tape)
-                case PackWeights() | UnpackWeights() | HaveWeights() | FreeWeights() as weights:
+                case PackWeights() | UnpackWeights() | FreeWeights() as weights:
                     self.gathered.run(weights, buffers, self.group.device)
                 case _:
                     self._exchange(lane, item, buffers)
@@ -285,7 +279,7 @@ class Executor:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def backward(
-        self, tape: Tape, output_gradients: Sequence[Tensor | None], mixing_stage: int = 0, left: Found | None = None
+        self, tape: Tape, output_gradients: Sequence[Tensor | None], left: Found | None = None
     ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Run backward.
 
@@ -296,7 +290,7 @@ class Executor:
             the gradients of the local parameters, by key, each in its own memory; and those of the inputs, None where this
             device gets none.
         """
-        program = self._with(tape.program, output_gradients, mixing_stage, frozenset(left or ()))
+        program = self._with(tape.program, output_gradients, frozenset(left or ()))
         buffers: Buffers = {output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
         # Earlier micro-batches left the summed shard of a sharded parameter, not a summand: add it afterwards.
@@ -331,13 +325,11 @@ class Executor:
         assert parameter is not None
         return parameter
 
-    def _with(
-        self, program: Program, output_gradients: Sequence[Tensor | None], mixing_stage: int, left: frozenset[str]
-    ) -> Program:
-        """Return the variant of a program for missing output gradients, a mixing stage and gradients left unsummed."""
+    def _with(self, program: Program, output_gradients: Sequence[Tensor | None], left: frozenset[str]) -> Program:
+        """Return the variant of a program for missing output gradients and gradients left unsummed."""
         missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
         missing &= set(program.program.output_gradients)
-        key = (missing, mixing_stage % program.mixing_stages, left if missing else frozenset())
+        key = (missing, left if missing else frozenset())
         if key not in program.variants:
             program.variants[key] = self.program(program.steps, *key) if any(key) else program
         return program.variants[key]
@@ -366,7 +358,7 @@ class Executor:
                         sums.finish()
                     buffers.update(sums.shares)
                 case Unpack() as pack:
-                    unpack(pack, buffers[pack.buffer], found, self.model)
+                    unpack(pack, buffers[pack.buffer], found)
                 case _:
                     self._exchange(lane, item, buffers)
             for name in item.drops:
@@ -431,6 +423,9 @@ class Executor:
 
 def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any], samples: int) -> Any:
     """Call a layer with its hooks, which the trace did not run. They may change values, but not shapes."""
+    if torch.is_grad_enabled():
+        # Each input is a root, which refuses the backward of a tensor that a hook kept.
+        inputs = [x if x.requires_grad or not x.is_floating_point() else enter(x) for x in inputs]
     y = call(inputs, samples)
     first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__

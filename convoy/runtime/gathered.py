@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from convoy.errors import InputError
 from convoy.layout.layout import Shape
-from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights, UnpackWeights
+from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
 from convoy.runtime.exchange import Buffers
 from convoy.runtime.gradients import by_device
 from convoy.runtime.shards import CallGuard
@@ -26,17 +25,12 @@ class GatheredParameters:
         model: holds the local shards, or the whole parameters during a step.
         shapes: shapes of the whole parameters, by key.
         calls: the guard that allows calls of the model's modules only during a step.
-
-    Attributes:
-        held: the whole parameters are those of the current step, so its next micro-batch need not gather them.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: CallGuard | None = None) -> None:
         self._model, self._shapes, self._calls = model, shapes, calls or CallGuard()
         self._whole: dict[str, nn.Parameter] = {}
         self._shards: dict[str, nn.Parameter] = {}  # out of the model while it has whole parameters
-        self._sent: dict[str, Tensor] = {}  # local shards as sent, where this device does not keep the whole
-        self.held = False
 
     @contextmanager
     def in_place(self, keys: Iterable[str]) -> Iterator[None]:
@@ -61,16 +55,10 @@ class GatheredParameters:
 
     def clear(self) -> None:
         """Free the memory of the whole parameters."""
-        self._whole, self._sent, self.held = {}, {}, False
+        self._whole = {}
 
-    def run(
-        self, operation: PackWeights | UnpackWeights | HaveWeights | FreeWeights, buffers: Buffers, device: int
-    ) -> None:
-        """Run one operation of the program on this device.
-
-        Raises:
-            InputError: the local shard has changed since it was sent.
-        """
+    def run(self, operation: PackWeights | UnpackWeights | FreeWeights, buffers: Buffers, device: int) -> None:
+        """Run one operation of the program on this device."""
         match operation:
             case PackWeights():
                 buffers[operation.buffer] = self._pack(operation, device)
@@ -81,8 +69,6 @@ class GatheredParameters:
                 flat = buffers[operation.buffer]
                 for place, arrived in zip(places, torch.split(flat, [p.numel() for p in places]), strict=True):
                     place.copy_(arrived)
-            case HaveWeights():
-                self._check(operation, device)
             case FreeWeights(keys=keys):
                 # Tensors that autograd saved are views of this memory; the next gathering restores the same values there.
                 for key in keys:
@@ -94,10 +80,7 @@ class GatheredParameters:
         """Return the flat all-gather buffer, with the local shards in place."""
         own = [self._flat_shard(key) for key in operation.keys]
         if operation.own_only:
-            flat = torch.cat(own)
-            if operation.stays:
-                self._sent |= zip(operation.keys, torch.split(flat, [shard.numel() for shard in own]), strict=True)
-            return flat
+            return torch.cat(own)
         for key in operation.keys:
             _resize(self._whole[key], self._whole[key].numel())
         if operation.alone:
@@ -116,20 +99,6 @@ class GatheredParameters:
         shard = self._shards.get(key)
         return (self._model.get_parameter(key) if shard is None else shard).detach().reshape(-1)
 
-    def _check(self, operation: HaveWeights, device: int) -> None:
-        """Raise InputError if the local shards no longer equal the gathered parameters."""
-        for key, shares in zip(operation.keys, operation.shares, strict=True):
-            if operation.own_only:
-                given = self._sent[key]
-            else:
-                given = self._whole[key].data.view(-1)[sum(shares[:device]) :][: shares[device]]
-            if not torch.equal(_bits(given), _bits(self._flat_shard(key))):
-                raise InputError(
-                    f"parameter {key!r} changed between two micro-batches of a step, after device {device} had sent its shard "
-                    "to the other devices: change weights between steps, or call model.weights_changed() on every device, so "
-                    "that the next micro-batch gathers them again"
-                )
-
 
 def release_freed_memory() -> None:
     """Return freed pages to the operating system if the C library has `malloc_trim` (1 ms per 100 MB)."""
@@ -137,12 +106,6 @@ def release_freed_memory() -> None:
         _library(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # other C libraries; Windows
         return
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Return an integer view, which also compares NaN bitwise."""
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.view(kinds.get(x.element_size(), torch.uint8))
 
 
 def _resize(parameter: Tensor, entries: int) -> None:

@@ -285,9 +285,6 @@ def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Ten
     """Return the flat buffer in which gradients are summed."""
     rows = zip(operation.keys, operation.sizes, strict=True)
     parts = [_flat(found.get(key), size, model, key) for key, size in rows]
-    if operation.mixed_over:
-        weights = [model.get_parameter(key) for key in operation.keys]
-        parts = [w.detach().view(-1) / operation.mixed_over for w in weights] + parts
     if operation.flags:
         # Flags of 0 or 1, summed to a count of devices: no wire format rounds a count of 1 to zero.
         used = [float(found.get(key) is not None) for key in operation.keys]
@@ -305,30 +302,14 @@ def by_device(flats: Sequence[Tensor], shares: Sequence[Shares]) -> list[Tensor]
     return [shard for row in zip(*shards, strict=True) for shard in row]
 
 
-def unpack(operation: Unpack, flat: Tensor, found: Found, model: nn.Module) -> None:
+def unpack(operation: Unpack, flat: Tensor, found: Found) -> None:
     """Replace gradients by their sums over the devices."""
-    if operation.mixed_over:
-        flat = _unmixed(operation, flat, model)
     used = flat[-operation.flags :].tolist() if operation.flags else [1.0] * len(operation.keys)
     start = 0
     for key, size, flag in zip(operation.keys, operation.sizes, used, strict=True):
         # A parameter that no device used (control flow) has no gradient, as on one device.
         found[key] = flat[start : start + size] if flag else None
         start += size
-
-
-def _unmixed(operation: Unpack, flat: Tensor, model: nn.Module) -> Tensor:
-    """Finish one stage of INEXACT butterfly mixing: this device and one partner average their weights and gradients.
-
-    Zhao & Canny run one stage of the butterfly per gradient step instead of a full reduction. The copies of a parameter then
-    differ, and training does not follow the single-device trajectory.
-    """
-    count = sum(operation.sizes)
-    for key, mixed in zip(operation.keys, torch.split(flat[:count], list(operation.sizes)), strict=True):
-        weight = model.get_parameter(key).detach()
-        weight.copy_(mixed.view_as(weight))
-    flat[count : 2 * count] *= operation.scale
-    return flat[count:]
 
 
 def _flat(gradient: Tensor | None, size: int, model: nn.Module, key: str) -> Tensor:

@@ -5,13 +5,14 @@ Legend: N samples, C input channels, K output channels (filters), F features; `g
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from convoy.errors import InputError
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, bind_operation
 from convoy.model.tracing.supported_layers import symmetric_padding
@@ -151,43 +152,6 @@ class ByAutograd:
         return [next(gx) if wanted else None for wanted in wants], dict(zip(parameters, found, strict=True))
 
 
-class ByBackward:
-    """A layer that needs `Tensor.backward` because torch.autograd.grad refuses it. Its `.grad` is moved out afterwards."""
-
-    def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
-        self.call = bind_operation(model, operation)
-        self.parameters = {key: model.get_parameter(p.key) for key, p in layer.parameters.items() if p.trainable}
-
-    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
-        if not keep:
-            return self.call(inputs, batch), None
-        with torch.enable_grad():
-            roots = [x.detach().requires_grad_() if wanted else x for x, wanted in zip(inputs, wants, strict=True)]
-            # Views, because autograd forbids in-place calls on leaves.
-            y = self.call([x.view_as(x) if w else x for x, w in zip(roots, wants, strict=True)], batch)
-        return detached(y), (roots, edge_of(y))
-
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
-        assert part == "all", "autograd computes all gradients of a layer at once"
-        roots, y = saved
-        kept = {key: p.grad for key, p in self.parameters.items()}
-        try:
-            for p in self.parameters.values():
-                p.grad = None
-            outputs, gradients = with_gradients(y, g)
-            if outputs:
-                torch.autograd.backward(outputs, gradients)
-            own = {key: p.grad for key, p in self.parameters.items()}
-        finally:
-            for key, p in self.parameters.items():
-                p.grad = kept[key]
-        found = [
-            (torch.zeros_like(x) if x.grad is None else x.grad) if w else None
-            for x, w in zip(roots, wants, strict=True)
-        ]
-        return found, own
-
-
 class OutputPick:
     """One output of a layer with several."""
 
@@ -209,7 +173,7 @@ def arithmetic(model: nn.Module, layer: Layer, operation: Operation) -> Arithmet
         return FullyConnected(module, layer) if layer.kind == "linear" else Convolution(module, layer)
     if layer.kind == "pick":
         return OutputPick(operation)
-    return (ByBackward if layer.unfusable else ByAutograd)(model, layer, operation)
+    return ByAutograd(model, layer, operation)
 
 
 def named(**gradients: Tensor | None) -> dict[str, Tensor | None]:
@@ -240,8 +204,12 @@ class _Enter(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    def backward(_ctx: Any, g: Tensor) -> tuple[None, Tensor]:
-        return None, g
+    def backward(_ctx: Any, *_: Tensor) -> NoReturn:
+        # A step takes its gradients before this node, so only another backward reaches it.
+        raise InputError(
+            "backward reached a tensor from inside the distributed model, such as one that a forward hook kept: the layers "
+            "before it would lose its gradient. Return it from the model's forward, or detach() it"
+        )
 
 
 _ANCHOR = torch.zeros((), requires_grad=True)

@@ -51,7 +51,7 @@ class ModelChecks:
         """Raise InputError if hooks or parameters have changed.
 
         Args:
-            whole: for each parameter, whether every device holds all of it and gets its whole gradient at once.
+            whole: for each parameter, whether every device holds all of it.
         """
         self._tables[training].check(self._model)
         for holder, name, key, parameter in self._parameters:
@@ -73,9 +73,9 @@ class ModelChecks:
             if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and not whole[key]:
                 what = next(name for kind, name in ON_PARAMETERS.items() if getattr(parameter, kind))
                 raise InputError(
-                    f"parameter {key!r} has a {what}, and each device has only a shard of its gradient, or a reentrant "
-                    "checkpoint gives a part of it: change .grad between backward() and step() instead (see "
-                    "gradients_changed()), or use a plan that copies the parameter to every device and use_reentrant=False"
+                    f"parameter {key!r} has a {what}, and each device has only a shard of its gradient: "
+                    "change .grad between backward() and step() instead (see gradients_changed()), or use a plan that copies "
+                    "the parameter to every device"
                 )
 
 

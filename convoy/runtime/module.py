@@ -34,7 +34,9 @@ from convoy.runtime.shards import (
     SHARD,
     CallGuard,
     accept_gradients,
+    accept_weights,
     check_not_distributed,
+    check_weights,
     guard_optimizers,
     mark_unsummed,
 )
@@ -159,16 +161,12 @@ class Distributed(nn.Module):
         self.weights.check_there()
         given = read_inputs(inputs, others, batch, whole or (self.takes_whole and batch is None), self._announced)
         training, graph = self.training, self.traced[self.training].graph
-        gathers = not (training and self._in_use.stays_whole and self._gathered.held)
-        kind = self._accumulation.kind(gathers=gathers)
-        program = self._programs.get(training, given.batch, given.wanted, kind)
+        program = self._programs.get(training, given.batch, given.wanted, self._accumulation.kind())
         parts = local_inputs(given, program.steps, graph, self.group)
         compares = self._comparisons.check_inputs(training, program.steps, given)
-        self._gathered.held = False  # until this micro-batch is done
         self._checks.check(training, self._in_use.whole)
         self._states[training].check()
         outputs = self._compute(given, program, parts, compares)
-        self._gathered.held = training and not self._accumulation.sums
         return fill_result(self.traced[training], returned_outputs(outputs, program.steps, graph, self.group))
 
     def _compute(self, given: StepInputs, program: Program, parts: list[Tensor], compares: bool) -> Sequence[Tensor]:
@@ -195,8 +193,8 @@ class Distributed(nn.Module):
         compares: bool,
         outputs: Sequence[Value],
         output_gradients: Sequence[Tensor | None],
-    ) -> int:
-        """Check that backward can run, and return its stage of inexact mixing.
+    ) -> None:
+        """Check that backward can run.
 
         Args:
             reshards: the value of `self.reshards` in its forward.
@@ -211,9 +209,9 @@ class Distributed(nn.Module):
                 "keep it, so it would not train as on one device; call model.train() before forward, and keep in evaluation "
                 "mode only the modules that were so before distribute()"
             )
+        check_weights(self._checks.trained.values())  # in backward: an averaged model may change by hand
         if compares:
             self._comparisons.check_gradients(outputs, output_gradients)
-        return next(self._accumulation.stages)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients local inside the block; the next micro-batch outside sums those of all micro-batches.
@@ -340,20 +338,16 @@ class Distributed(nn.Module):
         """
         if assign:
             raise InputError("load_state_dict(assign=True): shards are copied: leave assign out")
+        loaded = self.weights.load(state_dict, strict=strict)
         self.weights_changed()
-        return self.weights.load(state_dict, strict=strict)
+        return loaded
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole model under its ordinary keys, on every device. Every device must call it.
-
-        With `inexact-butterfly-mixing` the devices' weights differ; return their averages.
-        """
+        """Return the whole model under its ordinary keys, on every device. Every device must call it."""
         return self.weights.full_state()
 
     def gather(self, key: str, shard: Tensor) -> Tensor:
         """Gather a tensor that is sharded like parameter `key` (its gradient, its momentum), on every device.
-
-        If the plan mixes inexactly, return the average of the devices' copies.
 
         Raises:
             InputError: a gradient not yet summed over the devices, after `no_sync`.
@@ -363,22 +357,22 @@ class Distributed(nn.Module):
     def mark_shards(self) -> None:
         """Mark sharded parameters, so that unsuitable optimizers and calls of their modules are refused."""
         for key, parameter in self.named_parameters():
-            setattr(parameter, SHARD, not self._in_use.is_copied(key))
+            setattr(parameter, SHARD, not self._in_use.whole[key])
+        accept_weights(self.parameters())
         self.calls.watch(self.module)
 
     def check_copies(self) -> None:
         """Raise MismatchError if replicated parameters differ between devices. Every device must call it."""
-        if self.group.devices > 1 and not self._in_use.plan.mixes:
-            check_copies(self.group, {key: p for key, p in self.named_parameters() if self._in_use.is_copied(key)})
+        if self.group.devices > 1:
+            check_copies(self.group, {key: p for key, p in self.named_parameters() if self._in_use.whole[key]})
 
     def weights_changed(self) -> None:
-        """Gather sharded weights again in the next micro-batch. Every device calls it, after changing weights by hand.
+        """Accept the script's changes to sharded weights. Every device calls it.
 
-        The micro-batches of a step gather them once; a device whose shard has changed since refuses the next one.
+        A change must treat each entry by itself, as `clamp_` does: any other change is wrong on local shards. Without this
+        call the next backward raises InputError.
         """
-        if self._gathered.held:
-            self.group.agree("weights_changed", "")  # raises if only some devices call it
-            self._gathered.held = False
+        accept_weights(self.parameters())
 
     def gradients_changed(self) -> None:
         """Accept the script's changes to `.grad` since backward. Every device calls it.

@@ -1,6 +1,5 @@
 """Prepare device programs for the executor: group operations, find buffers to drop and devices that draw random numbers."""
 
-import math
 import operator
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -108,12 +107,9 @@ class Program:
         self.fused = {
             op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, Fused)
         }
-        mixing = [s for s in steps.steps if isinstance(s, SumGradients) and s.mixes]
-        # After this many stages of inexact mixing, the partners repeat.
-        self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
         self.compiled: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.compiled`
-        self.variants: dict[tuple[frozenset[int], int, frozenset[str]], Program] = {}
+        self.variants: dict[tuple[frozenset[int], frozenset[str]], Program] = {}
 
 
 def _is_owned(graph: Graph, name: str, readers: int) -> bool:

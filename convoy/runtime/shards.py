@@ -2,7 +2,7 @@
 steps, changed gradients, saved states. Uses torch's official hooks only."""
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from convoy.errors import InputError
 
@@ -165,7 +165,7 @@ Add your own class if it does: `convoy.train.ELEMENTWISE.add(Lion)`. LBFGS (prod
 and column means) and Muon (whole matrices) do not; they are exact if every device has whole copies."""
 
 _VERSION = "_convoy_version"
-"""Mark of a shard's gradient: its `_version` when Convoy last computed, clipped or unscaled it."""
+"""Mark of a shard and of its gradient: its `_version` when Convoy or an optimizer last changed it."""
 
 _with_guarded_state: WeakSet[Optimizer] = WeakSet()
 
@@ -184,6 +184,7 @@ def works_on(optimizer: Optimizer) -> list[nn.Parameter]:
 def guard_optimizers() -> None:
     """Check every later step of every optimizer."""
     register_optimizer_step_pre_hook(check_step)
+    register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: accept_weights(works_on(optimizer)))
 
 
 def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
@@ -238,6 +239,67 @@ def check_gradients(what: str, parameters: Iterable[nn.Parameter]) -> None:
             "torch.nn.utils.clip_grad_norm_ sees only local shards, so each device would scale by another factor: use "
             "convoy.train.clip_grad_norm_(model, max_norm) on every device. After a change that treats each entry by itself "
             "(clip_grad_value_), call model.gradients_changed()"
+        )
+
+
+class OwnGradients:
+    """The gradients that one backward returns for shards and partial sums, to find what the loss itself adds to them.
+
+    A penalty on a shard has another value on each device, and one on a partial sum would be added once per device.
+
+    Attributes:
+        task: autograd's number of the backward.
+        several: the loss has several forwards; the sum of their gradients cannot be compared.
+    """
+
+    def __init__(self, task: int, gradients: Iterable[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        self.task, self.several = task, False
+        self._versions = {g.data_ptr(): g._version for g in gradients}
+        self._parameters, self._others = parameters, 0
+        self._hooks = {0: self._compare}
+        for p in parameters:
+            p._backward_hooks = self._hooks  # type: ignore[assignment]
+
+    def _compare(self, gradient: Tensor | None) -> None:
+        # autograd adds gradients of a tensor in place, which changes the version, or in new memory.
+        if gradient is not None and self._versions.get(gradient.data_ptr()) != gradient._version:
+            self._others += gradient.numel() > 0
+
+    def end(self) -> None:
+        for p in self._parameters:
+            if p._backward_hooks is self._hooks:
+                p._backward_hooks = None
+        self._parameters = ()
+
+    def check(self) -> None:
+        """End the comparison. Raise InputError if the loss read parameters itself."""
+        self.end()
+        if self._others and not self.several:
+            raise InputError(
+                f"the loss reads {self._others} parameters itself, of which this device has only shards or unsummed gradients "
+                "(a penalty on weights?): its value and gradient would differ from those of one device. Use the optimizer's "
+                "weight_decay, or a plan that copies parameters ('data'), outside of no_sync()"
+            )
+
+
+# --- weights of shards -------------------------------------------------------------------------------------------------
+
+
+def accept_weights(parameters: Iterable[nn.Parameter]) -> None:
+    """Record the current version of sharded parameters; `check_weights` refuses later changes."""
+    for p in parameters:
+        if is_shard(p):
+            setattr(p, _VERSION, p._version)
+
+
+def check_weights(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise InputError if anything but Convoy and optimizers changed a sharded parameter in place."""
+    if changed := sum(p._version != getattr(p, _VERSION, None) for p in parameters if is_shard(p) and p.numel()):
+        raise InputError(
+            f"{changed} sharded parameters have changed since the last optimizer step. A norm (max-norm, SAM) would be one of "
+            "the local shard, so each device would change them by another factor: use a plan that copies parameters "
+            "('data-by-speed'). After a change that treats each entry by itself (clamp_), call model.weights_changed() on "
+            "every device"
         )
 
 

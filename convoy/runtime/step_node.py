@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -21,15 +20,15 @@ from convoy.plan.steps import MicroBatch
 from convoy.runtime.executor import Executor, Tape
 from convoy.runtime.gradients import Found
 from convoy.runtime.program import Program
-from convoy.runtime.shards import SCALED, accept_gradients, check_gradients, is_shard, is_unsummed, mark_unsummed
-
-_KINDS: Mapping[tuple[bool, bool], MicroBatch] = {
-    (True, True): "only",
-    (False, True): "first",
-    (False, False): "middle",
-    (True, False): "last",
-}
-"""The kind of a micro-batch, by (it sums gradients, it gathers sharded weights)."""
+from convoy.runtime.shards import (
+    SCALED,
+    OwnGradients,
+    accept_gradients,
+    check_gradients,
+    is_shard,
+    is_unsummed,
+    mark_unsummed,
+)
 
 
 class Accumulation:
@@ -43,18 +42,18 @@ class Accumulation:
 
     Attributes:
         sums: whether the next micro-batch sums gradients over the devices.
-        stages: counts backward calls, for inexact mixing.
     """
 
     def __init__(self, keeps: Callable[[str], bool]) -> None:
         self._keeps = keeps
         self.sums = True
-        self.stages = count()
         self._backward: tuple[int, bool] = (-1, True)  # the last one, and whether it summed
+        self._own = OwnGradients(-1, (), ())
 
-    def kind(self, *, gathers: bool) -> MicroBatch:
+    def kind(self) -> MicroBatch:
         """Return the kind of the next micro-batch."""
-        return _KINDS[self.sums, gathers]
+        self._own.end()  # an interrupted backward has not done so
+        return "only" if self.sums else "first"
 
     @contextmanager
     def unsummed(self) -> Iterator[None]:
@@ -98,6 +97,16 @@ class Accumulation:
                 mark_unsummed(parameter, not sums)
         return left
 
+    def compare(self, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        """Raise InputError at the end of this backward if these parameters get other gradients than these."""
+        task = torch._C._current_graph_task_id()
+        if self._own.task == task:
+            self._own.several = True
+            return
+        self._own.end()
+        self._own = OwnGradients(task, gradients, parameters)
+        _at_end(self._own.check)
+
 
 @dataclass(slots=True)
 class StepCall:
@@ -106,7 +115,7 @@ class StepCall:
     Attributes:
         parts: local batch of each input; cleared after forward.
         parameters: the parameters that require a gradient, by key.
-        begin_backward: checks the outputs' gradients and returns the stage of inexact mixing.
+        begin_backward: checks the outputs' gradients.
         tape: state between forward and backward.
         gradients: gradients of the parameters, between the backward of one node and that of the other.
         left: unsummed gradients of earlier micro-batches.
@@ -118,7 +127,7 @@ class StepCall:
     parts: Sequence[Tensor]
     parameters: dict[str, nn.Parameter]
     accumulation: Accumulation
-    begin_backward: Callable[[Sequence[Tensor | None]], int]
+    begin_backward: Callable[[Sequence[Tensor | None]], None]
     tape: Tape | None = None
     gradients: tuple[Tensor | None, ...] = ()
     left: Found = field(default_factory=dict)
@@ -155,6 +164,7 @@ class _Parameters(torch.autograd.Function):
             taken = any(g is not None for g in call.left.values())
             _at_end(partial(_check_added, given, to_each=taken))
         if partial_ones := [p for p, _ in rows if is_shard(p) or is_unsummed(p)]:
+            call.accumulation.compare([g for _, g in rows if g is not None], partial_ones)
             _at_end(partial(accept_gradients, partial_ones))
             for p in partial_ones:
                 setattr(p, SCALED, call.precision is torch.float16)
@@ -191,7 +201,7 @@ class _Step(torch.autograd.Function):
         tape, call.tape = call.tape, None
         if tape is None:
             raise InputError("backward ran twice through one step: call the model again, or add the losses first")
-        stage = call.begin_backward(output_gradients)
+        call.begin_backward(output_gradients)
         # Gradients inside a step are only summands: autograd calls the hooks later, with the sums.
         held = _take_hooks(call.parameters.values())
         try:
@@ -201,7 +211,7 @@ class _Step(torch.autograd.Function):
                     check_gradients("backward()", call.parameters.values())
                     sums = call.program.steps.sums
                     call.left = call.accumulation.begin(call.parameters, call.program.reached, sums=sums)
-                found, inputs = call.executor.backward(tape, output_gradients, stage, call.left)
+                found, inputs = call.executor.backward(tape, output_gradients, call.left)
         finally:
             _give_back(held)
         if trains:

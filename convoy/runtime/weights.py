@@ -19,7 +19,7 @@ from convoy.model.tracing import TracedModel
 from convoy.model.tracing.copies import copied
 from convoy.plan.placing import borrowed, parameter_layouts, pin
 from convoy.plan.plan import Plan
-from convoy.runtime.exchange import gather_whole, redistribute
+from convoy.runtime.exchange import redistribute
 from convoy.runtime.gathered import release_freed_memory
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.model_checks import carry_over
@@ -44,8 +44,7 @@ class PlanInUse:
         layouts: layout of each parameter and buffer.
         borrowed: layout in evaluation of the parameters that evaluation needs on other devices than training.
         half_trained: a borrowed parameter that requires a gradient; backward in evaluation mode would be wrong.
-        whole: for each, whether every device holds all of it and gets its whole gradient at once.
-        stays_whole: gathered parameters stay whole from one micro-batch of a step to the next.
+        whole: for each, whether every device holds all of it.
     """
 
     devices: int
@@ -55,7 +54,6 @@ class PlanInUse:
     borrowed: Mapping[str, Layout]
     half_trained: str | None
     whole: Mapping[str, bool]
-    stays_whole: bool
 
     def counts(self, key: str, device: int) -> bool:
         """Return whether this device counts a parameter in a norm: it has a shard, or is the first with a copy."""
@@ -65,10 +63,6 @@ class PlanInUse:
     def keeps_sum(self, key: str, device: int) -> bool:
         """Return whether this device keeps a summed gradient when it becomes a pending sum."""
         return not isinstance(self.layouts[key], Replicated) or self.counts(key, device)
-
-    def is_copied(self, key: str) -> bool:
-        """Return whether every device holds the whole parameter."""
-        return _is_copied(self.layouts[key], self.devices)
 
 
 def plan_in_use(
@@ -85,8 +79,6 @@ def plan_in_use(
     # Training decides; evaluation adds the layouts of layers that only it has.
     layouts: dict[str, Layout] = {key: everywhere(devices) for key in known}
     layouts |= parameter_layouts(pinned, evaluated) | parameter_layouts(plan, trained)
-    layers = [*trained.layers.values(), *evaluated.layers.values()]
-    in_parts = {p.key for layer in layers if layer.unfusable for p in layer.parameters.values()}
     return PlanInUse(
         devices,
         plan,
@@ -94,13 +86,8 @@ def plan_in_use(
         layouts,
         lent,
         next((key for key in lent if known[key].trainable), None),
-        {k: _is_copied(how, devices) and not plan.mixes and k not in in_parts for k, how in layouts.items()},
-        any(how.form == "keep" for how in plan.sharded.values()),
+        {k: isinstance(how, Replicated) and len(how.devices) == devices for k, how in layouts.items()},
     )
-
-
-def _is_copied(layout: Layout, devices: int) -> bool:
-    return isinstance(layout, Replicated) and len(layout.devices) == devices
 
 
 # --- the local shards --------------------------------------------------------------------------------------------------
@@ -153,7 +140,7 @@ class Weights:
         rows = [(key, _tensor(original, key)) for key in self.known]
         self.to_come = set(gather(self.group, "weights without values", [key for key, t in rows if t.is_meta])[0])
         for key, old in rows:
-            if old.is_complex() and old.requires_grad and self.in_use.is_copied(key) and self.group.devices > 1:
+            if old.is_complex() and old.requires_grad and self.in_use.whole[key] and self.group.devices > 1:
                 raise InputError(
                     f"parameter {key!r} is complex: its gradients cannot be summed over devices. Store it as a real parameter "
                     "with a last axis of 2, and use torch.view_as_complex in forward"
@@ -166,7 +153,7 @@ class Weights:
                 shard = redistribute(
                     self.group, whole, OnOne(0), self.in_use.layouts[key], self.known[key].shape
                 ).clone()
-            if original is self.module and self.in_use.is_copied(key) and not old.is_meta:
+            if original is self.module and self.in_use.whole[key] and not old.is_meta:
                 self.put(key, shard)
                 continue
             if not self.known[key].buffer:
@@ -238,7 +225,7 @@ class Weights:
         if shard is (owner := self.own(key)).grad and isinstance(owner, nn.Parameter):
             check_summed("gather", [owner])
         layout, wanted, shape = self.in_use.layouts[key], everywhere(self.group.devices), self.known[key].shape
-        return gather_whole(self.group, shard, layout, wanted, shape, differ=self.in_use.plan.mixes).clone()
+        return redistribute(self.group, shard, layout, wanted, shape).clone()
 
     def full_state(self) -> dict[str, Tensor]:
         """Return the `state_dict` of the whole model."""

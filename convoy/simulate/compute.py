@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from convoy.errors import InputError
 from convoy.model.graph import Layer
-from convoy.plan.device_program import LocalSize, flop, whole_size
+from convoy.plan.device_program import LocalSize, flop
 from convoy.plan.steps import Part, Phase
 
 
@@ -27,9 +27,8 @@ class ComputeTimes(Protocol):
         """Return the first device with the same times, so that planners compute them once."""
         ...
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        """Return seconds s such that any fraction f of the layer (samples x filters x channels) takes at least f * s."""
-        ...
+
+_Axis = Literal["outputs", "inputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +38,33 @@ class Grid:
     Attributes:
         samples, others: the measured sizes, ascending.
         seconds: `seconds[i][j]` at `samples[i]`, `others[j]`.
+        axis: the size that `others` counts.
     """
 
     samples: tuple[int, ...]
     others: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
+    axis: _Axis = "outputs"
 
     def at(self, samples: float, other: float) -> float:
         """Interpolate linearly in both sizes. Beyond the grid the last cell is extended; a single point is scaled."""
         rows = [_on_line(self.others, row, other) for row in self.seconds]
         return max(0.0, _on_line(self.samples, rows, samples))
 
-    def least(self) -> float:
-        """Return the least seconds per unit of size. Interpolation takes means of points, so no size takes less."""
-        return min(
-            seconds / (samples * other)
-            for samples, row in zip(self.samples, self.seconds, strict=True)
-            for other, seconds in zip(self.others, row, strict=True)
-        )
+    def edge(self, size: LocalSize) -> LocalSize:
+        """Return the nearest size that is not beyond the grid."""
+        limited = {self.axis: min(getattr(size, self.axis), self.others[-1])}
+        return replace(size, samples=min(size.samples, self.samples[-1]), **limited)
+
+    def of(self, layer: Layer, size: LocalSize) -> float:
+        """Return the seconds of a size. Beyond the grid, scale the seconds at its edge by a roofline.
+
+        A line through the last cell would amplify the noise of two small sizes: from 4 samples and 512 features, a Linear
+        of 4,096 features was predicted three times too slow for 64 samples.
+        """
+        edge = self.edge(size)
+        seconds = self.at(edge.samples, getattr(edge, self.axis))
+        return seconds if edge == size else seconds * shape_s(layer, size) / shape_s(layer, edge)
 
 
 def _on_line(axis: Sequence[int], values: Sequence[float], x: float) -> float:
@@ -76,9 +84,6 @@ class Correction:
     size: LocalSize
     forward_s: float
     backward_s: float
-
-
-_Axis = Literal["outputs", "inputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,83 +107,35 @@ class LayerTimes:
     corrections: tuple[Correction, ...] = ()
 
     def seconds(self, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
-        shared = self._grids(phase)[2]
+        shared = self.grids(phase)[2]
         if size.shares_statistics and shared is not None:
-            return _in_grid(shared, "outputs", layer, size)
-        seconds = self._by_grids(layer, phase, size)
+            return shared.of(layer, size)
+        grid = self._grid_of(layer, phase, size)
+        seconds = grid.of(layer, size)
         if self.corrections:
             away, nearest = min(((_doublings(e.size, size), e) for e in self.corrections), key=lambda row: row[0])
-            beyond = _doublings(size, _edge(*self._grid_of(layer, phase, size), size))
+            beyond = _doublings(size, grid.edge(size))
             # A correction fades over one doubling. Beyond the grids, it is weighted against the grid's edge.
             weight = max(1.0 - away, beyond / (beyond + away) if beyond else 0.0)
-            seconds *= self._ratio(layer, phase, nearest) ** weight
+            seconds *= self.ratio(layer, phase, nearest) ** weight
         # The two products of backward have the same size and were timed together.
         return seconds if part == "all" else seconds / 2
 
-    def least_s(self, layer: Layer, phase: Phase, batch: int) -> float:
-        """See `ComputeTimes.least_s`. Corrections and sizes beyond the grids may lower the grids' least seconds."""
-        whole = whole_size(layer, batch if layer.batched else 1)
-        axes: tuple[_Axis, ...] = ("outputs", "inputs", "outputs")
-        faster = min([1.0, *(self._ratio(layer, phase, each) for each in self.corrections)])
-        rows = [
-            grid.least() * whole.samples * getattr(whole, axis) * _least_beyond(grid, axis, layer, whole)
-            for grid, axis in zip(self._grids(phase), axes, strict=True)
-            if grid is not None
-        ]
-        return float(min(rows)) * faster
-
-    def _grids(self, phase: Phase) -> tuple[Grid, Grid | None, Grid | None]:
+    def grids(self, phase: Phase) -> tuple[Grid, Grid | None, Grid | None]:
+        """Return the grids of a phase over outputs, over inputs, and with shared statistics."""
         if phase == "forward":
             return self.forward, self.forward_inputs, self.forward_shared
         return self.backward, self.backward_inputs, self.backward_shared
 
-    def _grid_of(self, layer: Layer, phase: Phase, size: LocalSize) -> tuple[Grid, _Axis]:
-        by_outputs, by_inputs, _ = self._grids(phase)
-        if by_inputs is not None and size.inputs < layer.extents[1]:
-            return by_inputs, "inputs"
-        return by_outputs, "outputs"
-
-    def _by_grids(self, layer: Layer, phase: Phase, size: LocalSize) -> float:
-        return _in_grid(*self._grid_of(layer, phase, size), layer, size)
-
-    def _ratio(self, layer: Layer, phase: Phase, correction: Correction) -> float:
+    def ratio(self, layer: Layer, phase: Phase, correction: Correction) -> float:
+        """Return a correction's measured seconds divided by those of the grids."""
         timed_s = correction.forward_s if phase == "forward" else correction.backward_s
-        by_grids_s = self._by_grids(layer, phase, correction.size)
-        return timed_s / by_grids_s if timed_s and by_grids_s else 1.0
+        by_grid_s = self._grid_of(layer, phase, correction.size).of(layer, correction.size)
+        return timed_s / by_grid_s if timed_s and by_grid_s else 1.0
 
-
-def _edge(grid: Grid, axis: _Axis, size: LocalSize) -> LocalSize:
-    samples, other = min(size.samples, grid.samples[-1]), min(getattr(size, axis), grid.others[-1])
-    if axis == "outputs":
-        return replace(size, samples=samples, outputs=other)
-    return replace(size, samples=samples, inputs=other)
-
-
-def _in_grid(grid: Grid, axis: _Axis, layer: Layer, size: LocalSize) -> float:
-    """Return the seconds of a size. Beyond the grid, scale the seconds at its edge by a roofline.
-
-    A line through the last cell would amplify the noise of two small sizes: from 4 samples and 512 features, a Linear of
-    4,096 features was predicted three times too slow for 64 samples.
-    """
-    edge = _edge(grid, axis, size)
-    seconds = grid.at(edge.samples, getattr(edge, axis))
-    return seconds if edge == size else seconds * shape_s(layer, size) / shape_s(layer, edge)
-
-
-def _least_beyond(grid: Grid, axis: _Axis, layer: Layer, whole: LocalSize) -> float:
-    """Return the least seconds per unit of size beyond a grid, as a fraction of those at its edge.
-
-    By a roofline a unit takes max(a, m). Arithmetic a is in proportion to size; the memory traffic m of a unit at the edge
-    exceeds that of a unit beyond by at most `more`. So the quotient is at least t / (t + more), for t a unit of the whole.
-    """
-
-    def unit(value: float, size: LocalSize) -> float:
-        return value / (size.samples * size.outputs * size.inputs)
-
-    edge = _edge(grid, axis, whole)
-    more = unit(bytes_moved(layer, edge, 4), edge) - unit(bytes_moved(layer, whole, 4), whole)
-    whole_s = unit(shape_s(layer, whole), whole)
-    return whole_s / (whole_s + max(0.0, more) / _PROCESSOR.bytes_per_s) if whole_s else 1.0
+    def _grid_of(self, layer: Layer, phase: Phase, size: LocalSize) -> Grid:
+        by_outputs, by_inputs, _ = self.grids(phase)
+        return by_inputs if by_inputs is not None and size.inputs < layer.extents[1] else by_outputs
 
 
 def _doublings(a: LocalSize, b: LocalSize) -> float:
@@ -211,10 +168,6 @@ class MeasuredTimes:
 
     def alike(self, device: int) -> int:
         return next(d for d, table in enumerate(self.devices) if table is self.devices[device])
-
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        times = self.devices[device].get(layer.name)
-        return 0.0 if times is None else times.least_s(layer, phase, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +223,6 @@ class Roofline:
     def alike(self, device: int) -> int:
         return self.rates.index(self.rates[device])
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        # The whole layer: arithmetic is in proportion to size, and a fraction of it moves at least that fraction of the bytes.
-        return self.seconds(device, layer, phase, whole_size(layer, batch if layer.batched else 1))
-
 
 class CachedTimes:
     """A cache of layer times: most plans that a planner compares have the same sizes.
@@ -298,9 +247,6 @@ class CachedTimes:
             return self.times.alike(device)
         kinds = [(self.times.alike(d), factor) for d, factor in enumerate(self.factors)]
         return kinds.index(kinds[device])
-
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        return (self.factors[device] if self.factors else 1.0) * self.times.least_s(device, layer, phase, batch)
 
 
 _PROCESSOR = Rate(flop_per_s=10.0, bytes_per_s=1.0)

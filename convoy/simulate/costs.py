@@ -16,7 +16,6 @@ from convoy.plan.device_program import (
     Add,
     Copy,
     FreeWeights,
-    HaveWeights,
     Make,
     Merge,
     Operation,
@@ -64,9 +63,7 @@ def handling_of(operation: Operation) -> Handling | None:
         case Make(shape=shape, zeros=zeros):
             size = math.prod(shape)
             return Handling(copied=size if zeros else 0, made=(size,))
-        case (
-            Copy(size=size) | HaveWeights(size=size)
-        ):  # a comparison reads two tensors, a copy reads one and writes one
+        case Copy(size=size):
             return Handling(copied=size)
         case Add(size=size, narrow=narrow):
             return Handling(copied=size, added=size, made=(size,)) if narrow else Handling(added=size)

@@ -23,7 +23,6 @@ from convoy.plan.device_program import (
     ExchangeRound,
     FinishSums,
     FreeWeights,
-    HaveWeights,
     Make,
     Pack,
     PackWeights,
@@ -150,14 +149,9 @@ def fewest_micro_batches(batch: int, fits: Callable[[int], bool]) -> int | None:
     return next(n for n in range(2, batch + 1) if batch % n == 0 and (n == batch or fits(batch // n)))
 
 
-def micro_batch_words(graph: Graph, count: int, step_s: float | None = None) -> str:
-    """Describe how to split a step into micro-batches, and which layers would then compute different numbers.
-
-    Args:
-        step_s: predicted seconds of the whole step; None: omitted.
-    """
+def micro_batch_words(graph: Graph, count: int) -> str:
+    """Describe how to split a step into micro-batches, and which layers would then compute different numbers."""
     text = f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync())"
-    text += "" if step_s is None else f", which fits: {step_s:.3g} s a step"
     if others := sees_batch(graph):
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         kind = "batch norm" if graph[others[0]].statistics else "layer"
@@ -258,10 +252,8 @@ def _gathered_entries(program: DeviceProgram) -> tuple[int, int]:
     most = (0, 0)
     for op in program.main():
         match op:
-            case PackWeights(own_only=False) | HaveWeights(own_only=False):
+            case PackWeights(own_only=False):
                 whole |= {key: sum(shares) for key, shares in zip(op.keys, op.shares, strict=True)}
-            case PackWeights(stays=True) | HaveWeights():
-                whole |= {key: shares[program.device] for key, shares in zip(op.keys, op.shares, strict=True)}
             case FreeWeights(keys=keys):
                 whole = {key: size for key, size in whole.items() if key not in keys}
             case Pack(into=into) if into:

@@ -19,7 +19,7 @@ All seconds are wall-clock seconds, including the device's slow-down and CPU quo
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tomlkit
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
@@ -423,7 +423,7 @@ def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
     return replace(times, corrections=tuple(corrections))
 
 
-def _grids(points: Sequence[LayerPoint], axis: str) -> tuple[Grid, Grid]:
+def _grids(points: Sequence[LayerPoint], axis: Literal["outputs", "inputs"]) -> tuple[Grid, Grid]:
     """Return forward and backward over samples and an axis."""
     table = {(point.samples, getattr(point, axis)): point for point in points}
     if len(table) < len(points):
@@ -433,7 +433,7 @@ def _grids(points: Sequence[LayerPoint], axis: str) -> tuple[Grid, Grid]:
         if (s, o) not in table:
             raise InputError(f"{_name(points[0])}: no point at {s} samples and {o} {axis}; measure again")
     forward, backward = (
-        Grid(samples, others, tuple(tuple(float(getattr(table[s, o], phase)) for o in others) for s in samples))
+        Grid(samples, others, tuple(tuple(float(getattr(table[s, o], phase)) for o in others) for s in samples), axis)
         for phase in ("forward_s", "backward_s")
     )
     return forward, backward

@@ -40,14 +40,9 @@ def checkpointed(w: Writer, inner: Writer, _rng: Random) -> None:
 
 
 @wrapper
-def checkpointed_reentrant(w: Writer, inner: Writer, _rng: Random) -> None:
-    w.line(f"x = checkpoint({_make(w, inner)}, x, use_reentrant=True)")
-
-
-@wrapper
-def checkpointed_in_training(w: Writer, inner: Writer, rng: Random) -> None:
-    name, reentrant = _make(w, inner), rng.random() < 0.3
-    w.line(f"x = checkpoint({name}, x, use_reentrant={reentrant}) if self.training else {name}(x)")
+def checkpointed_in_training(w: Writer, inner: Writer, _rng: Random) -> None:
+    name = _make(w, inner)
+    w.line(f"x = checkpoint({name}, x, use_reentrant=False) if self.training else {name}(x)")
 
 
 @wrapper

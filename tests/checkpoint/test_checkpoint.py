@@ -103,30 +103,6 @@ def test_special_parameters_are_saved_and_loaded(net: str, tmp_path: Path) -> No
     save_and_load(net, ("mixed", "data-by-speed"), tmp_path, "sgd")
 
 
-def test_differing_copies_are_saved_as_their_average(tmp_path: Path) -> None:
-    net = "two-conv"
-    whole, training = nets.build(net), Training(net, (10,))
-    ((x, y),) = training.batches(whole)
-    plan = by_name("data", net, "inexact-butterfly-mixing")
-
-    def work(group: Group) -> tuple[Tensor, dict[str, Tensor]]:
-        here = Distributed(whole, plan, group, x[:2])
-        own = torch.optim.SGD(here.parameters(), lr=0.1)
-        loss_of(here(part(here, x), batch=10), y).backward()
-        own.step()
-        save_checkpoint(tmp_path, here)
-        return here.module.get_parameter("fc.weight").detach().clone(), here.full_state_dict()
-
-    with one_trace(net, torch.float64):
-        rows = run_on_threads(4, work)
-    path = latest(tmp_path)
-    assert path is not None
-    saved = safetensors.torch.load_file(path / "model.safetensors")
-    assert not torch.equal(rows[0][0], rows[2][0])
-    assert apart(saved["fc.weight"], torch.stack([own.cpu() for own, _ in rows]).mean(0)) < EXACT
-    assert apart(saved, rows[3][1]) < EXACT
-
-
 # ------------------------------------------------------------------------------------------- on another fleet, in the middle
 
 EPOCHS, BATCH, SAMPLES = 3, 6, 22

@@ -323,9 +323,6 @@ def test_forecast_marks_plans_that_do_not_fit(
     saved = Plan.load(plan)
     graph = trace(build_net("two-conv:4:6", (1, 8, 8), 10), torch.zeros(1, 1, 8, 8)).graph
     assert memory_of(saved, graph)[0].total_bytes <= 20_000
-    plan_verbs.plan(fleet=file, least_energy=1e3, **QUESTION)
-    with pytest.raises(PlanError, match="the fastest takes"):
-        plan_verbs.plan(fleet=file, least_energy=1e-9, **QUESTION)
 
 
 def test_forecast_uses_the_wire_format(tiny: Measurement, tmp_path: Path) -> None:

@@ -22,39 +22,30 @@ from tests.support.processes import on_processes
 
 
 def test_every_plan_prints_the_results_of_one_device(tmp_path: Path) -> None:
-    """Include a saved plan with another collective, and the inexact mode, which differs and says so."""
+    """Include a saved plan with another collective."""
     base = [*TINY, "--epochs", "2"]
     fast = ["--speeds", "4,2,1"]
     file, log = tmp_path / "plan.json", tmp_path / "run.jsonl"
     runs = [[*base, *fast, "--plan", plan] for plan in PLANS]
     runs[list(PLANS).index("hybrid")] += ["--save-plan", str(file), "--log", str(log), "--explain"]
     again = [*base, *fast, "--plan", str(file)]
-    mixing = [*base, *fast, "--plan", "data", "--reduce", "inexact-butterfly-mixing"]
-    runs += [again, [*again, "--reduce", "star"], mixing]
+    runs += [again, [*again, "--reduce", "star"]]
     on_three = on_processes(3, "tests.support.commands:train_all", runs, joined=False, limit_s=100)
     ((one,),) = on_processes(1, "tests.support.commands:train_all", [[*base, "--speeds", "1"]], joined=False)
     expected = results(one)
     assert len(expected) == 2
     assert on_three[1] == on_three[2] == [""] * len(runs), "only device 0 prints"
-    texts = dict(zip([*PLANS, "file", "file, star", "mixing"], on_three[0], strict=True))
-    for name, text in texts.items():
-        if name != "mixing":
-            assert_close(results(text), expected)
-            assert "INEXACT" not in text
+    texts = dict(zip([*PLANS, "file", "file, star"], on_three[0], strict=True))
+    for text in texts.values():
+        assert_close(results(text), expected)
+        assert "INEXACT" not in text
     assert "Plan data-by-speed: batch 32, sums by ring" in texts["data-by-speed"]
     shares = re.search(r"│ 0 +│ conv +│ batch +│ +(\d+) │ +(\d+) │ +(\d+) │", texts["data-by-speed"])
     assert shares is not None
     assert shares.groups() == ("18", "9", "5"), "32 in shares of 4 : 2 : 1"
     assert "speeds given by --speeds" in texts["data"]
-    check_mixing(texts["mixing"], expected)
     check_saved(texts, file)
     check_log(log, results(texts["hybrid"]))
-
-
-def check_mixing(text: str, expected: list[tuple[float, str]]) -> None:
-    assert "sums by inexact-butterfly-mixing" in text
-    assert "INEXACT: butterfly mixing does not follow the trajectory of one device." in text
-    assert results(text) != expected
 
 
 def check_saved(texts: dict[str, str], file: Path) -> None:

@@ -104,7 +104,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--optimizer", "lion"], ["--optimizer 'lion'", "choose one of adam, adamw, sgd"]),
     (
         ["--reduce", "tree"],
-        ["--reduce 'tree'", "butterfly", "inexact-butterfly-mixing", "ring", "star"],
+        ["--reduce 'tree'", "butterfly", "ring", "star"],
     ),
     (["--batch", "0"], ["--batch 0: input should be greater than or equal to 1"]),
     (["--workers", "-1"], ["--workers -1: input should be greater than or equal to 0"]),

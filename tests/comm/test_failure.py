@@ -94,6 +94,13 @@ def have_bad_days(device: int) -> list[Any]:
         else:
             reports.append([])
 
+    for kind in (TimeoutError, RuntimeError):  # a signal handler of 1 raises while it waits for 2
+        with join("cpu", timeout_s=20) as group:
+            if device == 1:
+                reports.append(interrupted(group, kind))
+            else:
+                reports.append(say(group, lambda: group.exchange([], [Message(1, here)])))
+
     with join("cpu", timeout_s=20) as group:  # 0 still waits for 1, which has finished
         if device == 0:
             reports.append(say(group, lambda: group.exchange([], [Message(1, here)])))
@@ -120,9 +127,23 @@ def have_bad_days(device: int) -> list[Any]:
     return reports
 
 
+def interrupted(group: Group, kind: type[Exception]) -> list[Any]:
+    """Raise an exception in a signal handler during a wait, as a script's time limit or torch for a killed worker does."""
+
+    def raises(*_: object) -> None:
+        raise kind("own limit")
+
+    before = signal.signal(signal.SIGALRM, raises)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(kind, match="own limit"):
+        group.exchange([], [Message(2, torch.zeros(1))])
+    signal.signal(signal.SIGALRM, before)
+    return say(group, lambda: group.agree("after it", ""))
+
+
 @on_each_network_slowly
 def test_failure_causes_are_distinguished(network: dict[str, str]) -> None:
-    raised, circle, slow, sizes, finished, topics, alone, end = zip(
+    raised, circle, slow, sizes, timeout, worker, finished, topics, alone, end = zip(
         *on_processes(3, "tests.comm.test_failure:have_bad_days", joined=False, environment=network), strict=True
     )
     for device in (0, 1):
@@ -136,6 +157,10 @@ def test_failure_causes_are_distinguished(network: dict[str, str]) -> None:
         assert "alive" in slow[device][1]
     for device in (0, 1):
         assert "do not run the same steps" in sizes[device][1], sizes
+    for device in range(3):
+        assert timeout[device][0] == worker[device][0] == 1, (timeout, worker)
+        assert "left because of its own error: TimeoutError: own limit" in timeout[device][1]
+        assert "left because of its own error: RuntimeError: own limit" in worker[device][1]
     assert finished[0][0] == 1, finished
     assert "had ended its work" in finished[0][1]
     assert all("'this'" in text and "'that'" in text for text in topics), topics

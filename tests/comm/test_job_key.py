@@ -73,6 +73,18 @@ def test_a_key_never_prints_itself() -> None:
     assert "BEGIN" not in f"{key} {key!r} {[key]}"
 
 
+def test_missing_home_directory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: "Could not determine home directory", as in a container whose user has no account."""
+
+    def fails() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", fails)
+    with pytest.raises(InputError, match="has no home directory, and HOME is not set: set HOME or XDG_CACHE_HOME"):
+        machine_key()
+
+
 def test_this_machines_key_is_made_once(tmp_path: Path) -> None:
     first = machine_key()
     assert machine_key() == first

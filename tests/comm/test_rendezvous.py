@@ -1,6 +1,7 @@
 """Rendezvous: every way it can fail, and the address that each process chooses."""
 
 import os
+import resource
 import socket
 import time
 from dataclasses import replace
@@ -107,6 +108,13 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         set_place(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         with pytest.raises(InputError, match=f"port {port}: Address already in use.*another port"):
             join("cpu", timeout_s=5)
+
+
+def test_a_low_limit_of_open_files_is_named_at_once(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    set_place(monkeypatch, RANK="1", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
+    with pytest.raises(InputError, match=r"may open 24 files, and a job of 3 devices needs 52: .* ulimit -n 1024"):
+        join("cpu")
 
 
 def test_an_unreachable_master_is_named(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:

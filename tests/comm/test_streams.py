@@ -11,7 +11,7 @@ import torch
 
 from convoy.comm import listener as listener_module
 from convoy.comm import streams
-from convoy.comm.backends import PeerFailure, PendingWork
+from convoy.comm.backends import MessageError, PeerFailure, PendingWork
 from convoy.comm.connection import Credentials
 from convoy.comm.environment import listen_at
 from convoy.comm.group import Message
@@ -179,12 +179,12 @@ def test_wait_ends_when_the_local_side_closes(pair: list[StreamBackend]) -> None
     work = begin(pair[1], 0, [], [torch.zeros(3)])
     first = work.works[0][1]
     assert isinstance(first, streams.Arrival)
-    failed: list[RuntimeError] = []
+    failed: list[MessageError] = []
 
     def wait() -> None:
         try:
             first.wait(timedelta(seconds=20))
-        except RuntimeError as error:
+        except MessageError as error:
             failed.append(error)
 
     thread = threading.Thread(target=wait)

@@ -341,8 +341,9 @@ def test_each_regroup_uses_a_new_store() -> None:
         words = {"do": "ask", "mark": "a mark", "address": ["127.0.0.1", 8], "facts": {}}
         waits = {"wait": True, "addresses": membership.addresses}
         assert membership._answer_join(words, None) == waits  # type: ignore[arg-type]
-        membership.applicants.decide("a mark", "wanted")
-        membership.grant(membership.number(membership.applicants.wanted()))
+        (applicant,) = membership.applicants.waiting("none")
+        applicant.verdict = "wanted"
+        membership.grant(membership.number([applicant]))
         assert membership._state.called is not None
         assert membership._answer_join(words, None) == waits  # type: ignore[arg-type]
     finally:

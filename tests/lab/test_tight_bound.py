@@ -24,7 +24,7 @@ from lab.bound_shares import PLACES, Sums
 from lab.bound_wire import Kinds, path_of, wire_s
 from lab.share_places import STEPS, square
 from lab.tight_bound import tight_bound
-from tests.planner.test_bound import Block, network, of_rates
+from tests.lab.test_lower_bound import Block, network, of_rates
 from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 from tests.support.stacks import Stack

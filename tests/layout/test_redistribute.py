@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from convoy.layout.collectives import Reduce, Round, Schedule, Transfer, mixing, schedule, sum_in_segments, traffic
+from convoy.layout.collectives import Reduce, Round, Schedule, Transfer, schedule, sum_in_segments, traffic
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
 from tests.support.local_pieces import (
     DEVICES,
@@ -506,48 +506,3 @@ def test_ring_is_balanced_with_uneven_chunks(p: int) -> None:
     sent, received = per_device(sum_of("ring", p, 1000), p)
     assert max(*sent, *received) - min(*sent, *received) <= 2  # a device leaves out one chunk of each half
     assert len(sum_of("ring", p, 1000).rounds) == 2 * (p - 1)
-
-
-# --- butterfly mixing ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("devices", "stage", "text"),
-    [
-        ((0, 1, 2, 3), 0, "+ 0>1 0:6  1>0 0:6  2>3 0:6  3>2 0:6"),
-        ((0, 1, 2, 3), 1, "+ 0>2 0:6  2>0 0:6  1>3 0:6  3>1 0:6"),
-        ((0, 1, 2, 3), 2, "+ 0>1 0:6  1>0 0:6  2>3 0:6  3>2 0:6"),
-        ((7, 4), 5, "+ 7>4 0:6  4>7 0:6"),
-        # The partner is i XOR 2^(t mod 3): of five devices the last meets only the first.
-        ((0, 1, 2, 3, 4), 0, "+ 0>1 0:6  1>0 0:6  2>3 0:6  3>2 0:6"),
-        ((0, 1, 2, 3, 4), 1, "+ 0>2 0:6  2>0 0:6  1>3 0:6  3>1 0:6"),
-        ((0, 1, 2, 3, 4), 2, "+ 0>4 0:6  4>0 0:6"),
-        ((5, 6, 9), 1, "+ 5>9 0:6  9>5 0:6"),
-        ((3,), 0, "+"),
-    ],
-)
-def test_mixing_by_hand(devices: tuple[int, ...], stage: int, text: str) -> None:
-    plan = mixing(devices, 6, stage)
-    assert plan.in_place
-    assert plan.shape == (6,)
-    assert as_sets(plan) == rounds(text)
-
-
-@pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("first", [0, 1, 5])
-def test_all_mixing_stages_reach_every_device(p: int, first: int) -> None:
-    """For p a power of two, k = lg p stages suffice from any stage on, and fewer do not."""
-    devices, k = tuple(range(p)), p.bit_length() - 1
-    heard = {device: {device} for device in devices}
-    for stage in range(first, first + k):
-        assert all(len(heard[device]) == 2 ** (stage - first) for device in devices)
-        (swap,) = mixing(devices, 1, stage).rounds
-        heard = {d: heard[d].union(*(heard[t.sender] for t in swap if t.receiver == d)) for d in devices}
-    assert all(heard[device] == set(devices) for device in devices)
-
-
-def test_one_mixing_stage_adds_the_partners_values() -> None:
-    (swap,) = mixing((0, 1, 2), 4, 0).rounds
-    summands = {device: np.full(4, 10.0**device) for device in range(3)}
-    mixed = _after_round(swap, summands, summands, in_place=True)
-    assert [mixed[device][0] for device in range(3)] == [11, 11, 100]

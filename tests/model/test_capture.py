@@ -80,18 +80,33 @@ def test_parameters_of_an_odd_call_belong_to_its_layer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluation, as in plain PyTorch
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
-def test_checkpointed_blocks_stay_whole_and_learn(reentrant: bool, norm: bool) -> None:
-    """With use_reentrant=True the block, and all before it, got no gradient; a batch norm noted once for torch's twice."""
+def test_checkpointed_blocks_stay_whole_and_learn(norm: bool) -> None:
+    """A batch norm noted its statistics once for torch's twice."""
     torch.manual_seed(0)
-    model = Kept(Checkpointed(reentrant, norm))
+    model = Kept(Checkpointed(norm))
     layers = layers_of(model)
     assert (layers["middle"].kind, layers["middle"].per_sample) == ("opaque", False)
-    assert layers["middle"].unfusable == reentrant
     assert "checkpoint" in layers["middle"].reason
     assert {"body.0", "body.1"} <= layers.keys()
     assert difference(model) < EXACT
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    with pytest.raises(InputError, match="give it use_reentrant=False"):
+        layers_of(Kept(Checkpointed(reentrant=True)))
+
+
+class WritesThroughData(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:  # keeps it from being traced
+            x.data.mul_(0.5)
+        return x + 1
+
+
+def test_hidden_writes_into_inputs_are_refused() -> None:
+    with pytest.raises(InputError, match=r"forward of middle changes its input through \.data"):
+        layers_of(Kept(WritesThroughData()))
 
 
 @pytest.mark.parametrize("middle", [Teacher, WarmUp, BySize])

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from convoy.comm.group import Group
 from convoy.errors import InputError
@@ -309,10 +308,6 @@ def without_gradient(inner: Inner, x: Tensor) -> Tensor:
         return inner.conv(x if float(x.sum()) < 1e9 else x * 2)  # type: ignore[no-any-return]
 
 
-def checkpointed(outer: Outer, x: Tensor) -> Tensor:
-    return checkpoint(outer.block, outer.block.conv(x.detach()), use_reentrant=True)  # type: ignore[no-any-return]
-
-
 def by_size(outer: Outer, x: Tensor) -> Tensor:
     return outer.block(x) if x.shape[0] > 3 else x  # type: ignore[no-any-return]
 
@@ -333,7 +328,6 @@ STORIES: dict[str, tuple[Callable[[], Outer], str]] = {
         lambda: Outer(without_gradient, through),
         "data",
     ),
-    "a reentrant checkpoint behind a detach": (lambda: Outer(lambda _, x: x * 2, checkpointed), "hybrid"),
     "a parameter with a hook that a small batch does not use": (lambda: damped(Outer(plainly, by_size)), "model"),
     "a backward that takes samples together": (lambda: Outer(lambda _, x: Halved.apply(x), through), "data"),  # type: ignore[no-untyped-call]
 }
@@ -389,13 +383,6 @@ def test_a_part_that_train_thaws_is_refused() -> None:
 
     with pytest.raises(InputError, match=r"module '1.0' was thawed after distribute"):
         on_two(model, step)
-
-
-def test_a_hook_of_a_parameter_in_a_reentrant_checkpoint_is_refused() -> None:
-    """Its checkpoint hands it the gradient in parts, one for each call: here it got the sum."""
-    model = damped(Outer(lambda inner, x: checkpoint(inner.conv, x, use_reentrant=True), through)).double()
-    with pytest.raises(InputError, match=r"'block.conv.bias' has a post-accumulate-grad hook.*use_reentrant=False"):
-        on_two(model, lambda call, _: call(6))
 
 
 def test_one_sample_whose_axes_were_permuted_before_a_batch_norm() -> None:
@@ -525,23 +512,6 @@ class Cancelled(nn.Module):
 def test_a_part_that_single_samples_do_not_use_has_no_gradient_there() -> None:
     """Of seed 53069: its weights had gradients of zero for a batch and none for single samples, so they did not decay."""
     assert not all(layer.per_sample for layer in trace(Cancelled().double(), images(2)).graph.layers.values())
-
-
-class FirstInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.conv, self.fc = nn.SiLU(inplace=True), nn.Conv2d(3, 4, 1), nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(nn.Identity(), self.conv(self.first(x)), use_reentrant=True)
-        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
-
-
-@pytest.mark.filterwarnings("ignore:FirstInPlace overwrites its input")
-def test_a_reentrant_checkpoint_behind_an_in_place_call() -> None:
-    """Of seed 52392: autograd forbade the call on the inputs of the check, which then did not come to the checkpoint."""
-    layers = trace(FirstInPlace().double(), images(2)).graph.layers.values()
-    assert any(layer.unfusable for layer in layers)
 
 
 class Assigning(nn.Module):

@@ -66,10 +66,12 @@ def _follow(group: Group, net: str, name: str, reduce: Any) -> dict[str, Any]:
     plan = convoy.make_plan(name, model, example, BATCH, group, speeds=SPEEDS, reduce=reduce)
     part = convoy.distribute(model, plan, group, example)
     sent = list(group.sent_bytes)
-    losses, optimizer = train(part, convoy.loader(Samples(), BATCH, part), lambda: convoy.clip_grad_norm_(part, 0.5))
+    losses, optimizer = train(
+        part, convoy.loader(Samples(), BATCH, part), lambda: convoy.train.clip_grad_norm_(part, 0.5)
+    )
     part.eval()
     outputs = [part(x) for x, _ in convoy.loader(Samples(), BATCH, part, shuffle=False)]
-    state = convoy.full_optimizer_state(part, optimizer)["state"]
+    state = convoy.train.full_optimizer_state(part, optimizer)["state"]
     tensors = part.full_state_dict() | {f"momentum of {key}": row["momentum_buffer"] for key, row in state.items()}
     tensors["outputs"] = torch.cat(outputs).detach()
     found = {key: value.double().flatten().tolist() for key, value in tensors.items()}

@@ -183,7 +183,7 @@ class Reading(nn.Module):
 
 
 def twice(block: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(block, x, use_reentrant=True) if torch.is_grad_enabled() else block(x)  # type: ignore[no-any-return]
+    return checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)  # type: ignore[no-any-return]
 
 
 def scaled_late(block: nn.Module, x: Tensor) -> Tensor:

@@ -79,13 +79,6 @@ def test_steps_of_hybrid_by_hand(graph: Graph) -> None:
     assert step_lines(lower(plan, graph)) == HYBRID.splitlines()
 
 
-def test_the_inexact_mode_is_called_inexact(graph: Graph) -> None:
-    """In one round both send 42 weights and 42 gradients: 2 x 84 x 4 bytes."""
-    plan = named_plan("data", graph, 4, Speeds((1.0, 1.0)), "inexact-butterfly-mixing")
-    last = step_lines(lower(plan, graph))[-1]
-    assert "MIX, INEXACT: gradients of 4 parameters, 42 numbers over (0, 1)  (672 bytes in 1 round)" in last
-
-
 def test_table_of_master_by_hand(graph: Graph) -> None:
     rows = layer_rows(named_plan("master", graph, 4, Speeds((3.0, 1.0))), graph)
     assert rows == [

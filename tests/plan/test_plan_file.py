@@ -170,7 +170,7 @@ NO_PLANS = [
     (changed(layers={"c": {"strategy": "batch", "shares": [True]}}), ("batch.shares.0", "True", "correct it")),
     (changed(batch=0), ("batch", "found 0", "greater than or equal to 1", "correct it")),
     (changed(devices=-1), ("devices", "found -1", "correct it")),
-    (changed(reduce="tree"), ("reduce", "found 'tree'", "'ring', 'butterfly', 'direct', 'star'", "correct it")),
+    (changed(reduce="tree"), ("reduce", "found 'tree'", "'ring', 'butterfly', 'direct' or 'star'", "correct it")),
     # A file says in full what is inexact; the short name is for the command line.
     (changed(wire="bf16"), ("wire", "found 'bf16'", "'exact' or 'inexact-bf16'", "correct it")),
 ]
@@ -217,13 +217,8 @@ UNFIT = [
     # plan, what the message says: the place and the value, the rule, the remedy
     (replace(PLAN, model="0123"), "'by hand' was made for another model (fingerprint 0123", "make a plan for this"),
     (replace(PLAN, batch=0), "'by hand' has a batch of 0", "one sample at least; set 1 or more"),
-    (replace(PLAN, reduce="tree"), "unknown reduce 'tree'", "choose one of ring, butterfly, direct, star, inexact"),
+    (replace(PLAN, reduce="tree"), "unknown reduce 'tree'", "choose one of ring, butterfly, direct, star"),
     (replace(PLAN, wire="fp8"), "unknown wire format 'fp8'", "choose one of exact, inexact-bf16"),
-    (
-        replace(PLAN, wire="inexact-bf16", reduce="inexact-butterfly-mixing"),
-        "wire inexact-bf16 with reduce inexact-butterfly-mixing, which sends weights",
-        "use the wire exact, or sum by ring, butterfly, direct or star",
-    ),
     (replace(PLAN, otherwise=Batch((6, 7, -1))), "(6, 7, -1) hold a negative count", "a share is zero (idle) or more"),
     (replace(PLAN, otherwise=Batch((6, 4, 1))), "(6, 4, 1) sum to 11, the axis has 12", "make them sum to 12"),
     (replace(PLAN, otherwise=One(3)), "all other layers: there is no device 3", "name one of 0 to 2"),
@@ -258,17 +253,9 @@ def test_a_plan_for_another_model_says_which() -> None:
     PLAN.check(replace(GRAPH, layers={n: replace(v, dtype="float64", reason="") for n, v in GRAPH.layers.items()}))
 
 
-def test_only_gradients_are_mixed() -> None:
-    plan = replace(PLAN, reduce="inexact-butterfly-mixing")
-    assert (plan.exact, plan.mixes, plan.collective) == (False, True, "butterfly")
-    assert "mixing" in plan.inexact
-    assert PLAN.exact
-    plan.check(GRAPH)
-
-
 def test_inexact_wire_format_is_stated() -> None:
     plan = replace(PLAN, wire="inexact-bf16")
     assert "inexact-bf16" in plan.inexact
-    assert (plan.exact, plan.mixes) == (False, False)
+    assert not plan.exact
     assert '"wire": "inexact-bf16"' in plan.to_json()
     plan.check(GRAPH)

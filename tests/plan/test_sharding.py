@@ -10,18 +10,16 @@ from convoy.layout.collectives import gather_shares, sum_into_shares, traffic
 from convoy.layout.layout import Replicated, Split
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import Compute as DeviceCompute
-from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights
-from convoy.plan.explain import step_lines
+from convoy.plan.device_program import FreeWeights, PackWeights
 from convoy.plan.lower import lower
 from convoy.plan.placing import parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, GatherWeights, SumGradients
 from convoy.plan.strategy import Batch, Filter, Form, Sharding
 from convoy.simulate.costs import NOTHING, Overheads, handling_of
-from convoy.simulate.memory import memory_of, memory_of_steps, parameter_entries
+from convoy.simulate.memory import memory_of
 from tests.support.in_shares import in_shares
 from tests.support.one_device import by_name, graph_of
-from tests.support.program_check import check_programs
 from tests.support.stacks import Stack
 
 SHARES = (1, 3, 0, 2)
@@ -136,47 +134,16 @@ def test_invalid_sharding_is_refused(net: str, layer: str, shares: tuple[int, ..
         plan.check(graph)
 
 
-def test_sharding_excludes_layer_splits_and_mixing() -> None:
+def test_sharding_excludes_layer_splits() -> None:
     graph = graph_of("two-conv")
     plan = replace(plan_of("two-conv"), layers={"conv2": Filter((7, 0, 0, 0))})
     with pytest.raises(PlanError, match="strategy is 'filter'"):
         plan.check(graph)
-    with pytest.raises(PlanError, match="its own weights"):
-        replace(plan_of("two-conv"), reduce="inexact-butterfly-mixing").check(graph)
 
 
 def test_single_computing_device_gathers_nothing() -> None:
     alone = replace(plan_of("two-conv"), otherwise=Batch((10, 0, 0, 0)))
     assert not [s for s in lower(alone, graph_of("two-conv")).steps if isinstance(s, GatherWeights | SumGradients)]
-
-
-def test_weights_kept_between_micro_batches_are_counted() -> None:
-    """Device 1 computes nothing: with several micro-batches it holds a second copy of its shard."""
-    graph, plan = graph_of("two-conv"), plan_of("two-conv")
-    own = parameter_entries(lower(plan, graph), graph, 1)[0]
-    needs = {
-        kind: memory_of_steps([lower(plan, graph, micro_batch=kind)], graph, itemsize=1)[1].weights_bytes
-        for kind in ("only", "first", "middle", "last")
-    }
-    assert needs == {"only": own, "first": 2 * own, "middle": 2 * own, "last": 2 * own}
-    passes = [lower(plan, graph, micro_batch=kind) for kind in ("first", "last")]
-    for device, most in enumerate(memory_of_steps(passes, graph)):
-        assert most in [memory_of_steps([steps], graph)[device] for steps in passes]
-    whole = {kind: lower(plan_of("two-conv", "free"), graph, micro_batch=kind) for kind in ("only", "middle")}
-    assert whole["only"].steps == whole["middle"].steps, "what is freed is gathered in every pass"
-
-
-def test_later_micro_batches_print_and_parse() -> None:
-    graph, plan = graph_of("two-conv"), plan_of("two-conv")
-    steps = lower(plan, graph, micro_batch="middle")
-    assert any(
-        "have     " in line and "whole since the first micro-batch  (nothing is sent)" in line
-        for line in step_lines(steps)
-    )
-    programs = compile_all(steps, graph)
-    check_programs(programs)
-    for program in programs:
-        assert any(isinstance(op, HaveWeights) for op in program.forward)
 
 
 def test_freed_weights_allocate_memory_at_each_gather() -> None:

@@ -245,6 +245,61 @@ def test_unreported_gradient_changes_of_shards_are_refused(change: Callable[[Dis
         run_on_threads(4, work)
 
 
+def penalty(here: nn.Module) -> Tensor:
+    return torch.stack([p.square().sum() for p in here.parameters()]).sum()
+
+
+def ascend(here: Distributed) -> None:
+    with torch.no_grad():
+        for p in here.parameters():
+            p.add_(p / (p.norm() + 1))
+
+
+def test_penalties_and_norms_of_shards_are_refused() -> None:
+    """Each device used the norm of its own shards: a penalty, max-norm, and SAM were wrong without an error."""
+    model, chosen = nets.build("two-conv"), by_name("model", "two-conv")
+    (x, y), *_ = Training("two-conv", (10,)).batches(model)
+
+    def work(group: Group) -> None:
+        here = Distributed(model, chosen, group, x[:2])
+        held = any(p.numel() for p in here.parameters())
+        for _ in range(2):
+            with pytest.raises(InputError, match=r"the loss reads .* parameters itself") if held else nullcontext():
+                (loss_of(here(part(here, x), batch=10), y) + penalty(here)).backward()
+            here.zero_grad()
+        ascend(here)
+        with (
+            pytest.raises(InputError, match=r"sharded parameters have changed.*weights_changed")
+            if held
+            else nullcontext()
+        ):
+            loss_of(here(part(here, x), batch=10), y).backward()
+        here.zero_grad()
+        here.weights_changed()
+        first, second = (loss_of(here(part(here, x), batch=10), y) for _ in range(2))
+        (first + second).backward()
+        torch.optim.SGD(here.parameters(), lr=0.1).step()
+        here(part(here, x), batch=10)
+
+    with one_trace():
+        run_on_threads(4, work)
+
+
+def test_penalties_are_exact_on_copies() -> None:
+    model, chosen = nets.build("two-conv"), by_name("data", "two-conv")
+    (x, y), *_ = Training("two-conv", (10,)).batches(model)
+    reference = copy.deepcopy(model)
+    (loss_of(reference(x), y) + penalty(reference)).backward()
+
+    def work(group: Group) -> None:
+        here = Distributed(model, chosen, group, x[:2])
+        (loss_of(here(part(here, x), batch=10), y) + penalty(here)).backward()
+        for one, other in zip(here.parameters(), reference.parameters(), strict=True):
+            assert_equal(one.grad, other.grad)
+
+    run_on_threads(4, work)
+
+
 def test_clip_grad_norm_of_torch_is_exact_on_copies() -> None:
     model, chosen = nets.build("two-conv"), by_name("data", "two-conv", speeds=EVEN)
     (x, y), *_ = Training("two-conv", (10,)).batches(model)

@@ -241,7 +241,7 @@ def test_bare_parameter_is_moved_unrounded() -> None:
 # --- prices ----------------------------------------------------------------------------------------------------------
 
 EVERYONE = Replicated((0, 1))
-SUM = SumGradients(0, ("a", "b"), (60, 40), 0, (0, 1), (), "ring", wire=BF16)
+SUM = SumGradients(0, ("a", "b"), (60, 40), 0, (0, 1), "ring", wire=BF16)
 
 
 def move(src: Layout, dst: Layout, phase: Any = "forward") -> Move:

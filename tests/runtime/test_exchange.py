@@ -445,18 +445,3 @@ def test_all_reduce_segments_by_hand() -> None:
     assert plan.window == 2
     whole = collectives.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
     assert collectives.traffic(plan, 4) == collectives.traffic(whole, 4)
-
-
-def test_mixing_stages_of_four_and_three_devices() -> None:
-    """Stage by stage the partner's numbers are added; two stages make the whole sum of four devices, not of three."""
-
-    def work(group: Group) -> list[float]:
-        flat = torch.tensor([10.0**group.device], device=group.torch_device)
-        heard = []
-        for stage in range(2):
-            run_rounds(group, collectives.mixing(tuple(range(group.devices)), 1, stage), flat)
-            heard.append(float(flat))
-        return heard
-
-    assert run_on_threads(4, work, LIMIT_S) == [[11, 1111], [11, 1111], [1100, 1111], [1100, 1111]]
-    assert run_on_threads(3, work, LIMIT_S) == [[11, 111], [11, 11], [100, 111]]

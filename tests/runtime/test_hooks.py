@@ -249,6 +249,23 @@ def test_a_hook_that_changes_shapes_is_refused() -> None:
                    "hooks may change numbers", after=False)  # fmt: skip
 
 
+@pytest.mark.parametrize("path", ["stem", "block", "fc"])
+@pytest.mark.parametrize("plan", ["data", "model"])
+def test_a_loss_on_a_tensor_that_a_hook_kept_is_refused(plan: str, path: str) -> None:
+    """It lost the gradients of the layers before it."""
+
+    def work(group: Group) -> None:
+        model, seen = net(), list[Tensor]()
+        model.get_submodule(path).register_forward_hook(lambda _m, _x, y: seen.append(y))
+        here = Distributed(model, chosen, group, X[0][:2])
+        out = here(part(here, X[0]), batch=BATCH)
+        with pytest.raises(InputError, match=r"inside the distributed model.*detach\(\)"):
+            (F.cross_entropy(out, Y[0]) + seen[-1].square().mean()).backward()
+
+    chosen = plan_of(plan, hung(lambda m: m.get_submodule(path).register_forward_hook(lambda *_: None), False), EVEN)
+    run_on_threads(DEVICES, work, timeout_s=30)
+
+
 def test_backward_hooks_run_on_one_device() -> None:
     alone, expected = net(), []
     alone.get_submodule("block").register_full_backward_hook(lambda _m, gx, _gy: expected.append(gx[0].sum().item()))

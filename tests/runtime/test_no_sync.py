@@ -1,6 +1,7 @@
 """Micro-batches in `no_sync`: one gradient all-reduce per step, the numbers of one device, no silent partial sums."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,16 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import convoy.plan.lower
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError, MismatchError
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds
 from convoy.plan.steps import MicroBatch, SumGradients
+from convoy.plan.strategy import Form
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshard
 from convoy.train import GradScaler, clip_grad_norm_
 from tests.support import nets
+from tests.support.in_shares import in_shares
 from tests.support.one_device import (
     EXACT,
     Training,
@@ -92,6 +96,42 @@ def gradients_of(model: nn.Module, batches: Any) -> dict[str, Tensor]:
 def test_three_micro_batches_with_one_all_reduce_train_as_one_device(plan: str, net: str) -> None:
     """Use six unequal micro-batches, one of a single sample, and an idle device."""
     check(Training(net, SIZES, "adam", accumulate=3, one_sum=True, clip=(0.5, 2.0)), plan_of(plan, net))
+
+
+SHARES = (1, 3, 0, 2)
+"""Of four devices that compute (7, 0, 2, 1) samples: device 1 computes nothing and keeps most, device 2 the other way round."""
+
+
+@pytest.mark.parametrize(("net", "form"), most_slow(3, itertools.product(["two-conv", "mobile"], ["keep", "free"])))
+def test_micro_batches_of_sharded_weights_train_as_one_device(
+    net: str, form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some devices only compute or only store; large parameters of the mobile net are received in place."""
+    if net == "mobile":
+        monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", 40)
+    training = Training(net, SIZES, "adam", accumulate=3, one_sum=True, clip=(0.5, 2.0))
+    check(training, in_shares(by_name("data-by-speed", net), net, SHARES, form))
+
+
+def test_weights_loaded_between_micro_batches_are_used() -> None:
+    with one_step() as (model, batches):
+        other = {key: value * 0.5 for key, value in model.state_dict().items()}
+
+        def train(here: nn.Module) -> None:
+            backward(here, *batches[0], waits=True)
+            here.load_state_dict(other)
+            backward(here, *batches[1])
+
+        alone = copy.deepcopy(model)
+        train(alone)
+        plan = in_shares(by_name("data-by-speed", "two-conv"), "two-conv", SHARES)
+
+        def work(group: Group) -> None:
+            here = Distributed(model, plan, group, batches[0][0][:2])
+            train(here)
+            assert_gradients(here, {key: p.grad for key, p in alone.named_parameters() if p.grad is not None})
+
+        run_on_threads(DEVICES, work)
 
 
 def test_many_micro_batches_in_float32() -> None:

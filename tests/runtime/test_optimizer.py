@@ -121,7 +121,7 @@ def test_full_optimizer_state_matches_one_device(name: str, plan: str) -> None:
     keys = {parameter: key for key, parameter in model.named_parameters()}
     expected = {keys[p]: state for p, state in optimizer.state.items() if state}
     groups = [{**g, "params": [keys[p] for p in g["params"]]} for g in optimizer.param_groups]
-    for found in train_on_many(STATEFUL[name], plan_of(plan), convoy.full_optimizer_state):
+    for found in train_on_many(STATEFUL[name], plan_of(plan), convoy.train.full_optimizer_state):
         assert found["param_groups"] == groups
         states = {key: state for key, state in found["state"].items() if state}
         assert states.keys() == expected.keys()

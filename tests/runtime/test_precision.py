@@ -204,7 +204,7 @@ def test_overflow_on_one_device_skips_the_step_on_all() -> None:
                 part.module.get_parameter("conv1.weight").grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
                 part.gradients_changed()
             scaler.unscale_(optimizer)
-            norm = float(convoy.clip_grad_norm_(part, 1e9)) if step != 1 else 0.0
+            norm = float(convoy.train.clip_grad_norm_(part, 1e9)) if step != 1 else 0.0
             scaler.step(optimizer)
             scaler.update()
             changed = any(not torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
@@ -220,7 +220,7 @@ def test_overflow_on_one_device_skips_the_step_on_all() -> None:
     reference = nets.build("two-conv", dtype=torch.float32)
     samples = Samples()
     F.cross_entropy(reference(samples.x), samples.targets).backward()
-    assert devices[0][1][0][3] == pytest.approx(float(convoy.clip_grad_norm_(reference, 1e9)), abs=1e-3)
+    assert devices[0][1][0][3] == pytest.approx(float(convoy.train.clip_grad_norm_(reference, 1e9)), abs=1e-3)
 
 
 def test_skipped_step_skips_schedule_and_average() -> None:

@@ -54,7 +54,7 @@ def test_contiguous_blocks_are_recognised(part: tuple[tuple[int, int], ...], blo
     assert is_block(part, ((0, 5), (0, 3))) is block
 
 
-SUM = SumGradients(1, ("a", "b"), (60, 40), 0, (0, 1), (), "ring")
+SUM = SumGradients(1, ("a", "b"), (60, 40), 0, (0, 1), "ring")
 
 
 def given_memory(step: SumGradients, device: int) -> list[tuple[int, ...]]:

@@ -36,9 +36,6 @@ class Table:
     def alike(self, device: int) -> int:
         return device
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:  # noqa: ARG002
-        return 0.0
-
 
 def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, processor_s_per_byte: float = 0.0) -> Network:
     """Return one device per host, with equal NICs."""
@@ -138,7 +135,7 @@ def test_local_losses_are_combined_before_backward():
 @pytest.mark.parametrize("bytes_per_s", [100.0, 50.0])
 def test_ring_of_three_by_hand(bytes_per_s):
     """300 bytes: 2(p-1) = 4 rounds, each of 0.5 s latency and 100 bytes."""
-    step = SumGradients(0, ("w",), (300,), 0, (0, 1, 2), (1, 1, 1), "ring")
+    step = SumGradients(0, ("w",), (300,), 0, (0, 1, 2), "ring")
     timeline = replay([step], 3, hosts(3, bytes_per_s), {})
     round_s = 0.5 + 100 / bytes_per_s
     assert timeline.step_s == pytest.approx(4 * round_s)
@@ -263,9 +260,6 @@ def test_filter_split_of_unequal_devices_by_hand():
         def alike(self, device: int) -> int:
             return device
 
-        def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:  # noqa: ARG002
-            return 0.0
-
     plan = named_plan("master", graph, 5, Speeds((3.0, 2.0)))
     costs = Costs(Times(), hosts(2), itemsize=1, update_s_per_entry=(0.01, 0.01))
     timeline = simulate(lower(plan, graph), graph, costs)
@@ -300,7 +294,7 @@ def test_without_overlap_moves_are_awaited_in_place():
 
 def test_all_reduce_overlaps_with_backward():
     """200 bytes on two devices: rounds 0.5-1.5 and 2-3 beside 10 s of backward; a second sum then has 10.5-11.5, 12-13."""
-    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 2)]
+    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), "ring") for i in (0, 2)]
     steps = [sums[0], work(1, (0, 1), "backward"), sums[1]]
     timeline = replay(steps, 2, hosts(2), {(0, "backward"): 10.0, (1, "backward"): 10.0})
     assert spans(timeline, 0, "compute") == [(0, 10)]
@@ -314,7 +308,7 @@ def test_large_all_reduce_uses_two_segments(monkeypatch):
     The second round of a segment begins when its first has arrived: at 1, and at 1.5; 0.5 s later its bytes flow.
     """
     monkeypatch.setattr(convoy.plan.steps, "SEGMENT_ENTRIES", 100)
-    timeline = replay([SumGradients(0, ("w",), (200,), 0, (0, 1), (1, 1), "ring")], 2, hosts(2), {})
+    timeline = replay([SumGradients(0, ("w",), (200,), 0, (0, 1), "ring")], 2, hosts(2), {})
     for device in range(2):
         assert spans(timeline, device, "send") == [(0.5, 1), (1, 1.5), (1.5, 2), (2, 2.5)]
 
@@ -346,7 +340,7 @@ def test_a_device_that_computed_is_late_for_an_exchange():
 
 def test_only_the_first_round_after_computing_is_late():
     """2 s of computing, then a ring of two: two rounds of 1.5 s. Late by 0.25 once, since who waited is awake."""
-    steps = [work(0, (0, 1), "backward"), SumGradients(1, ("w",), (200,), 0, (0, 1), (1, 1), "ring")]
+    steps = [work(0, (0, 1), "backward"), SumGradients(1, ("w",), (200,), 0, (0, 1), "ring")]
     seconds = {(0, "backward"): 2.0, (1, "backward"): 2.0}
     timeline = replay(steps, 2, jittery(hosts(2), 0.25, 0.25), seconds)
     assert spans(timeline, 0, "send") == [(2.75, 3.75), (4.25, 5.25)]
@@ -354,7 +348,7 @@ def test_only_the_first_round_after_computing_is_late():
 
 def test_all_rounds_of_an_overlapping_all_reduce_are_late():
     """A sum of two rounds beside 10 s of backward, each 0.25 s late: 0.75-1.75, 2.5-3.5. The next, after it, is not."""
-    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 2)]
+    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), "ring") for i in (0, 2)]
     steps = [sums[0], work(1, (0, 1), "backward"), sums[1]]
     network = replace(hosts(2), noise=(QuotaNoise(overlap_delay_s=0.25),) * 2)
     timeline = replay(steps, 2, network, {(0, "backward"): 10.0, (1, "backward"): 10.0})

@@ -493,22 +493,7 @@ def test_no_row_of_a_trace_has_events_that_overlap():
         assert all(stop <= start + 1e-6 for (_, stop), (start, _) in pairwise(spans))
 
 
-def test_unwritable_trace_is_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot write"):
-        pictures.write_chrome_trace(hand_timeline(), tmp_path / "none" / "t.json", ["a", "b", "c"])
-
-
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def test_step_is_plotted(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = pictures.draw(hand_timeline(), tmp_path / "t.png", ["attic", "cellar", "shed"], "a step")
-    assert path.read_bytes().startswith(PNG)
-    empty = Timeline((), 0.0, (0.0,), (0.0,))
-    assert pictures.draw(empty, tmp_path / "empty.png", ["attic"], "nothing").read_bytes().startswith(PNG)
-    with pytest.raises(InputError, match="cannot write"):
-        pictures.draw(hand_timeline(), tmp_path / "t.gpx", ["a", "b", "c"], "a step")
 
 
 def test_all_figures_are_drawn(tmp_path):

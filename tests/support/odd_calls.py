@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool, norm: bool = False) -> None:
+    def __init__(self, norm: bool = False, reentrant: bool = False) -> None:
         super().__init__()
         self.block, self.reentrant = Block(norm), reentrant
 

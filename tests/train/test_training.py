@@ -224,7 +224,7 @@ def on_devices(case: Case, plan: Plan, change_to: Plan | None = None) -> list[Fo
             return Changing(here, [plan, change_to], optimizer)
 
         training, history = trained(here, case, changing if change_to else None)
-        state = convoy.full_optimizer_state(here, training.optimizer)["state"]
+        state = convoy.train.full_optimizer_state(here, training.optimizer)["state"]
         averages: dict[str, Tensor] = {}
         if training.average is not None:
             with training.average.as_weights():
@@ -330,7 +330,7 @@ def test_torch_clipping_of_shards_is_refused_and_ours_is_exact() -> None:
         here = convoy.distribute(model, by_name("model", "two-conv"), group, X)
         for x, y in Loader(samples, 10, here, shuffle=False):
             F.cross_entropy(here(x), y).backward()
-        norm = float(convoy.clip_grad_norm_(here, math.inf))
+        norm = float(convoy.train.clip_grad_norm_(here, math.inf))
         torch.nn.utils.clip_grad_norm_(here.parameters(), math.inf)
         with pytest.raises(InputError, match=r"convoy.train.clip_grad_norm_\(model, max_norm\)"):
             torch.optim.SGD(here.parameters(), lr=0.1).step()

@@ -470,7 +470,6 @@ def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, boo
     who = "every device computes it for the whole batch" if each else "one device computes it for the whole batch"
     return replace(
         layer, per_sample=False, random=random, reason="; ".join(filter(None, (why, does, who))),
-        unfusable=seen.unfusable,
         changes_state=changes or seen.writes, no_gradient_to=seen.no_gradient_to, called_everywhere=each,
         everywhere=each,
     )  # fmt: skip

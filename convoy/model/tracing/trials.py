@@ -66,7 +66,6 @@ class Observation:
         hidden: name of the state it reads that cannot be compared, or "".
         draws: it drew random numbers, or names a function that does.
         writes: it changed parameters or buffers.
-        unfusable: torch.autograd.grad refuses to go through it (a reentrant checkpoint).
         no_gradient_to: indices of the inputs that no gradient reaches.
     """
 
@@ -74,7 +73,6 @@ class Observation:
     hidden: str = ""
     draws: bool = False
     writes: bool = False
-    unfusable: bool = False
     no_gradient_to: tuple[int, ...] = ()
 
 
@@ -102,7 +100,12 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
         known = {id(t) for t, _ in held}
         writes |= any(id(b) not in known for m in modules.values() for b in m._buffers.values() if b is not None)
         _refuse_unregistered(outputs, [*given, *(t for t, _ in held)])
-        unfusable, no_gradient_to = _backward(outputs, given, parameters)
+        if any(x._version == 0 and not torch.equal(x, t) for t, x in zip(given, copies, strict=True)):
+            raise InputError(
+                f"the forward of {', '.join(operation.modules) or operation.target} changes its input through .data, where "
+                "other layers would not see it: change a clone(), or the input itself, without .data"
+            )
+        no_gradient_to = _no_gradient_to(outputs, given, parameters)
     for t, _ in held:
         if not t.is_leaf:
             t.detach_()  # a buffer that took in a tensor with a gradient
@@ -112,7 +115,7 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
             f"the forward of module {made or 'the model itself'!r} makes or removes parameters, buffers or submodules: call "
             "the model once on a batch before it is distributed; if it does so in every call, make them in __init__"
         )
-    return Observation(repr(changed[0]) if changed else "", hidden, draws, writes, unfusable, no_gradient_to)
+    return Observation(repr(changed[0]) if changed else "", hidden, draws, writes, no_gradient_to)
 
 
 def _refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
@@ -130,20 +133,20 @@ def _refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> 
                 )
 
 
-def _backward(
-    outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
-) -> tuple[bool, tuple[int, ...]]:
-    """Return `Observation.unfusable` and `no_gradient_to`."""
+def _no_gradient_to(outputs: list[Tensor], given: list[Tensor], parameters: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the indices of the inputs that no gradient reaches."""
     reached = [y for y in outputs if y.requires_grad]
     wanted = [t for t in (*given, *parameters) if t.requires_grad]
     if not reached or not wanted:
-        return False, tuple(i for i, t in enumerate(given) if t.requires_grad)
+        return tuple(i for i, t in enumerate(given) if t.requires_grad)
     try:
         found = torch.autograd.grad(reached, wanted, [torch.ones_like(y) for y in reached], allow_unused=True)
     except RuntimeError as error:  # other errors appear in training
-        return "checkpoint" in str(error), ()
+        if "checkpoint" in str(error):
+            raise InputError("torch.utils.checkpoint with use_reentrant=True: give it use_reentrant=False") from error
+        return ()
     missing = {id(t) for t, g in zip(wanted, found, strict=True) if g is None}
-    return False, tuple(i for i, t in enumerate(given) if id(t) in missing)
+    return tuple(i for i, t in enumerate(given) if id(t) in missing)
 
 
 # --- calls of torch --------------------------------------------------------------------------------------------------

@@ -1,37 +1,29 @@
 """The lower bound: by hand, against every plan of small cases, and its distance to good plans."""
 
-import io
 import itertools
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
-from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph, Layer
-from convoy.model.nets import graph_of, graph_without_weights
+from convoy.model.nets import graph_without_weights
 from convoy.model.tracing import trace
 from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Sharding, Strategy
-from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.planner import candidates
-from convoy.planner.prediction import predict_plan
-from convoy.planner.request import PlanRequest
-from convoy.report.numbers import seconds
-from convoy.report.plans import least_words, show_predictions
 from convoy.simulate.compute import Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
 from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.network import Network
 from convoy.simulate.simulator import simulate
-from studies.roofline import roofline_costs
+from lab.lower_bound import lower_bound, table_least_s
 from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 from tests.support.stacks import Stack
@@ -74,7 +66,7 @@ def measured(rng: random.Random, graph: Graph, batch: int, rates: list[float], b
                         )
                         for n in samples
                     )
-                    return Grid(tuple(samples), others, rows)
+                    return Grid(tuple(samples), others, rows, axis)  # type: ignore[arg-type]
 
                 def shared(phase: str, layer=layer, whole=whole) -> Grid:  # type: ignore[no-untyped-def]
                     counts = tuple(sorted({1, max(1, batch // 3), batch}))
@@ -285,36 +277,6 @@ def test_traffic_bound_of_a_device_by_hand() -> None:
     assert bound_of(1e10) == pytest.approx(0.0192, rel=0.02)  # computing alone: 14.4 ms
 
 
-def two_devices() -> tuple[Graph, PlanRequest]:
-    graph = graph_of("two-conv:50:500")
-    rates = enumerate((9e9, 3e9))
-    devices = (Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for i, rate in rates)
-    fleet = Fleet((Host("h0"), Host("h1")), tuple(devices), Nic(1e9, 1e9, 1e-4))
-    return graph, asked(graph, 16, roofline_costs(fleet), fleet)
-
-
-def test_bound_is_printed_with_a_plan() -> None:
-    _, context = two_devices()
-    row = predict_plan(candidates(context)[0].plan.named("auto"), context)
-    least = lower_bound(context)
-    words = least_words(row, least, context.names)
-    assert f"less than {seconds(least.step_s)} a step, by computing alone; auto takes " in words
-    assert f"{row.step_s / least.step_s:.2f}x as long" in words
-    assert "the NIC of d1" in least_words(row, LowerBound(1.0, wire_s=2.0, device=1), context.names)
-
-
-def test_every_plan_of_the_table_says_how_far_above_the_bound_it_is() -> None:
-    graph, context = two_devices()
-    mixing = Plan("mixing", graph.fingerprint, 2, 16, {}, Batch((8, 8)), "inexact-butterfly-mixing")
-    rows = [predict_plan(plan, context) for plan in (context.named("data"), context.named("model"), mixing)]
-    printed = io.StringIO()
-    show_predictions(Console(file=printed, width=200), rows, context, lower_bound(context))
-    cells = [re.findall(r"[^\s│|]+", line) for line in printed.getvalue().splitlines()]
-    for row in rows:
-        (found,) = (line for line in cells if line[:1] == [row.plan.name])
-        assert ("-" if row is rows[-1] else f"{row.step_s / lower_bound(context).step_s:.2f}x") in found
-
-
 @pytest.mark.parametrize("case", most_slow(10, range(40)))
 def test_no_size_beats_its_fraction_of_the_minimum(case: int) -> None:
     """Every size of every layer of a small net, inside and beyond grids that may end early on any axis, near corrections
@@ -330,7 +292,7 @@ def test_no_size_beats_its_fraction_of_the_minimum(case: int) -> None:
         if layer.kind == "input":
             continue
         whole, times = whole_size(layer, batch), drawn_times(rng, layer, batch)
-        least_s, sizes = times.least_s(layer, "forward", batch), range(1, batch + 1)
+        least_s, sizes = table_least_s(times, layer, "forward", batch), range(1, batch + 1)
         rows = [(LocalSize(n, k, whole.inputs), k / whole.outputs) for n in sizes for k in range(1, whole.outputs + 1)]
         if layer.weighted:
             rows += [
@@ -349,14 +311,13 @@ def drawn_times(rng: random.Random, layer: Layer, batch: int) -> LayerTimes:
     def axis(total: int) -> tuple[int, ...]:
         return tuple(sorted({1, max(1, total // rng.choice([1, 1, 2, 3]))}))
 
-    def grid(samples: tuple[int, ...], others: tuple[int, ...]) -> Grid:
-        return Grid(
-            samples, others, tuple(tuple(n * m * rng.uniform(1 / noise, noise) for m in others) for n in samples)
-        )
+    def grid(samples: tuple[int, ...], others: tuple[int, ...], axis: Literal["outputs", "inputs"]) -> Grid:
+        seconds = tuple(tuple(n * m * rng.uniform(1 / noise, noise) for m in others) for n in samples)
+        return Grid(samples, others, seconds, axis)
 
     samples = axis(batch)
-    rows = grid(samples, axis(whole.outputs))
-    columns = grid(samples, axis(whole.inputs)) if layer.weighted else None
+    rows = grid(samples, axis(whole.outputs), "outputs")
+    columns = grid(samples, axis(whole.inputs), "inputs") if layer.weighted else None
     alone = LayerTimes(rows, rows, columns, columns)
     beside = [
         LocalSize(rng.randint(1, batch), rng.randint(1, whole.outputs), whole.inputs)

@@ -4,7 +4,7 @@ The bound holds for the cost model: with the same costs, no simulated plan is sh
 
 **Computing.** Every entry of a layer is computed on at least one device, every trained entry is updated on one, and every
 output's loss is computed on one. Let device d take at least r(l, d) seconds for all of item l, and at least f r(l, d) for a
-fraction f of it (`ComputeTimes.least_s`). In T seconds, device d has T - o(d) for its parts, where o(d) is its overhead of a
+fraction f of it (`least_s`). In T seconds, device d has T - o(d) for its parts, where o(d) is its overhead of a
 step. So sum over l of f(l, d) r(l, d) <= T - o(d) for each d, and sum over d of f(l, d) >= 1 for each l. Multiply the first
 by any weights w(d) >= 0 that sum to 1, and add:
 
@@ -31,8 +31,11 @@ import numpy.typing as npt
 
 from convoy.layout.comm_dtype import sent_itemsize
 from convoy.model.graph import Layer
+from convoy.plan.device_program import LocalSize, whole_size
 from convoy.plan.lower import reached, trains
+from convoy.plan.steps import Phase
 from convoy.planner.request import PlanRequest
+from convoy.simulate.compute import CachedTimes, ComputeTimes, Grid, LayerTimes, MeasuredTimes, bytes_moved, shape_s
 from convoy.simulate.costs import Costs
 
 ROUNDS = 300  # of the search for weights
@@ -152,8 +155,8 @@ def _work_of(request: PlanRequest) -> _Work:
 
 
 def _layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool) -> float:
-    seconds = costs.times.least_s(device, layer, "forward", batch)
-    return seconds + costs.times.least_s(device, layer, "backward", batch) if back else seconds
+    seconds = least_s(costs.times, device, layer, "forward", batch)
+    return seconds + least_s(costs.times, device, layer, "backward", batch) if back else seconds
 
 
 def _computing(work: _Work) -> LowerBound:
@@ -260,3 +263,56 @@ def _fewest_entries(request: PlanRequest, path: list[list[Layer]], units: list[f
     # Summands of channels at the end must be added on some device.
     fewest["channels"] = fewest["channels"] + request.batch * min(math.prod(each.shape) for each in path[-1])
     return np.asarray(np.min(list(fewest.values()), axis=0))
+
+
+# --- least times ------------------------------------------------------------------------------------------------------
+
+
+def least_s(times: ComputeTimes, device: int, layer: Layer, phase: Phase, batch: int) -> float:
+    """Return seconds s such that any fraction f of the layer (samples x filters x channels) takes at least f * s."""
+    match times:
+        case MeasuredTimes():
+            known = times.devices[device].get(layer.name)
+            return 0.0 if known is None else table_least_s(known, layer, phase, batch)
+        case CachedTimes():
+            factor = times.factors[device] if times.factors else 1.0
+            return factor * least_s(times.times, device, layer, phase, batch)
+    # A roofline: arithmetic is in proportion to size, and a fraction of a layer moves at least that fraction of the bytes.
+    return times.seconds(device, layer, phase, whole_size(layer, batch if layer.batched else 1))
+
+
+def table_least_s(times: LayerTimes, layer: Layer, phase: Phase, batch: int) -> float:
+    """Return `least_s` of measured tables. Corrections and sizes beyond the grids may lower the grids' least seconds."""
+    whole = whole_size(layer, batch if layer.batched else 1)
+    faster = min([1.0, *(times.ratio(layer, phase, each) for each in times.corrections)])
+    rows = [
+        _grid_least_s(grid) * whole.samples * getattr(whole, grid.axis) * _least_beyond(grid, layer, whole)
+        for grid in times.grids(phase)
+        if grid is not None
+    ]
+    return float(min(rows)) * faster
+
+
+def _grid_least_s(grid: Grid) -> float:
+    """Return the least seconds per unit of size. Interpolation takes means of points, so no size takes less."""
+    return min(
+        seconds / (samples * other)
+        for samples, row in zip(grid.samples, grid.seconds, strict=True)
+        for other, seconds in zip(grid.others, row, strict=True)
+    )
+
+
+def _least_beyond(grid: Grid, layer: Layer, whole: LocalSize) -> float:
+    """Return the least seconds per unit of size beyond a grid, as a fraction of those at its edge.
+
+    By a roofline a unit takes max(a, m). Arithmetic a is in proportion to size; the memory traffic m of a unit at the edge
+    exceeds that of a unit beyond by at most `more`. So the quotient is at least t / (t + more), for t a unit of the whole.
+    """
+
+    def unit(value: float, size: LocalSize) -> float:
+        return value / (size.samples * size.outputs * size.inputs)
+
+    edge = grid.edge(whole)
+    more = unit(bytes_moved(layer, edge, 4), edge) - unit(bytes_moved(layer, whole, 4), whole)
+    whole_s = unit(shape_s(layer, whole), whole)  # `shape_s` counts one second for a byte
+    return whole_s / (whole_s + max(0.0, more)) if whole_s else 1.0
