@@ -15,7 +15,7 @@ from convoy.elastic.admission import ScriptAdmission, Verdict, refusal, required
 from convoy.elastic.members import JoinOptions, Members
 from convoy.elastic.regroup import home_at
 from convoy.machine import roster
-from convoy.measure.replanner import Replanner
+from convoy.measure.job_plans import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.replan import with_joining_device

@@ -14,14 +14,13 @@ from convoy.elastic.entrance import Entrance
 from convoy.errors import InputError
 from convoy.files import parse_toml
 from convoy.machine.accelerator import random_state_kept
+from convoy.measure.layer_timer import measure_speeds
 from convoy.measure.measure_job import MeasureOptions, measure_job
-from convoy.measure.speeds import measure_speeds
 from convoy.model.entry_points import lies_here, names_callable
 from convoy.model.nets.imported import is_packaged
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS, Speeds
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.runtime.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def measured_alone(
     traced, batch, precision = trace(model, example), settings.micro_batch, settings.precision
     with random_state_kept(group.torch_device):
         if not offer["measured"]:
-            speeds = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown), precision)
+            speeds = measure_speeds(group, traced, model, batch, slowdown, precision)
             return FleetKnowledge(ids=(0,), speeds=speeds)
         options = MeasureOptions(settings.net, budget_s=settings.budget_s, slowdown=slowdown, precision=precision)
         measured = measure_job(group, traced, model, batch, options)

@@ -177,9 +177,9 @@ class Reporter(ExitStack):
         """Compare the prediction with the measurement, and write the last lines of the log."""
         if self.part.compiler is not None:
             self.screen.line(self.part.compiler.summary())
-        predicted_s, within = self.plans.predicted_s(chosen), self.plans.within(chosen)
-        if predicted_s is not None and within is not None and len(uses) == self.plans[0].devices:
-            self.screen.line(self.timer.compared_with(predicted_s, within, self.run.settings.accumulate))
+        predicted = self.plans.predicted(chosen)
+        if predicted is not None and len(uses) == self.plans[0].devices:
+            self.screen.line(self.timer.compared_with(*predicted, self.run.settings.accumulate))
         if self.log is not None:
             for use in uses:
                 self.log.write(use)

@@ -28,7 +28,7 @@ from convoy.comm.environment import imposed_slowdown
 from convoy.comm.group import Group
 from convoy.config.run_file import RunSettings
 from convoy.machine.process import handle_signals
-from convoy.measure.replanner import expect_measured
+from convoy.measure.job_plans import expect_measured
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.planner.knowledge import FleetKnowledge
@@ -120,8 +120,9 @@ def _make_plans(job: Job, model: nn.Module, example: Tensor, slowdown: float) ->
             budget_s=settings.budget_s, fleet=settings.fleet, precision=settings.precision,
             optimizer=settings.optimizer_state, net=settings.net, micro_batches=settings.accumulate, progress=progress,
         )  # fmt: skip
-    for remark in [] if plans.request.fleet.measured is None else remarks(plans.request.fleet.measured):
-        screen.line(remark)
+    measured = plans.request.fleet.measured
+    for line in [*plans.notes, *([] if measured is None else remarks(measured))]:
+        screen.line(line)
     if settings.rebalances and len(plans) > 1:
         screen.line(f"{len(plans)} plans are predicted to take nearly as long: training tries each for some steps.")
     return plans

@@ -38,7 +38,7 @@ class MetricRow:
 
 
 class MetricSink(Protocol):
-    """A destination of numbers. Created, used and closed in one thread; may block and raise anything."""
+    """A destination of numbers, used in one thread. It may block and raise anything."""
 
     def write(self, rows: Sequence[MetricRow]) -> None: ...
 
