@@ -4,7 +4,8 @@
 
     options.py         the typer app, options shared by verbs, and options made from the list of settings
     scripts.py         run
-    training.py        train, join, leave, stop, demo, measure, report
+    training.py        train, join, leave, stop, demo
+    measuring.py       measure, report
     plan_verbs.py      plan, predict, simulate
     fleet_commands.py  emulate, doctor; fleet init, show, setup, key
 
@@ -23,7 +24,7 @@ from types import FrameType
 
 # isort: off
 # Each adds its verbs; --help lists them in this order.
-from convoy.cli import scripts, training, plan_verbs, fleet_commands  # noqa: F401
+from convoy.cli import scripts, training, measuring, plan_verbs, fleet_commands  # noqa: F401
 
 # isort: on
 from convoy.cli.options import app
