@@ -12,7 +12,7 @@ from convoy.comm.control_messages import difference
 from convoy.comm.group import Group
 from convoy.config.train_options import Settings
 from convoy.data import Splits, load
-from convoy.data.augment import read_augment
+from convoy.data.augment import Augment, augment_steps
 from convoy.errors import InputError, MismatchError
 from convoy.model.nets import build_net
 from convoy.model.nets.builtin import PER_PIXEL
@@ -46,7 +46,8 @@ def agreed_images(settings: Settings, group: Group, screen: Screen) -> Splits:
     if settings.batch > count:
         raise InputError(f"--batch {settings.batch} with {count} training images: give --batch {count} or less")
     if settings.augment is not None:  # try it once
-        read_augment(settings.augment, splits.train.mean, splits.train.std)(example_of(splits), [0], settings.seed, 0)
+        augment = Augment(augment_steps(settings.augment), splits.train.mean, splits.train.std)
+        augment(example_of(splits), [0], settings.seed, 0)
     if found := difference(group.agree("data", splits.fingerprint)):
         raise MismatchError(
             f"the devices were given different data: {found}; copy the same files to every machine, and use one version of "
@@ -108,9 +109,9 @@ class _Slowed(Training):
 
     clock: Clock = field(kw_only=True)
 
-    def _backward(self, x: Tensor, y: Tensor, part: float) -> Tensor:
+    def backward(self, x: Tensor, y: Tensor, part: float, *, ends_step: bool = True) -> Tensor:
         with self.clock.compute("all layers", "forward and backward"):
-            return super()._backward(x, y, part)
+            return super().backward(x, y, part, ends_step=ends_step)
 
 
 def compare_with_one_device(settings: Settings, done: FinishedTraining, screen: Screen) -> None:
