@@ -4,8 +4,8 @@
 
     options.py         the typer app, options shared by verbs, and options made from the list of settings
     scripts.py         run
-    training.py        train, join, leave, stop, demo
-    measuring.py       measure, report
+    training.py        train, join, leave, stop, demo, report
+    measuring.py       measure
     plan_verbs.py      plan, predict, simulate
     fleet_commands.py  emulate, doctor; fleet init, show, setup, key
 

@@ -1,4 +1,4 @@
-"""Defines the verbs measure and report."""
+"""Defines the verb measure."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.options import app, argument, in_job, option, path_of, with_settings
+from convoy.cli.options import app, in_job, option, with_settings
 from convoy.comm.job_key import choose
 from convoy.config.train_options import Settings
 from convoy.errors import InputError
@@ -107,24 +107,3 @@ def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None
             write_whole(output, measured.to_toml())
             show(measured, console)
             console.print(f"Written to {output}", soft_wrap=True)
-
-
-@app.command()
-def report(
-    run: Annotated[
-        Path | None, argument("RUN", "Folder or log of a run. Default: the latest in runs.", parser=path_of)
-    ] = None,
-    output: Annotated[Path | None, option("PATH", "HTML file. Default: next to the log.", "--output", "-o")] = None,
-) -> None:
-    """Write the HTML page of a run.
-
-    It has the curves, throughput with prediction and limit, the plan, one step, and each device. The page needs no network.
-    The page of an unfinished run shows its data so far.
-
-    Example: convoy report runs/2026-11-21-19.37.45-two-conv-50-500
-    """
-    from convoy.report.page import write_report
-    from convoy.runlog.directory import runs_folder
-    from convoy.runlog.reader import newest_run
-
-    print(f"wrote {write_report(run or newest_run(runs_folder()), output)}")

@@ -23,13 +23,7 @@ def run(
     arguments: Annotated[list[str] | None, argument("SCRIPT.PY [ARGS]...", "A script and its own arguments.")] = None,
     module: Annotated[str | None, option("NAME", "Run a module, as python -m does.", "--module", "-m")] = None,
     print_for: Annotated[
-        str | None,
-        option(
-            "KIND",
-            "Start nothing; print a launcher for the fleet. shell: a line for each host; slurm: a file for sbatch; "
-            "kubernetes: a JobSet for kubectl, with --image.",
-            "--print",
-        ),
+        str | None, option("KIND", "Only print a launcher for the fleet: shell, slurm or kubernetes.", "--print")
     ] = None,
     image: Annotated[str | None, option("IMAGE", "For kubernetes: container image with Convoy and the script.")] = None,
     logs: Annotated[Path | None, option("PATH", "Folder for the output of devices 1, 2, ...")] = None,

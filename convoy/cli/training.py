@@ -1,4 +1,4 @@
-"""Defines the verbs train, join, leave, stop and demo."""
+"""Defines the verbs train, join, leave, stop, demo and report."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import typer
 
 from convoy.cli.options import HelpAll, app, argument, help_of, in_job, option, path_of, with_settings
 from convoy.comm.job_key import KEY_FILE, choose
-from convoy.config.train_options import Settings, read_address
+from convoy.config.train_options import read_address
 from convoy.errors import ConvoyError, InputError
 from convoy.machine import roster
 from convoy.machine.process import END, LEAVE
@@ -44,11 +44,16 @@ def train(
     devices = settings.device_names
     choose(settings.job_key, settings.trust_network, os.environ)
     if not one_of_job:
+        from convoy.config.checks import check, check_outputs, check_places
         from convoy.launch.fleet import startable, train_on_fleet
 
         if (fleet := startable(settings.fleet)) is not None:
             raise typer.Exit(train_on_fleet(resolved, fleet))
-        _check_training(settings)
+        if settings.listen is not None and not os.environ.get(KEY_FILE):
+            raise InputError("--listen without --job-key: make a key with `convoy fleet key FILE`, and give it here")
+        check(settings)
+        check_places(settings)
+        check_outputs(settings)
         print(f"Starting {len(devices)} device{'s' * (len(devices) > 1)} ...", flush=True)
     if one_of_job or len(devices) == 1:
         from convoy.cli.train_job import run_device
@@ -66,17 +71,6 @@ def train(
     host = "127.0.0.1" if settings.listens_at is None else settings.listens_at[0]
     options = JobOptions(port=settings.port, goes_on=settings.recovers, silence_s=settings.timeout_s)
     raise typer.Exit(launch_local(sys.argv[1:], devices, options=options, host=host))
-
-
-def _check_training(settings: Settings) -> None:
-    """Refuse bad settings in the launcher, before it starts devices."""
-    from convoy.config import checks
-
-    if settings.listen is not None and not os.environ.get(KEY_FILE):
-        raise InputError("--listen without --job-key: make a key with `convoy fleet key FILE`, and give it here")
-    checks.check(settings)
-    checks.check_places(settings)
-    checks.check_outputs(settings)
 
 
 @app.command()
@@ -230,3 +224,24 @@ def demo(
     print(f"$ convoy train {' '.join(options)}\n", flush=True)
     sys.argv[1:] = ["train", *options]
     raise typer.Exit(app(args=sys.argv[1:], standalone_mode=False) or 0)
+
+
+@app.command()
+def report(
+    run: Annotated[
+        Path | None, argument("RUN", "Folder or log of a run. Default: the latest in runs.", parser=path_of)
+    ] = None,
+    output: Annotated[Path | None, option("PATH", "HTML file. Default: next to the log.", "--output", "-o")] = None,
+) -> None:
+    """Write the HTML page of a run.
+
+    It has the curves, throughput with prediction and limit, the plan, one step, and each device. The page needs no network.
+    The page of an unfinished run shows its data so far.
+
+    Example: convoy report runs/2026-11-21-19.37.45-two-conv-50-500
+    """
+    from convoy.report.page import write_report
+    from convoy.runlog.directory import runs_folder
+    from convoy.runlog.reader import newest_run
+
+    print(f"wrote {write_report(run or newest_run(runs_folder()), output)}")
