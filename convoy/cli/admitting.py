@@ -15,7 +15,7 @@ from convoy.elastic.admission import ScriptAdmission, Verdict, refusal, required
 from convoy.elastic.members import JoinOptions, Members
 from convoy.elastic.regroup import home_at
 from convoy.machine import roster
-from convoy.measure.replanner import Replanner
+from convoy.measure.job_plans import Replanner
 from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.replan import with_joining_device
@@ -59,10 +59,8 @@ class TrainAdmission(ScriptAdmission):
         plan, now = self.model.plan, tuple(members)
         found, gain = with_joining_device(replace(self.replan.request, fleet=known), plan, now, device)
         if gain is not None and gain <= 1:
-            return "spare", (
-                f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it; this is "
-                "predicted again when the devices change"
-            )
+            slower = f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it"
+            return "spare", f"{slower}; this is predicted again when the devices change"
         assert known.speeds is not None
         self.replan.prepared = plan, now, tuple(sorted({*now, device})), known.speeds, found
         return "wanted", ""

@@ -9,8 +9,8 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -26,8 +26,7 @@ LEAST_FRACTION = 0.05
 """Even on a fully loaded machine, a program gets at least this fraction of the cores it needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """Wall-clock seconds, busy seconds of all processors, and processor seconds of this process. Only differences count."""
 
     wall_s: float
@@ -36,7 +35,6 @@ class Reading:
 
 
 def read_usage() -> Reading:
-    """Read the three clocks."""
     times = psutil.cpu_times()
     idle_s = sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
     return Reading(time.perf_counter(), sum(times) - idle_s, time.process_time())
@@ -48,11 +46,10 @@ Usage = tuple[str, float, float, float, float]
 
 def slowed_by_others(group: Group, topic: str, begin: Reading) -> tuple[float, ...]:
     """Return each device's slowdown by other programs since `begin`. All devices call it."""
-    now = read_usage()
-    wall_s = max(1e-9, now.wall_s - begin.wall_s)
-    busy, own = (now.busy_s - begin.busy_s) / wall_s, (now.own_s - begin.own_s) / wall_s
+    wall_s, busy_s, own_s = (end - start for end, start in zip(read_usage(), begin, strict=True))
     threads = float(torch.get_num_threads() if group.torch_device.type == "cpu" else 1)
-    usage: Usage = machine_name(), float(os.cpu_count() or 1), min(threads, quota_cores() or threads), busy, own
+    needed = min(threads, quota_cores() or threads)
+    usage: Usage = machine_name(), float(os.cpu_count() or 1), needed, busy_s / wall_s, own_s / wall_s
     return slowdowns(gather(group, topic, usage))
 
 
@@ -84,12 +81,10 @@ def quota_cores(root: Path = ROOT, own: Path = OWN) -> float | None:
     found = []
     with suppress(OSError):
         for folder, version in control_groups("cpu", root, own):
+            names = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
             # ValueError: "max", no limit. OSError: a folder of the host that a container does not see.
             with suppress(OSError, ValueError):
-                if version == 2:
-                    quota, period = (folder / "cpu.max").read_text().split()
-                else:
-                    quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                if int(quota) > 0:  # -1: no limit
-                    found.append(int(quota) / int(period))
+                quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+                if quota > 0:  # -1: no limit
+                    found.append(quota / period)
     return min(found, default=None)

@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from convoy.emulate import cgroups, namespaces, run
+from convoy.emulate import machine as emulated_machine
+from convoy.emulate import namespaces, run
 from convoy.emulate.machine import RunName
 from convoy.emulate.run import emulate
 from convoy.errors import InputError
@@ -56,7 +57,7 @@ def machine() -> dict[str, object]:
         "nics": [(nic["ifname"], nic["flags"], nic["addr_info"]) for nic in nics],
         "routes": routes,
         "namespaces": ours(namespaces.namespaces()),
-        "groups": ours(path.name for path in cgroups.cpu_controller().root.iterdir()),
+        "groups": ours(path.name for path in emulated_machine.cpu_controller().root.iterdir()),
         "files": len(list(Path("/proc/self/fd").iterdir())),
     }
 
@@ -486,14 +487,14 @@ def test_emulation_limits_are_reported() -> None:
     [(0.45, 4500, 10_000), (1.2, 12_000, 10_000), (0.1, 1000, 10_000), (0.08, 1000, 12_500), (0.001, 1000, 1_000_000)],
 )
 def test_quotas_respect_the_kernel_minimum(cores: float, quota_us: int, period_us: int) -> None:
-    assert cgroups.quota_us(cores) == (quota_us, period_us)
+    assert emulated_machine.quota_us(cores) == (quota_us, period_us)
 
 
 def test_version_2_quotas_are_written_as_the_kernel_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io\n")
     (tmp_path / "cgroup.subtree_control").touch()
-    controller = cgroups.cpu_controller(f"cgroup2 {tmp_path} cgroup2 rw 0 0\n")
-    assert controller == cgroups.CpuController(2, tmp_path)
+    controller = emulated_machine.cpu_controller(f"cgroup2 {tmp_path} cgroup2 rw 0 0\n")
+    assert controller == emulated_machine.CpuController(2, tmp_path)
     written: list[tuple[str, str]] = []
     mkdir = Path.mkdir
 
@@ -502,10 +503,12 @@ def test_version_2_quotas_are_written_as_the_kernel_reads_them(tmp_path: Path, m
         (path / "cgroup.subtree_control").touch()
 
     monkeypatch.setattr(Path, "mkdir", with_files)
-    monkeypatch.setattr(cgroups, "_write", lambda file, text: written.append((str(file.relative_to(tmp_path)), text)))
-    monkeypatch.setattr(cgroups, "remove", lambda _: None)
+    monkeypatch.setattr(
+        emulated_machine, "_write", lambda file, text: written.append((str(file.relative_to(tmp_path)), text))
+    )
+    monkeypatch.setattr(emulated_machine, "remove", lambda _: None)
     run_name = RunName(1, 2)
-    with cgroups.groups(controller, run_name, [0.45, None]):
+    with emulated_machine.groups(controller, run_name, [0.45, None]):
         switches = [("cgroup.subtree_control", "+cpu"), (f"{run_name}/cgroup.subtree_control", "+cpu")]
         assert written == [*switches, (f"{run_name}/0/cpu.max", "4500 10000")]
 
@@ -514,9 +517,9 @@ def test_the_controller_is_found_among_mounts(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("cpuset io\n")
     without = f"cgroup2 {tmp_path} cgroup2 rw 0 0\ncgroup /c/acct cgroup rw,cpuacct 0 0\n"
     with pytest.raises(InputError, match=r"no cpu controller .* mount one .mount -t cgroup2"):
-        cgroups.cpu_controller(without)
-    version_1 = cgroups.cpu_controller(without + "cgroup /c/cpu,cpuacct cgroup rw,cpu,cpuacct 0 0\n")
-    assert version_1 == cgroups.CpuController(1, Path("/c/cpu,cpuacct"))
+        emulated_machine.cpu_controller(without)
+    version_1 = emulated_machine.cpu_controller(without + "cgroup /c/cpu,cpuacct cgroup rw,cpu,cpuacct 0 0\n")
+    assert version_1 == emulated_machine.CpuController(1, Path("/c/cpu,cpuacct"))
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e3, 1e5, 12.5e6, 50e6, 125e6, 1.25e9, 5e9])

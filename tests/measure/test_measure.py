@@ -22,10 +22,9 @@ from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.measure.device_info import DeviceInfo, fit, fleet_of, host_indices
 from convoy.measure.energy_meter import ABSENT, Counter, EnergyMeter
-from convoy.measure.layer_timer import LayerTimer
+from convoy.measure.layer_timer import LayerTimer, measure_speeds
 from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.measure.overhead_probe import LOSS_ENTRIES, Quota, loss_shapes, measure_overheads
-from convoy.measure.speeds import measure_speeds
 from convoy.measure.timing import RoundTimer, device_now
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.lower import lower
@@ -206,7 +205,7 @@ def test_layers_are_timed_in_the_training_precision(precision: str, dtype: torch
         timer = RoundTimer(Clock(CPU), slice_s=1e-5)
         LayerTimer(traced, model, 4, timer, 1, precision).turn("conv2", 0.1)
         assert types.seen == {dtype}
-        measure_speeds(group, traced, model, 4, Clock(CPU), precision)
+        measure_speeds(group, traced, model, 4, 1.0, precision)
     assert types.seen == {dtype}
 
 
@@ -215,7 +214,7 @@ def test_devices_with_different_precisions_are_refused() -> None:
     with pytest.raises(MismatchError, match="float32 on device 0, but bf16 on device 1"):
         run_on_threads(
             2,
-            lambda group: measure_speeds(group, traced, model, 4, Clock(CPU), ("float32", "bf16")[group.device]),
+            lambda group: measure_speeds(group, traced, model, 4, 1.0, ("float32", "bf16")[group.device]),
             timeout_s=30.0,
         )
 
@@ -312,5 +311,5 @@ def test_loss_is_timed_on_the_models_outputs() -> None:
     each = math.prod(pixels[output].shape)
     assert loss_shapes(pixels, 24) == [(24, *pixels[output].shape)]
     assert loss_shapes(pixels, 1 << 30) == [(LOSS_ENTRIES // each, *pixels[output].shape)]
-    found = measure_overheads(CPU, device_now(CPU), QUICK_S, outputs=loss_shapes(pixels, 24))
+    found, _ = measure_overheads(CPU, device_now(CPU), QUICK_S, outputs=loss_shapes(pixels, 24))
     assert 1e-12 < found.loss_s_per_byte < 1e-6

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-import convoy.measure.speeds
+import convoy.measure.layer_timer
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
-from convoy.measure.layer_timer import LayerTimer
-from convoy.measure.speeds import given_speeds, measure_speeds, time_layers
+from convoy.measure.layer_timer import LayerTimer, measure_speeds, time_layers
+from convoy.measure.planning import given_speeds
 from convoy.measure.timing import RoundTimer
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.presets import Speeds
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _one_call_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call once per round: these tests do not check precision."""
-    monkeypatch.setattr(convoy.measure.speeds, "SLICE_S", 0.0)
+    monkeypatch.setattr(convoy.measure.layer_timer, "SPEEDS_SLICE_S", 0.0)
 
 
 def seconds_of(model: nn.Module, traced: TracedModel, batch: int, clock: Clock | None = None) -> dict[str, float]:
@@ -81,17 +81,13 @@ def test_slowdown_factor_scales_speeds() -> None:
 def test_speeds_are_samples_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device 1 takes three times as long at the convolution: 0.21 and 0.41 s per sample in total."""
     traced = trace(nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten(), nn.Linear(16, 2)), torch.zeros(1, 1, 2, 2))
-    monkeypatch.setattr(convoy.measure.speeds, "LayerTimer", lambda *_: None)
+    monkeypatch.setattr(convoy.measure.layer_timer, "LayerTimer", lambda *_: None)
 
     def work(group: Group) -> Speeds:
-        clock = Clock(CPU)
-        clock.add(1.0, {"0": 1.0}, "forward")
-        speeds = measure_speeds(group, traced, nn.Identity(), 16, clock)
-        assert clock.compute_s == 0, "measuring does not count as training"
-        return speeds
+        return measure_speeds(group, traced, nn.Identity(), 16)
 
     table = iter([{"0": 0.1, "1": 0.01, "2": 0.1}, {"0": 0.3, "1": 0.01, "2": 0.1}])
-    monkeypatch.setattr(convoy.measure.speeds, "time_layers", lambda *_: next(table))
+    monkeypatch.setattr(convoy.measure.layer_timer, "time_layers", lambda *_: next(table))
     first, second = run_on_threads(2, work)
     assert first == second
     assert sorted(first.devices) == pytest.approx([1 / 0.41, 1 / 0.21])
@@ -105,7 +101,7 @@ def test_devices_with_another_model_are_named_before_anything_is_measured() -> N
     other = replace(traced, graph=replace(traced.graph, model="Other", outputs=()))
 
     def work(group: Group) -> None:
-        measure_speeds(group, other if group.device else traced, model, 16, Clock(CPU))
+        measure_speeds(group, other if group.device else traced, model, 16)
 
     with pytest.raises(
         MismatchError, match="devices 1, 2 started with another model than device 0: start every device"

@@ -97,14 +97,12 @@ def test_further_device_gain_names_its_baseline() -> None:
     assert expected in console.file.getvalue()
 
 
-def test_prediction_groups_changes_without_effect(
+def test_a_no_describes_the_best_plan_with_several_devices(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: it listed eight changes with "1.00x", and the parts of a one-device step for a No."""
+    """Regression: for a No it printed the parts of a one-device step."""
     monkeypatch.setenv("COLUMNS", "200")
     plan_verbs.predict("resnet:8:16", "laptop-cpu,rtx3060,rtx3090", image="3,32,32", classes=10, batch=256)
     out = capsys.readouterr().out
     assert "Would it pay? No: rtx3090 alone is the fastest" in out
     assert re.search(r"^Best plan with several devices \(convolutions and linear layers\): \d+ ", out, re.M)
-    (line,) = re.findall(r"^One device less or more, compared with rtx3090 alone: (.*)\.$", out, re.M)
-    assert line == "without rtx3090 0.49x, any other 1.00x"

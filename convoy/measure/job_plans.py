@@ -1,8 +1,8 @@
-"""Plans again when the devices of a running job change, with the times that rebalancing has measured."""
+"""Holds the plans of a job (`Plans`), and plans again when its devices change (`Replanner`)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 from convoy.comm.control_messages import from_first
 from convoy.plan.lower import lower
@@ -11,11 +11,62 @@ from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.replan import NewPlan, plan_anew
 from convoy.planner.request import PlanRequest
+from convoy.planner.snapshot_cost import SparePrice
 from convoy.runtime.module import Distributed
+from convoy.simulate.interval import Within, around
 from convoy.simulate.simulator import seconds_by_phase
 from convoy.simulate.table import Measurement
 from convoy.train import rebalance
 from convoy.train.controller import Rebalancer
+
+
+@dataclass(frozen=True, slots=True)
+class Plans(Sequence[Plan]):
+    """The best plan, followed by plans that are predicted to be nearly as fast.
+
+    Attributes:
+        request: the plans' request, with the knowledge about the devices.
+        step_s: each plan's predicted seconds per micro-batch; empty if nothing was predicted.
+        spread: for each plan, the factor within which nine of ten measurements lie.
+        spare: the cost of snapshots for recovery with the first plan; None if unknown.
+        notes: lines for the user about the measurement.
+    """
+
+    plans: tuple[Plan, ...]
+    request: PlanRequest = field(compare=False)
+    step_s: tuple[float, ...] = ()
+    spread: tuple[float, ...] = ()
+    spare: SparePrice | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def speeds(self) -> Speeds:
+        """Solo throughput of each device in samples/s, or the given speeds."""
+        assert self.request.fleet.speeds is not None
+        return self.request.fleet.speeds
+
+    def replanner(self, rebalancer: Rebalancer | None = None) -> "Replanner":
+        """Return a planner for changed devices: `Members(model, optimizer, replan=plans.replanner())`.
+
+        Args:
+            rebalancer: corrects measured times.
+        """
+        return Replanner(self.request, rebalancer)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
+    def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
+        return self.plans[index]
+
+    def predicted(self, plan: Plan) -> tuple[float, Within] | None:
+        """Return a plan's predicted seconds per micro-batch and their interval; None if it is not one of these plans."""
+        rows = zip(self.plans, self.step_s, self.spread, strict=False)
+        return next(((step_s, around(step_s, spread)) for each, step_s, spread in rows if each == plan), None)
 
 
 class Replanner:
