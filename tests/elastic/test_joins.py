@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from convoy.api import distribute, loader, make_plan
 from convoy.comm.connection import Credentials, Fields, credentials_of
-from convoy.comm.environment import ProcessEnv
+from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
