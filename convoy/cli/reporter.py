@@ -20,8 +20,8 @@ from convoy.runlog.schema import DeviceLine, EndLine, MembersLine, SystemLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.train.autotune import is_end
-from convoy.train.observer import Observer, Observers
 from convoy.train.rebalance import Decision, Reshard
+from convoy.train.record import Observer, Observers
 
 
 class Reporter(ExitStack):

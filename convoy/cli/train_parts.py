@@ -12,7 +12,7 @@ from convoy.comm.control_messages import difference
 from convoy.comm.group import Group
 from convoy.config.train_options import Settings
 from convoy.data import Splits, load
-from convoy.data.augment import read_augment
+from convoy.data.augment import Augment, augment_steps
 from convoy.errors import InputError, MismatchError
 from convoy.model.nets import build_net
 from convoy.model.nets.builtin import PER_PIXEL
@@ -50,7 +50,7 @@ def agreed_images(settings: Settings, group: Group, screen: Screen) -> Splits:
             f"{count} or less"
         )
     if settings.augment is not None:
-        augment = read_augment(settings.augment, splits.train.mean, splits.train.std)
+        augment = Augment(augment_steps(settings.augment), splits.train.mean, splits.train.std)
         augment(example_of(splits), [0], settings.seed, 0)
     if found := difference(group.agree("data", splits.fingerprint)):
         raise MismatchError(
@@ -113,9 +113,9 @@ class _Slowed(Training):
 
     clock: Clock = field(kw_only=True)
 
-    def _backward(self, x: Tensor, y: Tensor, part: float) -> Tensor:
+    def backward(self, x: Tensor, y: Tensor, part: float, *, ends_step: bool = True) -> Tensor:
         with self.clock.compute("all layers", "forward and backward"):
-            return super()._backward(x, y, part)
+            return super().backward(x, y, part, ends_step=ends_step)
 
 
 def compare_with_one_device(settings: Settings, done: FinishedTraining, screen: Screen) -> None:

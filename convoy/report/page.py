@@ -23,7 +23,7 @@ from convoy.report.numbers import in_bytes, percent, plain, seconds, unit_of
 from convoy.runlog.reader import RunRecord, log_of, read_log
 from convoy.runlog.schema import LayerEntry, PredictionLine
 from convoy.simulate.interval import around
-from convoy.train.observer import EpochResult, Observer
+from convoy.train.record import EpochResult, Observer
 
 MAX_ROWS = 20
 """In a plan with more rows than this, successive layers with the same shares share a row."""

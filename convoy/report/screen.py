@@ -20,8 +20,7 @@ from convoy.plan.presets import Speeds
 from convoy.plan.steps import micro_batches
 from convoy.report.numbers import in_bytes, seconds
 from convoy.runlog.schema import DeviceLine
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
-from convoy.train.record import History
+from convoy.train.record import EpochResult, Evaluation, History, Observer, StepResult
 
 FILE_WIDTH = 250
 """Line width of tables in a file or a pipe, so that nothing is cut off."""

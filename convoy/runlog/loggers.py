@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from convoy.runlog.schema import SystemLine
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
+from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 
 MAX_ROWS = 10_000
 """Maximum rows in the queue of a slow sink; later ones are dropped."""

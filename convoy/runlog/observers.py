@@ -16,7 +16,7 @@ from convoy.runlog.schema import SystemLine, UtilizationLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
 from convoy.simulate.interval import Within
-from convoy.train.observer import EpochResult, Evaluation, Observer
+from convoy.train.record import EpochResult, Evaluation, Observer
 
 SYSTEM_EVERY_S = 5.0
 """Seconds between two system lines; collecting one takes the devices some milliseconds."""

@@ -28,8 +28,8 @@ from convoy.planner.prediction import PlanPrediction, predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.runlog import schema
 from convoy.simulate.table import Measurement
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from convoy.train.rebalance import Reshard
+from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 
 
 class RunLog(Observer):

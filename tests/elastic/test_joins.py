@@ -35,7 +35,7 @@ from convoy.train.adopt import AdoptedLoader
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, accuracy, fit
-from convoy.train.observer import Observer, StepResult
+from convoy.train.record import Observer, StepResult
 from lab.chaos import TIGHT, Case, build, make_data, make_net, whole_state
 from tests.support.torch_seed import torch_seed
 
@@ -462,7 +462,10 @@ class OwnDataLoader(OwnLoop):
     def loaders(self, part: Distributed | None) -> tuple[Any, Any]:
         generator = torch.Generator().manual_seed(3)
         source = DataLoader(make_data(self.case), self.case.batch, shuffle=True, generator=generator)
-        return AdoptedLoader(source, part, parts=True), super().loaders(part)[1]
+        if part is not None:
+            part.takes_whole = True
+        test = DataLoader(make_data(self.case), self.case.batch)
+        return AdoptedLoader(source, part), AdoptedLoader(test, part)
 
 
 def test_a_joined_device_continues_the_order_of_a_generator_when_the_others_leave() -> None:

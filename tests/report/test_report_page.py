@@ -34,7 +34,7 @@ from convoy.report.page import (
 from convoy.report.timeline import KINDS, DrawnEvent, drawn_events, kind_of
 from convoy.runlog.reader import log_of, newest_run, read_log
 from convoy.runlog.schema import EventRow, LayerEntry, PredictionLine
-from convoy.train.observer import EpochResult
+from convoy.train.record import EpochResult
 from tests.support.run_logs import END, FLEET, PLAN, PREDICTION, RESHARE, RUN, STEP_S, epoch, layer, whole_run, write
 
 SECTIONS = ["numbers", "curves", "rate", "plan", "step", "devices", "resources", "shares", "settings", "versions"]

@@ -9,8 +9,7 @@ from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch
 from convoy.report.screen import LINE_EVERY_S, Screen, Wait
-from convoy.train.observer import EpochResult, Evaluation, StepResult
-from convoy.train.record import History
+from convoy.train.record import EpochResult, Evaluation, History, StepResult
 
 
 def history(loss: float, samples_per_s: float = 1234567.8) -> History:

@@ -24,8 +24,8 @@ from convoy.runlog.directory import make_directory
 from convoy.runlog.reader import read_log
 from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshardLine
 from convoy.runlog.writer import RunLog, plan_line
-from convoy.train.observer import EpochResult, Evaluation, StepResult
 from convoy.train.rebalance import Balancer, Decision, Keep, Reshard, observe
+from convoy.train.record import EpochResult, Evaluation, StepResult
 from tests.support.one_device import by_name, graph_of
 from tests.support.processes import PLACE, on_processes
 
