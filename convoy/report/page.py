@@ -18,7 +18,6 @@ from markupsafe import Markup
 from convoy._version import __version__
 from convoy.errors import InputError
 from convoy.files import write_whole
-from convoy.measure.energy_meter import ABSENT
 from convoy.report import timeline
 from convoy.report.numbers import in_bytes, percent, plain, seconds, unit_of
 from convoy.runlog.reader import RunRecord, log_of, read_log
@@ -317,12 +316,11 @@ def summary_of(record: RunRecord) -> list[tuple[str, str, str]]:
         ("Training time", seconds(sum(line.train_s for line in record.epochs) or None),
          f"{len(record.epochs)} epochs, {len(record.steps):,} steps"),
     ]  # fmt: skip
-    sources = {by for line in record.system for by in line.joules_by if not by.startswith("counted")}
-    if sources:
+    if record.joules_per_image is not None:
+        sources = {by for line in record.system for by in line.joules_by if not by.startswith("counted")}
         expected = predicted and predicted.joules_per_image
         compared = f"{plain(expected)} predicted" if expected else "no prediction: the fleet has no watts"
-        by = "; ".join(sorted(each for each in sources if each.startswith(ABSENT)) or sorted(sources))
-        cards.append(("Joules/image", plain(record.joules_per_image), f"measured: {by}; {compared}"))
+        cards.append(("Joules/image", plain(record.joules_per_image), f"by {'; '.join(sorted(sources))}; {compared}"))
     return cards
 
 

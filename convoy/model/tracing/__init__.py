@@ -220,6 +220,8 @@ class _Capture:
         except Untraceable as reason:
             if _is_on_meta(self.model):
                 raise self._needs_weights(str(reason)) from None
+            release(self.model)
+            self.model = self.copy()
             return self._as_one_layer(str(reason))
 
     def _traced(self) -> tuple[TracedModel, Mapping[str, str]]:

@@ -69,9 +69,9 @@ def written(tensors: Iterable[Tensor]) -> Iterator[Callable[[], bool]]:
 
 
 def release(model: nn.Module) -> None:
-    """Let go of the memory of a copy without users, which may be in a reference cycle until Python collects it."""
-    for t in (*model.parameters(), *model.buffers()):
-        t.data = t.detach().new_empty(0)
+    """Let go of the parameters of a copy without users, which may be in a reference cycle until Python collects it."""
+    for p in model.parameters():
+        p.data = p.detach().new_empty(0)
 
 
 def timed_copy(model: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from convoy.errors import InputError
-from convoy.model.split_rules import is_registered
+from convoy.model.split_rules import MODULES
 from convoy.model.tracing.effects import batch_norm_of, counted_norm, has_effect, mutates, unsupported_in_place, written
 from convoy.model.tracing.node_values import Sizes, Spec, Untraceable
 from convoy.model.tracing.python_state import State, changed, random_kept, subtree
@@ -203,7 +203,7 @@ class _Tracer(fx.Tracer):
             return self.whole.get(path, "")
         if name := replaced_by_hand(m):
             return f"its {name} was replaced by hand"
-        if is_registered(m):
+        if type(m) in MODULES:
             return ""
         return "it has hooks" if has_hooks(m) else None
 
