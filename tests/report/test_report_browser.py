@@ -145,18 +145,6 @@ def widths(page: Page, selector: str) -> list[float]:
     return [width / sum(found) for width in found]
 
 
-def check_boxes(page: Page) -> None:
-    """Conv2 with the shares at the end; what each device did; the work of all layers; on a phone as on a desk."""
-    for width in (1200, 390):
-        page.resize(width)
-        rows = "#plan .layer:nth-of-type({}) .boxes .box"
-        assert widths(page, rows.format(2)) == pytest.approx([96 / 128, 24 / 128, 8 / 128], abs=0.02)
-        assert widths(page, rows.format(3)) == [1.0]
-        assert widths(page, rows.format(4)) == pytest.approx([1 / 3] * 3, abs=0.02)
-        assert widths(page, "#plan .work .box") == pytest.approx([0.75, 0.1875, 0.0625], abs=0.02)
-        assert widths(page, "#devices .use:nth-of-type(2) .box") == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
-
-
 RECTS = """(selector => [...document.querySelectorAll(selector)].map(each => {
   const [box, all] = [each.getBoundingClientRect(), each.closest('svg').getBoundingClientRect()];
   return [(box.left - all.left) / all.width, (box.right - all.left) / all.width,
@@ -189,7 +177,6 @@ def check_charts(page: Page) -> None:
 
 def test_texts_boxes_and_charts_show_the_values_of_the_log(page: Page) -> None:
     check_values(page)
-    check_boxes(page)
     check_charts(page)
 
 
@@ -241,29 +228,10 @@ def check_pointer(page: Page) -> None:
 
 SLIDE = """(weight => { const slider = document.querySelector('.smoothing input');
   slider.value = weight; slider.dispatchEvent(new Event('input', {bubbles: true})); })"""
-DRAWN = """document.querySelector('#loss-desc ~ polyline.smooth').getAttribute('points').split(' ').map(
-  pair => pair.split(',').map(Number))"""
-
-
-def check_smoothing(page: Page) -> None:
-    """The smooth curve is the exponential mean."""
-    page.tell(f"{SLIDE}(0)")
-    raw = page.tell(DRAWN)
-    assert [y for _, y in raw] == pytest.approx(
-        [float(y) for y in page.tell(DRAWN.replace("polyline.smooth", "polyline.faint") + ".map(p => p[1])")]
-    )
-    for weight in (0.9, 0.3):
-        page.tell(f"{SLIDE}({weight})")
-        total = weights = 0.0
-        for (x, y), (at, mean) in zip(raw, page.tell(DRAWN), strict=True):
-            total, weights = weight * total + (1 - weight) * y, weight * weights + (1 - weight)
-            assert (at, mean) == pytest.approx((x, total / weights))
-        assert page.tell("document.querySelector('.smoothing output').innerText") == f"{weight:.2f}"
 
 
 def test_pointer_keys_and_slider_work(page: Page) -> None:
     check_pointer(page)
-    check_smoothing(page)
 
 
 def test_live_page_reloads_and_keeps_open_sections(browser: Page, tmp_path: Path) -> None:

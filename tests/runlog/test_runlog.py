@@ -13,14 +13,12 @@ import pytest
 import convoy.cli.train_job  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.config.run_file import resolve_settings
-from convoy.config.train_options import Settings
 from convoy.data import load
 from convoy.errors import InputError
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.report.numbers import seconds
 from convoy.report.page import write_report
-from convoy.runlog.directory import make_directory
 from convoy.runlog.reader import read_log
 from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshardLine
 from convoy.runlog.writer import RunLog, plan_line
@@ -75,15 +73,6 @@ def test_a_training_makes_a_folder_by_default(
     one, two = rows_of(folder / "log.jsonl", "step"), rows_of(tmp_path / "again.jsonl", "step")
     assert [row["loss"] for row in one] == [row["loss"] for row in two]
     assert list(runs.iterdir()) == [folder], "--log FILE makes no folder"
-
-
-def test_simultaneous_runs_get_separate_folders(runs: Path) -> None:
-    places = []
-    for _ in range(20):
-        place = make_directory(Settings())
-        assert place is not None
-        places.append(place.folder)
-    assert len(set(places)) == 20 == len(list(runs.iterdir()))
 
 
 def test_log_can_be_disabled(
