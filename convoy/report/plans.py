@@ -102,7 +102,7 @@ def between(within: Within) -> str:
 
 
 def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
-    """Print each device's arithmetic, traffic, memory and energy in a step. Devices without layers handle messages and the loss."""
+    """Print each device's arithmetic, traffic, memory and energy in a step. Idle devices handle messages and the loss."""
     work = work_shares(lower(row.plan, request.graph), request.graph)
     limits, powers = request.limits, request.power or [None] * len(work)
     limited = [None if limit is None else in_bytes(limit) for limit in limits.limits_bytes]

@@ -22,7 +22,6 @@ from convoy.report.page import write_report
 from convoy.runlog.reader import read_log
 from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshardLine
 from convoy.runlog.writer import RunLog, plan_line
-from convoy.train.rebalance import Balancer, Decision, Keep, Reshard, observe
 from convoy.train.record import EpochResult, Evaluation, StepResult
 from tests.support.one_device import by_name, graph_of
 from tests.support.processes import PLACE, on_processes
@@ -170,24 +169,6 @@ def test_a_plan_line_has_the_numbers_of_the_plan_table() -> None:
             shown.bytes_,
         )
     assert line.work == work_shares(lower(plan, graph), graph)
-
-
-def test_a_change_of_shares_is_logged_with_the_new_plan(tmp_path: Path) -> None:
-    graph, plan = graph_of("two-conv"), by_name("data", "two-conv")
-    state = Balancer.start(plan, graph)
-    decision: Decision = Keep("nothing yet")
-    while not isinstance(decision, Reshard):
-        state, decision = observe(state, {"conv1": [0.9, 0.1, 0.1, 0.1]})
-    with RunLog(tmp_path / "log") as log:
-        log.run({})
-        log.plan(plan, graph)
-        log.reshard(37, decision)
-    first, second = read_log(tmp_path / "log").plans
-    assert (first.step, second.step) == (0, 38)
-    before, after = first.line, second.line
-    assert before.work == pytest.approx(work_shares(lower(plan, graph), graph))
-    assert after.work == pytest.approx(work_shares(lower(decision.plan, graph), graph))
-    assert after.work[0] < before.work[0]
 
 
 # ---------------------------------------------------------------------------------------------------- logs of before
