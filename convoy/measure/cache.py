@@ -19,14 +19,12 @@ from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.files import parse_json, read_text, write_whole
 from convoy.machine.accelerator import hardware_name, modes
-from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices
-from convoy.measure.other_load import quota_cores
+from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices, quota_cores
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.request import PlanOptions, PlanRequest
 from convoy.simulate.table import Measurement
 
-MOST_BYTES = 32 << 20
-"""Of all files together. Older ones are removed."""
+MOST_BYTES = 32 << 20  # of all files together. Older ones are removed
 
 
 def known_fleet(

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import check_alone, choose, predict_plan
 from convoy.planner.request import PlanOptions, PlanRequest
-from convoy.planner.snapshot_cost import SparePrice, spare_price
 from convoy.simulate.memory import MemoryLimits
 
 __all__ = ["Plans", "PlansOptions", "make_plans"]
@@ -37,8 +36,7 @@ BUDGET_S = 20.0
 UNCERTAIN = 2.0
 """A prediction is too uncertain to choose by if the high end of its interval exceeds this multiple of the low end."""
 
-FALLBACK = "data-by-speed"
-"""The plan if the devices' times stay too uncertain."""
+FALLBACK = "data-by-speed"  # the plan if the devices' times stay too uncertain
 
 
 class PlansOptions(PlanOptions, total=False):
@@ -143,9 +141,6 @@ def _print(group: Group, options: PlansOptions, *lines: str) -> None:
         print(f"convoy: {line}", file=sys.stderr, flush=True)
 
 
-# --- the plan "auto" ---------------------------------------------------------------------------------------------------
-
-
 def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequest, options: PlansOptions) -> Plans:
     """Measure the devices unless their times are known; plan on device 0; send the plans to all.
 
@@ -185,7 +180,6 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
         tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"]),
         replace(request, fleet=replace(request.fleet, speeds=Speeds(tuple(row["speeds"])))),
         tuple(row["step_s"]), tuple(row["spread"]),
-        SparePrice(**row["spare"] | {name: tuple(row["spare"][name]) for name in ("memory_bytes", "overfull")}),
         tuple(notes),
     )  # fmt: skip
 
@@ -211,7 +205,7 @@ def _choice(request: PlanRequest, falls_back: bool) -> dict[str, Any]:
     rate, low, high, solo = (f"{float(f'{each:.3g}'):,.10g}" for each in rates)
     return {
         "plans": [row.plan.to_json() for row in rows], "step_s": [row.step_s for row in rows],
-        "spread": [row.spread for row in rows], "speeds": speeds, "spare": asdict(spare_price(first, request)),
+        "spread": [row.spread for row in rows], "speeds": speeds,
         "is_certain": is_certain, "fell_back": fell_back,
         "lines": [
             f"plan auto: {computes} of the arithmetic{alone}",

@@ -23,7 +23,7 @@ from benchmarks.score import error, error_at_measured_speed, ratio_of_pairs
 from benchmarks.worker import WorkerJob, run_fleet
 from convoy.comm.group import AloneGroup, Group
 from convoy.data import Images
-from convoy.measure.other_load import read_usage
+from convoy.measure.device_info import read_usage
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan

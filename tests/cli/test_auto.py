@@ -320,7 +320,7 @@ def test_forecast_marks_plans_that_do_not_fit(
     said = capsys.readouterr().out
     assert f"! data does not fit: {first.name} needs" in said
     assert "! auto" not in said
-    assert "Plan auto, per device and step" in said
+    assert "Plan auto, each device in a step" in said
     assert "J/image" in said
     saved = Plan.load(plan)
     graph = trace(build_net("two-conv:4:6", (1, 8, 8), 10), torch.zeros(1, 1, 8, 8)).graph
