@@ -58,10 +58,8 @@ class TrainAdmission(ScriptAdmission):
         plan, now = self.model.plan, tuple(members)
         found, gain = with_joining_device(replace(self.replan.request, fleet=known), plan, now, device)
         if gain is not None and gain <= 1:
-            return "spare", (
-                f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it; this is "
-                "predicted again when the devices change"
-            )
+            slower = f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it"
+            return "spare", f"{slower}; this is predicted again when the devices change"
         assert known.speeds is not None
         self.replan.prepared = plan, now, tuple(sorted({*now, device})), known.speeds, found
         return "wanted", ""

@@ -246,7 +246,7 @@ class _Devices:
             self._note(f"ended by {interrupted.signum.name}")
             return interrupted.status
         for process in late:
-            self._show(process.device, process.tail.lines(), f"was still running after {timeout_s:g} s")
+            self._show(process.start.device, process.lines(), f"was still running after {timeout_s:g} s")
         return TIMED_OUT if late else 0
 
     def _show(self, number: int, lines: Sequence[str], what: str) -> None:

@@ -38,19 +38,18 @@ def energy_lines(measured: Measurement) -> list[str]:
 
     Devices that share a counter are counted together.
     """
-    seconds_each = [sum(cells[i][0] for cells in _layer_rows(measured).values()) for i in range(len(measured.device))]
-    lines: list[str] = []
+    rows, lines = _layer_rows(measured), []
     for index, costs in enumerate(measured.device):
         if costs.measured_w is None:
             if costs.measured_by.startswith(ABSENT):
                 lines.append(f"Energy of {costs.device}: {costs.measured_by}.")
             continue
         own = [i for i, each in enumerate(measured.device) if i == index or each.measured_by == counted_with(index)]
+        devices = [measured.fleet.devices[i] for i in own]
         names = ", ".join(measured.device[i].device for i in own)
         line = f"Energy of {names}: {plain(costs.measured_w)} W measured by {costs.measured_by}"
-        devices = [measured.fleet.devices[i] for i in own]
         if all(device.slowdown == 1 for device in devices):
-            rate = sum(measured.batch / max(seconds_each[i], 1e-12) for i in own)
+            rate = sum(measured.batch / max(sum(cells[i][0] for cells in rows.values()), 1e-12) for i in own)
             busy_w = [device.busy_w for device in devices if device.busy_w is not None]
             known = len(busy_w) == len(own)
             predicted = f"{plain(sum(busy_w) / rate)} predicted" if known else "no prediction without busy_w"

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
@@ -41,11 +42,7 @@ def show_all(
     Args:
         counts: throughput by number of devices, the fastest first.
     """
-
-    def show(line: str) -> None:
-        console.print(line, soft_wrap=True)
-
-    row, names = rows[-1], request.names
+    row, names, show = rows[-1], request.names, partial(console.print, soft_wrap=True)
     _show_predictions(console, rows, request)
     if request.micro_batches > 1:
         show(
@@ -162,11 +159,7 @@ def show_forecast(
     console: Console, found: Forecast, fleet: Fleet, net: str, image: tuple[int, int, int], took_s: float
 ) -> None:
     """Print the answer, then its basis."""
-    request = found.request
-
-    def show(line: str) -> None:
-        console.print(line, soft_wrap=True)
-
+    request, show = found.request, partial(console.print, soft_wrap=True)
     batch, size, count, parts = request.batch, "x".join(map(str, image)), request.micro_batches, ""
     if count > 1:
         parts = (
@@ -202,13 +195,7 @@ def show_forecast(
         )
     if found.basis == "described" and len(request.names) > 1:
         _show_changes(show, found, fleet)
-    basis = BASIS[found.basis]
-    if found.basis == "described":
-        basis = (
-            "the devices' peaks (the catalogue or the fleet file), the part of them that such devices reach, and the link's "
-            "rate. Nine of ten measurements lie in an interval"
-        )
-    show(f"Based on {basis}.")
+    show(f"Based on {BASIS[found.basis]}. Nine of ten measurements lie in an interval.")
     show(f"Answered in {took_s:.1f} s.")
 
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -20,8 +20,7 @@ from convoy.plan.presets import Speeds
 from convoy.plan.steps import micro_batches
 from convoy.report.numbers import in_bytes, seconds
 from convoy.runlog.schema import DeviceLine
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
-from convoy.train.record import History
+from convoy.train.record import EpochResult, Evaluation, History, Observer, StepResult
 
 FILE_WIDTH = 250
 """Line width of tables in a file or a pipe, so that nothing is cut off."""
@@ -30,13 +29,11 @@ LINE_EVERY_S = 10.0
 """Seconds between lines of progress if there is no terminal."""
 
 
+Row = Sequence[str]
+
+
 def print_table(
-    console: Console,
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    texts: Sequence[str] = (),
-    total: Sequence[str] = (),
+    console: Console, title: str, columns: Row, rows: Iterable[Row], texts: Row = (), total: Row = ()
 ) -> None:
     """Print a table.
 
@@ -63,18 +60,10 @@ class Wait:
     Args:
         about_s: expected seconds; None: unknown.
         first_s: without a terminal, nothing is printed before this time.
-        now: clock, in seconds.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        text: str,
-        about_s: float | None = None,
-        first_s: float = 0.0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.console, self.now, self.next_s, self.start_s = console, now, first_s, now()
+    def __init__(self, console: Console, text: str, about_s: float | None = None, first_s: float = 0.0) -> None:
+        self.console, self.next_s, self.start_s = console, first_s, time.monotonic()
         self.text = text if about_s is None else f"{text}, about {seconds(about_s)}"
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         live = console.is_terminal and not console.quiet
@@ -83,12 +72,12 @@ class Wait:
 
     def __call__(self, task: str) -> None:
         self.progress.update(self.task, description=f"{self.text}: {task}")
-        if not self.is_live and (waited_s := self.now() - self.start_s) >= self.next_s:
+        if not self.is_live and (waited_s := time.monotonic() - self.start_s) >= self.next_s:
             self.next_s = waited_s + LINE_EVERY_S
             self._line(f"  {seconds(waited_s)}: {task}" if self.is_introduced else f"{self.text}: {task} ...")
 
     def __enter__(self) -> Self:
-        self.start_s = self.now()
+        self.start_s = time.monotonic()
         self.progress.start()
         if not self.is_live and not self.next_s:
             self.next_s = LINE_EVERY_S

@@ -72,6 +72,11 @@ class RunRecord:
         return [each.line for each in self.plans if isinstance(each.line, schema.ReshardLine)]
 
     @property
+    def span(self) -> tuple[int, int]:
+        """The steps that the log has."""
+        return (self.steps[0].step, self.steps[-1].step + 1) if self.steps else (0, 1)
+
+    @property
     def steps_done(self) -> int:
         return self.steps[-1].step + 1 if self.steps else self.run.from_step
 
@@ -114,11 +119,6 @@ class RunRecord:
     def losses(self) -> list[tuple[int, float]]:
         """Step and training loss of every step with a finite loss."""
         return [(row.step, row.loss) for row in self.steps if row.loss is not None]
-
-    @property
-    def best_test(self) -> tuple[int, float] | None:
-        """The first evaluation with the highest accuracy."""
-        return max(self.tests, key=lambda test: test[1], default=None)
 
     def time_shares(self, device: int) -> tuple[float, float, float] | None:
         """Return the shares of a device's time spent computing, exchanging or waiting, and on all else."""

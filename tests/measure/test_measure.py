@@ -34,7 +34,7 @@ from convoy.runtime.clock import Clock
 from convoy.simulate.simulator import simulate
 from convoy.simulate.table import Measurement, read_fleet_file
 from tests.support import nets
-from tests.support.odd_nets import UNet
+from tests.support.nets import UNet
 from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 

@@ -19,7 +19,7 @@ from convoy.planner.snapshot_cost import MOST_PART, kept_bytes, spare_price
 from convoy.report.plans import show_all
 from convoy.simulate.costs import Overheads
 from tests.support.described_fleets import measured_fleet
-from tests.support.plain_nets import TwoConv
+from tests.support.nets import TwoConv
 from tests.support.plan_requests import asked
 
 BATCH = 48

@@ -9,8 +9,7 @@ from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch
 from convoy.report.screen import LINE_EVERY_S, Screen, Wait
-from convoy.train.observer import EpochResult, Evaluation, StepResult
-from convoy.train.record import History
+from convoy.train.record import EpochResult, Evaluation, History, StepResult
 
 
 def history(loss: float, samples_per_s: float = 1234567.8) -> History:
@@ -80,9 +79,10 @@ def test_disabled_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr() == ("", "")
 
 
-def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds() -> None:
+def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, file = [100.0], io.StringIO()
-    with Wait(Console(file=file), "measuring", 60.0, now=lambda: now[0]) as tell:
+    monkeypatch.setattr("convoy.report.screen.time.monotonic", lambda: now[0])
+    with Wait(Console(file=file), "measuring", 60.0) as tell:
         assert file.getvalue() == "measuring, about 1 min 0 s ...\n"
         for second in range(25):
             tell(f"layer [conv1] ({second} of 25)")
@@ -92,9 +92,10 @@ def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds() -> None:
     assert LINE_EVERY_S == 10
 
 
-def test_a_short_wait_prints_nothing() -> None:
+def test_a_short_wait_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     now, file = [0.0], io.StringIO()
-    with Wait(Console(file=file), "planning", first_s=1.0, now=lambda: now[0]) as tell:
+    monkeypatch.setattr("convoy.report.screen.time.monotonic", lambda: now[0])
+    with Wait(Console(file=file), "planning", first_s=1.0) as tell:
         for second in (0.1, 0.9, 2.0, 3.0, 12.5):
             now[0] = second
             tell(f"part {second}")
