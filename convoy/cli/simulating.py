@@ -61,7 +61,7 @@ def simulate(
     chosen = _plan_named(plan, request)
     request = replace(request, batch=chosen.batch)
     row = predict_plan(chosen, request)
-    energy = "" if row.energy is None else f", {row.energy.image_j:.4g} J/image"
+    energy = "" if row.image_j is None else f", {row.image_j:.4g} J/image"
     print(
         f"plan {chosen.name}, batch {chosen.batch}: {row.step_s:.3g} s a step (nine of ten: {between(row.within)}), "
         f"{row.samples_per_s:,.4g} samples/s, {row.efficiency:.1%} of the sum of solo throughputs, "

@@ -34,7 +34,7 @@ from convoy.simulate.memory import memory_of
 from convoy.simulate.simulator import simulate
 from tests.planner.test_planner import costs_of
 from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_piece
-from tests.simulate.test_energy_memory import GRAPH as SMALL
+from tests.simulate.test_memory import GRAPH as SMALL
 from tests.simulate.test_simulate import GRAPH, Table, hosts, spans
 from tests.support import nets
 from tests.support.device_programs import handled
@@ -289,7 +289,7 @@ def test_a_ring_of_two_casts_each_half_and_rounds_its_own() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """The net of test_energy_memory. 127 gradients in one wide tensor; in each round 63 and 64 narrow ones leave and land.
+    """The net of test_memory. 127 gradients in one wide tensor; in each round 63 and 64 narrow ones leave and land.
 
     Of the master's plan the largest moves bring and fetch 128 narrow numbers; nothing wide has to stay for them.
     """

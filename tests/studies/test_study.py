@@ -26,7 +26,6 @@ from convoy.simulate.costs import Costs
 from convoy.simulate.events import Event, Timeline, play
 from convoy.simulate.memory import memory_of
 from convoy.simulate.network import network_of
-from convoy.simulate.power import Power, energy_of
 from convoy.simulate.simulator import programs, simulate
 from studies import figures, figures_fleets, fleets, published
 from studies.__main__ import main
@@ -36,6 +35,7 @@ from studies.envelope import costs_at, enveloped
 from studies.envelope import rows_of as envelope_rows
 from studies.fleets import layer_speeds
 from studies.points import Points
+from studies.power import Power, energy_of
 from studies.roofline import roofline_costs
 from studies.sweep import AXES, BASE, PLANS, along, crossover, five_axes, points_at, rows_of, sweep, write_csv
 from studies.terms import ByUnits, Work, named_terms, terms_of
