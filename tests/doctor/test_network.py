@@ -1,4 +1,4 @@
-"""The doctor on emulated hosts with real faults: blocked routes, a slow NIC, lost packets."""
+"""The doctor on emulated hosts with real faults: blocked routes, lost packets."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ from tests.support.processes import on_processes
 from tests.support.programs import needs
 
 PORT = 29_511
-GIGABIT, FAST_ETHERNET = Nic(125e6, 125e6, 5e-5), Nic(12.5e6, 12.5e6, 5e-5)
+GIGABIT = Nic(125e6, 125e6, 5e-5)
 CLONE_NEWNET = 0x40000000
 
 pytestmark = [pytest.mark.root, needs("ip", "tc", root=True)]
