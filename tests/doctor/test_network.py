@@ -78,15 +78,6 @@ def test_blocked_routes_and_absent_hosts_are_named() -> None:
     assert "No route to host" in stranded
 
 
-def test_a_slow_nic_is_one_finding() -> None:
-    with hosts(GIGABIT, GIGABIT, FAST_ETHERNET) as wiring:
-        first, *_ = examine(wiring, 3, 10.0)
-    slow = [line for line in first if "slow" in line and "slowest" not in line]
-    assert len(slow) == 1, first
-    assert slow[0].startswith("warning: c sends and receives slowly, on all its links")
-    assert "100 Mbit/s" in slow[0]
-
-
 def test_lost_full_size_packets_are_an_mtu_error() -> None:
     """Jumbo frames on both hosts, not on the switch: small messages pass, data never arrives."""
     with hosts(GIGABIT, GIGABIT) as wiring:
