@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from convoy._version import __version__
-from convoy.api import Plans
 from convoy.cli.joining import Invitation
 from convoy.cli.reporter import Reporter
 from convoy.comm.connection import Fields
@@ -110,7 +109,6 @@ def join_addresses(addresses: Sequence[tuple[str, int]]) -> str:
 def build_members(
     admission: TrainAdmission,
     training: Training,
-    plans: Plans,
     invitation: Invitation | None,
     known: FleetKnowledge | None,
 ) -> Members | None:
@@ -153,13 +151,7 @@ def build_members(
         screen.lines([f"  {reason}", *([f"  {planned}"] if planned else [])])
         update_offer()
 
-    every, price = (1 if settings.spare == "every-step" else None), plans.spare
-    if price is not None:
-        every = every or price.every
-        if price.overfull:
-            screen.line(
-                f"WARNING: not enough memory for recovery snapshots: {'; '.join(price.overfull)}. --spare none turns them off"
-            )
+    every = 1 if settings.spare == "every-step" else None
     others = [each for each in (training.schedule, training.scaler) if each is not None]
     members = Members(
         model, training.optimizer, others=others, every=every, replan=replan, tell=on_change,

@@ -89,7 +89,7 @@ def train_job(job: Job) -> FinishedTraining:
         if known is not None and job.invitation is None:
             replan.known = replace(replan.known, speeds=known.speeds, measured=known.measured)
         admission = TrainAdmission(part, splits.fingerprint, replan, reporter)
-        members = build_members(admission, training, plans, job.invitation, known)
+        members = build_members(admission, training, job.invitation, known)
         with nullcontext() if members is None else handle_signals(members):
             history = fit(training, train, test, settings.epochs, reporter.observers, rebalancer, checkpointer, members)
     usage = partial(reporter.usage, time.perf_counter() - start_s)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from convoy.machine.accelerator import uuid_of
-from convoy.measure.other_load import machine_name
+from convoy.measure.device_info import machine_name
 
 POWERCAP = Path("/sys/class/powercap")
 NVML = "pynvml"

@@ -37,8 +37,7 @@ from convoy.simulate.compute import bytes_moved, shape_s
 
 SPEEDS_SLICE_S, SPEEDS_ROUNDS = 0.01, 3
 
-DRAWN = 1 << 16
-"""The most random numbers drawn for one input; a larger input repeats them."""
+DRAWN = 1 << 16  # the most random numbers drawn for one input; a larger input repeats them
 
 
 class LayerTimer:
@@ -181,9 +180,6 @@ class LayerTimer:
         return {"flop_per_s": rates[True], "memory_bytes_per_s": rates[False]}
 
 
-# --- speeds --------------------------------------------------------------------------------------------------------------
-
-
 @plain_torch()
 def measure_speeds(
     group: Group,
@@ -221,9 +217,6 @@ def time_layers(layers: LayerTimer, progress: Progress = lambda _: None) -> dict
                 seconds[first] = layers.time(first, whole_size(graph[first], samples)) / samples
             seconds[name] = seconds[first]
     return seconds
-
-
-# --- a layer at one size -------------------------------------------------------------------------------------------------
 
 
 class SharedStatistics:

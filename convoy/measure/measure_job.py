@@ -17,11 +17,19 @@ from convoy._version import __version__
 from convoy.comm.control_messages import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.fleet import Fleet
-from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices
+from convoy.measure.device_info import (
+    NOTICED,
+    DeviceInfo,
+    describe_device,
+    fit,
+    fleet_of,
+    host_indices,
+    read_usage,
+    slowed_by_others,
+)
 from convoy.measure.energy_meter import meter_of, once_each
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.link_probe import measure_links
-from convoy.measure.other_load import NOTICED, read_usage, slowed_by_others
 from convoy.measure.overhead_probe import find_quota, loss_shapes, measure_overheads, measure_sync
 from convoy.measure.timed_sizes import first_allowance_s, sizes_of_plans, timing_s
 from convoy.measure.timing import SLICE_S, TURN_ROUNDS, Now, Progress, RoundTimer, plain_torch
@@ -33,17 +41,14 @@ from convoy.simulate.costs import Overheads
 from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
 BUDGET_S = 60.0
-LINKS_FRACTION = 0.25
-"""The fraction of a budget for the links."""
+LINKS_FRACTION = 0.25  # the fraction of a budget for the links
 
-GRID_FRACTION = 2 / 3
-"""The fraction of the layers' seconds for the grids; the rest is for the sizes that plans use."""
+GRID_FRACTION = 2 / 3  # the fraction of the layers' seconds for the grids; the rest is for the sizes that plans use
 
 OTHER_SLICES, POINT_SLICES, POINTS = 550, 10, 7
 """Slices for everything but layers and links; slices per size of a layer; sizes of a layer with short calls."""
 
-SHORTEST_S = 2e-3
-"""The shortest slice: enough for some calls of a short layer."""
+SHORTEST_S = 2e-3  # the shortest slice: enough for some calls of a short layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +177,6 @@ def _agree(group: Group, traced: TracedModel, batch: int, options: MeasureOption
         check_same([each[name] for each, _ in rows], f"started with another {name}")
     agree_on_precision(group, traced.graph, options.precision)
     return str(rows[0][1])
-
-
-# --- layers --------------------------------------------------------------------------------------------------------------
 
 
 def _time_grids(

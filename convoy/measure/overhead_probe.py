@@ -27,9 +27,9 @@ from torch import nn
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Arrived, Group, Message, Pending
 from convoy.layout.layout import Split, everywhere
+from convoy.measure.device_info import quota_cores
 from convoy.measure.layer_timer import workload
 from convoy.measure.link_probe import WireTimes
-from convoy.measure.other_load import quota_cores
 from convoy.measure.timing import (
     CORE_BYTES,
     PROCESSOR_BYTES,
@@ -64,8 +64,7 @@ COPIED_BYTES = 4 << 20
 
 BATCH, QUEUED, UPDATED = 2, 100, 1 << 20
 
-LOSS_ENTRIES = 1 << 22
-"""The most output entries that a loss is timed on; at least one sample."""
+LOSS_ENTRIES = 1 << 22  # the most output entries that a loss is timed on; at least one sample
 
 
 @plain_torch(torch.float32)
@@ -137,9 +136,6 @@ def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
     each = [graph[name].shape for name in graph.outputs if graph[name].batched and graph[name].shape]
     samples = max(1, min(batch, LOSS_ENTRIES // max(1, sum(map(math.prod, each)))))
     return [(samples, *shape) for shape in each]
-
-
-# --- timed work ----------------------------------------------------------------------------------------------------------
 
 
 def _optimizer(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
@@ -242,9 +238,6 @@ def _of_layer(kind: str, device: torch.device, measure: Callable[[Workload], flo
 def _queue_s(device: torch.device, work: Workload) -> float:
     """Return the host's seconds to queue a layer's forward; autograd takes about as long for its backward."""
     return statistics.median(queued_seconds(device, QUEUED, work.forward)[1] for _ in range(5)) / QUEUED
-
-
-# --- synchronisation and CPU quotas ------------------------------------------------------------------------------------
 
 
 TASK_SLICES = 2  # 40 ms with the usual slice, about as long as a layer of the benchmark nets

@@ -34,7 +34,7 @@ def show(measured: Measurement, console: Console) -> None:
 
 
 def energy_lines(measured: Measurement) -> list[str]:
-    """Return measured joules per image while layers were timed, next to those from the fleet's watts.
+    """Compare the joules per image, measured while layers were timed, with those from the fleet's watts.
 
     Devices that share a counter are counted together.
     """
@@ -59,7 +59,7 @@ def energy_lines(measured: Measurement) -> list[str]:
 
 
 def remarks(measured: Measurement) -> list[str]:
-    """Return remarks on uncertain measurements: other programs ran, or times did not repeat."""
+    """Return a line for each reason why the measurement is uncertain: other programs ran, or times did not repeat."""
     lines = []
     loaded = [(each.other_load, each.device) for each in measured.device if each.other_load]
     if loaded:

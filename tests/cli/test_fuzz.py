@@ -27,6 +27,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.planner.prediction import predict_plan
 from convoy.report.page import write_report
 from convoy.simulate.table import Measurement
+from tests.support.described_fleets import asked
 from tests.support.good_files import (
     CLASSES,
     FLEET,
@@ -45,7 +46,6 @@ from tests.support.mutations import (
     mutated_lines,
     mutated_tree,
 )
-from tests.support.plan_requests import asked
 
 # ------------------------------------------------------------------------------------------------------------------ files
 

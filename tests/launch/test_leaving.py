@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from tests.support.processes import ROOT
-from tests.support.ssh_fleets import QUICK
-from tests.support.ssh_hosts import eventually
+from tests.support.ssh_hosts import QUICK, eventually
 
 PATHS = repr([str(ROOT), *(path for path in sys.path if path.endswith("-packages"))])
 """Where devices find Convoy, and no torch is loaded."""

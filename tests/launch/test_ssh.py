@@ -15,8 +15,7 @@ import pytest
 
 from tests.support.commands import TINY, results
 from tests.support.processes import ROOT
-from tests.support.ssh_fleets import convoy, fleet_file, python_of
-from tests.support.ssh_hosts import Lab, eventually, needs_ssh
+from tests.support.ssh_hosts import Lab, convoy, eventually, fleet_file, needs_ssh, python_of
 
 pytestmark = [pytest.mark.root, needs_ssh, pytest.mark.usefixtures("nobody_left")]
 
