@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import convoy
-import convoy.measure.speeds
+import convoy.measure.layer_timer
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.plan.strategy import Batch
@@ -83,7 +83,7 @@ def test_example_runs_alone_and_under_torchrun(
     """The same losses, with warnings as errors, and not a word beside the example's own but what it waits for."""
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(convoy.measure.speeds, "SLICE_S", 0.0)
+    monkeypatch.setattr(convoy.measure.layer_timer, "SPEEDS_SLICE_S", 0.0)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(example))
     out, err = start(example)
@@ -134,7 +134,7 @@ def test_plan_from_a_file_skips_planning() -> None:
     with convoy.join() as group:
         saved = convoy.make_plan("data", model, X, 8, group, speeds=[1], reduce="star")
         plans = convoy.api.make_plans(model, X, 8, group, plan=saved, speeds=[3])
-        assert (list(plans), plans.speeds.devices, plans.predicted_s(saved)) == ([saved], (3.0,), None)
+        assert (list(plans), plans.speeds.devices, plans.predicted(saved)) == ([saved], (3.0,), None)
         changed = convoy.api.make_plans(model, X, 8, group, plan=saved, speeds=[3], wire="inexact-bf16")[0]
         assert changed == replace(saved, wire="inexact-bf16")
         with pytest.raises(PlanError, match="is for a batch of 8, not 9: make a new plan"):
@@ -213,12 +213,12 @@ def test_original_model_is_unchanged(tmp_path: Path) -> None:
     """Training works on a copy; what is saved is loaded by plain PyTorch."""
     model = nets.build("two-conv")
     before = {key: value.clone() for key, value in model.state_dict().items()}
+    data = torch.utils.data.TensorDataset(torch.randn(4, 3, 8, 8).double(), torch.arange(4))
 
     def work(group: Group) -> None:
         plan = convoy.make_plan("hybrid", model, X, 4, group, speeds=[1, 3])
         part = convoy.distribute(model, plan, group, X)
         optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
-        data = torch.utils.data.TensorDataset(torch.randn(4, 3, 8, 8).double(), torch.arange(4))
         for x, y in convoy.loader(data, 4, part):
             nn.functional.cross_entropy(part(x), y).backward()
         assert float(convoy.train.clip_grad_norm_(part, 1e-3)) > 1e-3

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.manifest import (
+from convoy.checkpoint.run_folder import (
     AVERAGE,
+    BEST,
     MANIFEST,
     MODEL,
     OPTIMIZER,
@@ -26,12 +27,16 @@ from convoy.checkpoint.manifest import (
     SavedGroup,
     SavedOptimizer,
     SavedState,
+    checkpoints,
     decode,
     encode,
+    holding,
+    is_checkpoint,
+    latest,
+    publish,
     read_checked,
-    torch_dtype,
+    tidy,
 )
-from convoy.checkpoint.run_folder import BEST, checkpoints, holding, is_checkpoint, latest, publish, tidy
 from convoy.checkpoint.tensors import (
     ModelShards,
     Spec,
@@ -43,18 +48,16 @@ from convoy.checkpoint.tensors import (
     write_file,
 )
 from convoy.comm.control_messages import agree_on, from_first, share_number
-from convoy.errors import InputError
+from convoy.errors import InputError, shown
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 
 OF_THE_MACHINE = ("foreach", "fused", "capturable", "param_names")
 """Optimizer settings that say how it computes, not what: those of the present machine apply."""
 
-_SHOWN = 3
-
 
 class Stateful(Protocol):
-    """An object with a state of its own, such as a schedule of torch.optim.lr_scheduler, or torch.amp.GradScaler."""
+    """An object with a state: a schedule of torch.optim.lr_scheduler, torch.amp.GradScaler, a loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -63,12 +66,19 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds; see `save_checkpoint`. `others` has the "schedule" and the "scaler", if there are such."""
+    """The objects and settings that a checkpoint saves; see `save_checkpoint`."""
 
     model: nn.Module
     optimizer: Optimizer | None
     others: Mapping[str, Stateful | None]
     settings: Mapping[str, Any] | None
+
+    def __post_init__(self) -> None:
+        for name, each in self.others.items():
+            if each is not None and not hasattr(each, "load_state_dict"):
+                raise InputError(
+                    f"{name}={shown(each)} has no state_dict(): give objects with a state, such as schedule=, scaler=, loader="
+                )
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------
@@ -80,29 +90,29 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     progress: Progress | None = None,
     *,
-    schedule: Stateful | None = None,
-    scaler: Stateful | None = None,
     settings: Mapping[str, Any] | None = None,
     score: float | None = None,
+    **others: Stateful | None,
 ) -> Path:
     """Save a run between two steps. Every device calls it; device 0 writes, into a folder of its own machine.
 
     The checkpoint appears under its name when all of it is on the disk. The last three, the best, and the last one with finite
-    weights are kept. Gradients and random numbers are not saved. No device needs room for more than one whole tensor.
+    weights are kept. Gradients are not saved, random states only with a loader of `convoy.prepare`. No device needs room for
+    more than one whole tensor.
 
     Args:
         folder: of the run; made if missing.
         optimizer: None: only the weights are saved.
-        schedule, scaler: of learning rates, as in torch.optim.lr_scheduler; of the loss, for fp16.
         settings: JSON values that must be the same on resume: the loader's seed, the batch size, the data.
         score: of an evaluation at this point; the greater the better. `best` in the folder links to the highest.
+        others: objects whose state is saved, by name: schedule=, scaler=, loader= (its position and random states), ...
 
     Raises:
         InputError: it cannot be written, another run writes into the folder, or it holds something that a file cannot; on
             every device.
         MismatchError: the devices are at different steps.
     """
-    contents = Contents(model, optimizer, {"schedule": schedule, "scaler": scaler}, settings)
+    contents = Contents(model, optimizer, others, settings)
     path, why = try_to_save(Path(folder), contents, progress or Progress(), score, warnings.warn)
     if path is None:
         raise InputError(why)
@@ -113,7 +123,7 @@ def save_checkpoint(
 def try_to_save(
     folder: Path, contents: Contents, progress: Progress, score: float | None, tell: Callable[[str], object]
 ) -> tuple[Path | None, str]:
-    """Save as `save_checkpoint`. If the disk refuses, return (None, reason) on every device instead of raising an error.
+    """Save as `save_checkpoint`. If the disk refuses, return (None, reason) on every device.
 
     Args:
         tell: called on device 0 with a line of text if old checkpoints could not be removed.
@@ -202,21 +212,19 @@ def _streams(shards: ModelShards, optimizer: Optimizer | None, saved: SavedOptim
 
 
 def _drain(streams: Mapping[str, TensorStream]) -> None:
-    """Take part in the remaining gathers, which the other devices wait in."""
+    """Take part in the remaining gathers, in which the other devices wait."""
     for stream in streams.values():
         for _ in stream.tensors:
             pass
 
 
 def _unwritten(folder: Path, progress: Progress, size_bytes: int, error: OSError) -> str:
-    before, room = None, ""
+    room = ""
     with suppress(OSError):
         room = f", {shutil.disk_usage(folder).free:,} are free there"
-        before = latest(folder)
     what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror or error}"
     remedy = f"it has {size_bytes:,} bytes{room}: make room there, or name another folder"
-    left = "no earlier checkpoint is there" if before is None else f"{before} is as it was"
-    return f"{what} ({error.filename or folder}); {remedy}; {left}"
+    return f"{what} ({error.filename or folder}); {remedy}. Earlier checkpoints are as they were"
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -228,10 +236,9 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    schedule: Stateful | None = None,
-    scaler: Stateful | None = None,
     settings: Mapping[str, Any] | None = None,
     missing_ok: bool = False,
+    **others: Stateful | None,
 ) -> Progress:
     """Continue a saved run on any fleet, with any plan. Every device calls it; only device 0 reads files.
 
@@ -241,17 +248,17 @@ def load_checkpoint(
     Args:
         folder: of the run, for its latest checkpoint; or a checkpoint.
         optimizer: of the class that was saved, with the same parameter groups; None: only the weights are loaded.
-        schedule, scaler: of the classes that were saved; used with an optimizer only.
         settings: compared with the saved settings of the same names.
         missing_ok: return `Progress()` and change nothing if the run has no checkpoint yet.
+        others: schedule=, scaler=, loader=, ...: of the names and classes that were saved; used with an optimizer only.
 
     Raises:
         InputError: there is no checkpoint, or it is damaged (the message names an intact earlier one), of a newer Convoy, of
             another net, optimizer or setting, or its weights are NaN or infinite; on every device.
     """
+    Contents(model, optimizer, others, settings)  # checks them
     shards = ModelShards.of(model)
     groups = None if optimizer is None else shards.group_names(optimizer)
-    others = {"schedule": schedule, "scaler": scaler}
 
     def find() -> list[str] | None:
         if missing_ok and not is_checkpoint(Path(folder)) and latest(folder) is None:
@@ -306,34 +313,19 @@ def _restore(shards: ModelShards, optimizer: Optimizer, saved: SavedOptimizer, p
         for group in optimizer.param_groups:
             on_cpu = not (group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
-                key, state = shards.names[parameter], dict[str, Any]()
-                for name, row in decode(saved.state.get(key, {})).items():
-                    value = row["value"] if row["kind"] == "plain" else None
-                    if row["kind"] == "tensor":
-                        value = shards.scatter(key, read(f"{key}/{name}"))
-                        # A copy: the shard may share memory with the whole tensor, or with the file.
-                        value = None if value is None else value.clone()
-                    elif row["kind"] == "number":
-                        value = torch.tensor(row["value"], dtype=torch_dtype(row["dtype"]))
-                        # torch counts steps on the CPU, unless the optimizer runs as one kernel.
-                        value = value.to("cpu" if name == "step" and on_cpu else parameter.device)
-                    state[name] = value
+                key = shards.names[parameter]
+                rows = decode(saved.state.get(key, {}))
+                for name, row in rows.items():  # torch counts steps on the CPU, unless the optimizer runs as one kernel
+                    row["near"] = not (name == "step" and on_cpu)
+                state = shards.scatter_state(key, rows, lambda name: read(f"{key}/{name}"))  # noqa: B023 - called at once
                 if state and shards.has(key):
                     optimizer.state[parameter] = state
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
-    """Return the checkpoint that a folder is, or the latest of a run, with its checksums verified.
-
-    Raises:
-        InputError: there is none, it is damaged, or its weights are not finite; names an intact earlier one.
-    """
-    if not os.path.isdir(folder):
-        raise InputError(
-            f"the folder {folder} does not exist: give that of a run which saved checkpoints, or one of these"
-        )
+    """Return the checkpoint that a folder is, or the latest of a run, verified. InputError names an intact earlier one."""
     path = folder if is_checkpoint(folder) else latest(folder)
-    if path is None:
+    if path is None or not os.path.isdir(path):
         raise InputError(
             f"{folder} holds no checkpoint, a folder such as 000001-step-100: give the folder of a run that saved one"
         )
@@ -350,7 +342,6 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
 
 
 def _instead(path: Path) -> str:
-    """Return what the user can do without this checkpoint."""
     damaged = Path(os.path.realpath(path))
     before = itertools.takewhile(lambda other: other.name != damaged.name, checkpoints(damaged.parent))
     for other in reversed(list(before)):
@@ -362,7 +353,7 @@ def _instead(path: Path) -> str:
 
 
 def check_settings(path: Path, manifest: Manifest, here: Mapping[str, Any]) -> None:
-    """Compare settings, as `encode` writes them, with the saved ones of the same names. InputError if they differ."""
+    """Raise InputError if settings, as `encode` writes them, differ from the saved ones of the same names."""
     there = {name: manifest.settings.get(name) for name in here}
     _check_same(path, there, here, "give the same settings, or start a new run in another folder")
 
@@ -374,8 +365,8 @@ def _check_same(path: Path, there: Mapping[str, object], here: Mapping[str, obje
         if there.get(name) != here.get(name)
     ]
     if different:
-        more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-        raise InputError(f"the checkpoint {path} is of another run: {', '.join(different[:_SHOWN])}{more}; {remedy}")
+        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
+        raise InputError(f"the checkpoint {path} is of another run: {', '.join(different[:3])}{more}; {remedy}")
 
 
 def _group_of(groups: Sequence[Sequence[str]]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from convoy.layout.layout import holders
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, Speeds
+from convoy.plan.presets import PLANS
 from convoy.plan.steps import ComputeStep, StepList, micro_batches
 from convoy.planner.planner import candidates
 from convoy.planner.request import PlanRequest
@@ -221,30 +221,3 @@ def check_alone(request: PlanRequest, plan: Plan, limits: MemoryLimits) -> None:
         more = fewest_micro_batches(request.batch, lambda samples: not limits.excess(needs(samples)))
         remedy = "" if more is None else micro_batch_words(request.graph, request.micro_batches * more)
         raise PlanError(limits.refusal(request.graph.model, request.batch, [needs(request.batch)], remedy))
-
-
-UNCERTAIN = 2.0
-"""The user gets a warning if an interval's high end exceeds this multiple of its low end."""
-
-
-def choice_lines(plan: Plan, graph: Graph, speeds: Speeds, step_s: float, within: Within | None) -> list[str]:
-    """Describe the planner's choice, the measured speeds, and the prediction."""
-    used, fastest = working(plan, graph), speeds.fastest
-    names = ", ".join(map(str, sorted(used)))
-    lines = [
-        f"auto chose device {names} alone: one device is faster than several"
-        if len(used) == 1
-        else f"auto chose devices {names} of {plan.devices}, each layer split as its times ask for",
-        f"measured alone, samples/s: {', '.join(f'device {d} {s:,.3g}' for d, s in enumerate(speeds.devices))}",
-    ]
-    if within is not None:
-        gain = plan.batch / step_s / speeds.devices[fastest]
-        lines.append(
-            f"predicted: {step_s:.3g} s a step (nine of ten: {within.low:.3g} - {within.high:.3g}), {gain:.2f} times as fast "
-            f"as device {fastest} alone"
-        )
-        if within.high > UNCERTAIN * within.low:
-            lines.append(
-                "these times varied much: end what else runs on the devices, or name a plan such as data-by-speed"
-            )
-    return lines

@@ -34,23 +34,22 @@ def show(measured: Measurement, console: Console) -> None:
 
 
 def energy_lines(measured: Measurement) -> list[str]:
-    """Return measured joules per image while layers were timed, next to those from the fleet's watts.
+    """Compare the joules per image, measured while layers were timed, with those from the fleet's watts.
 
     Devices that share a counter are counted together.
     """
-    seconds_each = [sum(cells[i][0] for cells in _layer_rows(measured).values()) for i in range(len(measured.device))]
-    lines: list[str] = []
+    rows, lines = _layer_rows(measured), []
     for index, costs in enumerate(measured.device):
         if costs.measured_w is None:
             if costs.measured_by.startswith(ABSENT):
                 lines.append(f"Energy of {costs.device}: {costs.measured_by}.")
             continue
         own = [i for i, each in enumerate(measured.device) if i == index or each.measured_by == counted_with(index)]
+        devices = [measured.fleet.devices[i] for i in own]
         names = ", ".join(measured.device[i].device for i in own)
         line = f"Energy of {names}: {plain(costs.measured_w)} W measured by {costs.measured_by}"
-        devices = [measured.fleet.devices[i] for i in own]
         if all(device.slowdown == 1 for device in devices):
-            rate = sum(measured.batch / max(seconds_each[i], 1e-12) for i in own)
+            rate = sum(measured.batch / max(sum(cells[i][0] for cells in rows.values()), 1e-12) for i in own)
             busy_w = [device.busy_w for device in devices if device.busy_w is not None]
             known = len(busy_w) == len(own)
             predicted = f"{plain(sum(busy_w) / rate)} predicted" if known else "no prediction without busy_w"
@@ -60,7 +59,7 @@ def energy_lines(measured: Measurement) -> list[str]:
 
 
 def remarks(measured: Measurement) -> list[str]:
-    """Return remarks on uncertain measurements: other programs ran, or times did not repeat."""
+    """Return a line for each reason why the measurement is uncertain: other programs ran, or times did not repeat."""
     lines = []
     loaded = [(each.other_load, each.device) for each in measured.device if each.other_load]
     if loaded:

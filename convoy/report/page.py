@@ -2,11 +2,13 @@
 
 import base64
 import hashlib
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,12 @@ from markupsafe import Markup
 from convoy._version import __version__
 from convoy.errors import InputError
 from convoy.files import write_whole
-from convoy.measure.energy_meter import ABSENT
 from convoy.report import timeline
-from convoy.report.chart import Chart, Curve, Point, time_axis
-from convoy.report.numbers import in_bytes, percent, plain, seconds
+from convoy.report.numbers import in_bytes, percent, plain, seconds, unit_of
 from convoy.runlog.reader import RunRecord, log_of, read_log
 from convoy.runlog.schema import LayerEntry, PredictionLine
 from convoy.simulate.interval import around
-from convoy.train.observer import EpochResult, Observer
+from convoy.train.record import EpochResult, Observer
 
 MAX_ROWS = 20
 """In a plan with more rows than this, successive layers with the same shares share a row."""
@@ -33,6 +33,23 @@ MIN_TEXT_PART = 0.07
 
 COLOURS = 8
 """Further devices have the same colours, hatched."""
+
+WIDTH, HEIGHT = 1000, 400
+"""Units of the drawing."""
+
+MAX_POINTS = 600
+"""Maximum number of drawn points of a line."""
+
+FORMATS: Mapping[str, Callable[[float], str]] = {
+    "plain": plain,
+    "percent": lambda part: f"{100 * part:.4g}%",
+    "bytes": lambda value: in_bytes(round(value)) if round(value) else "0",
+}
+"""Formats of the vertical axis; page.js has the same functions."""
+
+Point = tuple[float, float]
+Tick = tuple[float, str]
+"""Relative position and text."""
 
 RELOAD_S = 5
 
@@ -57,6 +74,119 @@ UNITS = {
     "copies": "the whole layer on every device",
     "one": "on one device",
 }
+
+
+# --- line charts: a drawing scales to any width, its text does not, so that ticks have relative positions, 0 to 1 -------------
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line of a chart.
+
+    Attributes:
+        look: CSS classes.
+        is_smooth: drawn twice: unsmoothed and faint, and smoothed by the slider of the page.
+    """
+
+    label: str
+    points: Sequence[Point]
+    look: str = "main"
+    dots: bool = False
+    is_smooth: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves with axes, placed in a drawing.
+
+    Attributes:
+        name: part of element ids, unique on a page.
+        span: first and last step of the horizontal axis; points outside widen it.
+        shown: format of the vertical axis, one of `FORMATS`.
+    """
+
+    name: str
+    title: str
+    curves: Sequence[Curve]
+    span: Point
+    from_zero: bool = False
+    shown: str = "plain"
+
+    @cached_property
+    def edges(self) -> tuple[float, float, float, float]:
+        """Values at the left, right, lower and upper edge; page.js converts positions to values with them."""
+        xs, ys = ([point[axis] for curve in self.curves for point in curve.points] for axis in (0, 1))
+        left, right = min(*self.span, *xs), max(*self.span, *xs)
+        low, high = min(0.0, *ys) if self.from_zero else min(ys), max(ys)
+        if high - low < 1e-9 * max(abs(high), 1e-9):  # a straight line
+            low, high = (0.0, 2 * high) if high > 0 else (low - 1, high + 1)
+        margin = 0.06 * (high - low)
+        low, high = low if self.from_zero and low == 0 else low - margin, high + margin
+        return left, right if right > left else left + 1, low, high
+
+    def x(self, value: float) -> float:
+        left, right, _, _ = self.edges
+        return (value - left) / (right - left)
+
+    def y(self, value: float) -> float:
+        _, _, low, high = self.edges
+        return 1 - (value - low) / (high - low)
+
+    @cached_property
+    def lines(self) -> list[Curve]:
+        """The curves to draw: thinned, in units of the drawing."""
+        lines = []
+        for curve in self.curves:
+            few = [(WIDTH * self.x(x), HEIGHT * self.y(y)) for x, y in thinned(curve.points)]
+            if curve.is_smooth and len(few) >= 3:
+                lines += [Curve("", few, f"{curve.look} faint"), Curve(curve.label, few, f"{curve.look} smooth")]
+            elif few:
+                lines.append(Curve(curve.label, few, curve.look, curve.dots or len(few) == 1))
+        return lines
+
+    @property
+    def ys(self) -> list[Tick]:
+        _, _, low, high = self.edges
+        return [(self.y(y), FORMATS[self.shown](y)) for y in ticks(low, high, 5)]
+
+    @property
+    def xs(self) -> list[Tick]:
+        left, right, _, _ = self.edges
+        return [(self.x(x), plain(x)) for x in ticks(left, right, 5) if x == int(x)]
+
+    @property
+    def description(self) -> str:
+        """A text description for screen readers."""
+        shown = FORMATS[self.shown]
+        ends = [(curve.label, curve.points[0], curve.points[-1]) for curve in self.curves if curve.points]
+        return "; ".join(
+            f"{label}: {shown(a)} at {plain(first)}, {shown(b)} at {plain(last)}"
+            for label, (first, a), (last, b) in ends
+        )
+
+
+def time_axis(step_s: float) -> tuple[str, list[Tick]]:
+    """Return the unit and the ticks of the time axis of a step."""
+    unit, size = unit_of(step_s)
+    return unit, [(at * size / step_s, plain(at, 3)) for at in ticks(0.0, step_s / size, 4)]
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Return about `count` round numbers from `low` to `high`: 1, 2 or 5 times a power of ten apart."""
+    rough = (high - low) / count
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= count + 1.5)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """Return at most about `MAX_POINTS` points. Keep the lowest and the highest of neighbouring points, so that peaks stay."""
+    if len(points) <= MAX_POINTS:
+        return points
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    near = (points[start : start + size] for start in range(0, len(points), size))
+    return [end for some in near for end in sorted({min(some, key=lambda p: p[1]), max(some, key=lambda p: p[1])})]
 
 
 def write_report(run: Path, output: Path | None = None, *, reload_s: int = 0) -> Path:
@@ -163,10 +293,11 @@ def settings_of(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def summary_of(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return name, value and note of the most important numbers."""
+    """Return the most important numbers: name, value, explanation."""
     losses = [epoch.loss for epoch in record.epochs if epoch.loss is not None]
-    best, predicted, limit = record.best_test, record.prediction, record.limit_samples_per_s
+    predicted, limit = record.prediction, record.limit_samples_per_s
     rate, step_s = record.samples_per_s, record.step_s
+    best = max(record.tests, key=lambda test: test[1], default=None)
     forecast = "only --plan auto predicts"
     if predicted is not None:
         within = around(predicted.step_s, predicted.spread)
@@ -185,17 +316,12 @@ def summary_of(record: RunRecord) -> list[tuple[str, str, str]]:
         ("Training time", seconds(sum(line.train_s for line in record.epochs) or None),
          f"{len(record.epochs)} epochs, {len(record.steps):,} steps"),
     ]  # fmt: skip
-    sources = {by for line in record.system for by in line.joules_by if not by.startswith("counted")}
-    if sources:
+    if record.joules_per_image is not None:
+        sources = {by for line in record.system for by in line.joules_by if not by.startswith("counted")}
         expected = predicted and predicted.joules_per_image
         compared = f"{plain(expected)} predicted" if expected else "no prediction: the fleet has no watts"
-        by = "; ".join(sorted(each for each in sources if each.startswith(ABSENT)) or sorted(sources))
-        cards.append(("Joules/image", plain(record.joules_per_image), f"measured: {by}; {compared}"))
+        cards.append(("Joules/image", plain(record.joules_per_image), f"by {'; '.join(sorted(sources))}; {compared}"))
     return cards
-
-
-def _span(record: RunRecord) -> Point:
-    return (record.steps[0].step, record.steps[-1].step + 1) if record.steps else (0, 1)
 
 
 def _curves(record: RunRecord) -> list[Chart]:
@@ -203,14 +329,14 @@ def _curves(record: RunRecord) -> list[Chart]:
     losses = Curve("training loss", record.losses, is_smooth=True)
     tests = Curve("accuracy", record.tests, dots=True)
     return [
-        Chart("loss", "Training loss", [losses], _span(record)),
-        Chart("accuracy", "Test accuracy", [tests], _span(record), shown="percent"),
-        Chart("lr", "Learning rate", [Curve("learning rate", lr)], _span(record), from_zero=True),
+        Chart("loss", "Training loss", [losses], record.span),
+        Chart("accuracy", "Test accuracy", [tests], record.span, shown="percent"),
+        Chart("lr", "Learning rate", [Curve("learning rate", lr)], record.span, from_zero=True),
     ]
 
 
 def _rate(record: RunRecord) -> Chart:
-    span, curves = _span(record), [Curve("measured", record.rates, is_smooth=True)]
+    span, curves = record.span, [Curve("measured", record.rates, is_smooth=True)]
     if record.prediction is not None:
         curves.append(Curve("predicted", [(x, record.prediction.samples_per_s) for x in span], "prediction"))
     if record.limit_samples_per_s is not None:
@@ -230,19 +356,19 @@ def resource_charts(record: RunRecord) -> list[Chart]:
             points = [(step, found[name][device]) for step, found in lines if device in found.get(name, ())]
             curves += [Curve(f"device {device}", points, colour(place))] if points else []
         if curves:
-            charts.append(Chart(name, title, curves, _span(record), shown=shown, from_zero=True))
+            charts.append(Chart(name, title, curves, record.span, shown=shown, from_zero=True))
     return charts
 
 
 def _shares(record: RunRecord) -> Chart:
-    """Return the chart of each device's share of the arithmetic over the steps."""
+    """Return a chart of each device's share of the arithmetic, by step."""
     points: dict[int, list[Point]] = {}
     ends = [each.step for each in record.plans[1:]] + [record.steps_done]
     for each, end in zip(record.plans, ends, strict=False):
         for device, part in enumerate(each.line.work):
             points.setdefault(device, []).extend([(min(each.step, end), part), (end, part)])
     curves = [Curve(f"device {record.id_of(device)}", found, colour(device)) for device, found in points.items()]
-    return Chart("share", "Share of the arithmetic", curves, _span(record), from_zero=True, shown="percent")
+    return Chart("share", "Share of the arithmetic", curves, record.span, from_zero=True, shown="percent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,16 +395,17 @@ def _bar(record: RunRecord, device: int) -> list[Box]:
 
 
 def bands(layers: Sequence[LayerEntry]) -> list[list[LayerEntry]]:
-    """Group layers into rows: a layer, and the following ones with the same shares and no communication in between.
+    """Group layers into rows: a layer, and the following ones with the same shares.
 
-    Layers with arithmetic or all-reduces get their own rows unless there would be more than `MAX_ROWS`.
+    Layers with arithmetic, traffic or a note get their own rows unless there would be more than `MAX_ROWS`.
     """
     for joins_all in (False, True):
         result: list[list[LayerEntry]] = []
         for layer in layers:
             lead = result[-1][0] if result else None
-            is_free = not (layer.moves or layer.note) and (joins_all or not (layer.flop or layer.sum_bytes))
-            if lead is not None and is_free and (layer.strategy, _parts(layer)) == (lead.strategy, _parts(lead)):
+            is_free = joins_all or not (layer.flop or layer.bytes)
+            shares = layer.strategy, _parts(layer)
+            if lead is not None and is_free and not layer.note and shares == (lead.strategy, _parts(lead)):
                 result[-1].append(layer)
             else:
                 result.append([layer])
@@ -309,7 +436,7 @@ def work_boxes(work: Sequence[float], ids: Sequence[int]) -> list[Box]:
 
 
 def _parts(layer: LayerEntry) -> list[float]:
-    """Return the widths of the boxes, one per device."""
+    """Return each device's fraction of a layer."""
     counts = [float(part) if part.isdigit() else float(part == "all") for part in layer.parts]
     return [round(count / (sum(counts) or 1.0), 4) for count in counts]
 

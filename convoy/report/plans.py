@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
@@ -36,16 +37,12 @@ BASIS: Mapping[Basis | None, str] = {
 def show_all(
     console: Console, rows: Sequence[PlanPrediction], request: PlanRequest, counts: Sequence[tuple[int, float]] = ()
 ) -> None:
-    """Print all predicted plans, and the last one, which is chosen, in detail.
+    """Print all predicted plans, and details of the chosen one, which is the last.
 
     Args:
         counts: throughput by number of devices, the fastest first.
     """
-
-    def show(line: str) -> None:
-        console.print(line, soft_wrap=True)
-
-    row, names = rows[-1], request.names
+    row, names, show = rows[-1], request.names, partial(console.print, soft_wrap=True)
     _show_predictions(console, rows, request)
     if request.micro_batches > 1:
         show(
@@ -74,7 +71,7 @@ def show_all(
 
 
 def _show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest) -> None:
-    """Print a row per plan. Compare the last one, which is chosen, with the fastest device."""
+    """Print a row per plan. Compare the chosen one, which is the last, with the fastest device."""
     speeds, names = request.speeds.devices, request.names
     columns = ("step", "nine of ten", "samples/s", "of the sum", "traffic", "memory", "J/image", "devices")
     print_table(
@@ -105,7 +102,7 @@ def between(within: Within) -> str:
 
 
 def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
-    """Print each device's work, traffic and memory in a step. Messages and the loss keep devices without work busy."""
+    """Print each device's arithmetic, traffic and memory in a step. Idle devices handle messages and the loss."""
     work = work_shares(lower(row.plan, request.graph), request.graph)
     limits = request.limits
     limited = [None if limit is None else in_bytes(limit) for limit in limits.limits_bytes]
@@ -160,11 +157,7 @@ def show_forecast(
     console: Console, found: Forecast, fleet: Fleet, net: str, image: tuple[int, int, int], took_s: float
 ) -> None:
     """Print the answer, then its basis."""
-    request = found.request
-
-    def show(line: str) -> None:
-        console.print(line, soft_wrap=True)
-
+    request, show = found.request, partial(console.print, soft_wrap=True)
     batch, size, count, parts = request.batch, "x".join(map(str, image)), request.micro_batches, ""
     if count > 1:
         parts = (
@@ -200,13 +193,7 @@ def show_forecast(
         )
     if found.basis == "described" and len(request.names) > 1:
         _show_changes(show, found, fleet)
-    basis = BASIS[found.basis]
-    if found.basis == "described":
-        basis = (
-            "the devices' peaks (the catalogue or the fleet file), the part of them that such devices reach, and the link's "
-            "rate. Nine of ten measurements lie in an interval"
-        )
-    show(f"Based on {basis}.")
+    show(f"Based on {BASIS[found.basis]}. Nine of ten measurements lie in an interval.")
     show(f"Answered in {took_s:.1f} s.")
 
 
@@ -231,7 +218,7 @@ def _answer(found: Forecast) -> str:
 
 
 def _show_changes(show: Callable[[str], None], found: Forecast, fleet: Fleet) -> None:
-    """Print from which batch and link on the fleet pays off."""
+    """Print the smallest batch and the slowest link at which the fleet pays off."""
     smallest = (
         "no size that fits the fastest device" if found.from_batch is None else f"{found.from_batch:,} samples or more"
     )

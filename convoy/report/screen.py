@@ -1,8 +1,8 @@
-"""Prints the fleet, the plan, progress and usage of `convoy train`. Plain lines if there is no terminal."""
+"""Prints the fleet, the plan, progress and usage of `convoy train`: plain lines if there is no terminal."""
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -20,8 +20,7 @@ from convoy.plan.presets import Speeds
 from convoy.plan.steps import micro_batches
 from convoy.report.numbers import in_bytes, seconds
 from convoy.runlog.schema import DeviceLine
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
-from convoy.train.record import History
+from convoy.train.record import EpochResult, Evaluation, History, Observer, StepResult
 
 FILE_WIDTH = 250
 """Line width of tables in a file or a pipe, so that nothing is cut off."""
@@ -30,13 +29,11 @@ LINE_EVERY_S = 10.0
 """Seconds between lines of progress if there is no terminal."""
 
 
+Row = Sequence[str]
+
+
 def print_table(
-    console: Console,
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    texts: Sequence[str] = (),
-    total: Sequence[str] = (),
+    console: Console, title: str, columns: Row, rows: Iterable[Row], texts: Row = (), total: Row = ()
 ) -> None:
     """Print a table.
 
@@ -56,25 +53,17 @@ def print_table(
 
 
 class Wait:
-    """A display of the current task: a spinner on a terminal; elsewhere a line at once, then one every ten seconds.
+    """A display of the current task: a spinner on a terminal, otherwise a line every ten seconds.
 
-    Call it with the current task.
+    Call it with the name of the task.
 
     Args:
         about_s: expected seconds; None: unknown.
         first_s: without a terminal, nothing is printed before this time.
-        now: clock, in seconds.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        text: str,
-        about_s: float | None = None,
-        first_s: float = 0.0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.console, self.now, self.next_s, self.start_s = console, now, first_s, now()
+    def __init__(self, console: Console, text: str, about_s: float | None = None, first_s: float = 0.0) -> None:
+        self.console, self.next_s, self.start_s = console, first_s, time.monotonic()
         self.text = text if about_s is None else f"{text}, about {seconds(about_s)}"
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         live = console.is_terminal and not console.quiet
@@ -83,12 +72,12 @@ class Wait:
 
     def __call__(self, task: str) -> None:
         self.progress.update(self.task, description=f"{self.text}: {task}")
-        if not self.is_live and (waited_s := self.now() - self.start_s) >= self.next_s:
+        if not self.is_live and (waited_s := time.monotonic() - self.start_s) >= self.next_s:
             self.next_s = waited_s + LINE_EVERY_S
             self._line(f"  {seconds(waited_s)}: {task}" if self.is_introduced else f"{self.text}: {task} ...")
 
     def __enter__(self) -> Self:
-        self.start_s = self.now()
+        self.start_s = time.monotonic()
         self.progress.start()
         if not self.is_live and not self.next_s:
             self.next_s = LINE_EVERY_S
@@ -104,7 +93,7 @@ class Wait:
 
 
 class Screen:
-    """The console of one device; those of the other devices are invisible."""
+    """The console of one device. Only that of device 0 is visible."""
 
     def __init__(self, visible: bool, console: Console | None = None) -> None:
         self.visible = visible
@@ -156,7 +145,7 @@ class Screen:
             self.line(f"INEXACT: {plan.inexact}.")
 
     def programs(self, plan: Plan, graph: Graph, accumulate: int) -> None:
-        """Print the step list, for several micro-batches that of the last, and every device program."""
+        """Print the step list of the last micro-batch, and every device program."""
         steps = lower(plan, graph, micro_batch=[*micro_batches(accumulate)][-1])
         self.lines(step_lines(steps))
         for program in compile_all(steps, graph):
@@ -176,7 +165,7 @@ class Screen:
 
     @contextmanager
     def progress(self, title: str, epochs: int, samples: int, seen: int = 0, tests: int = 0) -> Iterator["Bar"]:
-        """Show a progress bar with training loss, samples/s and time left; lines if there is no terminal.
+        """Show a progress bar with training loss, samples/s and time left. Without a terminal, print lines.
 
         Args:
             samples: per epoch.
@@ -196,7 +185,7 @@ class Screen:
             yield Bar(self, progress, title, epochs, samples, seen)
 
     def usage(self, uses: Sequence[DeviceLine], history: History) -> None:
-        """Print a row per device: its share, and its seconds by activity, which add up to those in the title."""
+        """Print for each device its share, and its seconds by activity. They add up to those in the title."""
         train_s, wall_s = sum(epoch.train_s for epoch in history.epochs), max(use.wall_s or 0.0 for use in uses)
         rows = []
         for use in uses:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convoy.errors import InputError
+from convoy.files import write_whole
 from convoy.report.numbers import in_bytes, seconds
 from convoy.runlog.schema import EventRow, PredictionLine
 from convoy.simulate.events import Activity, Timeline
@@ -121,8 +121,5 @@ def to_chrome_trace(timeline: Timeline, names: Sequence[str]) -> dict[str, Any]:
 
 def write_chrome_trace(timeline: Timeline, path: Path, names: Sequence[str]) -> Path:
     """Write the trace as JSON. Raises InputError if the file cannot be written."""
-    try:
-        path.write_text(json.dumps(to_chrome_trace(timeline, names)), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error}; give a folder that exists and can be written") from None
+    write_whole(path, json.dumps(to_chrome_trace(timeline, names)))
     return path

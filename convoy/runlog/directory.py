@@ -47,7 +47,7 @@ def check_directory(settings: Settings) -> None:
     if settings.log is None:
         folder = runs_folder() if settings.checkpoint is None else run_folder(settings.checkpoint)
         if why := unwritable(folder):
-            raise _unwritable(folder, why)
+            raise InputError(_no_folder(folder, why))
 
 
 def make_directory(settings: Settings) -> RunDirectory | None:
@@ -55,18 +55,15 @@ def make_directory(settings: Settings) -> RunDirectory | None:
     if settings.log is not None:
         return None if settings.log == NO_LOG else RunDirectory(settings.log)
     try:
-        if settings.checkpoint is None:
-            folder = new_folder(settings.net)
-        else:
-            folder = run_folder(settings.checkpoint)
-            folder.mkdir(parents=True, exist_ok=True)
+        folder = new_folder(settings.net) if settings.checkpoint is None else run_folder(settings.checkpoint)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(Path(error.filename), str(error.strerror)) from None
+        raise InputError(_no_folder(error.filename, str(error.strerror))) from None
     return RunDirectory(folder / LOG_NAME, folder)
 
 
-def _unwritable(folder: Path, why: str) -> InputError:
-    return InputError(f"cannot make the folder {folder} for the log: {why}; give --log FILE, or --log none")
+def _no_folder(folder: Path | str, why: str) -> str:
+    return f"cannot make the folder {folder} for the log: {why}; give --log FILE, or --log none"
 
 
 def runs_folder() -> Path:
@@ -86,7 +83,7 @@ def new_folder(net: str) -> Path:
 
 
 def write_files(directory: RunDirectory | None, settings: Settings, plan: Plan, measured: Measurement | None) -> None:
-    """Write settings, plan and measurement into the run's folder, and to --save-run and --save-plan. InputError."""
+    """Write settings, plan and measurement into the run's folder, and to --save-run and --save-plan. May raise InputError."""
     folder = None if directory is None else directory.folder
     texts = {settings.save_run: to_toml(settings), settings.save_plan: plan.to_json()}
     if folder is not None:

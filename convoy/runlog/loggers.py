@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from convoy.runlog.schema import SystemLine
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
+from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 
 MAX_ROWS = 10_000
 """Maximum rows in the queue of a slow sink; later ones are dropped."""
@@ -38,7 +38,7 @@ class MetricRow:
 
 
 class MetricSink(Protocol):
-    """A destination of numbers. Created, used and closed in one thread; may block and raise anything."""
+    """A destination of numbers, used in one thread. It may block and raise anything."""
 
     def write(self, rows: Sequence[MetricRow]) -> None: ...
 

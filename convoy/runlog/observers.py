@@ -16,18 +16,14 @@ from convoy.runlog.schema import SystemLine, UtilizationLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
 from convoy.simulate.interval import Within
-from convoy.train.observer import EpochResult, Evaluation, Observer
+from convoy.train.record import EpochResult, Evaluation, Observer
 
 SYSTEM_EVERY_S = 5.0
 """Seconds between two system lines; collecting one takes the devices some milliseconds."""
 
 
 class StepTimer(Observer):
-    """A timer of full-batch steps, from the end of the previous step. Ignores the first step after an evaluation.
-
-    Args:
-        batch: samples of a full batch.
-    """
+    """A timer of steps of `batch` samples, from the end of the previous step. It skips the first step after an evaluation."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -53,7 +49,7 @@ class StepTimer(Observer):
         self.last_s = now_s
 
     def restart(self) -> None:
-        """Start again after a change of plan or shares; ignore the step of the change."""
+        """Forget earlier steps after a change of plan or shares, and skip the step of the change."""
         self._since = len(self.seconds)
         self.last_s = None
 
@@ -69,10 +65,10 @@ class StepTimer(Observer):
         predicted = f"Predicted: {step_s:.3g} s a step (nine of ten: {low_s:.3g} - {high_s:.3g} s)"
         if self.step_s is None:
             return f"{predicted}; too few steps of {self.batch} samples to compare."
-        error, held = step_s / self.step_s - 1, "inside" if low_s <= self.step_s <= high_s else "outside"
+        held = "inside" if low_s <= self.step_s <= high_s else "outside"
         return (
             f"{predicted}; measured: {self.step_s:.3g} s, the median of {len(self.counted_s)} steps, {held} the interval; "
-            f"the prediction is {error:+.1%} off."
+            f"the prediction is {step_s / self.step_s - 1:+.1%} off."
         )
 
 
@@ -120,12 +116,8 @@ class Utilization(Observer):
 class Meters(Observer):
     """Resource meters of all devices, reported about every `SYSTEM_EVERY_S` and after each epoch. Every device has one.
 
-    Only device 0's step time decides after which steps to report, so that all devices agree.
-
-    Args:
-        tell: called with each line; its `s` counts from the creation of this object.
-        done: steps before the run was resumed.
-        energy: None: the device's own meter.
+    Only device 0's step time decides after which steps to report, so that all devices agree. `tell` is called with each
+    line; `done` are the steps before the run was resumed.
     """
 
     def __init__(

@@ -72,6 +72,11 @@ class RunRecord:
         return [each.line for each in self.plans if isinstance(each.line, schema.ReshardLine)]
 
     @property
+    def span(self) -> tuple[int, int]:
+        """The first step in the log, and the one after the last."""
+        return (self.steps[0].step, self.steps[-1].step + 1) if self.steps else (0, 1)
+
+    @property
     def steps_done(self) -> int:
         return self.steps[-1].step + 1 if self.steps else self.run.from_step
 
@@ -114,11 +119,6 @@ class RunRecord:
     def losses(self) -> list[tuple[int, float]]:
         """Step and training loss of every step with a finite loss."""
         return [(row.step, row.loss) for row in self.steps if row.loss is not None]
-
-    @property
-    def best_test(self) -> tuple[int, float] | None:
-        """The first evaluation with the highest accuracy."""
-        return max(self.tests, key=lambda test: test[1], default=None)
 
     def time_shares(self, device: int) -> tuple[float, float, float] | None:
         """Return the shares of a device's time spent computing, exchanging or waiting, and on all else."""
@@ -195,7 +195,7 @@ def _parse(number: int, text: str) -> schema.Line | None:
 
 
 def _record(record: RunRecord, lines: list[schema.Line]) -> RunRecord:
-    """Add the lines to an empty record. A resumed run, and devices that leave or join, replace what came after."""
+    """Add the lines to an empty record. After a resume, or when devices leave or join, the later lines count."""
     steps: dict[int, tuple[schema.StepLine, float | None]] = {}
     tests: dict[int, schema.EvaluationLine] = {}
     epochs: dict[int, schema.EpochLine] = {}

@@ -9,7 +9,6 @@ import shutil
 import stat
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,20 +18,18 @@ import torch
 
 from convoy._version import __version__
 from convoy.errors import InputError
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.machine.accelerator import modes
 from convoy.model.graph import Graph
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Move, StepList, traffic
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import PlanPrediction, predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.runlog import schema
 from convoy.simulate.table import Measurement
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from convoy.train.rebalance import Reshard
+from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 
 
 class RunLog(Observer):
@@ -123,7 +120,7 @@ class RunLog(Observer):
         self.write(
             schema.ReshardLine(
                 step=step, reason=decision.reason, plan=json.loads(decision.plan.to_json()), layers=now.layers,
-                outputs=now.outputs, work=now.work
+                work=now.work
             )
         )  # fmt: skip
 
@@ -147,7 +144,7 @@ class RunLog(Observer):
 
 
 def _open(path: Path, *, resumed: bool) -> int:
-    """Open a log for appending. Keep its complete lines if the run is resumed; otherwise empty it."""
+    """Open a log for appending. If the run is resumed, keep its complete lines; otherwise empty it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:
         os.set_blocking(handle, True)
@@ -190,53 +187,14 @@ def prediction_line(
 
 def plan_line(plan: Plan, graph: Graph) -> schema.PlanLine:
     """Describe a plan: each device's share of each layer and of the arithmetic, and the traffic of a micro-batch."""
-    steps = lower(plan, graph)
-    moves, outputs = _moves(steps)
-    layers = []
-    for row in layer_rows(plan, graph):
-        own = moves.get(row.layer, [])
-        # The traffic of a row is moves plus all-reduces of gradients and batch norm statistics.
-        moved = sum(move.bytes for move in own) + sum(move.bytes for move in outputs if move.value == row.layer)
-        layers.append(
-            schema.LayerEntry(
-                layer=row.layer, kind=row.kind, strategy=row.strategy, parts=row.parts, note=row.note,
-                flop=graph[row.layer].flop, moves=tuple(own), sum_bytes=row.bytes_ - moved
-            )
-        )  # fmt: skip
+    layers = [
+        schema.LayerEntry(
+            layer=row.layer, kind=row.kind, strategy=row.strategy, parts=row.parts, note=row.note,
+            flop=graph[row.layer].flop, bytes=row.bytes_,
+        )
+        for row in layer_rows(plan, graph)
+    ]  # fmt: skip
     return schema.PlanLine(
         plan=schema.PlanEntry.model_validate_json(plan.to_json()), inexact=plan.inexact, layers=tuple(layers),
-        outputs=tuple(outputs), work=work_shares(steps, graph)
+        work=work_shares(lower(plan, graph), graph),
     )  # fmt: skip
-
-
-def _moves(steps: StepList) -> tuple[dict[str, list[schema.MoveEntry]], list[schema.MoveEntry]]:
-    """Return the moves of a micro-batch by the layer that reads the tensor first, and those for the loss function."""
-    readers, size = steps.first_readers(), Counter[str]()
-    for step in steps.steps:
-        if isinstance(step, Move):
-            later = step.writes if step.phase == "forward" else step.reads
-            size[later.key] += sum(traffic(step, 4).values())
-    layers: dict[str, list[schema.MoveEntry]] = {}
-    outputs: list[schema.MoveEntry] = []
-    for step in steps.phase("forward"):
-        if isinstance(step, Move):
-            reader = readers.get(step.writes.key)
-            (outputs if reader is None else layers.setdefault(reader, [])).append(
-                schema.MoveEntry(
-                    value=step.reads.layer, source=_layout_name(step.reads.layout),
-                    target=_layout_name(step.writes.layout), bytes=size[step.writes.key]
-                )
-            )  # fmt: skip
-    return layers, outputs
-
-
-def _layout_name(layout: Layout) -> str:
-    match layout:
-        case Split(axis, _):
-            return ("split by samples", "split by channels")[axis] if axis < 2 else f"split along axis {axis}"
-        case Replicated((device,)) | OnOne(device):
-            return f"whole on device {device}"
-        case Replicated(devices):
-            return f"copies on {len(devices)} devices"
-        case Partial():
-            return "partial sums"

@@ -13,19 +13,16 @@ import pytest
 import convoy.cli.train_job  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.config.run_file import resolve_settings
-from convoy.config.train_options import Settings
 from convoy.data import load
 from convoy.errors import InputError
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.report.numbers import seconds
 from convoy.report.page import write_report
-from convoy.runlog.directory import make_directory
 from convoy.runlog.reader import read_log
 from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshardLine
 from convoy.runlog.writer import RunLog, plan_line
-from convoy.train.observer import EpochResult, Evaluation, StepResult
-from convoy.train.rebalance import Balancer, Decision, Keep, Reshard, observe
+from convoy.train.record import EpochResult, Evaluation, StepResult
 from tests.support.one_device import by_name, graph_of
 from tests.support.processes import PLACE, on_processes
 
@@ -75,15 +72,6 @@ def test_a_training_makes_a_folder_by_default(
     one, two = rows_of(folder / "log.jsonl", "step"), rows_of(tmp_path / "again.jsonl", "step")
     assert [row["loss"] for row in one] == [row["loss"] for row in two]
     assert list(runs.iterdir()) == [folder], "--log FILE makes no folder"
-
-
-def test_simultaneous_runs_get_separate_folders(runs: Path) -> None:
-    places = []
-    for _ in range(20):
-        place = make_directory(Settings())
-        assert place is not None
-        places.append(place.folder)
-    assert len(set(places)) == 20 == len(list(runs.iterdir()))
 
 
 def test_log_can_be_disabled(
@@ -171,40 +159,16 @@ def test_job_log_has_all_data_for_the_page(tmp_path: Path) -> None:
 
 
 def test_a_plan_line_has_the_numbers_of_the_plan_table() -> None:
-    """Moves and sums together are the bytes of the table, layer by layer."""
-    for name in ("master", "hybrid", "data", "model"):
-        plan, graph = by_name(name, "two-conv"), graph_of("two-conv")
-        line, table = plan_line(plan, graph), layer_rows(plan, graph)
-        last = sum(move.bytes for move in line.outputs)
-        for row, shown in zip(line.layers, table, strict=True):
-            assert (row.layer, row.strategy, row.parts) == (shown.layer, shown.strategy, shown.parts)
-            moved = sum(move.bytes for move in row.moves) + (last if row.layer == "fc" else 0)
-            assert moved + row.sum_bytes == shown.bytes_
-            assert row.sum_bytes >= 0
-        assert line.work == work_shares(lower(plan, graph), graph)
-    summed = [row.sum_bytes > 0 for row in plan_line(by_name("data", "two-conv"), graph).layers if row.flop]
-    assert summed == [True] * 3, "every copy of a weight"
-    moves = {row.layer: row.moves for row in plan_line(by_name("master", "two-conv"), graph).layers}
-    assert [(move.source, move.target) for move in moves["relu"]] == [("split by channels", "whole on device 0")]
-    assert [(move.source, move.target) for move in moves["conv2"]] == [("whole on device 0", "copies on 3 devices")]
-
-
-def test_a_change_of_shares_is_logged_with_the_new_plan(tmp_path: Path) -> None:
-    graph, plan = graph_of("two-conv"), by_name("data", "two-conv")
-    state = Balancer.start(plan, graph)
-    decision: Decision = Keep("nothing yet")
-    while not isinstance(decision, Reshard):
-        state, decision = observe(state, {"conv1": [0.9, 0.1, 0.1, 0.1]})
-    with RunLog(tmp_path / "log") as log:
-        log.run({})
-        log.plan(plan, graph)
-        log.reshard(37, decision)
-    first, second = read_log(tmp_path / "log").plans
-    assert (first.step, second.step) == (0, 38)
-    before, after = first.line, second.line
-    assert before.work == pytest.approx(work_shares(lower(plan, graph), graph))
-    assert after.work == pytest.approx(work_shares(lower(decision.plan, graph), graph))
-    assert after.work[0] < before.work[0]
+    plan, graph = by_name("hybrid", "two-conv"), graph_of("two-conv")
+    line, table = plan_line(plan, graph), layer_rows(plan, graph)
+    for row, shown in zip(line.layers, table, strict=True):
+        assert (row.layer, row.strategy, row.parts, row.bytes) == (
+            shown.layer,
+            shown.strategy,
+            shown.parts,
+            shown.bytes_,
+        )
+    assert line.work == work_shares(lower(plan, graph), graph)
 
 
 # ---------------------------------------------------------------------------------------------------- logs of before
@@ -230,22 +194,18 @@ def test_a_log_of_an_older_version_is_read(tmp_path: Path) -> None:
 
 
 def test_log_lines_round_trip(tmp_path: Path) -> None:
-    """One model per line: what the present code writes of an old log is that log, but for fields it did not have."""
+    """The present code writes the lines of an old log as they were, but for the traffic of layers and added fields."""
     for text in Path(__file__).with_name("old_log.jsonl").read_text().splitlines():
-        line = LINE.validate_json(text)
         with RunLog(tmp_path / "log") as log:
-            log.write(line)
-        (new,) = rows_of(tmp_path / "log")
-        assert {key: new[key] for key in json.loads(text)} == json.loads(text)
-        assert set(new) - set(json.loads(text)) <= {
-            "shares_only",
-            "spread",
-            "wall_s",
-            "joules_per_image",
-            "modes",
-            "ids",
-            "rejected",
-        }
+            log.write(LINE.validate_json(text))
+        (new,), old = rows_of(tmp_path / "log"), json.loads(text)
+        layers = [(each["bytes"], each["layer"]) for each in new.pop("layers", [])]
+        assert layers == [
+            (each["sum_bytes"] + sum(move["bytes"] for move in each["moves"]), each["layer"])
+            for each in old.pop("layers", [])
+        ]
+        old.pop("outputs", None)
+        assert {key: new[key] for key in old} == old
 
 
 def test_the_log_of_a_suspended_device_is_continued_by_another(tmp_path: Path) -> None:
