@@ -140,7 +140,7 @@ class Settings(BaseModel):
     )
     compile: bool = _fleet(
         False,
-        "Run layers through torch.compile where that is faster. The first steps try it; numbers are equal up to rounding. It "
+        "Run layers through torch.compile, which may be faster or slower; numbers are equal up to rounding. It "
         "needs a C++ compiler such as g++ (on GPUs Triton).",
     )
     memory: Sizes | None = _fleet(

@@ -27,7 +27,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, Part
 from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.runtime.batch_norm import GlobalBatchNorm
-from convoy.runtime.kernels import Gradients, arithmetic, in_precision
+from convoy.runtime.kernels import Arithmetic, Gradients, arithmetic, in_precision
 from convoy.runtime.precision import dtype_named
 from convoy.simulate.compute import bytes_moved, shape_s
 
@@ -180,7 +180,7 @@ class LayerTimer:
 # --- a layer at one size -------------------------------------------------------------------------------------------------
 
 
-class SharedStatistics:
+class SharedStatistics(Arithmetic):
     """A batch norm of a split batch, without the exchange of statistics."""
 
     def __init__(self, model: nn.Module, traced: TracedModel, layer: Layer) -> None:
@@ -191,7 +191,7 @@ class SharedStatistics:
         by = self.norm.combine(self.norm.local_statistics(x), [batch], math.prod(x.shape[2:]))
         return self.norm.normalise(x, by), (x, by) if keep else None
 
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:  # noqa: ARG002
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all", last: bool = True) -> Gradients:  # noqa: ARG002
         x, by = saved
         row = self.norm.local_sums(x, g, by)
         return self.norm.backward(x, g, by, row, row, wants[0])

@@ -1,15 +1,12 @@
-"""Compile regions of layers with torch.compile where the result is correct and faster: `compile=True`.
+"""Compile regions of layers with torch.compile: `compile=True`.
 
 A region is a run of consecutive layers in one segment (`convoy.plan.compile`). It ends where backward starts a gradient sum,
 which a compiled function would delay, and at every layer that is not a plain torch call (random numbers, user code, hooks) or
-frees its weights after use. Each region is tried once on random numbers, forward and backward, against the same layers
-uncompiled. All devices try at the same step, and wait for each other after each region.
+frees its weights after use. All devices compile in the same step. A region is used if it gives its layers' numbers there.
 """
 
-import contextlib
 import importlib
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +18,6 @@ from torch import Tensor, fx, nn
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, shortened
-from convoy.machine.accelerator import finish
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, Ref, TracedModel, arguments
 from convoy.model.tracing.hooks import hooked
@@ -40,15 +36,10 @@ KINDS = ("conv", "conv_transpose", "linear", "filters", "batch_norm", "elementwi
 """Kinds of layers that are compiled."""
 
 LONGEST = 24
-"""Layers in a region: other devices wait while it is compiled."""
+"""Layers in a region."""
 
 MOST_S = 600.0
-"""Time limit of that wait."""
-
-FASTER = 0.95
-"""A region is used if it takes at most this fraction of its layers' time."""
-
-ROUNDS = 3
+"""Limit of the group's waits in a step that compiles: a device that compiles cannot answer."""
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Allowed rounding error of a region, relative to the largest entry: sums are added in another order. Other dtypes: 0.1."""
@@ -65,7 +56,6 @@ class CompiledRegion:
         stop: index, within the segment, of the first computation after the region.
         reads, writes: values from outside; values used outside.
         plain: the uncompiled layers, as a torch.fx graph on this device's modules.
-        seen: inputs of the last run, as meta tensors.
         function: the compiled function; None: run the layers.
     """
 
@@ -73,17 +63,7 @@ class CompiledRegion:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     plain: fx.GraphModule
-    seen: tuple[Tensor, ...] = ()
     function: Callable[..., tuple[Tensor, ...]] | None = None
-
-    def run(self, own: dict[str, Any]) -> int:
-        """Compute the outputs if compiled. Return the index of the first computation that remains."""
-        inputs = [own[name] for name in self.reads]
-        if self.function is None:
-            self.seen = tuple(torch.empty_like(x, device="meta", requires_grad=x.requires_grad) for x in inputs)
-            return 0
-        own.update(zip(self.writes, self.function(*inputs), strict=True))
-        return self.stop
 
 
 Regions = Mapping[tuple[int, int], CompiledRegion]
@@ -96,26 +76,32 @@ class Compiler:
 
     Attributes:
         left: programs that may still be compiled.
-        waits: compile nothing now: while plans are tried, each would be timed both compiled and uncompiled.
-        tried, used: regions tried and used so far.
-        refused: why the last refused region was not compiled or used; "" if none was, other than for its time.
+        waits: compile nothing now, because plans are tried.
+        compiles: the current step compiles.
+        tried, used: regions compiled, and those of them with the right numbers.
+        refused: why the last refused region is not used; "" if none was.
     """
 
     group: Group
     left: int = MOST_PROGRAMS
     waits: bool = False
+    compiles: bool = False
     tried: int = 0
     used: int = 0
     refused: str = ""
+    _usual_s: float = 0.0
 
     def regions(
         self, program: Program, traced: TracedModel, model: nn.Module, key: tuple[torch.dtype | None, bool]
     ) -> Regions:
-        """Return the regions of a program; try them at the first call after the warm-up. Every device must call it.
+        """Return the regions of a program, and decide whether this step compiles them. Every device must call it.
 
         Args:
             key: the precision, and whether backward follows.
         """
+        if self.compiles:
+            gather(self.group, "compiled layers", None)  # other devices may still compile
+            self.group.timeout_s, self.compiles = self._usual_s, False
         if key not in program.compiled:
             program.compiled[key] = (regions_of(program, traced, model) if self.left else {}, 0)
         regions, calls = program.compiled[key]
@@ -123,45 +109,53 @@ class Compiler:
         program.compiled[key] = (regions, calls)
         if calls == WARM_UP + 1 and self.left and not self.waits:
             self.left -= 1
-            untried = [region for region in regions.values() if region.seen]
-            with _longer_timeout(self.group):
-                while any(gather(self.group, "regions to compile", len(untried))):
-                    if untried:
-                        self._try(untried.pop(), *key)
+            self.compiles, self._usual_s = True, self.group.timeout_s
+            self.group.timeout_s = max(self._usual_s, MOST_S)
         return regions  # type: ignore[no-any-return]
+
+    def run(self, region: CompiledRegion, own: dict[str, Any]) -> int:
+        """Compute a region's outputs if it is compiled. Return the index of the first computation that remains."""
+        inputs = [own[name] for name in region.reads]
+        if self.compiles:
+            self._compile(region, inputs)
+        if region.function is None:
+            return 0
+        own.update(zip(region.writes, region.function(*inputs), strict=True))
+        return region.stop
 
     def summary(self) -> str:
         """Return a one-line summary of the compiled regions."""
-        line = f"torch.compile: {self.used} of {self.tried} regions of layers run compiled, the others were not faster"
+        line = f"torch.compile: {self.used} of {self.tried} regions of layers run compiled"
         return f"{line}; {self.refused}" if self.refused else line
 
-    def _try(self, region: CompiledRegion, precision: torch.dtype | None, keep: bool) -> None:
+    def _compile(self, region: CompiledRegion, inputs: Sequence[Tensor]) -> None:
+        """Use a compiled function if it gives the layers' outputs and gradients for these inputs."""
         self.tried += 1
-        device = self.group.torch_device
-        with (
-            _COMPILE_LOCK,
-            _restored_buffers(region.plain),
-            torch.set_grad_enabled(keep),
-            torch.autocast(device.type, precision, enabled=precision is not None),
-        ):
-            try:
+        roots = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        sources = [x for x in (*roots, *region.plain.parameters()) if x.requires_grad]
+        statistics = [(buffer, buffer.clone()) for buffer in region.plain.buffers()]
+
+        def run(function: Callable[..., Sequence[Tensor]]) -> list[Tensor | None]:
+            outputs = [*function(*roots)]
+            graded = [y for y in outputs if y.requires_grad]
+            given = [y.detach() for y in graded]
+            found = torch.autograd.grad(graded, sources, given, allow_unused=True) if graded and sources else ()
+            return [*outputs, *found]
+
+        try:
+            with _COMPILE_LOCK:
                 function = compiled_by_torch(region.plain)
-                run = _trial(region, device)
                 _check_same_numbers(run(function), run(region.plain))
-            except Exception as error:
-                self.refused = shortened(next(iter(str(error).strip().splitlines()), type(error).__name__))
-                warnings.warn(f"torch.compile: {self.refused}. These layers run uncompiled", stacklevel=2)
-                return
-            seconds: dict[Callable[..., Any], float] = {}
-            for each in (function, region.plain) * ROUNDS:
-                finish(device)
-                start_s = time.perf_counter()
-                run(each)
-                finish(device)
-                seconds[each] = min(seconds.get(each, float("inf")), time.perf_counter() - start_s)
-        if seconds[function] <= FASTER * seconds[region.plain]:
-            self.used += 1
-            region.function = function
+        except Exception as error:
+            self.refused = shortened(next(iter(str(error).strip().splitlines()), type(error).__name__))
+            warnings.warn(f"torch.compile: {self.refused}. These layers run uncompiled", stacklevel=2)
+            return
+        finally:
+            with torch.no_grad():
+                for buffer, value in statistics:
+                    buffer.copy_(value)
+        self.used += 1
+        region.function = function
 
 
 def compiled_by_torch(module: nn.Module) -> Callable[..., Any]:
@@ -169,6 +163,15 @@ def compiled_by_torch(module: nn.Module) -> Callable[..., Any]:
     config: Any = importlib.import_module("torch._inductor.config")
     config.compile_threads = 1
     return torch.compile(module, backend=BACKEND, dynamic=False)
+
+
+def _check_same_numbers(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
+    """Raise InputError if the results of a compiled region differ from those of its layers."""
+    for a, b in zip(found, wanted, strict=True):
+        a, b = (torch.zeros(()) if x is None else x.detach() for x in (a, b))
+        limit = TOLERANCE.get(b.dtype, 0.1) * float(b.abs().amax()) if b.numel() and b.is_floating_point() else 0.0
+        if a.numel() and not torch.allclose(a, b.to(a.device), rtol=0.0, atol=limit + 1e-12, equal_nan=True):
+            raise InputError("torch.compile computed other values than the layers")
 
 
 # --- regions ---------------------------------------------------------------------------------------------------------
@@ -254,63 +257,3 @@ def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole
         return type(module).__module__.startswith("torch.nn.modules.") and not sharded and not hooked(module)
     name = getattr(operation.target, "__name__", "_")
     return operation.call == "function" and not name.startswith("i") and not name.endswith("_")
-
-
-# --- the trial -------------------------------------------------------------------------------------------------------
-
-
-def _trial(region: CompiledRegion, device: torch.device) -> Callable[[Callable[..., Any]], Sequence[Tensor | None]]:
-    """Return a function that runs a region or its replacement on fixed random numbers: outputs, then gradients."""
-    generator = torch.Generator().manual_seed(0)  # the global one belongs to the training
-
-    def random_like(x: Tensor) -> Tensor:
-        made = torch.empty_like(x, device=device, requires_grad=False)
-        if not x.is_floating_point():
-            return made.zero_()
-        return made.copy_(torch.randn(x.shape, generator=generator)).requires_grad_(x.requires_grad)
-
-    inputs = [random_like(x) for x in region.seen]
-    sources = [x for x in (*inputs, *region.plain.parameters()) if x.requires_grad]
-    gradients: list[Tensor] = []
-
-    def run(function: Callable[..., Any]) -> Sequence[Tensor | None]:
-        outputs = list(function(*inputs))
-        graded = [y for y in outputs if y.requires_grad]
-        if not graded or not sources:
-            return outputs
-        if not gradients:
-            gradients.extend(random_like(y.detach()) for y in graded)
-        return [*outputs, *torch.autograd.grad(graded, sources, gradients, allow_unused=True)]
-
-    return run
-
-
-def _check_same_numbers(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
-    """Raise InputError if the results of a compiled region differ from those of its layers."""
-    for a, b in zip(found, wanted, strict=True):
-        a, b = (torch.zeros(()) if x is None else x.detach() for x in (a, b))
-        limit = TOLERANCE.get(b.dtype, 0.1) * float(b.abs().amax()) if b.numel() and b.is_floating_point() else 0.0
-        if a.numel() and not torch.allclose(a, b.to(a.device), rtol=0.0, atol=limit + 1e-12, equal_nan=True):
-            raise InputError("torch.compile computed other values than the layers")
-
-
-@contextlib.contextmanager
-def _longer_timeout(group: Group) -> Iterator[None]:
-    """Wait longer for other devices: a device that compiles cannot answer. A closed connection is still noticed at once."""
-    usual_s, group.timeout_s = group.timeout_s, max(group.timeout_s, MOST_S)
-    try:
-        yield
-    finally:
-        group.timeout_s = usual_s
-
-
-@contextlib.contextmanager
-def _restored_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the statistics of batch norms after a trial."""
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)

@@ -44,9 +44,9 @@ from convoy.runtime.gathered import GatheredParameters
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
 from convoy.runtime.kernels import (
     Arithmetic,
-    ByAutograd,
     Roots,
     arithmetic,
+    backward_by_rows,
     detached,
     edge_of,
     enter,
@@ -117,13 +117,11 @@ class Executor:
         for name, layer in traced.graph.layers.items():
             if layer.kind != "input":
                 run = self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
-                if layer.everywhere and isinstance(run, ByAutograd):
+                if layer.kind == "pick" or layer.multiplies:
+                    continue
+                if layer.everywhere:
                     run.call = self.calls[name] = partial(_call_checked, layer, self.calls[name])
-                elif (
-                    isinstance(run, ByAutograd)
-                    and not (layer.per_sample or layer.changes_state)
-                    and is_of_user(traced.operations[name], model)
-                ):
+                elif not (layer.per_sample or layer.changes_state) and is_of_user(traced.operations[name], model):
                     inside = [subtree(model, path) for path in traced.operations[name].modules]
                     run.call = self.calls[name] = refuse_changes(name, dict(ChainMap(*inside)), self.calls[name])
             if layer.kind == "batch_norm":
@@ -211,8 +209,8 @@ class Executor:
                 ready = 0  # a compiled region has done the computations before this index
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, Compute)
-                    if (region := tape.regions.get((fused.number, number))) is not None:
-                        ready = max(ready, region.run(own))
+                    if self.compiler is not None and (region := tape.regions.get((fused.number, number))):
+                        ready = max(ready, self.compiler.run(region, own))
                     if number >= ready:
                         inputs = [own[name] for name in op.reads]
                         with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
@@ -255,8 +253,10 @@ class Executor:
                 x = buffers[op.reads[0]]
                 value, saved = self.norms[op.layer].normalise(x, tape.norms[op.layer]), x
             elif op.rows is not None:
-                (x,) = (buffers[name] for name in op.reads)
-                value, saved = run.forward([x[slice(*op.rows)]], op.size.samples, False, op.wants)[0], x
+                # `.data`: autograd must not count the arrival of other rows as a change.
+                rows = buffers[op.reads[0]].data[slice(*op.rows)]
+                value, graph = run.forward([rows], op.size.samples, keep, op.wants)
+                saved = [*tape.saved.get(op.layer, ()), (len(rows), graph)]
             else:
                 value, saved = run.forward([buffers[name] for name in op.reads], op.size.samples, keep, op.wants)
         buffers[op.writes[0]] = value
@@ -408,7 +408,9 @@ class Executor:
                 by = tape.norms.pop(op.layer)
                 inputs, own = self.norms[op.layer].backward(saved, g, by, row, rows, op.wants[0])
             else:
-                inputs, own = self._arithmetic(tape.precision)[op.layer].backward(saved, g, op.wants, op.part)  # type: ignore[arg-type]
+                run = self._arithmetic(tape.precision)[op.layer]
+                backward = partial(backward_by_rows, run) if isinstance(saved, list) else run.backward
+                inputs, own = backward(saved, g, op.wants, op.part, op.last)  # type: ignore[arg-type]
         if op.part != "weight":
             for name, gradient in zip(op.writes, inputs, strict=True):
                 if name and gradient is not None:

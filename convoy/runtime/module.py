@@ -63,7 +63,7 @@ class Distributed(nn.Module):
         example: one batch of each input, for the shapes.
         slowdown: emulates a device that is slower by this factor.
         fuse: run autograd on all layers between two exchanges as one graph; False: on each layer by itself.
-        compile: compile such layers with torch.compile, if faster (see `convoy.runtime.compiled`); equal up to rounding.
+        compile: run layers through torch.compile (see `convoy.runtime.compiled`); equal up to rounding.
         takes_over: use the model's own modules, and its own parameters if every device has them whole. Shards replace the
             other parameters, which then raise on use. False: work on a copy.
 

@@ -83,9 +83,9 @@ class Told:
         self._tell(("forward", self._name))
         return self._run.forward(*args)
 
-    def backward(self, saved: Any, g: Any, wants: Any, part: str = "all") -> Any:
+    def backward(self, saved: Any, g: Any, wants: Any, part: str = "all", last: bool = True) -> Any:
         self._tell(("backward", self._name, part))
-        return self._run.backward(saved, g, wants, part)
+        return self._run.backward(saved, g, wants, part, last)
 
 
 def net() -> nn.Module:
