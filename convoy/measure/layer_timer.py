@@ -220,8 +220,8 @@ def workload(
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         run: Any = SharedStatistics(model, traced, layer) if size.shares_statistics else None
         if run is None:
-            kernels = arithmetic(model, layer, traced.operations[layer.name])
-            run = in_precision(kernels, dtype_named(precision), device.type)
+            run = arithmetic(model, layer, traced.operations[layer.name])
+            run.call = in_precision(run.call, dtype_named(precision), device.type)
         inputs = _inputs(model, traced, layer, size, placed, device)
         y = run.forward(inputs, size.samples, False, wants)[0]
         tensors = [

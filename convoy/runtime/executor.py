@@ -3,7 +3,6 @@
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group, present
 from convoy.errors import InputError
-from convoy.layout.layout import Split
-from convoy.model.graph import Layer
+from convoy.layout.layout import Split, holders
+from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, bind_operation
 from convoy.model.tracing.layer_builder import is_of_user
 from convoy.model.tracing.python_state import refuse_changes, subtree
-from convoy.plan.compile import compile_device, without_gradients
+from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
 from convoy.plan.device_program import (
     BeginSum,
     Compute,
@@ -35,12 +34,12 @@ from convoy.plan.device_program import (
     output_gradient,
     whole_size,
 )
-from convoy.plan.steps import Phase, StepList, Value
+from convoy.plan.lower import lower
+from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, StepList, Value
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, Regions
 from convoy.runtime.exchange import Buffers, Lane, Slots
-from convoy.runtime.gathered import GatheredParameters
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
 from convoy.runtime.kernels import (
     Arithmetic,
@@ -51,11 +50,12 @@ from convoy.runtime.kernels import (
     edge_of,
     enter,
     gradients_of,
-    in_precision,
+    under_autocast,
     widened,
     with_gradients,
 )
 from convoy.runtime.program import Item, Program, reached_parameters
+from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 
 @dataclass
@@ -113,7 +113,6 @@ class Executor:
         self.expected_s: Expected = by_arithmetic
         self.compiler: Compiler | None = None
         self._places: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
-        self._lowered: dict[torch.dtype, dict[str, Arithmetic]] = {}
         for name, layer in traced.graph.layers.items():
             if layer.kind != "input":
                 run = self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
@@ -135,14 +134,6 @@ class Executor:
         made = compile_device(steps, graph, self.group.device, fuse=self.fuse, missing=missing, left=left)
         reached = reached_parameters(without_gradients(steps, graph, missing) if missing else steps, graph)
         return Program(steps, made, graph, self.model, reached)
-
-    def _arithmetic(self, precision: torch.dtype | None) -> Mapping[str, Arithmetic]:
-        if precision is None:
-            return self.arithmetic
-        if precision not in self._lowered:
-            kind = self.group.torch_device.type
-            self._lowered[precision] = {n: in_precision(run, precision, kind) for n, run in self.arithmetic.items()}
-        return self._lowered[precision]
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -201,11 +192,7 @@ class Executor:
             own: dict[str, Any] = dict(zip(fused.reads, roots, strict=True))
             begin = Roots(roots, wants)
             del roots
-            with (
-                nullcontext()
-                if tape.precision is None
-                else torch.autocast(self.group.torch_device.type, tape.precision)
-            ):
+            with under_autocast(tape.precision, self.group.torch_device.type):
                 ready = 0  # a compiled region has done the computations before this index
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, Compute)
@@ -246,9 +233,8 @@ class Executor:
         return torch.zeros(1, 2 * norm.channels, dtype=norm.dtype, device=self.group.torch_device)
 
     def _forward(self, op: Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        run = self._arithmetic(tape.precision)[op.layer]
-        with self.clock.compute(op.layer, "forward"):
-            saved: Any
+        run, saved = self.arithmetic[op.layer], None
+        with self.clock.compute(op.layer, "forward"), under_autocast(tape.precision, self.group.torch_device.type):
             if op.layer in tape.norms:
                 x = buffers[op.reads[0]]
                 value, saved = self.norms[op.layer].normalise(x, tape.norms[op.layer]), x
@@ -259,7 +245,7 @@ class Executor:
                 saved = [*tape.saved.get(op.layer, ()), (len(rows), graph)]
             else:
                 value, saved = run.forward([buffers[name] for name in op.reads], op.size.samples, keep, op.wants)
-        buffers[op.writes[0]] = value
+        buffers[op.writes[0]] = widened(value, tape.precision)
         if keep:
             tape.saved[op.layer] = saved
 
@@ -408,7 +394,7 @@ class Executor:
                 by = tape.norms.pop(op.layer)
                 inputs, own = self.norms[op.layer].backward(saved, g, by, row, rows, op.wants[0])
             else:
-                run = self._arithmetic(tape.precision)[op.layer]
+                run = self.arithmetic[op.layer]
                 backward = partial(backward_by_rows, run) if isinstance(saved, list) else run.backward
                 inputs, own = backward(saved, g, op.wants, op.part, op.last)  # type: ignore[arg-type]
         if op.part != "weight":
@@ -447,3 +433,72 @@ def by_arithmetic(layer: Layer, _phase: Phase, size: LocalSize) -> float:
     """Estimate seconds without measurements: 100 GFLOP/s, and two memory accesses per output entry at 10 GB/s."""
     outputs = math.prod(layer.shape) * size.samples * size.outputs / max(1, whole_size(layer, 1).outputs)
     return flop(layer, size) / 100e9 + 2 * 4 * outputs / 10e9
+
+
+# --- programs of a plan -------------------------------------------------------------------------------------------------
+
+CHECKED_DEVICES = 16
+"""Largest fleet whose programs are checked against each other before the first step: more would take seconds."""
+
+StateDevices = dict[str, set[int]]
+"""Devices on which each layer that changes its own state has run."""
+
+
+class ProgramCache:
+    """The programs of this device for one plan.
+
+    Args:
+        executors: one per mode (True: training).
+        state_devices: kept when the plan changes, because the layers' state is.
+
+    Attributes:
+        programs: by mode, batch size, destination of input gradients, and kind of micro-batch.
+    """
+
+    def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
+        self._in_use, self._executors, self._state_devices = in_use, executors, state_devices
+        self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
+
+    def get(
+        self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only"
+    ) -> Program:
+        """Return the program for a global batch of this size.
+
+        Raises:
+            InputError: a layer with its own state would run on other devices than before.
+        """
+        key = (training, batch, wanted, kind)
+        if key not in self.programs:
+            in_use, executor = self._in_use, self._executors[training]
+            graph = executor.traced.graph
+            kept = {name: layout for name, layout in in_use.layouts.items() if name not in in_use.borrowed}
+            steps = lower(in_use.plans[training], graph, batch, wanted, kept, kind)
+            self._check_state(steps, graph)
+            if not self.programs and in_use.devices <= CHECKED_DEVICES:
+                check_programs(compile_all(steps, graph))
+            self.programs[key] = executor.program(steps)
+        return self.programs[key]
+
+    def expect(self, seconds: Expected) -> None:
+        """Set the measured seconds per layer, used to divide a segment's time."""
+        for executor in self._executors.values():
+            executor.expected_s = seconds
+        for program in self.programs.values():
+            program.expected_s.clear()
+
+    def _check_state(self, steps: StepList, graph: Graph) -> None:
+        """Raise InputError if a layer with its own state would run on devices where that state is outdated."""
+        for step in steps.phase("forward"):
+            if not isinstance(step, ComputeStep) or not (
+                graph[step.layer].changes_state or step.layer in self._state_devices
+            ):
+                continue
+            here = set(holders(step.writes.layout))
+            before = self._state_devices.setdefault(step.layer, here)
+            if here != before if graph[step.layer].changes_state else not here <= before:
+                raise InputError(
+                    f"layer {step.layer!r} changes its Python state, buffers or parameters in forward. It ran on the devices "
+                    f"{sorted(before)}, and would run on {sorted(here)} for a batch of {steps.batch}, so their states would "
+                    "differ. Use batches with samples for each of these devices (drop_last=True), or give the layer the "
+                    "strategy 'one'"
+                )

@@ -1,6 +1,7 @@
 """Compute one layer on one device's shard: forward, and backward by autograd on that layer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,21 @@ _CONVOLUTIONS: Mapping[tuple[bool, int], _Conv] = {
     (True, 1): F.conv_transpose1d, (True, 2): F.conv_transpose2d, (True, 3): F.conv_transpose3d,
 }  # fmt: skip
 """torch's functions, by (transposed, dimensions)."""
+
+
+def under_autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
+    """Return a context in which layers compute in `dtype`; None: in the model's own."""
+    return nullcontext() if dtype is None else torch.autocast(device, dtype)
+
+
+def in_precision(call: Call, dtype: torch.dtype | None, device: str) -> Call:
+    """Return a call that computes in `dtype` and returns float32."""
+
+    def run(inputs: Sequence[Any], samples: int) -> Any:
+        with under_autocast(dtype, device):
+            return widened(call(inputs, samples), dtype)
+
+    return run
 
 
 def _call_on_shard(module: Any, layer: Layer) -> Call:
@@ -219,23 +235,3 @@ def with_gradients(y: Any, g: Any) -> Pairs:
         return ([], []) if y is None else ([y], [g])
     pairs = [(y[i], gradient) for i, gradient in g.items() if y[i] is not None]
     return [a for a, _ in pairs], [b for _, b in pairs]
-
-
-class _Autocast(Arithmetic):
-    """A layer in lower precision. Autocast chooses the operations that are safe."""
-
-    def __init__(self, run: Arithmetic, dtype: torch.dtype, device: str) -> None:
-        self.run, self.dtype, self.device = run, dtype, device
-
-    def forward(self, inputs: Sequence[Any], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
-        with torch.autocast(self.device, self.dtype):
-            y, saved = self.run.forward(inputs, batch, keep, wants)
-        return widened(y, self.dtype), saved
-
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all", last: bool = True) -> Gradients:
-        return self.run.backward(saved, g, wants, part, last)
-
-
-def in_precision(run: Arithmetic, dtype: torch.dtype | None, device: str) -> Arithmetic:
-    """Return a layer's arithmetic in autocast's precision `dtype`. Outputs and gradients are float32."""
-    return run if dtype is None else _Autocast(run, dtype, device)

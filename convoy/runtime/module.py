@@ -24,11 +24,9 @@ from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, return
 from convoy.runtime.clock import Clock
 from convoy.runtime.comparisons import Comparisons, check_copies, check_same_start
 from convoy.runtime.compiled import Compiler
-from convoy.runtime.executor import Executor, Expected
-from convoy.runtime.gathered import GatheredParameters
+from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices
 from convoy.runtime.model_checks import ModelChecks
 from convoy.runtime.program import Program
-from convoy.runtime.program_cache import ProgramCache, StateDevices
 from convoy.runtime.shards import (
     ORIGINAL,
     SHARD,
@@ -41,7 +39,7 @@ from convoy.runtime.shards import (
     mark_unsummed,
 )
 from convoy.runtime.step_node import Accumulation, StepCall
-from convoy.runtime.weights import Weights, copied_without_weights, parameters_of, plan_in_use
+from convoy.runtime.weights import GatheredParameters, Weights, copied_without_weights, parameters_of, plan_in_use
 
 
 class StaleBatchError(ConvoyError):
