@@ -1,6 +1,7 @@
 """Run the operations that make, copy, add and exchange buffers, and moves outside of device programs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,15 +45,6 @@ class Lane:
     def __init__(self, group: Group, number: int, slots: Slots) -> None:
         self.group, self.number, self.slots = group, number, slots
         self.pending: dict[tuple[int, int], Pending] = {}
-        self._handlers: Mapping[type, Callable[[Any, Buffers, torch.dtype], None]] = {
-            Make: self._make,
-            View: self._view,
-            Copy: self._copy,
-            Add: self._add,
-            Merge: self._merge,
-            ExchangeRound: self._start,
-            WaitRound: self._wait,
-        }
 
     def run(self, operations: Iterable[Operation], buffers: Buffers, dtype: torch.dtype) -> None:
         """Run operations of one step.
@@ -64,47 +56,43 @@ class Lane:
             DeviceLostError: a device that had to send or receive did not.
         """
         for operation in operations:
-            self._handlers[type(operation)](operation, buffers, dtype)
+            match operation:
+                case Copy():
+                    source, target = cut(buffers, operation.source), cut(buffers, operation.target)
+                    target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
+                case Add():
+                    cut(buffers, operation.target).add_(cut(buffers, operation.source))
+                case ExchangeRound():
+                    # Cut a part once, even if several devices receive it.
+                    parts = {m.part: cut(buffers, m.part).contiguous() for m in operation.sends}
+                    sends = [Message(m.peer, parts[m.part]) for m in operation.sends]
+                    receives = [Message(m.peer, cut(buffers, m.part)) for m in operation.receives]
+                    self.pending[operation.step, operation.number] = self.group.start(sends, receives, self.number)
+                case WaitRound():
+                    self.pending.pop((operation.begun, operation.number)).wait()
+                case View():
+                    part = cut(buffers, operation.of)
+                    buffers[operation.buffer] = part if part.shape == operation.shape else part.view(operation.shape)
+                case Make():
+                    buffers[operation.buffer] = self._made(operation, buffers, dtype)
+                case Merge():
+                    buffers[operation.buffer] = functools.reduce(_added, (buffers[name] for name in operation.parts))
 
-    def _make(self, operation: Make, buffers: Buffers, dtype: torch.dtype) -> None:
+    def _made(self, operation: Make, buffers: Buffers, dtype: torch.dtype) -> Tensor:
         kind, device = buffers[operation.like].dtype if operation.like else dtype, self.group.torch_device
         if operation.narrow:
             kind = getattr(torch, narrow_dtype(str(kind).removeprefix("torch.")))
         if operation.slot is not None:
-            buffers[operation.buffer] = self.slots.at(operation.buffer, operation.shape[0], kind, device)
-        else:
-            make = torch.zeros if operation.zeros else torch.empty
-            buffers[operation.buffer] = make(operation.shape, dtype=kind, device=device)
+            return self.slots.at(operation.buffer, operation.shape[0], kind, device)
+        make = torch.zeros if operation.zeros else torch.empty
+        return make(operation.shape, dtype=kind, device=device)
 
-    def _view(self, operation: View, buffers: Buffers, _dtype: torch.dtype) -> None:
-        part = cut(buffers, operation.of)
-        buffers[operation.buffer] = part if part.shape == operation.shape else part.view(operation.shape)
 
-    def _copy(self, operation: Copy, buffers: Buffers, _dtype: torch.dtype) -> None:
-        source, target = cut(buffers, operation.source), cut(buffers, operation.target)
-        target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
-
-    def _add(self, operation: Add, buffers: Buffers, _dtype: torch.dtype) -> None:
-        cut(buffers, operation.target).add_(cut(buffers, operation.source))
-
-    def _merge(self, operation: Merge, buffers: Buffers, _dtype: torch.dtype) -> None:
-        first, *others = (buffers[name] for name in operation.parts)
-        for other in others:
-            if isinstance(first, dict):  # gradients of several outputs of one layer
-                first = first | {item: first[item] + g if item in first else g for item, g in other.items()}
-            else:
-                first = first + other
-        buffers[operation.buffer] = first
-
-    def _start(self, operation: ExchangeRound, buffers: Buffers, _dtype: torch.dtype) -> None:
-        # Cut a part once, even if several devices receive it.
-        parts = {m.part: cut(buffers, m.part).contiguous() for m in operation.sends}
-        sends = [Message(m.peer, parts[m.part]) for m in operation.sends]
-        receives = [Message(m.peer, cut(buffers, m.part)) for m in operation.receives]
-        self.pending[operation.step, operation.number] = self.group.start(sends, receives, self.number)
-
-    def _wait(self, operation: WaitRound, _buffers: Buffers, _dtype: torch.dtype) -> None:
-        self.pending.pop((operation.begun, operation.number)).wait()
+def _added(one: Any, other: Any) -> Any:
+    """Add two gradients, each a tensor, or a dict for a layer with several outputs."""
+    if not isinstance(one, dict):
+        return one + other
+    return one | {item: one[item] + g if item in one else g for item, g in other.items()}
 
 
 def cut(buffers: Mapping[str, Any], part: Part) -> Tensor:
@@ -171,7 +159,7 @@ def run_move(
     shape: Shape,
     wire: CommDtype = "exact",
 ) -> Tensor:
-    """Move a tensor of `shape` from layout `src` to layout `dst`. Return the new local shard.
+    """Move a tensor of `shape` from layout `src` to layout `dst`.
 
     Args:
         shard: the local shard under `src`, or an empty tensor of the right dtype.
@@ -180,9 +168,6 @@ def run_move(
 
     Returns:
         the local shard under `dst`; a view of `shard` if nothing is received or rounded.
-
-    Raises:
-        DeviceLostError: a device that had to send or receive did not.
     """
     return start_move(group, schedule, shard, src, dst, shape, wire).land()
 

@@ -56,8 +56,6 @@ class Distributed(nn.Module):
     Args:
         model: an ordinary module; device 0's weights are used. It may be on the meta device on all devices but 0. If it is
             so on device 0 too, call `load_state_dict` before the first step.
-        plan: the strategy and shares of each layer.
-        group: the devices.
         example: one batch of each input, for the shapes.
         slowdown: emulates a device that is slower by this factor.
         fuse: run autograd on all layers between two exchanges as one graph; False: on each layer by itself.
@@ -66,17 +64,14 @@ class Distributed(nn.Module):
             other parameters, which then raise on use. False: work on a copy.
 
     Attributes:
-        plan: the current plan.
         reshards: number of reshards.
         layouts: layout of each parameter and buffer, by its key in `state_dict`.
-        weights: the local shards.
         takes_whole: inputs are global batches, without `whole=True`.
         finished_steps, repeats: counted by `convoy.train.Members`; if `repeats` changes, a loader repeats the batches since
             the last finished step.
         guard: begins an epoch of a loader, which communicates with the other devices; None: the loader does so itself.
         stale: the devices have changed since the loader returned its last batch: using it raises StaleBatchError.
         precision: number type of the layers' arithmetic (see `compute_in`); None: the model's own, or the caller's autocast.
-        compiler: with `compile`, the compiled regions of this device; else None.
 
     Raises:
         PlanError: the plan is for another model or another number of devices.
@@ -131,9 +126,8 @@ class Distributed(nn.Module):
     def forward(self, *inputs: Tensor, batch: int | None = None, whole: bool = False, **others: Any) -> Any:
         """Return the outputs of the global batch, on every device; or an `OutputPart` for each output that stays local.
 
-        The output of another distributed model is a global batch: `discriminator(generator(z))`. A model from `prepare`
-        takes every input as a global batch. An input that requires a gradient gets the gradient it has on one device: of
-        the local batch, or of the global batch if that was given.
+        The output of another distributed model is a global batch: `discriminator(generator(z))`. An input that requires a
+        gradient gets the gradient it has on one device: of the local batch, or of the global batch if that was given.
 
         Args:
             inputs: the local batch of each input, in the layout of `input_layouts`; it may have zero samples.
@@ -168,7 +162,6 @@ class Distributed(nn.Module):
         return fill_result(self.traced[training], returned_outputs(outputs, program.steps, graph, self.group))
 
     def _compute(self, given: StepInputs, program: Program, parts: list[Tensor], compares: bool) -> Sequence[Tensor]:
-        """Return the outputs. If they need a gradient, a `StepCall` puts them into the caller's autograd graph."""
         executor, kind = self._executors[self.training], self.group.torch_device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         precision = self.precision or autocast
@@ -192,11 +185,7 @@ class Distributed(nn.Module):
         outputs: Sequence[Value],
         output_gradients: Sequence[Tensor | None],
     ) -> None:
-        """Check that backward can run.
-
-        Args:
-            reshards: the value of `self.reshards` in its forward.
-        """
+        """Check that backward can run. `reshards`: the value of `self.reshards` in its forward."""
         if reshards != self.reshards:
             raise InputError(
                 "the shares changed between a forward pass and its backward: call reshard() after backward()"
@@ -215,8 +204,8 @@ class Distributed(nn.Module):
         """Keep gradients local inside the block; the next micro-batch outside sums those of all micro-batches.
 
         As with DistributedDataParallel, run forward and backward of a micro-batch inside, and those of a step's last
-        micro-batch outside. Until then `.grad` is the sum of this device's gradients. Every device runs the same
-        micro-batches inside. Hooks on parameters run in the last micro-batch only, with the gradient of all.
+        micro-batch outside. Until then `.grad` is the sum of this device's gradients. Hooks on parameters run in the last
+        micro-batch only, with the gradient of all.
 
         ::
 
@@ -237,12 +226,9 @@ class Distributed(nn.Module):
         self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
 
     def enter(self, plan: Plan) -> None:
-        """Continue with a plan for another generation of the group. `SnapshotStore.restore` moves the state.
+        """Continue with a plan for another generation of the group, without an interrupted step.
 
-        Discard the leftovers of an interrupted step.
-
-        Raises:
-            PlanError: the plan is for another model or another number of devices.
+        `SnapshotStore.restore` moves the state.
         """
         plan.check(self.traced[True].graph, self.group.devices)
         expected = {mode: executor.expected_s for mode, executor in self._executors.items()}
@@ -265,7 +251,6 @@ class Distributed(nn.Module):
         self.reshards += 1
 
     def _bind(self) -> None:
-        """Prepare to run on the current modules and parameters."""
         self._make_ready()
         self._checks = ModelChecks(self.module, self.traced, self.group.devices)
         self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
@@ -287,7 +272,7 @@ class Distributed(nn.Module):
         for executor in self._executors.values():
             executor.compiler = self.compiler
         self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
-        self._accumulation = Accumulation(lambda key: self._in_use.keeps_sum(key, self.group.device))
+        self._accumulation = Accumulation()
         self._comparisons = Comparisons(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Distributed":
@@ -330,9 +315,6 @@ class Distributed(nn.Module):
             state_dict: of the model before `distribute`, under its ordinary keys.
             strict: refuse missing and unknown keys; False: return them, as torch does.
             assign: refused.
-
-        Raises:
-            InputError: missing or unknown keys, or a tensor without the shape of the whole parameter.
         """
         if assign:
             raise InputError("load_state_dict(assign=True): shards are copied: leave assign out")
@@ -345,11 +327,7 @@ class Distributed(nn.Module):
         return self.weights.full_state()
 
     def gather(self, key: str, shard: Tensor) -> Tensor:
-        """Gather a tensor that is sharded like parameter `key` (its gradient, its momentum), on every device.
-
-        Raises:
-            InputError: a gradient not yet summed over the devices, after `no_sync`.
-        """
+        """Gather a tensor that is sharded like parameter `key` (its gradient, its momentum), on every device."""
         return self.weights.gather(key, shard)
 
     def mark_shards(self) -> None:
@@ -445,7 +423,6 @@ class Distributed(nn.Module):
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
-        """Set the measured seconds per layer, used to divide a segment's time."""
         self._programs.expect(seconds)
 
 

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 from convoy.comm.control_messages import agree_on, gather
 from convoy.errors import InputError
 from convoy.layout.collectives import schedule
-from convoy.layout.layout import Layout, Replicated, dual, holders, holds, local_shape
+from convoy.layout.layout import Layout, holds, local_shape
 from convoy.plan.plan import Plan
 from convoy.runtime.exchange import Moving, start_move
 from convoy.runtime.module import Distributed, not_distributed
@@ -19,8 +19,8 @@ from convoy.runtime.shards import (
     ELEMENTWISE,
     accept_gradients,
     check_gradients,
+    check_summed,
     elementwise_names,
-    is_unsummed,
     works_on,
 )
 
@@ -40,13 +40,14 @@ def reshard(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
     Raises:
         PlanError: the plan is for another model or another number of devices.
         MismatchError: the devices were given different plans.
-        InputError: an optimizer of another model, or one not known to be exact on shards.
+        InputError: an optimizer of another model, or one not known to be exact on shards; micro-batches in `no_sync` before.
         DeviceLostError: a device that had to send or receive did not.
     """
     if not isinstance(model, Distributed):
         raise not_distributed("reshard", model)
     agree_on(model.group, "reshard", plan.to_json(), "was given another plan to continue with")
     plan.check(model.traced[True].graph, model.group.devices)
+    check_summed("reshard()", model.parameters())
     check_gradients("reshard()", model.parameters())
     before, old, held = model.layouts, model.plan, dict(model.named_parameters())
     model.follow(plan)
@@ -85,9 +86,8 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
     parameters = {k: model.module.get_parameter(k) for k in moved if not model.parameters_by_key[k].buffer}
     with_gradient, rows = _gathered_state(model, moved, parameters, optimizers)
 
-    def start(key: str, shard: Tensor | None, dtype: torch.dtype, *, unsummed: bool = False) -> Moving:
+    def start(key: str, shard: Tensor | None, dtype: torch.dtype) -> Moving:
         src, dst = moved[key]
-        src = dual(src) if unsummed else src
         shape = model.parameters_by_key[key].shape
         own = local_shape(src, device, shape)
         if shard is None or tuple(shard.shape) != own:
@@ -95,11 +95,7 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
         return start_move(model.group, schedule(src, dst, shape), shard, src, dst, shape)
 
     weights = {key: start(key, tensor := model.weights.held(key), tensor.dtype) for key in moved}
-    gradients = {
-        key: start(key, p.grad, p.dtype, unsummed=is_unsummed(p))
-        for key, p in parameters.items()
-        if key in with_gradient
-    }
+    gradients = {key: start(key, p.grad, p.dtype) for key, p in parameters.items() if key in with_gradient}
     states: dict[tuple[int, str], dict[str, Any]] = {}
     for i, optimizer in enumerate(optimizers):
         for key, parameter in parameters.items():
@@ -111,10 +107,8 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
     for key, weight in weights.items():
         model.weights.put(key, weight.land().clone())
     for key, gradient in gradients.items():
-        arrived, layout = gradient.land().clone(), moved[key][1]
-        # Only the first of several copies keeps an unsummed gradient: it received the complete sum.
-        first = not (is_unsummed(parameters[key]) and isinstance(layout, Replicated)) or holders(layout)[0] == device
-        parameters[key].grad = arrived if first and holds(layout, device) else None
+        arrived = gradient.land().clone()
+        parameters[key].grad = arrived if holds(moved[key][1], device) else None
     for (i, key), state in states.items():
         landed = {name: v.land().clone() if isinstance(v, Moving) else v for name, v in state.items()}
         if holds(moved[key][1], device):

@@ -34,18 +34,13 @@ from convoy.runtime.shards import (
 class Accumulation:
     """The gradient accumulation of the current step. Marks on the parameters show which gradients are unsummed.
 
-    An unsummed gradient is a pending sum: the gradient is the sum of all devices' `.grad`. If a summed gradient has to become
-    a pending sum again, only one device keeps it.
-
-    Args:
-        keeps: whether this device, of all that have a summed gradient (by key), keeps it.
+    An unsummed gradient is a pending sum: the gradient is the sum of all devices' `.grad`.
 
     Attributes:
         sums: whether the next micro-batch sums gradients over the devices.
     """
 
-    def __init__(self, keeps: Callable[[str], bool]) -> None:
-        self._keeps = keeps
+    def __init__(self) -> None:
         self.sums = True
         self._backward: tuple[int, bool] = (-1, True)  # the last one, and whether it summed
         self._own = OwnGradients(-1, (), ())
@@ -75,7 +70,7 @@ class Accumulation:
             sums: whether this backward sums gradients over the devices.
 
         Raises:
-            InputError: the same backward runs through one forward with sums and one without.
+            InputError: the same backward runs through one forward with sums and one without; or the last one summed.
         """
         task = torch._C._current_graph_task_id()
         if self._backward == (task, not sums):
@@ -87,8 +82,11 @@ class Accumulation:
         for key in () if sums else reached:
             parameter = parameters.get(key)
             if parameter is not None and not is_unsummed(parameter):
-                if not self._keeps(key):
-                    parameter.grad = None
+                if parameter.grad is not None and parameter.grad.any():
+                    raise InputError(
+                        "backward in no_sync() after one outside, whose gradients are summed already: run a step's last "
+                        "micro-batch outside, and zero_grad() before the next step"
+                    )
                 mark_unsummed(parameter, True)
         left: Found = {}
         for key, parameter in parameters.items():

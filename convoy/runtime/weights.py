@@ -63,10 +63,6 @@ class PlanInUse:
         layout = self.layouts[key]
         return isinstance(layout, Split) or holders(layout)[0] == device
 
-    def keeps_sum(self, key: str, device: int) -> bool:
-        """Return whether this device keeps a summed gradient when it becomes a pending sum."""
-        return not isinstance(self.layouts[key], Replicated) or self.counts(key, device)
-
 
 def plan_in_use(
     plan: Plan, trained: Graph, evaluated: Graph, known: Mapping[str, Parameter], devices: int

@@ -172,11 +172,10 @@ def test_special_nets_reshard(net: str) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("one_sum", [False, True], ids=["summed", "to be summed"])
 @pytest.mark.parametrize("net", ["resnet", "bare"])
-def test_accumulated_gradients_reshard_too(net: str, one_sum: bool, set_to_none: bool) -> None:
+def test_accumulated_gradients_reshard_too(net: str, set_to_none: bool) -> None:
     """Reshard before batches 1, 3 and 6 of pairs (0, 1), (2, 3), ...: at 1 and 3 gradients are half accumulated."""
-    training = Training(net, SIZES, accumulate=2, one_sum=one_sum, set_to_none=set_to_none, clip=(0.5, 2.0))
+    training = Training(net, SIZES, accumulate=2, set_to_none=set_to_none, clip=(0.5, 2.0))
     order = {0: "data-by-speed", 1: "mixed", 3: "master", 6: "hybrid", 7: "model"}
     check(training, {k: made(name, net) for k, name in order.items()})
 
