@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -36,13 +35,9 @@ class WeightAverage:
     Args:
         optimizer: of the weights; its class must be in `convoy.train.ELEMENTWISE`.
         decay: decay per step; 0 to 1.
-
-    Raises:
-        InputError: the decay is not in 0 to 1.
     """
 
-    STATE: ClassVar[str] = "average"
-    """The key of an average in the optimizer's state of a parameter."""
+    STATE: ClassVar[str] = "average"  # the key of an average in the optimizer's state of a parameter
 
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
         if not 0 <= decay <= 1:
@@ -54,16 +49,13 @@ class WeightAverage:
     @torch.no_grad()
     def _follow(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         parameters = works_on(optimizer)
-        known = [p for p in parameters if self._holds(p)]
+        known = [p for p in parameters if self.STATE in optimizer.state.get(p, {})]
         if known:
             self._update([optimizer.state[p][self.STATE] for p in known], known, None)
         for parameter in parameters:
             # After its first gradient only, because optimizers initialise a state only if it is empty.
-            if parameter.grad is not None and not self._holds(parameter):
+            if parameter.grad is not None and self.STATE not in optimizer.state.get(parameter, {}):
                 optimizer.state[parameter][self.STATE] = parameter.detach().clone()
-
-    def _holds(self, parameter: Tensor) -> bool:
-        return self.STATE in self.optimizer.state.get(parameter, {})
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:

@@ -49,16 +49,12 @@ class StepInputs(NamedTuple):
 def read_inputs(
     tensors: tuple[Tensor, ...], others: Mapping[str, Any], batch: int | None, whole: bool, announced: Sequence[int]
 ) -> StepInputs:
-    """Interpret the arguments of a call.
+    """Interpret the arguments of a call, by position and by name.
 
     Args:
-        tensors, others: arguments by position and by name.
         batch: the caller's size of the global batch.
         whole: all inputs are global batches; else only outputs of distributed models are.
         announced: the size of the global batch that the loader announced last, if any.
-
-    Raises:
-        InputError: arguments that are not tensors; hooks on saved tensors; an unknown size.
     """
     if others or not all(isinstance(x, Tensor) for x in tensors):
         odd = [*others, *(f"a {type(x).__name__}" for x in tensors if not isinstance(x, Tensor))]
@@ -100,11 +96,7 @@ def _marked_sizes(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group) -> list[Tensor]:
-    """Return the local batch of each input.
-
-    Raises:
-        InputError: the number of inputs, a shape or a dtype does not fit the model.
-    """
+    """Return the local batch of each input. Raise InputError if the inputs do not fit the model."""
     if len(inputs.tensors) != len(steps.inputs):
         raise InputError(f"the model takes {len(steps.inputs)} inputs, got {len(inputs.tensors)}")
     device, parts = group.device, []
@@ -204,14 +196,7 @@ class OutputPart:
         return redistribute(self.group, self.own, self._layout, everyone, self._shape).clone()
 
     def rows_of(self, y: Tensor) -> Tensor:
-        """Return the rows of a tensor that belong to the local samples.
-
-        Args:
-            y: one row per sample of the global batch, or of the local samples.
-
-        Raises:
-            InputError: it has neither number of rows.
-        """
+        """Return the local samples' rows of a tensor, which has one row per sample of the global batch or per local one."""
         start, stop = self.rows
         if y.dim() and len(y) == self.batch:
             return y[start:stop]

@@ -82,10 +82,7 @@ class Executor:
     """An executor of programs on this device's shards of a model.
 
     Args:
-        group: the devices.
-        model: the module tree with this device's shards and copies of the parameters.
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
-        clock: measures computation and communication.
         fuse: run autograd on each segment as one graph; False: on each layer by itself.
         gathered: memory for gathered parameters; None: no parameter is sharded.
 
@@ -141,11 +138,7 @@ class Executor:
     def forward(
         self, program: Program, inputs: Sequence[Tensor], *, keep: bool, precision: torch.dtype | None = None
     ) -> tuple[list[Tensor], Tape]:
-        """Return the outputs (global or local batch), and the tape for backward (empty unless `keep`).
-
-        Args:
-            precision: number type of the layers' arithmetic, as in autocast; None: the model's own.
-        """
+        """Return the outputs (global or local batch), and the tape for backward (empty unless `keep`)."""
         buffers: Buffers = dict(zip(program.program.inputs, inputs, strict=True))
         tape = Tape(program, precision)
         with self.gathered.in_place(program.gathered):
@@ -184,7 +177,6 @@ class Executor:
             lane.run(item.operations, buffers, item.dtype)
 
     def _fused_forward(self, fused: Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        """Run a segment as one autograd graph."""
         bound = tape.program.fused[fused.number]
         wants = [keep and wanted for wanted in bound.wants]
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
@@ -228,10 +220,6 @@ class Executor:
             program.expected_s[key] = found
         return program.expected_s[key]
 
-    def _no_rows(self, norm: GlobalBatchNorm) -> Tensor:
-        """Return the sums of a device without samples."""
-        return torch.zeros(1, 2 * norm.channels, dtype=norm.dtype, device=self.group.torch_device)
-
     def _forward(self, op: Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
         run, saved = self.arithmetic[op.layer], None
         with self.clock.compute(op.layer, "forward"), under_autocast(tape.precision, self.group.torch_device.type):
@@ -254,7 +242,7 @@ class Executor:
         with self.clock.compute(op.layer, "forward"):
             if op.part == "statistics":
                 x = buffers[op.reads[0]] if op.reads else None
-                buffers[op.writes[0]] = self._no_rows(norm) if x is None else norm.local_statistics(x)
+                buffers[op.writes[0]] = norm.no_sums(self.group.torch_device) if x is None else norm.local_statistics(x)
                 return
             members, value = tape.program.statistics[op.layer]
             assert isinstance(value.layout, Split)
@@ -354,7 +342,9 @@ class Executor:
         norm, by = self.norms[op.layer], tape.norms[op.layer]
         with self.clock.compute(op.layer, "backward"):
             g = buffers[op.reads[0]] if op.reads else None
-            row = self._no_rows(norm) if g is None else norm.local_sums(tape.saved.get(op.layer), g, by)
+            row = (
+                norm.no_sums(self.group.torch_device) if g is None else norm.local_sums(tape.saved.get(op.layer), g, by)
+            )
         buffers[op.writes[0]] = row
 
     def _fused_backward(self, fused: Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:

@@ -20,12 +20,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     `torch.nn.utils.clip_grad_norm_` would take the norm of the local shards, so each device would scale by another factor.
     This function combines the norms of all shards, counts copies once, and scales by the same factor everywhere.
 
-    Args:
-        model: a distributed model; an ordinary one is given to torch's own function.
-        norm_type: the p of the p-norm; infinity for the largest entry.
-
-    Returns:
-        The norm before clipping; the same on every device.
+    Return the norm before clipping. An ordinary model is given to torch's own function.
     """
     if isinstance(model, Distributed):
         return model.clip_grad_norm_(max_norm, norm_type)
@@ -37,9 +32,6 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
 
     Returns:
         `state`: whole tensors and numbers by parameter and name; `param_groups`: options, `params` as names.
-
-    Raises:
-        InputError: the model is not distributed.
     """
     if not isinstance(model, Distributed):
         raise not_distributed("full_optimizer_state", model)
@@ -71,10 +63,7 @@ def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
     Returns:
         {"kind": "tensor", "dtype"} for a tensor of the parameter's own shape, with the parameter's layout;
         {"kind": "number", "value", "dtype", "near"} for another tensor; near: it is on the parameter's device;
-        {"kind": "plain", "value"} for anything else.
-
-    Raises:
-        InputError: it is not a tensor, number or string.
+        {"kind": "plain", "value"} for None and other numbers and strings.
     """
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")

@@ -41,7 +41,6 @@ def reshard(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
         PlanError: the plan is for another model or another number of devices.
         MismatchError: the devices were given different plans.
         InputError: an optimizer of another model, or one not known to be exact on shards; micro-batches in `no_sync` before.
-        DeviceLostError: a device that had to send or receive did not.
     """
     if not isinstance(model, Distributed):
         raise not_distributed("reshard", model)

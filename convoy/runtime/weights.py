@@ -67,12 +67,7 @@ class PlanInUse:
 def plan_in_use(
     plan: Plan, trained: Graph, evaluated: Graph, known: Mapping[str, Parameter], devices: int
 ) -> PlanInUse:
-    """Derive the layouts of a plan.
-
-    Args:
-        trained, evaluated: the graph of the model in training and evaluation mode.
-        known: all parameters and buffers; those that no layer reads are replicated.
-    """
+    """Derive the layouts of a plan. Parameters and buffers that no layer reads are replicated."""
     pinned = pin(plan, trained, evaluated)
     lent = borrowed(pinned, plan, trained, evaluated)
     # Training decides; evaluation adds the layouts of layers that only it has.
@@ -113,14 +108,12 @@ class Weights:
         return _tensor(self.module, key)
 
     def held(self, key: str) -> Tensor:
-        """Return the local shard, detached."""
         return self.own(key).detach()
 
     def own_shape(self, key: str) -> Shape:
         return local_shape(self.in_use.layouts[key], self.group.device, self.known[key].shape)
 
     def check_there(self) -> None:
-        """Raise InputError if some have no values yet."""
         if self.to_come:
             raise InputError(
                 f"the model was built on the meta device, and {len(self.to_come)} of its parameters and buffers "
@@ -165,11 +158,7 @@ class Weights:
         release_freed_memory()  # which tracing used
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
-        """Copy the local shards of whole weights. Return the missing and the unexpected keys.
-
-        Raises:
-            InputError: missing or unknown keys, or a tensor without the shape of the whole parameter.
-        """
+        """Copy the local shards of whole weights. Return the missing and the unexpected keys."""
         with reading_shards():
             tied, known = _canonical(self.module), self.module.state_dict()
         missing = [key for key in known if key not in state_dict]
@@ -220,14 +209,12 @@ class Weights:
     # --- from shards to whole parameters -----------------------------------------------------------------------------
 
     def gather(self, key: str, shard: Tensor) -> Tensor:
-        """Gather a tensor in the layout of parameter `key`; see `Distributed.gather`."""
         if shard is (owner := self.own(key)).grad and isinstance(owner, nn.Parameter):
             check_summed("gather", [owner])
         layout, wanted, shape = self.in_use.layouts[key], everywhere(self.group.devices), self.known[key].shape
         return redistribute(self.group, shard, layout, wanted, shape).clone()
 
     def full_state(self) -> dict[str, Tensor]:
-        """Return the `state_dict` of the whole model."""
         self.check_there()
         # If only one device calls it, raise here: it may need no message, and the others would fail later.
         self.group.agree("full_state_dict", "")
@@ -260,7 +247,6 @@ class Weights:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scale all gradients by their norm over all devices; see `Distributed.clip_grad_norm_`."""
         rows = [(key, self.module.get_parameter(key)) for key, p in self.known.items() if p.trainable]
         check_summed("clip_grad_norm_", [p for _, p in rows])
         check_gradients("clip_grad_norm_", [p for _, p in rows])
@@ -353,11 +339,9 @@ class GatheredParameters:
             self._model.get_submodule(holder)._parameters[name] = parameter
 
     def clear(self) -> None:
-        """Free the memory of the whole parameters."""
         self._whole = {}
 
     def run(self, operation: PackWeights | UnpackWeights | FreeWeights, buffers: Buffers, device: int) -> None:
-        """Run one operation of the program on this device."""
         match operation:
             case PackWeights():
                 buffers[operation.buffer] = self._pack(operation, device)
@@ -377,7 +361,9 @@ class GatheredParameters:
 
     def _pack(self, operation: PackWeights, device: int) -> Tensor:
         """Return the flat all-gather buffer, with the local shards in place."""
-        own = [self._flat_shard(key) for key in operation.keys]
+        shards = [self._shards.get(key) for key in operation.keys]
+        held = [self._model.get_parameter(k) if p is None else p for k, p in zip(operation.keys, shards, strict=True)]
+        own = [shard.detach().reshape(-1) for shard in held]
         if operation.own_only:
             return torch.cat(own)
         for key in operation.keys:
@@ -393,10 +379,6 @@ class GatheredParameters:
             flat[start : start + shard.numel()].copy_(shard)
             start += shard.numel()
         return flat
-
-    def _flat_shard(self, key: str) -> Tensor:
-        shard = self._shards.get(key)
-        return (self._model.get_parameter(key) if shard is None else shard).detach().reshape(-1)
 
 
 def release_freed_memory() -> None:
