@@ -35,8 +35,7 @@ MOST_PROGRAMS = 8
 KINDS = ("conv", "conv_transpose", "linear", "filters", "batch_norm", "elementwise", "pool", "flatten", "parts", "join")
 """Kinds of layers that are compiled."""
 
-LONGEST = 24
-"""Layers in a region."""
+LONGEST = 24  # layers in a region
 
 MOST_S = 600.0
 """Limit of the group's waits in a step that compiles: a device that compiles cannot answer."""
@@ -124,7 +123,6 @@ class Compiler:
         return region.stop
 
     def summary(self) -> str:
-        """Return a one-line summary of the compiled regions."""
         line = f"torch.compile: {self.used} of {self.tried} regions of layers run compiled"
         return f"{line}; {self.refused}" if self.refused else line
 
@@ -233,18 +231,10 @@ def _regions_in(
 
 
 def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole: bool) -> bool:
-    """Return whether a layer only computes its output, by one call of a torch module or function.
-
-    Args:
-        whole: this device has all of its parameters.
-    """
+    """Return whether a layer only computes its output, by one call of a torch module or function, from `whole` parameters."""
     odd = layer.random or layer.several or layer.everywhere or layer.no_gradient_to or operation.attributes
-    if (
-        odd
-        or layer.kind not in KINDS
-        or not layer.differentiable
-        or (layer.changes_state and layer.kind != "batch_norm")
-    ):
+    keeps_state = layer.changes_state and layer.kind != "batch_norm"
+    if odd or keeps_state or layer.kind not in KINDS or not layer.differentiable:
         return False
     constants = [*operation.args, *operation.kwargs.values()]
     if operation.kwargs.get("inplace") or not all(isinstance(x, Ref | int | float | str | None) for x in constants):

@@ -21,7 +21,6 @@ from convoy.runtime.executor import Executor, Tape
 from convoy.runtime.gradients import Found
 from convoy.runtime.program import Program
 from convoy.runtime.shards import (
-    SCALED,
     OwnGradients,
     accept_gradients,
     check_gradients,
@@ -67,10 +66,6 @@ class Accumulation:
         Args:
             parameters: those that require a gradient, by key.
             reached: keys of those that get a gradient in this backward.
-            sums: whether this backward sums gradients over the devices.
-
-        Raises:
-            InputError: the same backward runs through one forward with sums and one without; or the last one summed.
         """
         task = torch._C._current_graph_task_id()
         if self._backward == (task, not sums):
@@ -114,7 +109,6 @@ class StepCall:
         parts: local batch of each input; cleared after forward.
         parameters: the parameters that require a gradient, by key.
         begin_backward: checks the outputs' gradients.
-        tape: state between forward and backward.
         gradients: gradients of the parameters, between the backward of one node and that of the other.
         left: unsummed gradients of earlier micro-batches.
     """
@@ -131,7 +125,6 @@ class StepCall:
     left: Found = field(default_factory=dict)
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the step's outputs, with an autograd graph to the caller's inputs and the parameters."""
         weights = _Parameters.apply(self, *self.parameters.values())  # type: ignore[no-untyped-call]
         return _Step.apply(self, weights, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -164,8 +157,6 @@ class _Parameters(torch.autograd.Function):
         if partial_ones := [p for p, _ in rows if is_shard(p) or is_unsummed(p)]:
             call.accumulation.compare([g for _, g in rows if g is not None], partial_ones)
             _at_end(partial(accept_gradients, partial_ones))
-            for p in partial_ones:
-                setattr(p, SCALED, call.precision is torch.float16)
         call.left = {}
         return None, *gradients
 
