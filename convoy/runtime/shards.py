@@ -227,7 +227,7 @@ def check_gradients(what: str, parameters: Iterable[nn.Parameter]) -> None:
     if count := sum(bool(g.any()) for g in changed):
         raise InputError(
             f"{what}: {count} gradients that are shards or partial sums have changed since backward(). "
-            "torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler see only local shards, so each device would act otherwise: "
+            "torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler see only local shards, so devices would differ: "
             "use convoy.train.clip_grad_norm_(model, max_norm) and convoy.train.GradScaler(model) on every device. After a "
             "change that treats each entry by itself (clip_grad_value_), call model.gradients_changed()"
         )
