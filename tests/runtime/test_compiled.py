@@ -27,7 +27,7 @@ from tests.support import nets, one_device
 from tests.support.compiler import compiler_imported  # noqa: F401 - a fixture
 from tests.support.in_shares import in_shares
 from tests.support.odd_nets import Dropouts
-from tests.support.one_device import EXACT, Training, by_name, check, mixed
+from tests.support.one_device import EXACT, Training, by_name, check
 from tests.support.slow import most_slow
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
@@ -59,11 +59,6 @@ def assert_used(made: list[Compiler]) -> None:
 def test_uneven_shares_and_changing_batches_match_one_device(plan: str, made: list[Compiler]) -> None:
     """Batches of 10 and of 3 in turn; the device without samples has no rows."""
     check(Training("two-conv", sizes=(10, 3) * 6, optimizer="adam"), by_name(plan, "two-conv"), EXACT)
-    assert_used(made)
-
-
-def test_residual_net_with_every_strategy_matches_one_device(made: list[Compiler]) -> None:
-    check(Training("resnet", sizes=(10,) * 6), mixed("resnet"), EXACT)
     assert_used(made)
 
 

@@ -14,7 +14,6 @@ With this product the adjoint of the move F: src -> dst is the move F*: dual(dst
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,11 +33,9 @@ from tests.support.local_pieces import (
     check_pieces,
     every_layout,
     integers,
-    layouts_of_one_device,
     nothing,
     pieces,
 )
-from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
 REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
@@ -174,48 +171,6 @@ def test_every_move_on_threads(shape: Shape, dtype: str, form: str) -> None:
     check_outcomes(cases, outcomes, dtype)
 
 
-@pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), (0, 5)], ids=str)
-def test_every_single_device_move(shape: Shape) -> None:
-    cases = every_case(layouts_of_one_device(shape), shape)
-    check_outcomes(cases, run_on_threads(1, lambda group: move_all(group, cases), LIMIT_S))
-
-
-SOME: tuple[tuple[Shape, str, str], ...] = (
-    ((10, 6), "float64", "as they come"),
-    ((3, 4, 5, 2), "bfloat16", "strided"),
-    ((10,), "int64", "as they come"),
-    ((0, 5), "float64", "as they come"),
-)
-"""Of these, every third case runs on processes too."""
-
-
-def some_cases(shape: Shape) -> list[Case]:
-    return every_case(every_layout(shape), shape)[::3]
-
-
-def move_on_process(group: Group) -> list[list[Any]]:
-    """Return for every case the new shard, its shape and dtype, the bytes, and whether the old shard is unchanged."""
-    return [
-        [o.piece.double().flatten().tolist(), list(o.piece.shape), str(o.piece.dtype), o.sent_bytes, o.unchanged]
-        for shape, dtype, form in SOME
-        for o in move_all(group, some_cases(shape), dtype, form)
-    ]
-
-
-def test_some_moves_on_processes() -> None:
-    rows = on_processes(DEVICES, "tests.runtime.test_exchange:move_on_process", timeout_s=LIMIT_S)
-    by_device = [
-        [Outcome(torch.tensor(n).reshape(s).to(getattr(torch, t[6:])), sent, same) for n, s, t, sent, same in device]
-        for device in rows
-    ]
-    start = 0
-    for shape, dtype, _ in SOME:
-        cases = some_cases(shape)
-        check_outcomes(cases, [device[start : start + len(cases)] for device in by_device], dtype)
-        start += len(cases)
-    assert all(len(device) == start for device in by_device)
-
-
 # --- adjoints --------------------------------------------------------------------------------------------------------
 
 
@@ -276,28 +231,6 @@ def test_all_reduce_copies_are_bitwise_equal(devices: int, reduce: Reduce) -> No
     torch.testing.assert_close(by_device[0][-1].cpu().double(), exact, rtol=1e-5, atol=1e-3)
 
 
-def test_copies_for_other_devices_are_bitwise_equal() -> None:
-    """The sum is copied to devices without a summand; only a small direct one is added by all."""
-
-    def work(group: Group) -> list[Tensor]:
-        results = []
-        for reduce, size in itertools.product(REDUCES, sizes):
-            case = Case(Partial((0, 1, 2)), Replicated((4, 1, 3)), (size,), reduce)
-            generator = torch.Generator().manual_seed(group.device)
-            summand = torch.randn(size if group.device < 3 else 0, generator=generator)
-            results.append(
-                run_move(group, case.schedule, summand.to(group.torch_device), case.src, case.dst, case.shape)
-            )
-        return results
-
-    sizes = (101, 20_000)
-
-    for size, *copies in zip(sizes * len(REDUCES), *run_on_threads(5, work, LIMIT_S), strict=True):
-        assert [copy.numel() for copy in copies] == [0, size, 0, size, size]
-        assert torch.equal(copies[1], copies[3])
-        assert torch.equal(copies[1], copies[4])
-
-
 def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
     """1e8 + 1 - 1e8 in float32 is 0 in this order, 1 in others: the arrival order must not matter."""
 
@@ -314,36 +247,6 @@ def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_local_data_is_a_view() -> None:
-    """Data that a device already has is not copied; a sum never overwrites a summand."""
-    views = [
-        Case(Replicated((0, 1)), Split(0, (4, 6)), (10, 6)),
-        Case(Replicated((0, 1)), Split(1, (3, 3)), (10, 6)),
-        Case(Replicated((0, 1)), OnOne(0), (10, 6)),
-        Case(OnOne(0), Replicated((0, 1)), (10, 6)),
-        Case(Split(0, (10, 0)), Split(0, (4, 6)), (10, 6)),
-        Case(Partial((0,)), Replicated((0, 1)), (10, 6)),
-        Case(Partial((0, 1)), Partial((1, 0)), (10, 6)),
-        Case(Replicated((0, 1)), Replicated((0, 1)), (10, 6)),
-    ]
-    copies = [
-        Case(Partial((0, 1)), Replicated((0, 1)), (10, 6)),
-        Case(Partial((0, 1)), OnOne(0), (10, 6)),
-        Case(Split(0, (5, 5)), Replicated((0, 1)), (10, 6)),
-    ]
-
-    def shares_memory(group: Group) -> list[bool]:
-        result = []
-        for case in views + copies:
-            piece = own_piece(group, case.src, integers(case.shape, seed=3), np.random.default_rng(4))
-            moved = run_move(group, case.schedule, piece, case.src, case.dst, case.shape)
-            result.append(moved.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr())
-        return result
-
-    of_first, _ = run_on_threads(2, shares_memory, LIMIT_S)
-    assert of_first == [True] * len(views) + [False] * len(copies)
 
 
 def test_expanded_tensors_can_be_copied() -> None:
@@ -432,16 +335,3 @@ def test_concurrent_segments_have_separate_buffers() -> None:
     group, landing = _Watched(), Slots()
     run_rounds(group, collectives.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
     assert group.open == set()
-
-
-def test_all_reduce_segments_by_hand() -> None:
-    """A ring of two sums 0:3, another 3:6, alternating rounds. The bytes are those of one ring."""
-    halves = [collectives.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
-    plan = collectives.sum_in_segments((0, 1), 6, "ring", 2)
-    spans = [[(t.sender, t.receiver, *t.box[0], t.adds) for t in transfers] for transfers in plan.rounds]
-    first, second = ([[(t.sender, t.receiver, *t.box[0], t.adds) for t in r] for r in half.rounds] for half in halves)
-    shifted = [[(a, b, start + 3, stop + 3, adds) for a, b, start, stop, adds in r] for r in second]
-    assert spans == [first[0], shifted[0], first[1], shifted[1]]
-    assert plan.window == 2
-    whole = collectives.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
-    assert collectives.traffic(plan, 4) == collectives.traffic(whole, 4)

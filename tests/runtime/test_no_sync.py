@@ -134,11 +134,6 @@ def test_weights_loaded_between_micro_batches_are_used() -> None:
         run_on_threads(DEVICES, work)
 
 
-def test_many_micro_batches_in_float32() -> None:
-    training = Training("two-conv", (4,) * 16, accumulate=8, one_sum=True, dtype=torch.float32)
-    check(training, by_name("data", "two-conv"), 1e-5)
-
-
 @pytest.mark.parametrize("plan", ["data-by-speed", "sharded", "model", "mixed"])
 def test_traffic_matches_the_step_lists(plan: str) -> None:
     """Gradients of copies are sent in the last micro-batch only; activations and norm statistics in each."""
