@@ -17,43 +17,16 @@ from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, bind_operation
 from convoy.model.tracing.layer_builder import is_of_user
 from convoy.model.tracing.python_state import refuse_changes, subtree
+from convoy.plan import device_program as ops
 from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
-from convoy.plan.device_program import (
-    BeginSum,
-    Compute,
-    FinishSums,
-    FreeWeights,
-    Fused,
-    LocalSize,
-    Pack,
-    PackWeights,
-    Unpack,
-    UnpackWeights,
-    WaitSum,
-    flop,
-    output_gradient,
-    whole_size,
-)
 from convoy.plan.lower import lower
 from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, StepList, Value
+from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, Regions
 from convoy.runtime.exchange import Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
-from convoy.runtime.kernels import (
-    Arithmetic,
-    Roots,
-    arithmetic,
-    backward_by_rows,
-    detached,
-    edge_of,
-    enter,
-    gradients_of,
-    under_autocast,
-    widened,
-    with_gradients,
-)
 from convoy.runtime.program import Item, Program, reached_parameters
 from convoy.runtime.weights import GatheredParameters, PlanInUse
 
@@ -75,7 +48,7 @@ class Tape:
     regions: Regions = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, Normalisation] = field(default_factory=dict)
-    fused: dict[int, tuple[Roots, tuple[Any, ...]]] = field(default_factory=dict)
+    fused: dict[int, tuple[kernels.Roots, tuple[Any, ...]]] = field(default_factory=dict)
 
 
 class Executor:
@@ -103,7 +76,7 @@ class Executor:
     ) -> None:
         self.group, self.model, self.traced, self.clock, self.fuse = group, model, traced, clock, fuse
         self.gathered = gathered or GatheredParameters(model, {})
-        self.arithmetic: dict[str, Arithmetic] = {}
+        self.arithmetic: dict[str, kernels.Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
         self.slots, self._worker = Slots(), Worker("convoy-sums")
@@ -112,7 +85,7 @@ class Executor:
         self._places: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
         for name, layer in traced.graph.layers.items():
             if layer.kind != "input":
-                run = self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
+                run = self.arithmetic[name] = kernels.arithmetic(model, layer, traced.operations[name])
                 if layer.kind == "pick" or layer.multiplies:
                     continue
                 if layer.everywhere:
@@ -159,13 +132,13 @@ class Executor:
         lane = Lane(self.group, 0, self.slots)
         for item in program.forward:
             match item.operations[0]:
-                case Fused() as fused:
+                case ops.Fused() as fused:
                     self._fused_forward(fused, buffers, tape, keep=keep)
-                case Compute(part="all") as compute:
+                case ops.Compute(part="all") as compute:
                     self._forward(compute, buffers, tape, keep=keep)
-                case Compute() as compute:
+                case ops.Compute() as compute:
                     self._statistics(compute, buffers, tape)
-                case PackWeights() | UnpackWeights() | FreeWeights() as weights:
+                case ops.PackWeights() | ops.UnpackWeights() | ops.FreeWeights() as weights:
                     self.gathered.run(weights, buffers, self.group.device)
                 case _:
                     self._exchange(lane, item, buffers)
@@ -176,18 +149,18 @@ class Executor:
         with self.clock.exchange():
             lane.run(item.operations, buffers, item.dtype)
 
-    def _fused_forward(self, fused: Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
+    def _fused_forward(self, fused: ops.Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
         bound = tape.program.fused[fused.number]
         wants = [keep and wanted for wanted in bound.wants]
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
-            roots = [enter(buffers[k]) if w else buffers[k] for k, w in zip(fused.reads, wants, strict=True)]
+            roots = [kernels.enter(buffers[k]) if w else buffers[k] for k, w in zip(fused.reads, wants, strict=True)]
             own: dict[str, Any] = dict(zip(fused.reads, roots, strict=True))
-            begin = Roots(roots, wants)
+            begin = kernels.Roots(roots, wants)
             del roots
-            with under_autocast(tape.precision, self.group.torch_device.type):
+            with kernels.under_autocast(tape.precision, self.group.torch_device.type):
                 ready = 0  # a compiled region has done the computations before this index
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
-                    assert isinstance(op, Compute)
+                    assert isinstance(op, ops.Compute)
                     if self.compiler is not None and (region := tape.regions.get((fused.number, number))):
                         ready = max(ready, self.compiler.run(region, own))
                     if number >= ready:
@@ -197,32 +170,35 @@ class Executor:
                         del inputs
                     for name in drops:
                         own.pop(name, None)  # values inside a compiled region are not in the dict
-            made = [widened(own[name], tape.precision) for name in fused.writes]
-        buffers.update(zip(fused.writes, map(detached, made), strict=True))
+            made = [kernels.widened(own[name], tape.precision) for name in fused.writes]
+        buffers.update(zip(fused.writes, map(kernels.detached, made), strict=True))
         if keep:
-            tape.fused[fused.number] = (begin, tuple(map(edge_of, made)))
+            tape.fused[fused.number] = (begin, tuple(map(kernels.edge_of, made)))
 
-    def _call(self, op: Compute, inputs: Sequence[Any], *, whole: bool) -> Any:
+    def _call(self, op: ops.Compute, inputs: Sequence[Any], *, whole: bool) -> Any:
         """Return a layer's output with its autograd graph. A sharded layer's module cannot be called itself."""
         if whole:
             return self.calls[op.layer](inputs, op.size.samples)
         return self.arithmetic[op.layer].forward(inputs, op.size.samples, False, op.wants)[0]
 
-    def _expected_s(self, fused: Fused, program: Program) -> dict[str, float]:
+    def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
         """Return the expected seconds per layer of a segment, used to divide its measured time."""
         key = (fused.number, fused.phase)
         if key not in program.expected_s:
             found: dict[str, float] = {}
             for op in fused.operations:
-                if isinstance(op, Compute):
+                if isinstance(op, ops.Compute):
                     seconds = self.expected_s(self.traced.graph[op.layer], fused.phase, op.size)
                     found[op.layer] = found.get(op.layer, 0.0) + seconds
             program.expected_s[key] = found
         return program.expected_s[key]
 
-    def _forward(self, op: Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
+    def _forward(self, op: ops.Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
         run, saved = self.arithmetic[op.layer], None
-        with self.clock.compute(op.layer, "forward"), under_autocast(tape.precision, self.group.torch_device.type):
+        with (
+            self.clock.compute(op.layer, "forward"),
+            kernels.under_autocast(tape.precision, self.group.torch_device.type),
+        ):
             if op.layer in tape.norms:
                 x = buffers[op.reads[0]]
                 value, saved = self.norms[op.layer].normalise(x, tape.norms[op.layer]), x
@@ -233,11 +209,11 @@ class Executor:
                 saved = [*tape.saved.get(op.layer, ()), (len(rows), graph)]
             else:
                 value, saved = run.forward([buffers[name] for name in op.reads], op.size.samples, keep, op.wants)
-        buffers[op.writes[0]] = widened(value, tape.precision)
+        buffers[op.writes[0]] = kernels.widened(value, tape.precision)
         if keep:
             tape.saved[op.layer] = saved
 
-    def _statistics(self, op: Compute, buffers: Buffers, tape: Tape) -> None:
+    def _statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
         norm = self.norms[op.layer]
         with self.clock.compute(op.layer, "forward"):
             if op.part == "statistics":
@@ -265,7 +241,7 @@ class Executor:
             device gets none.
         """
         program = self._with(tape.program, output_gradients, frozenset(left or ()))
-        buffers: Buffers = {output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
+        buffers: Buffers = {ops.output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
         # Earlier micro-batches left the summed shard of a sharded parameter, not a summand: add it afterwards.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
@@ -312,33 +288,33 @@ class Executor:
         lane = Lane(self.group, 0, self.slots)
         for item in program.backward:
             match item.operations[0]:
-                case Fused() as fused:
+                case ops.Fused() as fused:
                     self._fused_backward(fused, buffers, found, tape, sums)
-                case Compute(part="statistics") as compute:
+                case ops.Compute(part="statistics") as compute:
                     self._backward_statistics(compute, buffers, tape)
-                case Compute() as compute:
+                case ops.Compute() as compute:
                     self._backward(compute, buffers, found, tape)
-                case Pack() as pack:
+                case ops.Pack() as pack:
                     buffers[pack.buffer] = packed(pack, found, self.model, self.group)
-                case BeginSum(step=step, buffer=flat):
+                case ops.BeginSum(step=step, buffer=flat):
                     sums.begin(step, buffers[flat])
-                case PackWeights() | UnpackWeights() | FreeWeights() as weights:
+                case ops.PackWeights() | ops.UnpackWeights() | ops.FreeWeights() as weights:
                     self.gathered.run(weights, buffers, self.group.device)
-                case WaitSum(sum=step):
+                case ops.WaitSum(sum=step):
                     with self.clock.exchange():
                         sums.wait(step)
-                case FinishSums():
+                case ops.FinishSums():
                     with self.clock.exchange():
                         sums.finish()
                     buffers.update(sums.shares)
-                case Unpack() as pack:
+                case ops.Unpack() as pack:
                     unpack(pack, buffers[pack.buffer], found)
                 case _:
                     self._exchange(lane, item, buffers)
             for name in item.drops:
                 buffers.pop(name, None)
 
-    def _backward_statistics(self, op: Compute, buffers: Buffers, tape: Tape) -> None:
+    def _backward_statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
         norm, by = self.norms[op.layer], tape.norms[op.layer]
         with self.clock.compute(op.layer, "backward"):
             g = buffers[op.reads[0]] if op.reads else None
@@ -347,14 +323,14 @@ class Executor:
             )
         buffers[op.writes[0]] = row
 
-    def _fused_backward(self, fused: Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:
+    def _fused_backward(self, fused: ops.Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:
         """Compute the gradients of a segment's inputs and parameters; start the parameters' sums immediately."""
         roots, outputs = tape.fused.pop(fused.number)
-        computed = [op for op in fused.operations if isinstance(op, Compute)]
+        computed = [op for op in fused.operations if isinstance(op, ops.Compute)]
         layers = dict.fromkeys(op.layer for op in computed)
         parameters = {p.key: self._parameter(p.key) for name in layers for p in self.traced.graph[name].trainable}
         pairs = [
-            with_gradients(edge, buffers[name])
+            kernels.with_gradients(edge, buffers[name])
             for edge, name in zip(outputs, fused.reads, strict=True)
             if name in buffers
         ]
@@ -363,7 +339,7 @@ class Executor:
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase) as end_lap:
             leaving = SegmentSums(self.model, self.traced.graph, fused, buffers, found, sums, end_lap)
             with leaving.watching(parameters):
-                results = iter(gradients_of(pairs, [*roots.edges, *parameters.values()]))
+                results = iter(kernels.gradients_of(pairs, [*roots.edges, *parameters.values()]))
             del pairs
             gradients = roots.or_zeros(results)
         wanted = [
@@ -374,7 +350,7 @@ class Executor:
             leaving.collect(key, gradient)
         leaving.finish()
 
-    def _backward(self, op: Compute, buffers: Buffers, found: Found, tape: Tape) -> None:
+    def _backward(self, op: ops.Compute, buffers: Buffers, found: Found, tape: Tape) -> None:
         layer = self.traced.graph[op.layer]
         g = buffers[op.reads[0]]
         saved = tape.saved.pop(op.layer) if op.last else tape.saved[op.layer]
@@ -385,7 +361,7 @@ class Executor:
                 inputs, own = self.norms[op.layer].backward(saved, g, by, row, rows, op.wants[0])
             else:
                 run = self.arithmetic[op.layer]
-                backward = partial(backward_by_rows, run) if isinstance(saved, list) else run.backward
+                backward = partial(kernels.backward_by_rows, run) if isinstance(saved, list) else run.backward
                 inputs, own = backward(saved, g, op.wants, op.part, op.last)  # type: ignore[arg-type]
         if op.part != "weight":
             for name, gradient in zip(op.writes, inputs, strict=True):
@@ -403,7 +379,7 @@ def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any],
     """Call a layer with its hooks, which the trace did not run. They may change values, but not shapes."""
     if torch.is_grad_enabled():
         # Each input is a root, which refuses the backward of a tensor that a hook kept.
-        inputs = [x if x.requires_grad or not x.is_floating_point() else enter(x) for x in inputs]
+        inputs = [x if x.requires_grad or not x.is_floating_point() else kernels.enter(x) for x in inputs]
     y = call(inputs, samples)
     first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
@@ -415,14 +391,14 @@ def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any],
     return y
 
 
-Expected = Callable[[Layer, Phase, LocalSize], float]
+Expected = Callable[[Layer, Phase, ops.LocalSize], float]
 """Function that returns the expected seconds of one phase of a layer's local part."""
 
 
-def by_arithmetic(layer: Layer, _phase: Phase, size: LocalSize) -> float:
+def by_arithmetic(layer: Layer, _phase: Phase, size: ops.LocalSize) -> float:
     """Estimate seconds without measurements: 100 GFLOP/s, and two memory accesses per output entry at 10 GB/s."""
-    outputs = math.prod(layer.shape) * size.samples * size.outputs / max(1, whole_size(layer, 1).outputs)
-    return flop(layer, size) / 100e9 + 2 * 4 * outputs / 10e9
+    outputs = math.prod(layer.shape) * size.samples * size.outputs / max(1, ops.whole_size(layer, 1).outputs)
+    return ops.flop(layer, size) / 100e9 + 2 * 4 * outputs / 10e9
 
 
 # --- programs of a plan -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
 from convoy.model.tracing.copies import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
+from convoy.runtime import shards
 from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of
 from convoy.runtime.clock import Clock
 from convoy.runtime.comparisons import Comparisons, check_copies, check_same_start
@@ -27,17 +28,6 @@ from convoy.runtime.compiled import Compiler
 from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices
 from convoy.runtime.model_checks import ModelChecks
 from convoy.runtime.program import Program
-from convoy.runtime.shards import (
-    ORIGINAL,
-    SHARD,
-    CallGuard,
-    accept_gradients,
-    accept_weights,
-    check_not_distributed,
-    check_weights,
-    guard_optimizers,
-    mark_unsummed,
-)
 from convoy.runtime.step_node import Accumulation, StepCall
 from convoy.runtime.weights import GatheredParameters, Weights, copied_without_weights, parameters_of, plan_in_use
 
@@ -92,7 +82,7 @@ class Distributed(nn.Module):
     ) -> None:
         super().__init__()
         model = unwrapped(model)
-        check_not_distributed(model)
+        shards.check_not_distributed(model)
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
         check_same_start(group, trained, plan, compile=compile)
@@ -104,7 +94,7 @@ class Distributed(nn.Module):
         self._set_plan(plan)
         self.module = disable_in_place(model if takes_over else copied_without_weights(model, group.torch_device))
         self.weights = Weights(group, self.module, self.parameters_by_key, self._in_use)
-        self.calls = CallGuard()
+        self.calls = shards.CallGuard()
         self.weights.cut(model)
         self._fuse = fuse
         self.compiler = Compiler(group) if compile else None
@@ -118,8 +108,8 @@ class Distributed(nn.Module):
         self.training = model.training
         if not takes_over:
             for parameter in model.parameters():
-                setattr(parameter, ORIGINAL, True)
-        guard_optimizers()
+                setattr(parameter, shards.ORIGINAL, True)
+        shards.guard_optimizers()
 
     # --- one call: a step --------------------------------------------------------------------------------------------
 
@@ -196,7 +186,7 @@ class Distributed(nn.Module):
                 "keep it, so it would not train as on one device; call model.train() before forward, and keep in evaluation "
                 "mode only the modules that were so before distribute()"
             )
-        check_weights(self._checks.trained.values())  # in backward: an averaged model may change by hand
+        shards.check_weights(self._checks.trained.values())  # in backward: an averaged model may change by hand
         if compares:
             self._comparisons.check_gradients(outputs, output_gradients)
 
@@ -242,7 +232,7 @@ class Distributed(nn.Module):
             executor.expected_s = expected[mode]
         self._checks.use_devices(self.traced, self.group.devices)
         for parameter in self.parameters():
-            mark_unsummed(parameter, False)
+            shards.mark_unsummed(parameter, False)
 
     def _set_plan(self, plan: Plan) -> None:
         trained, evaluated = self.traced[True].graph, self.traced[False].graph
@@ -333,8 +323,8 @@ class Distributed(nn.Module):
     def mark_shards(self) -> None:
         """Mark sharded parameters, so that unsuitable optimizers and calls of their modules are refused."""
         for key, parameter in self.named_parameters():
-            setattr(parameter, SHARD, not self._in_use.whole[key])
-        accept_weights(self.parameters())
+            setattr(parameter, shards.SHARD, not self._in_use.whole[key])
+        shards.accept_weights(self.parameters())
         self.calls.watch(self.module)
 
     def check_copies(self) -> None:
@@ -348,7 +338,7 @@ class Distributed(nn.Module):
         A change must treat each entry by itself, as `clamp_` does: any other change is wrong on local shards. Without this
         call the next backward raises InputError.
         """
-        accept_weights(self.parameters())
+        shards.accept_weights(self.parameters())
 
     def gradients_changed(self) -> None:
         """Accept the script's changes to `.grad` since backward. Every device calls it.
@@ -356,7 +346,7 @@ class Distributed(nn.Module):
         A change must treat each entry by itself, as `clip_grad_value_` does: any other change is wrong on local shards.
         Without this call the optimizer's step raises InputError.
         """
-        accept_gradients(self.parameters())
+        shards.accept_gradients(self.parameters())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all devices is at most `max_norm`. Return the previous norm.

@@ -12,17 +12,10 @@ from convoy.errors import InputError
 from convoy.layout.collectives import schedule
 from convoy.layout.layout import Layout, holds, local_shape
 from convoy.plan.plan import Plan
+from convoy.runtime import shards
 from convoy.runtime.exchange import Moving, start_move
 from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.optimizer import described, number_of
-from convoy.runtime.shards import (
-    ELEMENTWISE,
-    accept_gradients,
-    check_gradients,
-    check_summed,
-    elementwise_names,
-    works_on,
-)
 
 Moved = Mapping[str, tuple[Layout, Layout]]
 """Old and new layout of each parameter and buffer whose layout changes."""
@@ -46,8 +39,8 @@ def reshard(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
         raise not_distributed("reshard", model)
     agree_on(model.group, "reshard", plan.to_json(), "was given another plan to continue with")
     plan.check(model.traced[True].graph, model.group.devices)
-    check_summed("reshard()", model.parameters())
-    check_gradients("reshard()", model.parameters())
+    shards.check_summed("reshard()", model.parameters())
+    shards.check_gradients("reshard()", model.parameters())
     before, old, held = model.layouts, model.plan, dict(model.named_parameters())
     model.follow(plan)
     shapes = {key: tuple(p.shape) for key, p in model.parameters_by_key.items()}
@@ -61,21 +54,21 @@ def reshard(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
     with torch.no_grad():
         _move(model, moved, optimizers)
     model.mark_shards()
-    accept_gradients(model.parameters())
+    shards.accept_gradients(model.parameters())
 
 
 def _check_optimizer(optimizer: Optimizer, held: Mapping[str, nn.Parameter], moved: Moved) -> None:
     name, keys = type(optimizer).__name__, {parameter: key for key, parameter in held.items()}
-    strange = [p for p in works_on(optimizer) if p not in keys]
+    strange = [p for p in shards.works_on(optimizer) if p not in keys]
     if strange:
         raise InputError(
             f"{name} works on {len(strange)} parameters that this model does not have: give reshard() the optimizers that "
             "were made from its parameters()"
         )
-    if type(optimizer) not in ELEMENTWISE and any(keys[p] in moved for p in works_on(optimizer)):
+    if type(optimizer) not in shards.ELEMENTWISE and any(keys[p] in moved for p in shards.works_on(optimizer)):
         raise InputError(
             f"{name} is not known to treat each entry of a parameter by itself, and this plan moves parts of parameters: "
-            f"use one of {elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
+            f"use one of {shards.elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
         )
 
 

@@ -17,17 +17,10 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.model.tracing.hooks import ON_PARAMETERS
 from convoy.plan.steps import MicroBatch
+from convoy.runtime import shards
 from convoy.runtime.executor import Executor, Tape
 from convoy.runtime.gradients import Found
 from convoy.runtime.program import Program
-from convoy.runtime.shards import (
-    OwnGradients,
-    accept_gradients,
-    check_gradients,
-    is_shard,
-    is_unsummed,
-    mark_unsummed,
-)
 
 
 class Accumulation:
@@ -42,7 +35,7 @@ class Accumulation:
     def __init__(self) -> None:
         self.sums = True
         self._backward: tuple[int, bool] = (-1, True)  # the last one, and whether it summed
-        self._own = OwnGradients(-1, (), ())
+        self._own = shards.OwnGradients(-1, (), ())
 
     def kind(self) -> MicroBatch:
         """Return the kind of the next micro-batch."""
@@ -76,18 +69,18 @@ class Accumulation:
         self._backward = (task, sums)
         for key in () if sums else reached:
             parameter = parameters.get(key)
-            if parameter is not None and not is_unsummed(parameter):
+            if parameter is not None and not shards.is_unsummed(parameter):
                 if parameter.grad is not None and parameter.grad.any():
                     raise InputError(
                         "backward in no_sync() after one outside, whose gradients are summed already: run a step's last "
                         "micro-batch outside, and zero_grad() before the next step"
                     )
-                mark_unsummed(parameter, True)
+                shards.mark_unsummed(parameter, True)
         left: Found = {}
         for key, parameter in parameters.items():
-            if is_unsummed(parameter):
+            if shards.is_unsummed(parameter):
                 left[key], parameter.grad = parameter.grad, None
-                mark_unsummed(parameter, not sums)
+                shards.mark_unsummed(parameter, not sums)
         return left
 
     def compare(self, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
@@ -97,7 +90,7 @@ class Accumulation:
             self._own.several = True
             return
         self._own.end()
-        self._own = OwnGradients(task, gradients, parameters)
+        self._own = shards.OwnGradients(task, gradients, parameters)
         _at_end(self._own.check)
 
 
@@ -154,9 +147,9 @@ class _Parameters(torch.autograd.Function):
             given = [p for p, g in rows if g is not None and not p._post_accumulate_grad_hooks]
             taken = any(g is not None for g in call.left.values())
             _at_end(partial(_check_added, given, to_each=taken))
-        if partial_ones := [p for p, _ in rows if is_shard(p) or is_unsummed(p)]:
+        if partial_ones := [p for p, _ in rows if shards.is_shard(p) or shards.is_unsummed(p)]:
             call.accumulation.compare([g for _, g in rows if g is not None], partial_ones)
-            _at_end(partial(accept_gradients, partial_ones))
+            _at_end(partial(shards.accept_gradients, partial_ones))
         call.left = {}
         return None, *gradients
 
@@ -197,7 +190,7 @@ class _Step(torch.autograd.Function):
             with torch.autocast(call.executor.group.torch_device.type, enabled=False):
                 trains = ctx.needs_input_grad[1]
                 if trains:
-                    check_gradients("backward()", call.parameters.values())
+                    shards.check_gradients("backward()", call.parameters.values())
                     sums = call.program.steps.sums
                     call.left = call.accumulation.begin(call.parameters, call.program.reached, sums=sums)
                 found, inputs = call.executor.backward(tape, output_gradients, call.left)

@@ -22,18 +22,10 @@ from convoy.model.tracing.copies import copied
 from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
 from convoy.plan.placing import borrowed, parameter_layouts, pin
 from convoy.plan.plan import Plan
+from convoy.runtime import shards
 from convoy.runtime.exchange import Buffers, redistribute
 from convoy.runtime.gradients import by_device, global_norm
 from convoy.runtime.model_checks import carry_over
-from convoy.runtime.shards import (
-    CallGuard,
-    accept_gradients,
-    check_gradients,
-    check_summed,
-    guard_state_dicts,
-    reading_shards,
-    retire,
-)
 
 # --- layouts -----------------------------------------------------------------------------------------------------------
 
@@ -153,13 +145,13 @@ class Weights:
                 carry_over(shard, old)
             _replace(self.module, self.own(key), shard)
             if original is self.module:
-                retire(old, key)
-        guard_state_dicts(self.module)
+                shards.retire(old, key)
+        shards.guard_state_dicts(self.module)
         release_freed_memory()  # which tracing used
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
         """Copy the local shards of whole weights. Return the missing and the unexpected keys."""
-        with reading_shards():
+        with shards.reading_shards():
             tied, known = _canonical(self.module), self.module.state_dict()
         missing = [key for key in known if key not in state_dict]
         unexpected = [key for key in state_dict if key not in known]
@@ -210,7 +202,7 @@ class Weights:
 
     def gather(self, key: str, shard: Tensor) -> Tensor:
         if shard is (owner := self.own(key)).grad and isinstance(owner, nn.Parameter):
-            check_summed("gather", [owner])
+            shards.check_summed("gather", [owner])
         layout, wanted, shape = self.in_use.layouts[key], everywhere(self.group.devices), self.known[key].shape
         return redistribute(self.group, shard, layout, wanted, shape).clone()
 
@@ -220,7 +212,7 @@ class Weights:
         self.group.agree("full_state_dict", "")
         whole = {key: self.gather(key, self.held(key)) for key in self.known}
         # Hooks on state_dict, and the model's own state_dict, expect whole tensors.
-        with self._replaced(whole), reading_shards():
+        with self._replaced(whole), shards.reading_shards():
             return dict(self.module.state_dict())
 
     @contextmanager
@@ -235,28 +227,28 @@ class Weights:
     @contextmanager
     def _replaced(self, others: Mapping[str, Tensor]) -> Iterator[None]:
         """Replace the values of parameters and buffers inside the block."""
-        shards = [(own, own.data) for own in map(self.own, others)]
+        kept = [(own, own.data) for own in map(self.own, others)]
         try:
-            for (own, _), other in zip(shards, others.values(), strict=True):
+            for (own, _), other in zip(kept, others.values(), strict=True):
                 own.data = other
             yield
         finally:
-            for own, shard in shards:
+            for own, shard in kept:
                 own.data = shard
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
         rows = [(key, self.module.get_parameter(key)) for key, p in self.known.items() if p.trainable]
-        check_summed("clip_grad_norm_", [p for _, p in rows])
-        check_gradients("clip_grad_norm_", [p for _, p in rows])
+        shards.check_summed("clip_grad_norm_", [p for _, p in rows])
+        shards.check_gradients("clip_grad_norm_", [p for _, p in rows])
         held = [(p.grad, self.in_use.counts(key, self.group.device)) for key, p in rows if p.grad is not None]
         norm = global_norm(self.group, held, norm_type)
         scale = max_norm / (norm + 1e-6)
         if not scale >= 1.0:  # also for NaN, which then shows in the gradients, as in torch
             for g, _ in held:
                 g.mul_(scale)
-            accept_gradients(p for _, p in rows)
+            shards.accept_gradients(p for _, p in rows)
         dtypes = [p.dtype for _, p in rows] or [torch.float32]
         return torch.tensor(norm, dtype=functools.reduce(torch.promote_types, dtypes), device=self.group.torch_device)
 
@@ -312,8 +304,8 @@ class GatheredParameters:
         calls: the guard that allows calls of the model's modules only during a step.
     """
 
-    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: CallGuard | None = None) -> None:
-        self._model, self._shapes, self._calls = model, shapes, calls or CallGuard()
+    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: shards.CallGuard | None = None) -> None:
+        self._model, self._shapes, self._calls = model, shapes, calls or shards.CallGuard()
         self._whole: dict[str, nn.Parameter] = {}
         self._shards: dict[str, nn.Parameter] = {}  # out of the model while it has whole parameters
 
@@ -361,8 +353,8 @@ class GatheredParameters:
 
     def _pack(self, operation: PackWeights, device: int) -> Tensor:
         """Return the flat all-gather buffer, with the local shards in place."""
-        shards = [self._shards.get(key) for key in operation.keys]
-        held = [self._model.get_parameter(k) if p is None else p for k, p in zip(operation.keys, shards, strict=True)]
+        found = [self._shards.get(key) for key in operation.keys]
+        held = [self._model.get_parameter(k) if p is None else p for k, p in zip(operation.keys, found, strict=True)]
         own = [shard.detach().reshape(-1) for shard in held]
         if operation.own_only:
             return torch.cat(own)
