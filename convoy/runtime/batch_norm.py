@@ -42,7 +42,6 @@ class GlobalBatchNorm:
         return row.to(self.dtype)  # for a bf16 model CUDA returns float32 and the CPU bf16: send one dtype
 
     def no_sums(self, device: torch.device) -> Tensor:
-        """Return the row of a device without samples."""
         return torch.zeros(1, 2 * self.channels, dtype=self.dtype, device=device)
 
     def combine(self, rows: Tensor, samples: Sequence[int], per_sample: int) -> "Normalisation":

@@ -25,7 +25,6 @@ def mark_whole(y: Tensor) -> None:
 
 
 def mark_part(x: Tensor, batch: int) -> None:
-    """Mark a local batch with the size of its global batch."""
     setattr(x.untyped_storage(), _BATCH, (batch, x.shape[0]))
 
 
@@ -90,7 +89,6 @@ def read_inputs(
 
 
 def _marked_sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the global sizes of marked local batches. A slice of a local batch does not count."""
     marks = [(x, getattr(x.untyped_storage(), _BATCH, (0, -1))) for x in tensors if x.dim()]
     return [batch for x, (batch, rows) in marks if rows == x.shape[0]]
 
@@ -232,6 +230,5 @@ class OutputPart:
 
 
 def rows_of(layout: Layout, shape: Shape, device: int) -> tuple[int, int]:
-    """Return start and stop of a device's samples of a value."""
     here = box(layout, device, shape)
     return here[0] if here is not None else (0, 0)

@@ -52,7 +52,6 @@ class Clock:
         self.queued.clear()
 
     def compute(self, layer: str, phase: str) -> "Computing | OnStream":
-        """Return a context that times one layer's arithmetic."""
         return self.segment({layer: 1.0}, phase)
 
     def segment(self, expected_s: Mapping[str, float], phase: str) -> "Computing | OnStream":
@@ -80,7 +79,6 @@ class Clock:
             self.add(begin.elapsed_time(end) / 1e3, expected_s, phase)
 
     def add(self, elapsed_s: float, expected_s: Mapping[str, float], phase: str) -> None:
-        """Count seconds of computing."""
         self._compute_s += elapsed_s
         total = sum(expected_s.values())
         for layer, seconds in expected_s.items():
@@ -141,8 +139,6 @@ class OnStream:
 
 
 class Exchanging:
-    """A context in which messages are started or waited for."""
-
     __slots__ = ("_clock", "_start")
 
     def __init__(self, clock: Clock) -> None:

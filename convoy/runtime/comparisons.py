@@ -43,8 +43,6 @@ def check_same_start(group: Group, traced: TracedModel, plan: Plan, *, compile: 
 
 
 class Comparisons:
-    """The comparisons of one model."""
-
     def __init__(self, group: Group) -> None:
         self._group = group
         self.calls = 0

@@ -182,7 +182,6 @@ class Executor:
         return self.arithmetic[op.layer].forward(inputs, op.size.samples, False, op.wants)[0]
 
     def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
-        """Return the expected seconds per layer of a segment, used to divide its measured time."""
         key = (fused.number, fused.phase)
         if key not in program.expected_s:
             found: dict[str, float] = {}
@@ -446,7 +445,6 @@ class ProgramCache:
         return self.programs[key]
 
     def expect(self, seconds: Expected) -> None:
-        """Set the measured seconds per layer, used to divide a segment's time."""
         for executor in self._executors.values():
             executor.expected_s = seconds
         for program in self.programs.values():

@@ -187,7 +187,6 @@ class Sums:
                 share.record_stream(current)
 
     def finish(self) -> None:
-        """Wait for all sums."""
         assert not self._ready, "a gradient sum never started"
         for step in self._done:
             self.wait(step)
@@ -265,7 +264,6 @@ class SegmentSums:
 
 
 def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Tensor:
-    """Return the flat buffer in which gradients are summed."""
     rows = zip(operation.keys, operation.sizes, strict=True)
     gradients = [(found.get(key), size, key) for key, size in rows]
     parts = [
@@ -299,7 +297,6 @@ def unpack(operation: Unpack, flat: Tensor, found: Found) -> None:
 
 
 def collect(found: Found, key: str, gradient: Tensor | None) -> None:
-    """Add a gradient of a parameter to those found so far."""
     before = found.get(key)
     found[key] = gradient if before is None else before if gradient is None else before + gradient
 

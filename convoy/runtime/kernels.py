@@ -130,8 +130,6 @@ def backward_by_rows(
 
 
 class OutputPick(Arithmetic):
-    """One output of a layer with several."""
-
     def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
         item = operation.args[1]
         super().__init__(model, layer, lambda inputs, _batch: inputs[0][item])
@@ -144,7 +142,6 @@ class OutputPick(Arithmetic):
 
 
 def arithmetic(model: nn.Module, layer: Layer, operation: Operation) -> Arithmetic:
-    """Return a layer's arithmetic on the parameters of `model`."""
     if layer.kind == "pick":
         return OutputPick(model, layer, operation)
     if layer.multiplies:
@@ -161,7 +158,6 @@ def detached(y: Any) -> Any:
 
 
 def widened(y: Any, dtype: torch.dtype | None) -> Any:
-    """Return outputs as float32 if they are in `dtype`."""
     if isinstance(y, tuple | list):
         return tuple(widened(each, dtype) for each in y)
     return y.float() if isinstance(y, Tensor) and y.dtype == dtype else y

@@ -44,7 +44,6 @@ class ModelChecks:
         self.use_devices(traced, devices)
 
     def use_devices(self, traced: Mapping[bool, TracedModel], devices: int) -> None:
-        """Check for another number of devices from now on."""
         self._tables = {mode: _hook_tables(self._model, trace, devices) for mode, trace in traced.items()}
 
     def check(self, training: bool, whole: Mapping[str, bool]) -> None:

@@ -247,7 +247,6 @@ class Distributed(nn.Module):
         self.mark_shards()
 
     def use_clock(self, clock: Clock) -> None:
-        """Measure with another clock from the next step on."""
         self.clock = clock
         self._make_ready()
 
@@ -400,11 +399,9 @@ class Distributed(nn.Module):
         return self._programs.get(self.training, batch).steps
 
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
-        """Return the layout of each input, for a global batch of this size."""
         return tuple(value.layout for value in self.steps(batch).inputs)
 
     def output_rows(self, batch: int) -> tuple[int, int]:
-        """Return start and stop of the global batch's samples whose outputs this device has."""
         values = [v for v in self.steps(batch).outputs if not isinstance(v.layout, Replicated)]
         return rows_of(values[0].layout, values[0].shape, self.group.device) if values else (0, batch)
 
@@ -417,7 +414,6 @@ class Distributed(nn.Module):
 
 
 def not_distributed(who: str, model: object) -> InputError:
-    """Return the error for a model that was not distributed."""
     return InputError(
         f"{who} was given a {type(model).__name__}, which is not distributed: give the model that convoy.prepare or "
         "convoy.distribute returned"

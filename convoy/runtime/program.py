@@ -215,7 +215,6 @@ class RandomNumbers:
 
 
 def _states(device: torch.device) -> dict[str, Any]:
-    """Return the states of all generators as JSON."""
     arrays: Any = np.random.get_state(legacy=False)
     states = {
         "cpu": torch.get_rng_state().numpy().tobytes().hex(),

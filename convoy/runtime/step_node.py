@@ -38,13 +38,11 @@ class Accumulation:
         self._own = shards.OwnGradients(-1, (), ())
 
     def kind(self) -> MicroBatch:
-        """Return the kind of the next micro-batch."""
         self._own.end()  # an interrupted backward has not done so
         return "only" if self.sums else "first"
 
     @contextmanager
     def unsummed(self) -> Iterator[None]:
-        """Do not sum gradients inside the block."""
         outside, self.sums = self.sums, False
         try:
             yield

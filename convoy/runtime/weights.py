@@ -226,7 +226,6 @@ class Weights:
 
     @contextmanager
     def _replaced(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace the values of parameters and buffers inside the block."""
         kept = [(own, own.data) for own in map(self.own, others)]
         try:
             for (own, _), other in zip(kept, others.values(), strict=True):
@@ -254,7 +253,6 @@ class Weights:
 
 
 def parameters_of(model: nn.Module, traced: Mapping[bool, TracedModel]) -> dict[str, Parameter]:
-    """Return all parameters and buffers of a model, also those that no layer reads."""
     rows = [*traced[True].graph.layers.values(), *traced[False].graph.layers.values()]
     known = {p.key: p for layer in rows for p in layer.parameters.values()}
     tied = _canonical(model)
@@ -352,7 +350,6 @@ class GatheredParameters:
                     release_freed_memory()  # else small tensors fill the holes, and the next weights need new pages
 
     def _pack(self, operation: PackWeights, device: int) -> Tensor:
-        """Return the flat all-gather buffer, with the local shards in place."""
         found = [self._shards.get(key) for key in operation.keys]
         held = [self._model.get_parameter(k) if p is None else p for k, p in zip(operation.keys, found, strict=True)]
         own = [shard.detach().reshape(-1) for shard in held]
