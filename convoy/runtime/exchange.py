@@ -1,8 +1,7 @@
 """Run the operations that make, copy, add and exchange buffers, and moves outside of device programs."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from convoy.layout.collectives import schedule as schedule_of
 from convoy.layout.comm_dtype import CommDtype, comm_dtype_of, narrow_dtype
 from convoy.layout.layout import Layout, Shape, box, local_shape
 from convoy.plan.device_program import Add, Copy, ExchangeRound, Make, Merge, Operation, Part, View, WaitRound
-from convoy.plan.exchange_program import MoveSpec, StartedRound, finish
+from convoy.plan.exchange_program import MoveSpec, finish
 
 Buffers = dict[str, Any]
 """Tensors by name; for a layer with several outputs, tuples or (as its gradient) a dict index -> gradient."""
@@ -109,70 +108,39 @@ def cut(buffers: Mapping[str, Any], part: Part) -> Tensor:
 # --- moves outside of programs: checkpoints, reshards, initial weights -------------------------------------------------
 
 
-@dataclass
-class Moving:
-    """A started move. Its `result`, the tensor in the new layout, is complete after `land`."""
+class StartedMove:
+    """A started move of a tensor of `shape` from layout `src` to layout `dst`. Do not change `shard` before `land`.
 
-    result: Tensor
-    _lane: Lane
-    _started: Sequence[StartedRound] = ()
-    _buffers: Buffers = field(default_factory=dict)
-
-    def land(self) -> Tensor:
-        """Wait for all messages and finish the result. A second call returns it immediately."""
-        started, self._started = self._started, ()
-        self._lane.run(finish(started, 0), self._buffers, self.result.dtype)
-        return self.result
-
-
-def start_move(
-    group: Group,
-    schedule: Schedule,
-    shard: Tensor,
-    src: Layout,
-    dst: Layout,
-    shape: Shape,
-    wire: CommDtype = "exact",
-) -> Moving:
-    """Start a move as `run_move` does, without waiting. Do not change `shard` and the result before `land`.
-
-    A sum in dependent rounds is complete when this returns.
-    """
-    me, lane = group.device, Lane(group, 0, Slots())
-    kind = comm_dtype_of(str(shard.dtype).removeprefix("torch."), wire)
-    move = MoveSpec(0, schedule, me, src, dst, shape, kind, "shard", "result")
-    found = move.operations()
-    buffers: Buffers = {"shard": shard}
-    lane.run(found.begin, buffers, shard.dtype)
-    result = buffers.get("result")
-    if result is None or box(dst, me, shape) is None:
-        result = shard.new_empty(local_shape(dst, me, shape))
-    return Moving(result, lane, found.started, buffers)
-
-
-def run_move(
-    group: Group,
-    schedule: Schedule,
-    shard: Tensor,
-    src: Layout,
-    dst: Layout,
-    shape: Shape,
-    wire: CommDtype = "exact",
-) -> Tensor:
-    """Move a tensor of `shape` from layout `src` to layout `dst`.
+    A sum in dependent rounds is complete when the constructor returns.
 
     Args:
         shard: the local shard under `src`, or an empty tensor of the right dtype.
         wire: number format of the messages. Rounded copies are bitwise equal on all devices; a tensor that only one device
             holds afterwards is rounded only where it was sent.
-
-    Returns:
-        the local shard under `dst`; a view of `shard` if nothing is received or rounded.
     """
-    return start_move(group, schedule, shard, src, dst, shape, wire).land()
+
+    def __init__(
+        self, group: Group, schedule: Schedule, shard: Tensor, src: Layout, dst: Layout, shape: Shape,
+        wire: CommDtype = "exact",
+    ) -> None:  # fmt: skip
+        me, self._lane = group.device, Lane(group, 0, Slots())
+        kind = comm_dtype_of(str(shard.dtype).removeprefix("torch."), wire)
+        found = MoveSpec(0, schedule, me, src, dst, shape, kind, "shard", "result").operations()
+        self._buffers: Buffers = {"shard": shard}
+        self._lane.run(found.begin, self._buffers, shard.dtype)
+        self._started = found.started
+        result: Tensor | None = self._buffers.get("result")
+        holds = result is not None and box(dst, me, shape) is not None
+        self._result = result if holds else shard.new_empty(local_shape(dst, me, shape))
+
+    def land(self) -> Tensor:
+        """Wait for all messages. Return the local shard under `dst`: a view of `shard` if nothing is received or rounded."""
+        started, self._started = self._started, ()
+        self._lane.run(finish(started, 0), self._buffers, self._result.dtype)
+        return self._result
 
 
 def redistribute(group: Group, shard: Tensor, src: Layout, dst: Layout, shape: Shape) -> Tensor:
     """Move a tensor between these layouts. On a device without a shard under `src`, `shard` only gives the dtype."""
     held = shard if box(src, group.device, shape) is not None else shard.new_empty((0, *shape[1:]))
-    return run_move(group, schedule_of(src, dst, shape), held, src, dst, shape)
+    return StartedMove(group, schedule_of(src, dst, shape), held, src, dst, shape).land()

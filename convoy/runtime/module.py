@@ -6,7 +6,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +26,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.comparisons import Comparisons, check_copies, check_same_start
 from convoy.runtime.compiled import Compiler
 from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices
+from convoy.runtime.gradients import global_norm
 from convoy.runtime.model_checks import ModelChecks
 from convoy.runtime.program import Program
 from convoy.runtime.step_node import Accumulation, StepCall
@@ -352,7 +353,20 @@ class Distributed(nn.Module):
 
         `torch.nn.utils.clip_grad_norm_` would see only the local shards. Every device must call it.
         """
-        return self.weights.clip_gradients(max_norm, norm_type)
+        known = self.parameters_by_key
+        rows = [(key, self.module.get_parameter(key)) for key, p in known.items() if p.trainable]
+        parameters = [p for _, p in rows]
+        shards.check_summed("clip_grad_norm_", parameters)
+        shards.check_gradients("clip_grad_norm_", parameters)
+        held = [(p.grad, self._in_use.counts(key, self.group.device)) for key, p in rows if p.grad is not None]
+        norm = global_norm(self.group, held, norm_type)
+        scale = max_norm / (norm + 1e-6)
+        if not scale >= 1.0:  # also for NaN, which then shows in the gradients, as in torch
+            for g, _ in held:
+                g.mul_(scale)
+            shards.accept_gradients(parameters)
+        dtypes = [p.dtype for p in parameters] or [torch.float32]
+        return torch.tensor(norm, dtype=reduce(torch.promote_types, dtypes), device=self.group.torch_device)
 
     # --- calls refused on shards -------------------------------------------------------------------------------------
 

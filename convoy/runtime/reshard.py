@@ -13,7 +13,7 @@ from convoy.layout.collectives import schedule
 from convoy.layout.layout import Layout, holds, local_shape
 from convoy.plan.plan import Plan
 from convoy.runtime import shards
-from convoy.runtime.exchange import Moving, start_move
+from convoy.runtime.exchange import StartedMove
 from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.optimizer import described, number_of
 
@@ -78,13 +78,13 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
     parameters = {k: model.module.get_parameter(k) for k in moved if not model.parameters_by_key[k].buffer}
     with_gradient, rows = _gathered_state(model, moved, parameters, optimizers)
 
-    def start(key: str, shard: Tensor | None, dtype: torch.dtype) -> Moving:
+    def start(key: str, shard: Tensor | None, dtype: torch.dtype) -> StartedMove:
         src, dst = moved[key]
         shape = model.parameters_by_key[key].shape
         own = local_shape(src, device, shape)
         if shard is None or tuple(shard.shape) != own:
             shard = torch.zeros(own, dtype=dtype, device=model.group.torch_device)
-        return start_move(model.group, schedule(src, dst, shape), shard, src, dst, shape)
+        return StartedMove(model.group, schedule(src, dst, shape), shard, src, dst, shape)
 
     weights = {key: start(key, tensor := model.weights.held(key), tensor.dtype) for key in moved}
     gradients = {key: start(key, p.grad, p.dtype) for key, p in parameters.items() if key in with_gradient}
@@ -102,7 +102,7 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
         arrived = gradient.land().clone()
         parameters[key].grad = arrived if holds(moved[key][1], device) else None
     for (i, key), state in states.items():
-        landed = {name: v.land().clone() if isinstance(v, Moving) else v for name, v in state.items()}
+        landed = {name: v.land().clone() if isinstance(v, StartedMove) else v for name, v in state.items()}
         if holds(moved[key][1], device):
             optimizers[i].state[parameters[key]] = landed
         else:

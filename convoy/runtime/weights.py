@@ -24,7 +24,7 @@ from convoy.plan.placing import borrowed, parameter_layouts, pin
 from convoy.plan.plan import Plan
 from convoy.runtime import shards
 from convoy.runtime.exchange import Buffers, redistribute
-from convoy.runtime.gradients import by_device, global_norm
+from convoy.runtime.gradients import by_device
 from convoy.runtime.model_checks import carry_over
 
 # --- layouts -----------------------------------------------------------------------------------------------------------
@@ -234,22 +234,6 @@ class Weights:
         finally:
             for own, shard in kept:
                 own.data = shard
-
-    # --- gradients ---------------------------------------------------------------------------------------------------
-
-    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        rows = [(key, self.module.get_parameter(key)) for key, p in self.known.items() if p.trainable]
-        shards.check_summed("clip_grad_norm_", [p for _, p in rows])
-        shards.check_gradients("clip_grad_norm_", [p for _, p in rows])
-        held = [(p.grad, self.in_use.counts(key, self.group.device)) for key, p in rows if p.grad is not None]
-        norm = global_norm(self.group, held, norm_type)
-        scale = max_norm / (norm + 1e-6)
-        if not scale >= 1.0:  # also for NaN, which then shows in the gradients, as in torch
-            for g, _ in held:
-                g.mul_(scale)
-            shards.accept_gradients(p for _, p in rows)
-        dtypes = [p.dtype for _, p in rows] or [torch.float32]
-        return torch.tensor(norm, dtype=functools.reduce(torch.promote_types, dtypes), device=self.group.torch_device)
 
 
 def parameters_of(model: nn.Module, traced: Mapping[bool, TracedModel]) -> dict[str, Parameter]:

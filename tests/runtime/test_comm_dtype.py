@@ -24,7 +24,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import GatherStatistics, GatherWeights, Move, SumGradients, Value, traffic
 from convoy.planner.planner import candidates
-from convoy.runtime.exchange import run_move
+from convoy.runtime.exchange import StartedMove
 from convoy.runtime.module import Distributed
 from convoy.simulate.costs import Handling
 from convoy.simulate.simulator import simulate
@@ -91,7 +91,7 @@ def test_other_dtypes_arrive_bit_for_bit(whole: Tensor) -> None:
 
     def work(group: Group) -> Tensor:
         case = Case(OnOne(0), Replicated((0, 1)), (1,))
-        return run_move(group, case.schedule, whole[: 1 - group.device], case.src, case.dst, case.shape, BF16)
+        return StartedMove(group, case.schedule, whole[: 1 - group.device], case.src, case.dst, case.shape, BF16).land()
 
     for found in run_on_threads(2, work, LIMIT_S):
         assert found.dtype == whole.dtype
@@ -107,7 +107,7 @@ def moved(cases: Sequence[Case], summands: Any = None) -> list[list[Tensor]]:
             piece = own_piece(group, case.src, drawn(case.shape), np.random.default_rng(1)).float()
             if summands is not None:
                 piece = torch.tensor([summands[group.device]], dtype=torch.float32)
-            results.append(run_move(group, case.schedule, piece, case.src, case.dst, case.shape, BF16))
+            results.append(StartedMove(group, case.schedule, piece, case.src, case.dst, case.shape, BF16).land())
         return results
 
     return run_on_threads(DEVICES, work, LIMIT_S)

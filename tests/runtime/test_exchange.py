@@ -25,7 +25,7 @@ from convoy.layout import collectives
 from convoy.layout.collectives import Reduce
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.runtime.exchange import Slots, run_move
+from convoy.runtime.exchange import Slots, StartedMove
 from tests.support.device_programs import run_rounds
 from tests.support.local_pieces import (
     DEVICES,
@@ -108,7 +108,7 @@ def move_all(
         before = piece.clone()
         group.clear_counters()
         try:
-            result = run_move(group, case.schedule, piece, case.src, case.dst, case.shape, wire)
+            result = StartedMove(group, case.schedule, piece, case.src, case.dst, case.shape, wire).land()
         except Exception as error:
             error.add_note(f"in the move {case}")
             raise
@@ -182,8 +182,8 @@ def products(group: Group, cases: Sequence[Case]) -> list[tuple[float, float, fl
         adjoint = case.adjoint
         x = own_piece(group, case.src, np.asarray(rng.standard_normal(case.shape)), rng)
         y = own_piece(group, adjoint.src, np.asarray(rng.standard_normal(case.shape)), rng)
-        there = run_move(group, case.schedule, x, case.src, case.dst, case.shape)
-        back = run_move(group, adjoint.schedule, y, adjoint.src, adjoint.dst, case.shape)
+        there = StartedMove(group, case.schedule, x, case.src, case.dst, case.shape).land()
+        back = StartedMove(group, adjoint.schedule, y, adjoint.src, adjoint.dst, case.shape).land()
         assert (there.shape, x.shape) == (y.shape, back.shape)
         magnitude = float((there * y).abs().sum() + (x * back).abs().sum())
         result.append((float((there * y).sum()), float((x * back).sum()), magnitude))
@@ -217,7 +217,9 @@ def test_all_reduce_copies_are_bitwise_equal(devices: int, reduce: Reduce) -> No
             generator = torch.Generator().manual_seed(group.device)
             summand = torch.randn(shape, generator=generator) * 10.0 ** float(group.device % 3)
             case = Case(Partial(everyone), Replicated(everyone), shape, reduce)
-            results.append(run_move(group, case.schedule, summand.to(group.torch_device), case.src, case.dst, shape))
+            results.append(
+                StartedMove(group, case.schedule, summand.to(group.torch_device), case.src, case.dst, shape).land()
+            )
         return results
 
     by_device = run_on_threads(devices, work, LIMIT_S)
@@ -239,7 +241,7 @@ def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
         cases = [Case(Partial((0, 1, 2)), OnOne(owner), (1,)) for owner in range(3)]
         cases.append(Case(Partial((0, 1, 2)), Split(0, (0, 1, 0)), (1,)))
         cases.append(Case(Partial((0, 1, 2)), Replicated((0, 1, 2)), (1,), "star"))
-        return [run_move(group, case.schedule, summand, case.src, case.dst, case.shape) for case in cases]
+        return [StartedMove(group, case.schedule, summand, case.src, case.dst, case.shape).land() for case in cases]
 
     first, second, third = run_on_threads(3, work, LIMIT_S)
     found = [first[0], second[1], third[2], second[3], first[4], second[4], third[4]]
@@ -257,7 +259,7 @@ def test_expanded_tensors_can_be_copied() -> None:
         piece = torch.tensor(float(group.device + 1), device=group.torch_device).expand(shape)
         cases = [Case(Partial((0, 1)), Replicated((0, 1)), shape, reduce) for reduce in REDUCES]
         cases.append(Case(Partial((0, 1)), Split(0, (2, 4)), shape))
-        return [run_move(group, case.schedule, piece, case.src, case.dst, shape) for case in cases]
+        return [StartedMove(group, case.schedule, piece, case.src, case.dst, shape).land() for case in cases]
 
     for device, results in enumerate(run_on_threads(2, work, LIMIT_S)):
         for result in results[:-1]:
