@@ -129,13 +129,14 @@ class StartedMove:
         self._buffers: Buffers = {"shard": shard}
         self._lane.run(found.begin, self._buffers, shard.dtype)
         self._started = found.started
-        result: Tensor | None = self._buffers.get("result")
-        holds = result is not None and box(dst, me, shape) is not None
-        self._result = result if holds else shard.new_empty(local_shape(dst, me, shape))
+        self._result: Tensor | None = self._buffers.get("result")
+        if self._result is None or box(dst, me, shape) is None:
+            self._result = shard.new_empty(local_shape(dst, me, shape))
 
     def land(self) -> Tensor:
         """Wait for all messages. Return the local shard under `dst`: a view of `shard` if nothing is received or rounded."""
         started, self._started = self._started, ()
+        assert self._result is not None
         self._lane.run(finish(started, 0), self._buffers, self._result.dtype)
         return self._result
 
