@@ -2,7 +2,7 @@
 
 A region is a run of consecutive layers in one segment (`convoy.plan.compile`). It ends where backward starts a gradient sum,
 which a compiled function would delay, and at every layer that is not a plain torch call (random numbers, user code, hooks) or
-frees its weights after use. All devices compile in the same step. A region is used if it gives its layers' numbers there.
+frees its weights after use. All devices compile at the same step. A region is used if it gives its layers' numbers on random inputs.
 """
 
 import importlib
@@ -22,6 +22,7 @@ from convoy.model.graph import Layer
 from convoy.model.operation import Operation, Ref, TracedModel, arguments
 from convoy.model.tracing.hooks import hooked
 from convoy.plan.device_program import Compute, Fused, Pack
+from convoy.runtime.kernels import under_autocast
 from convoy.runtime.program import Program
 
 BACKEND = "inductor"
@@ -38,7 +39,7 @@ KINDS = ("conv", "conv_transpose", "linear", "filters", "batch_norm", "elementwi
 LONGEST = 24  # layers in a region
 
 MOST_S = 600.0
-"""Limit of the group's waits in a step that compiles: a device that compiles cannot answer."""
+"""Limit of the other devices' waits while one compiles: it cannot answer."""
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Allowed rounding error of a region, relative to the largest entry: sums are added in another order. Other dtypes: 0.1."""
@@ -55,6 +56,7 @@ class CompiledRegion:
         stop: index, within the segment, of the first computation after the region.
         reads, writes: values from outside; values used outside.
         plain: the uncompiled layers, as a torch.fx graph on this device's modules.
+        seen: inputs of the last run, as meta tensors.
         function: the compiled function; None: run the layers.
     """
 
@@ -62,7 +64,17 @@ class CompiledRegion:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     plain: fx.GraphModule
+    seen: tuple[Tensor, ...] = ()
     function: Callable[..., tuple[Tensor, ...]] | None = None
+
+    def run(self, own: dict[str, Any]) -> int:
+        """Compute the outputs if compiled. Return the index of the first computation that remains."""
+        inputs = [own[name] for name in self.reads]
+        if self.function is None:
+            self.seen = tuple(torch.empty_like(x, device="meta", requires_grad=x.requires_grad) for x in inputs)
+            return 0
+        own.update(zip(self.writes, self.function(*inputs), strict=True))
+        return self.stop
 
 
 Regions = Mapping[tuple[int, int], CompiledRegion]
@@ -76,7 +88,6 @@ class Compiler:
     Attributes:
         left: programs that may still be compiled.
         waits: compile nothing now, because plans are tried.
-        compiles: the current step compiles.
         tried, used: regions compiled, and those of them with the right numbers.
         refused: why the last refused region is not used; "" if none was.
     """
@@ -84,23 +95,18 @@ class Compiler:
     group: Group
     left: int = MOST_PROGRAMS
     waits: bool = False
-    compiles: bool = False
     tried: int = 0
     used: int = 0
     refused: str = ""
-    _usual_s: float = 0.0
 
     def regions(
         self, program: Program, traced: TracedModel, model: nn.Module, key: tuple[torch.dtype | None, bool]
     ) -> Regions:
-        """Return the regions of a program, and decide whether this step compiles them. Every device must call it.
+        """Return the regions of a program; compile them at the first call after the warm-up. Every device must call it.
 
         Args:
             key: the precision, and whether backward follows.
         """
-        if self.compiles:
-            gather(self.group, "compiled layers", None)  # other devices may still compile
-            self.group.timeout_s, self.compiles = self._usual_s, False
         if key not in program.compiled:
             program.compiled[key] = (regions_of(program, traced, model) if self.left else {}, 0)
         regions, calls = program.compiled[key]
@@ -108,40 +114,43 @@ class Compiler:
         program.compiled[key] = (regions, calls)
         if calls == WARM_UP + 1 and self.left and not self.waits:
             self.left -= 1
-            self.compiles, self._usual_s = True, self.group.timeout_s
-            self.group.timeout_s = max(self._usual_s, MOST_S)
+            waiting = [region for region in regions.values() if region.seen]
+            usual_s, self.group.timeout_s = self.group.timeout_s, max(self.group.timeout_s, MOST_S)
+            try:
+                while any(gather(self.group, "regions to compile", len(waiting))):
+                    if waiting:
+                        self._compile(waiting.pop(), *key)
+            finally:
+                self.group.timeout_s = usual_s
         return regions  # type: ignore[no-any-return]
-
-    def run(self, region: CompiledRegion, own: dict[str, Any]) -> int:
-        """Compute a region's outputs if it is compiled. Return the index of the first computation that remains."""
-        inputs = [own[name] for name in region.reads]
-        if self.compiles:
-            self._compile(region, inputs)
-        if region.function is None:
-            return 0
-        own.update(zip(region.writes, region.function(*inputs), strict=True))
-        return region.stop
 
     def summary(self) -> str:
         line = f"torch.compile: {self.used} of {self.tried} regions of layers run compiled"
         return f"{line}; {self.refused}" if self.refused else line
 
-    def _compile(self, region: CompiledRegion, inputs: Sequence[Tensor]) -> None:
-        """Use a compiled function if it gives the layers' outputs and gradients for these inputs."""
+    def _compile(self, region: CompiledRegion, precision: torch.dtype | None, keep: bool) -> None:
+        """Use a compiled function if it gives the layers' outputs and gradients for random inputs."""
         self.tried += 1
-        roots = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-        sources = [x for x in (*roots, *region.plain.parameters()) if x.requires_grad]
+        device, generator = (
+            self.group.torch_device,
+            torch.Generator().manual_seed(0),
+        )  # the global one belongs to the training
+        inputs = [torch.empty_like(x, device=device, requires_grad=False) for x in region.seen]
+        for x, like in zip(inputs, region.seen, strict=True):
+            random = torch.randn(x.shape, generator=generator) if x.is_floating_point() else torch.zeros(())
+            x.copy_(random).requires_grad_(like.requires_grad)
+        sources = [x for x in (*inputs, *region.plain.parameters()) if x.requires_grad]
         statistics = [(buffer, buffer.clone()) for buffer in region.plain.buffers()]
 
         def run(function: Callable[..., Sequence[Tensor]]) -> list[Tensor | None]:
-            outputs = [*function(*roots)]
+            outputs = [*function(*inputs)]
             graded = [y for y in outputs if y.requires_grad]
             given = [y.detach() for y in graded]
             found = torch.autograd.grad(graded, sources, given, allow_unused=True) if graded and sources else ()
             return [*outputs, *found]
 
         try:
-            with _COMPILE_LOCK:
+            with _COMPILE_LOCK, torch.set_grad_enabled(keep), under_autocast(precision, device.type):
                 function = compiled_by_torch(region.plain)
                 _check_same_numbers(run(function), run(region.plain))
         except Exception as error:

@@ -161,8 +161,8 @@ class Executor:
                 ready = 0  # a compiled region has done the computations before this index
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, ops.Compute)
-                    if self.compiler is not None and (region := tape.regions.get((fused.number, number))):
-                        ready = max(ready, self.compiler.run(region, own))
+                    if (region := tape.regions.get((fused.number, number))) is not None:
+                        ready = max(ready, region.run(own))
                     if number >= ready:
                         inputs = [own[name] for name in op.reads]
                         with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):

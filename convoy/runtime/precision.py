@@ -19,7 +19,7 @@ from convoy.machine.accelerator import accelerator
 from convoy.model.graph import Graph
 from convoy.runtime.kernels import widened
 from convoy.runtime.module import Distributed
-from convoy.runtime.shards import accept_gradients, check_gradients, check_summed, works_on
+from convoy.runtime.shards import SCALED, accept_gradients, check_gradients, check_summed, works_on
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes of layers; None: the model's own."""
@@ -109,6 +109,8 @@ class GradScaler(torch.amp.GradScaler):
         check_gradients("GradScaler.unscale_()", parameters)
         super().unscale_(optimizer)
         accept_gradients(parameters)
+        for p in parameters:
+            setattr(p, SCALED, False)
         state = self._per_optimizer_states[id(optimizer)]
         found = float(sum(each.item() for each in state["found_inf_per_device"].values()))
         if self.group is not None:

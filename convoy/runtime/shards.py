@@ -18,6 +18,9 @@ SHARD, ORIGINAL, UNSUMMED = "_convoy_shard", "_convoy_original", "_convoy_unsumm
 """Names of the marks: a distributed model's local shard or copy; a parameter of the model before it was distributed; a
 gradient not yet summed over the devices."""
 
+SCALED = "_convoy_scaled"
+"""Mark of a shard whose gradient was computed in fp16, so that `convoy.train.GradScaler` must unscale it."""
+
 _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
 
@@ -202,6 +205,12 @@ def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             f"{elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
         )
     check_gradients(f"{name}.step()", shards)
+    if any(getattr(p, SCALED, False) and p.grad is not None for p in shards):
+        raise InputError(
+            f"{name}.step() after a backward in fp16 without convoy.train.GradScaler(model). torch.amp.GradScaler sees only "
+            "the local shards, so one device could skip a step that others take: use convoy.train.GradScaler(model) on every "
+            "device"
+        )
     guard_state(optimizer)
 
 
@@ -222,9 +231,9 @@ def check_gradients(what: str, parameters: Iterable[nn.Parameter]) -> None:
     if count := sum(bool(g.any()) for g in changed):
         raise InputError(
             f"{what}: {count} gradients that are shards or partial sums have changed since backward(). "
-            "torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler see only local shards, so devices would differ: "
-            "use convoy.train.clip_grad_norm_(model, max_norm) and convoy.train.GradScaler(model) on every device. After a "
-            "change that treats each entry by itself (clip_grad_value_), call model.gradients_changed()"
+            "torch.nn.utils.clip_grad_norm_ sees only local shards, so each device would scale by another factor: use "
+            "convoy.train.clip_grad_norm_(model, max_norm) on every device. After a change that treats each entry by itself "
+            "(clip_grad_value_), call model.gradients_changed()"
         )
 
 

@@ -148,6 +148,8 @@ class _Parameters(torch.autograd.Function):
         if partial_ones := [p for p, _ in rows if shards.is_shard(p) or shards.is_unsummed(p)]:
             call.accumulation.compare([g for _, g in rows if g is not None], partial_ones)
             _at_end(partial(shards.accept_gradients, partial_ones))
+            for p in partial_ones:
+                setattr(p, shards.SCALED, call.precision is torch.float16)
         call.left = {}
         return None, *gradients
 

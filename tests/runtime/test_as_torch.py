@@ -343,12 +343,11 @@ def test_sharded_fp16_requires_convoys_scaler() -> None:
     def work(group: Group) -> None:
         here = Distributed(model, chosen, group, x[:2])
         given, optimizer = part(here, x), torch.optim.SGD(here.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         with torch.autocast("cpu", torch.float16):
-            scaler.scale(loss_of(here(given, batch=10), y)).backward()
+            loss_of(here(given, batch=10), y).backward()
         if any(p.numel() for p in here.parameters()):
-            with pytest.raises(InputError, match=r"see only local shards.*convoy\.train\.GradScaler\(model\)"):
-                scaler.step(optimizer)
+            with pytest.raises(InputError, match=r"sees only the local shards.*convoy\.train\.GradScaler\(model\)"):
+                optimizer.step()
         assert train(here, given, GradScaler(here, init_scale=1024.0), batch=10) == expected
         torch.testing.assert_close(here.full_state_dict(), dict(reference.state_dict()), rtol=1e-2, atol=1e-3)
 

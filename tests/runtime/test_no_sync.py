@@ -148,6 +148,7 @@ def test_traffic_matches_the_step_lists(plan: str) -> None:
             sent = []
             for _ in range(2):  # in the first pass of a kind, devices also compare what must be the same
                 sent.clear()
+                here.zero_grad()
                 for number, (x, y) in enumerate(batches):
                     group.clear_counters()
                     here._comparisons.calls = 2  # no comparison now
