@@ -2,7 +2,7 @@
 
 A region is a run of consecutive layers in one segment (`convoy.plan.compile`). It ends where backward starts a gradient sum,
 which a compiled function would delay, and at every layer that is not a plain torch call (random numbers, user code, hooks) or
-frees its weights after use. All devices compile at the same step. A region is used if it gives its layers' numbers on random inputs.
+frees its weights after use. All devices compile at the same step. It is used if it gives its layers' numbers.
 """
 
 import importlib
