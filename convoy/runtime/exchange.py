@@ -116,7 +116,7 @@ class StartedMove:
     Args:
         shard: the local shard under `src`, or an empty tensor of the right dtype.
         wire: number format of the messages. Rounded copies are bitwise equal on all devices; a tensor that only one device
-            holds afterwards is rounded only where it was sent.
+            holds under `dst` is rounded only where it was sent.
     """
 
     def __init__(

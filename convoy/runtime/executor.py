@@ -242,7 +242,7 @@ class Executor:
         program = self._with(tape.program, output_gradients, frozenset(left or ()))
         buffers: Buffers = {ops.output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
-        # Earlier micro-batches left the summed shard of a sharded parameter, not a summand: add it afterwards.
+        # Earlier micro-batches left the summed shard of a sharded parameter, not a summand: add it after the sums.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         # After a regroup, sums of this backward must not send to the new group.
         sums = Sums(present(self.group), program.sums, self.slots, self._worker)

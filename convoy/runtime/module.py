@@ -158,7 +158,7 @@ class Distributed(nn.Module):
         precision = self.precision or autocast
         borrowing: AbstractContextManager[None] = nullcontext() if self.training else self.weights.borrowing()
         # The executor applies autocast, layer by layer, in backward too.
-        with torch.autocast(kind, enabled=False), borrowing, program.random.same_afterwards(self.group):
+        with torch.autocast(kind, enabled=False), borrowing, program.random.same_after(self.group):
             if torch.is_grad_enabled() and (self._checks.trained or any(x.requires_grad for x in given.tensors)):
                 begin = partial(self._begin_backward, self.reshards, self.training, compares, program.steps.outputs)
                 call = StepCall(executor, program, precision, parts, self._checks.trained, self._accumulation, begin)

@@ -188,7 +188,7 @@ class RandomNumbers:
         self.alone = next((devices[0] for devices in drawing if len(devices) == 1), None)
 
     @contextmanager
-    def same_afterwards(self, group: Group) -> Iterator[None]:
+    def same_after(self, group: Group) -> Iterator[None]:
         """Run a forward, and leave the generators of torch, Python and numpy in the same state on all devices.
 
         If several devices draw, each uses its own seed. If one device draws, all others copy its states.

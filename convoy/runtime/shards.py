@@ -271,7 +271,7 @@ class OwnGradients:
         self.end()
         if self._others and not self.several:
             raise InputError(
-                f"the loss reads {self._others} parameters itself, of which this device has only shards or unsummed gradients "
+                f"the loss reads {self._others} parameters itself, which are shards here or have unsummed gradients "
                 "(a penalty on weights?): its value and gradient would differ from those of one device. Use the optimizer's "
                 "weight_decay, or a plan that copies parameters ('data'), outside of no_sync()"
             )

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from convoy.layout.collectives import Reduce, Round, Schedule, Transfer, schedule, traffic
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from tests.support.local_pieces import (
+from tests.support.local_shards import (
     DEVICES,
     Array,
-    Pieces,
-    check_pieces,
+    Shards,
+    check_shards,
     every_layout,
     integers,
-    pieces,
+    local_shards,
 )
 
 REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
@@ -226,15 +226,15 @@ def test_traffic_by_hand(
 # sender really holds, and where it does not add it writes each entry once.
 
 
-def interpret(plan: Schedule, src: Layout, dst: Layout, held: Pieces, whole: Array) -> Pieces:
+def interpret(plan: Schedule, src: Layout, dst: Layout, held: Shards, whole: Array) -> Shards:
     """Return the shards by device that a schedule produces."""
     if not plan.rounds:
         return held
     canvases = {device: np.full(plan.shape, np.nan) for device in range(DEVICES)}
-    for device, piece in held.items():
+    for device, shard in held.items():
         # In place, every device works on its summand as one flat buffer.
         positions = np.arange(whole.size) if plan.in_place else _positions(src, whole.shape)[device]
-        canvases[device].flat[positions.ravel()] = piece.ravel()
+        canvases[device].flat[positions.ravel()] = shard.ravel()
     if plan.in_place:
         for transfers in plan.rounds:
             canvases = _after_round(transfers, before=canvases, into=canvases, in_place=True)
@@ -278,10 +278,10 @@ def _positions(layout: Layout, shape: Shape) -> dict[int, NDArray[np.int64]]:
     if isinstance(layout, Partial):
         layout = Replicated(layout.devices)
     numbered = np.arange(math.prod(shape), dtype=np.float64).reshape(shape)
-    return {d: piece.astype(np.int64) for d, piece in pieces(layout, numbered, np.random.default_rng()).items()}
+    return {d: shard.astype(np.int64) for d, shard in local_shards(layout, numbered, np.random.default_rng()).items()}
 
 
-def _taken_off(canvases: dict[int, Array], positions: dict[int, NDArray[np.int64]]) -> Pieces:
+def _taken_off(canvases: dict[int, Array], positions: dict[int, NDArray[np.int64]]) -> Shards:
     """Return the shards from the canvases, checking that they are complete and contain all that was written."""
     for device, canvas in canvases.items():
         written = np.flatnonzero(~np.isnan(canvas))
@@ -292,8 +292,8 @@ def _taken_off(canvases: dict[int, Array], positions: dict[int, NDArray[np.int64
 
 def check_meaning(src: Layout, dst: Layout, shape: Shape, reduce: Reduce) -> None:
     whole = integers(shape, seed=1)
-    held = pieces(src, whole, np.random.default_rng(7))
-    check_pieces(dst, whole, interpret(schedule(src, dst, shape, reduce), src, dst, held, whole))
+    held = local_shards(src, whole, np.random.default_rng(7))
+    check_shards(dst, whole, interpret(schedule(src, dst, shape, reduce), src, dst, held, whole))
 
 
 @pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), (0, 5), (3, 0)], ids=str)

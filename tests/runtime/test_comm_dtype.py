@@ -29,10 +29,10 @@ from convoy.runtime.module import Distributed
 from convoy.simulate.costs import Handling
 from convoy.simulate.simulator import simulate
 from tests.planner.test_planner import costs_of
-from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_piece
+from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_shard
 from tests.support import nets
 from tests.support.device_programs import handled
-from tests.support.local_pieces import DEVICES, every_layout
+from tests.support.local_shards import DEVICES, every_layout
 from tests.support.one_device import (
     OPTIMIZERS,
     Labelled,
@@ -104,10 +104,10 @@ def moved(cases: Sequence[Case], summands: Any = None) -> list[list[Tensor]]:
     def work(group: Group) -> list[Tensor]:
         results = []
         for case in cases:
-            piece = own_piece(group, case.src, drawn(case.shape), np.random.default_rng(1)).float()
+            shard = own_shard(group, case.src, drawn(case.shape), np.random.default_rng(1)).float()
             if summands is not None:
-                piece = torch.tensor([summands[group.device]], dtype=torch.float32)
-            results.append(StartedMove(group, case.schedule, piece, case.src, case.dst, case.shape, BF16).land())
+                shard = torch.tensor([summands[group.device]], dtype=torch.float32)
+            results.append(StartedMove(group, case.schedule, shard, case.src, case.dst, case.shape, BF16).land())
         return results
 
     return run_on_threads(DEVICES, work, LIMIT_S)

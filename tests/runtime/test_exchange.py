@@ -1,9 +1,9 @@
 """Moves on real groups: values, adjoints, bytes sent, bitwise equality, and unchanged inputs.
 
 The inner product of a distributed tensor x with its cotangent y, which lies in the dual layout, is the sum over the
-devices of the products of their pieces: <x, y> = sum_d <x_d, y_d>. Layout by layout that says:
+devices of the products of their shards: <x, y> = sum_d <x_d, y_d>. Layout by layout that says:
 
-- Split, OnOne: x and y lie in the same pieces, and the sum is the product of the whole tensors.
+- Split, OnOne: x and y lie in the same shards, and the sum is the product of the whole tensors.
 - x Replicated, y Partial: every x_d is the one vector x, so the sum is <x, sum_d y_d>: copies are one vector, and its
   gradient is the sum of what the copies collected.
 - x Partial, y Replicated: x is its tuple of summands, and the sum is <sum_d x_d, y>: every summand has the gradient y.
@@ -27,14 +27,14 @@ from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
 from convoy.runtime.exchange import Slots, StartedMove
 from tests.support.device_programs import run_rounds
-from tests.support.local_pieces import (
+from tests.support.local_shards import (
     DEVICES,
     Array,
-    check_pieces,
+    check_shards,
     every_layout,
     integers,
+    local_shards,
     nothing,
-    pieces,
 )
 from tests.support.threads import run_on_threads
 
@@ -67,7 +67,7 @@ class Case:
 class Outcome:
     """One device's result of one move."""
 
-    piece: Tensor
+    shard: Tensor
     sent_bytes: list[int]
     unchanged: bool
 
@@ -81,17 +81,17 @@ def every_case(layouts: Sequence[Layout], shape: Shape) -> list[Case]:
     return cases
 
 
-def as_they_come(piece: Tensor) -> Tensor:
-    return piece
+def as_they_come(shard: Tensor) -> Tensor:
+    return shard
 
 
-def strided(piece: Tensor) -> Tensor:
+def strided(shard: Tensor) -> Tensor:
     """Return the same numbers in non-contiguous memory: reversed axes, gaps and an offset."""
-    axes = tuple(reversed(range(piece.dim())))
-    room = torch.full([2 * extent + 1 for extent in reversed(piece.shape)], 99, dtype=piece.dtype, device=piece.device)
+    axes = tuple(reversed(range(shard.dim())))
+    room = torch.full([2 * extent + 1 for extent in reversed(shard.shape)], 99, dtype=shard.dtype, device=shard.device)
     spaced = room[tuple(slice(1, None, 2) for _ in axes)].permute(axes)
-    assert spaced.shape == piece.shape
-    return spaced.copy_(piece)
+    assert spaced.shape == shard.shape
+    return spaced.copy_(shard)
 
 
 FORMS = {"as they come": as_they_come, "strided": strided}
@@ -104,22 +104,22 @@ def move_all(
     outcomes = []
     for case in cases:
         whole = integers(case.shape, seed=3)
-        piece = FORMS[form](own_piece(group, case.src, whole, np.random.default_rng(4)).to(getattr(torch, dtype)))
-        before = piece.clone()
+        shard = FORMS[form](own_shard(group, case.src, whole, np.random.default_rng(4)).to(getattr(torch, dtype)))
+        before = shard.clone()
         group.clear_counters()
         try:
-            result = StartedMove(group, case.schedule, piece, case.src, case.dst, case.shape, wire).land()
+            result = StartedMove(group, case.schedule, shard, case.src, case.dst, case.shape, wire).land()
         except Exception as error:
             error.add_note(f"in the move {case}")
             raise
-        outcomes.append(Outcome(result.clone(), group.sent_bytes, torch.equal(piece, before)))
+        outcomes.append(Outcome(result.clone(), group.sent_bytes, torch.equal(shard, before)))
     return outcomes
 
 
-def own_piece(group: Group, layout: Layout, whole: Array, rng: np.random.Generator) -> Tensor:
+def own_shard(group: Group, layout: Layout, whole: Array, rng: np.random.Generator) -> Tensor:
     """Return this device's shard; an empty tensor if it holds nothing."""
-    piece = pieces(layout, whole, rng).get(group.device, np.empty(nothing(layout, whole.shape)))
-    return torch.from_numpy(np.array(piece)).to(group.torch_device)
+    shard = local_shards(layout, whole, rng).get(group.device, np.empty(nothing(layout, whole.shape)))
+    return torch.from_numpy(np.array(shard)).to(group.torch_device)
 
 
 def check_outcomes(
@@ -129,10 +129,10 @@ def check_outcomes(
     itemsize = itemsize or getattr(torch, dtype).itemsize
     for case, *outcomes in zip(cases, *by_device, strict=True):
         try:
-            check_value(case, [outcome.piece for outcome in outcomes], dtype)
+            check_value(case, [outcome.shard for outcome in outcomes], dtype)
             sent = {(s, r): n for s, outcome in enumerate(outcomes) for r, n in enumerate(outcome.sent_bytes) if n}
             assert sent == collectives.traffic(case.schedule, itemsize), "bytes on the wire"
-            assert all(outcome.unchanged for outcome in outcomes), "a piece was overwritten"
+            assert all(outcome.unchanged for outcome in outcomes), "a shard was overwritten"
         except AssertionError as error:
             error.add_note(f"in the move {case}")
             raise
@@ -142,10 +142,10 @@ def check_value(case: Case, results: Sequence[Tensor], dtype: str) -> None:
     assert {result.dtype for result in results} == {getattr(torch, dtype)}
     found = {device: result.cpu().double().numpy() for device, result in enumerate(results)}
     whole = integers(case.shape, seed=3)
-    members = pieces(case.dst, whole, np.random.default_rng())
-    check_pieces(case.dst, whole, {device: piece for device, piece in found.items() if device in members})
-    for device, piece in found.items():
-        assert device in members or piece.shape == nothing(case.dst, case.shape)
+    members = local_shards(case.dst, whole, np.random.default_rng())
+    check_shards(case.dst, whole, {device: shard for device, shard in found.items() if device in members})
+    for device, shard in found.items():
+        assert device in members or shard.shape == nothing(case.dst, case.shape)
 
 
 # --- values, bytes, unchanged shards ---------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ def products(group: Group, cases: Sequence[Case]) -> list[tuple[float, float, fl
     for number, case in enumerate(cases):
         rng = np.random.default_rng(number)
         adjoint = case.adjoint
-        x = own_piece(group, case.src, np.asarray(rng.standard_normal(case.shape)), rng)
-        y = own_piece(group, adjoint.src, np.asarray(rng.standard_normal(case.shape)), rng)
+        x = own_shard(group, case.src, np.asarray(rng.standard_normal(case.shape)), rng)
+        y = own_shard(group, adjoint.src, np.asarray(rng.standard_normal(case.shape)), rng)
         there = StartedMove(group, case.schedule, x, case.src, case.dst, case.shape).land()
         back = StartedMove(group, adjoint.schedule, y, adjoint.src, adjoint.dst, case.shape).land()
         assert (there.shape, x.shape) == (y.shape, back.shape)
@@ -245,7 +245,7 @@ def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
 
     first, second, third = run_on_threads(3, work, LIMIT_S)
     found = [first[0], second[1], third[2], second[3], first[4], second[4], third[4]]
-    assert [piece.tolist() for piece in found] == [[0.0]] * len(found)
+    assert [shard.tolist() for shard in found] == [[0.0]] * len(found)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -256,10 +256,10 @@ def test_expanded_tensors_can_be_copied() -> None:
     shape = (6, 4)
 
     def work(group: Group) -> list[Tensor]:
-        piece = torch.tensor(float(group.device + 1), device=group.torch_device).expand(shape)
+        shard = torch.tensor(float(group.device + 1), device=group.torch_device).expand(shape)
         cases = [Case(Partial((0, 1)), Replicated((0, 1)), shape, reduce) for reduce in REDUCES]
         cases.append(Case(Partial((0, 1)), Split(0, (2, 4)), shape))
-        return [StartedMove(group, case.schedule, piece, case.src, case.dst, shape).land() for case in cases]
+        return [StartedMove(group, case.schedule, shard, case.src, case.dst, shape).land() for case in cases]
 
     for device, results in enumerate(run_on_threads(2, work, LIMIT_S)):
         for result in results[:-1]:

@@ -172,7 +172,7 @@ def test_every_precision_is_known_to_autocast() -> None:
 
 
 def test_overflow_on_one_device_skips_the_step_on_all() -> None:
-    """torch's own scaler looks at the pieces here: device 2 would leave out a step that the others make, and from then on
+    """torch's own scaler looks at the local shards: device 2 would leave out a step that the others make, and from then on
     the copies of the weights would differ."""
     model = nets.build("two-conv", dtype=torch.float32)
 

@@ -54,8 +54,8 @@ def test_meta_device_model_trains_as_a_materialised_one(first_has_weights: bool,
     """Weights come from device 0, or from a file of which each device reads its shards."""
     plan = sharded()
     with torch_seed(4):
-        beside = net()
-    torch.save(beside.state_dict(), tmp_path / "weights.pt")
+        alone = net()
+    torch.save(alone.state_dict(), tmp_path / "weights.pt")
 
     def work(group: Group) -> dict[str, Tensor]:
         whole = first_has_weights and group.device == 0
@@ -70,9 +70,9 @@ def test_meta_device_model_trains_as_a_materialised_one(first_has_weights: bool,
         return part.full_state_dict()
 
     found = run_on_threads(2, work)
-    trained(beside, beside)
+    trained(alone, alone)
     for each in found:
-        for key, tensor in beside.state_dict().items():
+        for key, tensor in alone.state_dict().items():
             assert torch.allclose(each[key], tensor, rtol=0, atol=1e-10)
 
 
