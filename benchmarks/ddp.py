@@ -230,7 +230,7 @@ def own_batches(images: Data, batch: int, own: slice) -> Batches:
     order = Loader(images, batch, drop_last=True)
     for epoch in count():
         for indices in order.batches(epoch):
-            yield images.__getitems__(indices[own])
+            yield images.batch(indices[own])
 
 
 def ddp_turn(

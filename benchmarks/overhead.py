@@ -162,7 +162,7 @@ def main(
         document = {
             **stamp(COMMAND),
             "rows": rows,
-            "overheads": asdict(measure_overheads(torch.device("cpu"), time.perf_counter, 0.3)),
+            "overheads": asdict(measure_overheads(torch.device("cpu"), time.perf_counter, 0.3)[0]),
         }
         write_whole(results or RESULTS, json.dumps(document, indent=1) + "\n")
     Console().print(table)

@@ -39,13 +39,12 @@ from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.files import write_whole
 from convoy.launch.local import launch_local
-from convoy.measure.speeds import measure_speeds
+from convoy.measure.layer_timer import measure_speeds
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.coupling import coupled_axes, shares_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
-from convoy.runtime.clock import Clock
 from convoy.train.controller import Rebalancer
 from convoy.train.rebalance import Reshard
 
@@ -129,7 +128,7 @@ def _plan(setting: Setting, group: Group, slow: float) -> Plan:
     factor = setting.slowdown[group.device] * (slow if group.device == setting.slowed else 1.0)
     model = _net(setting)
     traced = trace(model, torch.zeros(1, 3, setting.image, setting.image))
-    speeds = measure_speeds(group, traced, model, setting.batch, Clock(group.torch_device, factor))
+    speeds = measure_speeds(group, traced, model, setting.batch, factor)
     return named_plan(setting.plan, traced.graph, setting.batch, speeds)
 
 

@@ -81,10 +81,12 @@ class PixelImages(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return normalise(self.x_NCHW[index], MEAN, STD), self.targets[index]
 
-    def __getitems__(self, indices: Sequence[int]) -> Labelled:
+    def batch(self, indices: Sequence[int] | Tensor) -> Labelled:
         """Return a batch at once: `(x_NCHW normalised, y_NHW int64)`."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         return normalise(self.x_NCHW.index_select(0, chosen), MEAN, STD), self.targets.index_select(0, chosen)
+
+    __getitems__ = batch
 
 
 Data = Images | PixelImages

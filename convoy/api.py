@@ -1,4 +1,4 @@
-"""One line, `prepare`, or four: `join`, `make_plan`, `distribute`, `loader`. And what a script does on one device only."""
+"""One line, `prepare`, or four: `join`, `make_plan`, `distribute`, `loader`. And help for scripts."""
 
 import builtins
 import os
@@ -27,15 +27,17 @@ from convoy.train.adopt import (
     check_prepared,
     first_samples,
     in_batches,
+    local_loader,
     rebind,
     state_rows,
 )
-from convoy.train.loader import loader
+from convoy.train.loader import Loader
 
 __all__ = ["Plans", "distribute", "is_first", "loader", "make_plan", "make_plans", "prepare", "print"]
 
-_group: Group | None = None
-"""The group that `prepare` joined: a second model of this process trains on the same devices."""
+loader = Loader
+
+_group: Group | None = None  # that `prepare` joined: a second model of this process trains on the same devices
 
 
 def prepare(
@@ -63,13 +65,12 @@ def prepare(
             the same objects. So do its parameters if the plan copies them to every device; if the plan splits them, old
             references to parameters raise when they are used.
         optimizer: made from `model.parameters()`. It stays the same object, with its groups, settings and state, and works on
-            this device's shards from now on; schedules that hold it continue. None: it is made afterwards.
-        loader: an ordinary DataLoader; its batch is the global batch. Or a data set, with `batch_size`.
+            this device's shards; schedules that hold it continue. None: make it later.
+        loader: an ordinary DataLoader of global batches; or a data set, with `batch_size`.
         more: DataLoaders for tests; they are prepared alike.
-        parts: the loaders give only this device's local batch, for loops that do nothing with inputs but give them to the
-            model. With outputs="where-computed" the labels are those of the local batch, and no other sample is loaded.
-            Otherwise every device loads the global batch, so that mixing samples, counting them, or a loader that was not
-            prepared is as on one device.
+        parts: each device loads only its own samples, for loops that do nothing with inputs but give them to the model. Order
+            and random numbers are those of `convoy.loader`, with torch's seed. Else every device loads the global batch as a
+            plain DataLoader does: same order, same random numbers.
         plan: a name, a plan as from a file, or "auto": the devices are measured, and the planner chooses.
         group: the devices, from `convoy.join`; None: joined here, once per process, and left at its end.
         compile: as for `distribute`.
@@ -101,11 +102,11 @@ def prepare(
     part.takes_whole = not parts
     if optimizer is not None:
         rebind(optimizer, names, before, part)
-    return (part, optimizer, *(AdoptedLoader(each, part, parts=parts) for each in (source, *more)))
+    adopt = local_loader if parts else AdoptedLoader
+    return (part, optimizer, *(adopt(each, part) for each in (source, *more)))
 
 
 def _state_of(optimizer: Optimizer | None) -> str:
-    """Return the size of an optimizer's state, in the planner's terms: one tensor like the weights, two, or none."""
     if optimizer is None:
         return "sgd-momentum"
     if isinstance(optimizer, torch.optim.SGD):
@@ -142,8 +143,7 @@ def make_plan(
     """Return a plan by name for this model on these devices. Every device must call it.
 
     Args:
-        name: "data", "data-by-speed", "sharded", "master", "model", "hybrid"; or "auto": the devices are measured, and the
-            planner chooses per layer.
+        name: "data", "data-by-speed", "sharded", "master", "model", "hybrid"; or "auto": the planner chooses per layer.
         example: one batch of each input; only shape and dtype matter.
         batch: global batch, in samples.
         options: see `PlanOptions`: speeds, reduce, wire, outputs, fleet, budget_s, precision, slowdown, ...

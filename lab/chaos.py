@@ -43,7 +43,7 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import WeightAverage, full_optimizer_state
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import RateCurve, Recipe, Training, build_schedule, fit
-from convoy.train.observer import Observer, Observers
+from convoy.train.record import Observer, Observers
 
 PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid")
 TIGHT = 1e-10

@@ -31,7 +31,7 @@ from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import JoinOptions, Members
 from convoy.launch.host_job import device_environments
 from convoy.train.loop import fit
-from convoy.train.observer import StepResult
+from convoy.train.record import StepResult
 from lab.chaos import SILENCE_S, TIGHT, TIMEOUT_S, Case, _forked, build, make_net
 from lab.chaos_joins import Everybody, Opens, part_of
 

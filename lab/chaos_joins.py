@@ -20,7 +20,7 @@ from convoy.errors import InputError
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
-from convoy.train.observer import Observer
+from convoy.train.record import Observer
 from lab.chaos import Blow, Case, Join
 from lab.chaos_drawn import example
 from lab.chaos_machines import Machine

@@ -1,7 +1,10 @@
 """Shared style of the figures: one colour per plan, plain numbers on axes."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from convoy.errors import InputError
 
 PLAN_LOOKS: Mapping[str, Mapping[str, str]] = {
     "data": {"color": "#0072B2", "marker": "o"},
@@ -13,6 +16,26 @@ PLAN_LOOKS: Mapping[str, Mapping[str, str]] = {
     "auto": {"color": "#000000", "marker": "*"},
 }
 """Of Okabe and Ito's palette, which readers of all kinds can tell apart; a marker too, for print in grey."""
+
+
+def new_figure(width_in: float, height_in: float) -> Any:
+    """Return an empty figure. Raises InputError if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError(
+            "matplotlib is not installed: figures need it; pip install 'convoy-train[plots]', or leave the figures out"
+        ) from None
+    return Figure(figsize=(width_in, height_in), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure; the file name gives the format. Raises InputError if that fails."""
+    try:
+        figure.savefig(path, dpi=160)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write {path}: {error}; give a folder that exists and .png, .pdf or .svg") from None
+    return path
 
 
 def legend(figure: Any, axes: Any, columns: int = 6) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from convoy.model.graph import Graph
-from convoy.report.timeline import new_figure, save
 from studies.collectives import Floats, Numbers
-from studies.drawing import PLAN_LOOKS, legend, log2_axis, look, plain
+from studies.drawing import PLAN_LOOKS, legend, log2_axis, look, new_figure, plain, save
 from studies.envelope import Enveloped
 from studies.points import Points
 from studies.sweep import AXES, BASE, PLANS, Sweep, along, crossover, five_axes, points_at, sweep

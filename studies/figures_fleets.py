@@ -7,9 +7,8 @@ import numpy as np
 
 from convoy.fleet.catalogue import device_class
 from convoy.model.graph import Graph
-from convoy.report.timeline import new_figure, save
 from studies.catalogue import KINDS, power_of_class
-from studies.drawing import PLAN_LOOKS, legend, plain
+from studies.drawing import PLAN_LOOKS, legend, new_figure, plain, save
 from studies.fleets import Replayed
 from studies.points import Points
 from studies.published import Published

@@ -45,8 +45,9 @@ CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycac
 
 
 def pytest_configure() -> None:
-    """Keep the run logs of tests and their processes in a folder of this session."""
+    """Keep the run logs of tests and their processes in a folder of this session, and no measurements."""
     os.environ["CONVOY_RUNS"] = tempfile.mkdtemp(prefix="convoy-runs-")
+    os.environ["CONVOY_CACHE"] = ""  # every test measures
     gc.disable()  # until all tests are collected
 
 

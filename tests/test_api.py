@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import convoy
-import convoy.measure.speeds
+import convoy.measure.layer_timer
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.plan.strategy import Batch
@@ -83,7 +83,7 @@ def test_example_runs_alone_and_under_torchrun(
     """The same losses, with warnings as errors, and not a word beside the example's own but what it waits for."""
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(convoy.measure.speeds, "SLICE_S", 0.0)
+    monkeypatch.setattr(convoy.measure.layer_timer, "SPEEDS_SLICE_S", 0.0)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(example))
     out, err = start(example)
@@ -134,7 +134,7 @@ def test_plan_from_a_file_skips_planning() -> None:
     with convoy.join() as group:
         saved = convoy.make_plan("data", model, X, 8, group, speeds=[1], reduce="star")
         plans = convoy.api.make_plans(model, X, 8, group, plan=saved, speeds=[3])
-        assert (list(plans), plans.speeds.devices, plans.predicted_s(saved)) == ([saved], (3.0,), None)
+        assert (list(plans), plans.speeds.devices, plans.predicted(saved)) == ([saved], (3.0,), None)
         changed = convoy.api.make_plans(model, X, 8, group, plan=saved, speeds=[3], wire="inexact-bf16")[0]
         assert changed == replace(saved, wire="inexact-bf16")
         with pytest.raises(PlanError, match="is for a batch of 8, not 9: make a new plan"):

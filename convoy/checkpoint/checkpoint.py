@@ -29,7 +29,6 @@ from convoy.checkpoint.manifest import (
     decode,
     encode,
     read_checked,
-    torch_dtype,
 )
 from convoy.checkpoint.run_folder import BEST, checkpoints, holding, is_checkpoint, latest, publish, tidy
 from convoy.checkpoint.tensors import (
@@ -43,18 +42,16 @@ from convoy.checkpoint.tensors import (
     write_file,
 )
 from convoy.comm.control_messages import agree_on, from_first, share_number
-from convoy.errors import InputError
+from convoy.errors import InputError, shown
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import WeightAverage
 
 OF_THE_MACHINE = ("foreach", "fused", "capturable", "param_names")
 """Optimizer settings that say how it computes, not what: those of the present machine apply."""
 
-_SHOWN = 3
-
 
 class Stateful(Protocol):
-    """An object with a state of its own, such as a schedule of torch.optim.lr_scheduler, or torch.amp.GradScaler."""
+    """An object with a state: a schedule of torch.optim.lr_scheduler, torch.amp.GradScaler, a loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -63,12 +60,19 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds; see `save_checkpoint`. `others` has the "schedule" and the "scaler", if there are such."""
+    """The objects and settings that a checkpoint saves; see `save_checkpoint`."""
 
     model: nn.Module
     optimizer: Optimizer | None
     others: Mapping[str, Stateful | None]
     settings: Mapping[str, Any] | None
+
+    def __post_init__(self) -> None:
+        for name, each in self.others.items():
+            if each is not None and not hasattr(each, "load_state_dict"):
+                raise InputError(
+                    f"{name}={shown(each)} has no state_dict(): give objects with a state, such as schedule=, scaler=, loader="
+                )
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------
@@ -80,29 +84,29 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     progress: Progress | None = None,
     *,
-    schedule: Stateful | None = None,
-    scaler: Stateful | None = None,
     settings: Mapping[str, Any] | None = None,
     score: float | None = None,
+    **others: Stateful | None,
 ) -> Path:
     """Save a run between two steps. Every device calls it; device 0 writes, into a folder of its own machine.
 
     The checkpoint appears under its name when all of it is on the disk. The last three, the best, and the last one with finite
-    weights are kept. Gradients and random numbers are not saved. No device needs room for more than one whole tensor.
+    weights are kept. Gradients are not saved, random states only with a loader of `convoy.prepare`. No device needs room for
+    more than one whole tensor.
 
     Args:
         folder: of the run; made if missing.
         optimizer: None: only the weights are saved.
-        schedule, scaler: of learning rates, as in torch.optim.lr_scheduler; of the loss, for fp16.
         settings: JSON values that must be the same on resume: the loader's seed, the batch size, the data.
         score: of an evaluation at this point; the greater the better. `best` in the folder links to the highest.
+        others: objects whose state is saved, by name: schedule=, scaler=, loader= (its position and random states), ...
 
     Raises:
         InputError: it cannot be written, another run writes into the folder, or it holds something that a file cannot; on
             every device.
         MismatchError: the devices are at different steps.
     """
-    contents = Contents(model, optimizer, {"schedule": schedule, "scaler": scaler}, settings)
+    contents = Contents(model, optimizer, others, settings)
     path, why = try_to_save(Path(folder), contents, progress or Progress(), score, warnings.warn)
     if path is None:
         raise InputError(why)
@@ -202,21 +206,19 @@ def _streams(shards: ModelShards, optimizer: Optimizer | None, saved: SavedOptim
 
 
 def _drain(streams: Mapping[str, TensorStream]) -> None:
-    """Take part in the remaining gathers, which the other devices wait in."""
+    """Take part in the remaining gathers, in which the other devices wait."""
     for stream in streams.values():
         for _ in stream.tensors:
             pass
 
 
 def _unwritten(folder: Path, progress: Progress, size_bytes: int, error: OSError) -> str:
-    before, room = None, ""
+    room = ""
     with suppress(OSError):
         room = f", {shutil.disk_usage(folder).free:,} are free there"
-        before = latest(folder)
     what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror or error}"
     remedy = f"it has {size_bytes:,} bytes{room}: make room there, or name another folder"
-    left = "no earlier checkpoint is there" if before is None else f"{before} is as it was"
-    return f"{what} ({error.filename or folder}); {remedy}; {left}"
+    return f"{what} ({error.filename or folder}); {remedy}. Earlier checkpoints are as they were"
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -228,10 +230,9 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    schedule: Stateful | None = None,
-    scaler: Stateful | None = None,
     settings: Mapping[str, Any] | None = None,
     missing_ok: bool = False,
+    **others: Stateful | None,
 ) -> Progress:
     """Continue a saved run on any fleet, with any plan. Every device calls it; only device 0 reads files.
 
@@ -241,17 +242,17 @@ def load_checkpoint(
     Args:
         folder: of the run, for its latest checkpoint; or a checkpoint.
         optimizer: of the class that was saved, with the same parameter groups; None: only the weights are loaded.
-        schedule, scaler: of the classes that were saved; used with an optimizer only.
         settings: compared with the saved settings of the same names.
         missing_ok: return `Progress()` and change nothing if the run has no checkpoint yet.
+        others: schedule=, scaler=, loader=, ...: of the names and classes that were saved; used with an optimizer only.
 
     Raises:
         InputError: there is no checkpoint, or it is damaged (the message names an intact earlier one), of a newer Convoy, of
             another net, optimizer or setting, or its weights are NaN or infinite; on every device.
     """
+    Contents(model, optimizer, others, settings)  # checks them
     shards = ModelShards.of(model)
     groups = None if optimizer is None else shards.group_names(optimizer)
-    others = {"schedule": schedule, "scaler": scaler}
 
     def find() -> list[str] | None:
         if missing_ok and not is_checkpoint(Path(folder)) and latest(folder) is None:
@@ -306,18 +307,11 @@ def _restore(shards: ModelShards, optimizer: Optimizer, saved: SavedOptimizer, p
         for group in optimizer.param_groups:
             on_cpu = not (group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
-                key, state = shards.names[parameter], dict[str, Any]()
-                for name, row in decode(saved.state.get(key, {})).items():
-                    value = row["value"] if row["kind"] == "plain" else None
-                    if row["kind"] == "tensor":
-                        value = shards.scatter(key, read(f"{key}/{name}"))
-                        # A copy: the shard may share memory with the whole tensor, or with the file.
-                        value = None if value is None else value.clone()
-                    elif row["kind"] == "number":
-                        value = torch.tensor(row["value"], dtype=torch_dtype(row["dtype"]))
-                        # torch counts steps on the CPU, unless the optimizer runs as one kernel.
-                        value = value.to("cpu" if name == "step" and on_cpu else parameter.device)
-                    state[name] = value
+                key = shards.names[parameter]
+                rows = decode(saved.state.get(key, {}))
+                for name, row in rows.items():  # torch counts steps on the CPU, unless the optimizer runs as one kernel
+                    row["near"] = not (name == "step" and on_cpu)
+                state = shards.scatter_state(key, rows, lambda name: read(f"{key}/{name}"))  # noqa: B023 - called at once
                 if state and shards.has(key):
                     optimizer.state[parameter] = state
 
@@ -374,8 +368,8 @@ def _check_same(path: Path, there: Mapping[str, object], here: Mapping[str, obje
         if there.get(name) != here.get(name)
     ]
     if different:
-        more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-        raise InputError(f"the checkpoint {path} is of another run: {', '.join(different[:_SHOWN])}{more}; {remedy}")
+        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
+        raise InputError(f"the checkpoint {path} is of another run: {', '.join(different[:3])}{more}; {remedy}")
 
 
 def _group_of(groups: Sequence[Sequence[str]]) -> dict[str, str]:

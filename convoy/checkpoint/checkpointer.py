@@ -44,7 +44,7 @@ class Checkpointer:
 
     Args:
         folder: of the run, on device 0's machine; or one of its checkpoints, to resume from that one.
-        model, optimizer, schedule, scaler, settings: see `save_checkpoint`.
+        model, optimizer, settings, others: see `save_checkpoint`.
         every: steps between checkpoints; None: only after evaluations.
         tell: called on every device with a line of text when the run resumes, is saved, or cannot be saved; None: only the
             last, as a warning on device 0.
@@ -60,17 +60,16 @@ class Checkpointer:
         optimizer: Optimizer,
         *,
         every: int | None = None,
-        schedule: Stateful | None = None,
-        scaler: Stateful | None = None,
         settings: Mapping[str, Any] | None = None,
         tell: Callable[[str], None] | None = None,
+        **others: Stateful | None,
     ) -> None:
         if every is not None and every < 1:
             raise InputError(
                 f"a checkpoint every {every} steps: give 1 or more, or nothing for one after each evaluation"
             )
         self.folder, self.every, self.tell = Path(folder), every, tell
-        self.contents = Contents(model, optimizer, {"schedule": schedule, "scaler": scaler}, settings)
+        self.contents = Contents(model, optimizer, others, settings)
         self.progress = Progress()
         self._saved = Progress()
         self._unsaved: tuple[Progress, float | None] = Progress(), None  # progress and score of the last attempt
@@ -139,7 +138,7 @@ class Checkpointer:
         return self._load(self.folder)
 
     def go_back(self, progress: Progress) -> None:
-        """Continue after an earlier step on other devices. Device 0 of these writes from now on."""
+        """Continue after an earlier step on other devices, the first of which writes from now on."""
         self.progress = progress
         if self._shards().is_first and self._release is None:
             with suppress(OSError):  # the next checkpoint reports it
@@ -174,10 +173,7 @@ class Checkpointer:
 
     def _load(self, folder: Path | str) -> Progress:
         what = self.contents
-        schedule, scaler = what.others["schedule"], what.others["scaler"]
-        return load_checkpoint(
-            folder, what.model, what.optimizer, schedule=schedule, scaler=scaler, settings=what.settings
-        )
+        return load_checkpoint(folder, what.model, what.optimizer, settings=what.settings, **what.others)  # type: ignore[arg-type]
 
     def _save(self, score: float | None = None) -> None:
         if why := self._attempt(score):

@@ -36,7 +36,7 @@ class _Saved(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is: optimizer steps done, the epoch of the next batch (from 0), and batches of that epoch done."""
+    """The position of a run: optimizer steps done, the epoch of the next batch (from 0), and batches of that epoch done."""
 
     step: _Count = 0
     epoch: _Count = 0
@@ -78,7 +78,7 @@ class Manifest(_Saved):
     Attributes:
         settings: what must be the same when the run is resumed, e.g. seed and batch.
         score: of the evaluation at this point; the greater the better.
-        others: state of the "schedule" and the "scaler".
+        others: states of the "schedule", the "scaler", the "loader".
         files: the other files in the folder.
         finite: whether no weight is NaN or infinite.
         own_sha256: checksum of this text without these digits; None where an earlier Convoy wrote none.

@@ -62,12 +62,8 @@ def run_folder(path: Path) -> Path:
         return path
     real = Path(os.path.realpath(path)) if path.is_symlink() else path
     if _NAME.fullmatch(real.name) is None:
-        fresh = shlex.quote(f"{path}-run")
         place = shlex.quote(f"{path}-run/000001-step-{read_manifest(path).progress.step}")
-        raise InputError(
-            f"{path} is a checkpoint under a name of its own: put it into the folder of a new run, mkdir {fresh} && cp -r "
-            f"{shlex.quote(str(path))} {place}, and give {place}"
-        )
+        raise InputError(f"{path} is a checkpoint under another name: copy it into the folder of a new run, as {place}")
     return real.parent
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.manifest import Written
+from convoy.checkpoint.manifest import Written, torch_dtype
 from convoy.comm.control_messages import gather
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
@@ -44,8 +44,8 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 
-SYNC_BYTES = 64 << 20
-"""Bytes between two calls of fsync, so that no single call takes longer for a larger model."""
+StateRows = Mapping[str, dict[str, Any]]
+"""Rows of `runtime.optimizer.described` by state name."""
 
 FIRST = OnOne(0)
 """The layout of whole tensors: on the device that reads and writes files."""
@@ -139,6 +139,25 @@ class ModelShards:
         shard = redistribute(self.group, whole.to(self.group.torch_device), FIRST, self.layouts[key], self.shapes[key])
         return shard if self.has(key) else None
 
+    def scatter_state(self, key: str, rows: StateRows, read: Callable[[str], Tensor]) -> dict[str, Any]:
+        """Return a parameter's optimizer state, from rows of `runtime.optimizer.described`. Every device calls it.
+
+        Args:
+            rows: by state name. A number is on this device if its row has "near", else on the CPU.
+            read: returns the whole of a state tensor on device 0, and any tensor of its type elsewhere.
+        """
+        state = {}
+        for name, row in rows.items():
+            state[name] = row.get("value")
+            if row["kind"] == "tensor":
+                shard = self.scatter(key, read(name))
+                # A copy: the shard may share memory with the whole tensor, or with a file.
+                state[name] = None if shard is None else shard.clone()
+            elif row["kind"] == "number":
+                near = self.group.torch_device if row.get("near") else torch.device("cpu")
+                state[name] = torch.tensor(row["value"], dtype=torch_dtype(row["dtype"]), device=near)
+        return state
+
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Return the parameter names of each of an optimizer's groups. InputError for parameters of another model."""
         groups = [group["params"] for group in optimizer.param_groups]
@@ -166,18 +185,13 @@ class ModelShards:
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
     """Write a new file; it is on the disk when this returns. OSError with the file's name."""
-    digest, size_bytes, unsynced_bytes = hashlib.sha256(), 0, 0
+    digest, size_bytes = hashlib.sha256(), 0
     try:
         with path.open("xb") as file:
             for chunk in chunks:
                 file.write(chunk)
                 digest.update(chunk)
                 size_bytes += len(chunk)
-                unsynced_bytes += len(chunk)
-                if unsynced_bytes > SYNC_BYTES:
-                    file.flush()
-                    os.fsync(file.fileno())
-                    unsynced_bytes = 0
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:  # that of an open file lacks its name

@@ -20,8 +20,8 @@ from convoy.runlog.schema import DeviceLine, EndLine, MembersLine, SystemLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.train.autotune import is_end
-from convoy.train.observer import Observer, Observers
 from convoy.train.rebalance import Decision, Reshard
+from convoy.train.record import Observer, Observers
 
 
 class Reporter(ExitStack):
@@ -74,14 +74,13 @@ class Reporter(ExitStack):
             self.log.run(options, sources=dict(self.run.sources), images=self.images, epoch_steps=steps)
         name = None if folder is None else folder.name
         shown = {key_of(name): value for name, value in settings.model_dump(mode="json").items()}
-        loggers: list[Logger] = []
+        self.loggers = []
         if settings.tensorboard is not None:
-            loggers.append(to_tensorboard(settings.tensorboard, done, tell))
+            self.loggers.append(self.enter_context(to_tensorboard(settings.tensorboard, done, tell)))
         if settings.wandb is not None:
-            loggers.append(to_wandb(settings.wandb, name, shown, folder, tell))
+            self.loggers.append(self.enter_context(to_wandb(settings.wandb, name, shown, folder, tell)))
         if settings.mlflow is not None:
-            loggers.append(to_mlflow(settings.mlflow, name, shown, tell))
-        self.loggers = [self.enter_context(logger) for logger in loggers]
+            self.loggers.append(self.enter_context(to_mlflow(settings.mlflow, name, shown, tell)))
         if settings.page and directory is not None:
             from convoy.report.page import LivePage  # imports jinja2, which only a page needs
 
@@ -97,19 +96,15 @@ class Reporter(ExitStack):
         """Print each device's share of each layer; with `--explain`, also every step and device program."""
         settings, screen, plan, graph = self.run.settings, self.screen, self.part.plan, self.part.traced[True].graph
         work, count = self._work(), settings.accumulate
-        idle = [str(device) for device, share in enumerate(work) if not share]
-        if settings.plan == "auto" and idle:
-            screen.line(
-                f"auto leaves device{'s' * (len(idle) > 1)} {', '.join(idle)} idle: using it would slow steps down."
-            )
+        if settings.plan == "auto" and 0 in work:
+            idle = ", ".join(str(device) for device, share in enumerate(work) if not share)
+            screen.line(f"auto leaves idle: device {idle}. With it steps would take longer.")
         screen.plan(plan, layer_rows(plan, graph), work)
         if settings.explain:
             screen.programs(plan, graph, count)
         if count > 1:
-            screen.line(
-                f"A step of {settings.batch} samples has {count} micro-batches of {settings.micro_batch}; gradients are "
-                "all-reduced in the last."
-            )
+            parts = f"{count} micro-batches of {settings.micro_batch}"
+            screen.line(f"A step of {settings.batch} samples has {parts}; gradients are all-reduced in the last.")
 
     def _work(self) -> Sequence[float]:
         return work_shares(self.part.steps(self.run.settings.micro_batch), self.part.traced[True].graph)
@@ -182,9 +177,9 @@ class Reporter(ExitStack):
         """Compare the prediction with the measurement, and write the last lines of the log."""
         if self.part.compiler is not None:
             self.screen.line(self.part.compiler.summary())
-        predicted_s, within = self.plans.predicted_s(chosen), self.plans.within(chosen)
-        if predicted_s is not None and within is not None and len(uses) == self.plans[0].devices:
-            self.screen.line(self.timer.compared_with(predicted_s, within, self.run.settings.accumulate))
+        predicted = self.plans.predicted(chosen)
+        if predicted is not None and len(uses) == self.plans[0].devices:
+            self.screen.line(self.timer.compared_with(*predicted, self.run.settings.accumulate))
         if self.log is not None:
             for use in uses:
                 self.log.write(use)

@@ -12,7 +12,7 @@ from convoy.comm.control_messages import difference
 from convoy.comm.group import Group
 from convoy.config.train_options import Settings
 from convoy.data import Splits, load
-from convoy.data.augment import read_augment
+from convoy.data.augment import Augment, augment_steps
 from convoy.errors import InputError, MismatchError
 from convoy.model.nets import build_net
 from convoy.model.nets.builtin import PER_PIXEL
@@ -29,9 +29,8 @@ from convoy.train.record import History
 
 
 def load_images(settings: Settings) -> Splits:
-    splits = load(
-        settings.data, settings.data_dir, image_size=settings.image_size, test_fraction=settings.test_fraction
-    )
+    size, fraction = settings.image_size, settings.test_fraction
+    splits = load(settings.data, settings.data_dir, image_size=size, test_fraction=fraction)
     return splits if settings.limit is None else splits.first(settings.limit)
 
 
@@ -40,17 +39,14 @@ def agreed_images(settings: Settings, group: Group, screen: Screen) -> Splits:
     if settings.net.partition(":")[0] in PER_PIXEL:
         raise InputError(
             f"--net {settings.net} gives a class for every pixel, and these images have one label each: train it in Python, "
-            "with convoy.loss; convoy measure accepts it, and so do plan, predict and simulate with --outputs where-computed"
+            "with convoy.loss"
         )
     splits = load_images(settings)
     count = len(splits.train)
     if settings.batch > count:
-        raise InputError(
-            f"--batch {settings.batch} with {count} training images: a step cannot have more images than that; give --batch "
-            f"{count} or less"
-        )
-    if settings.augment is not None:
-        augment = read_augment(settings.augment, splits.train.mean, splits.train.std)
+        raise InputError(f"--batch {settings.batch} with {count} training images: give --batch {count} or less")
+    if settings.augment is not None:  # try it once
+        augment = Augment(augment_steps(settings.augment), splits.train.mean, splits.train.std)
         augment(example_of(splits), [0], settings.seed, 0)
     if found := difference(group.agree("data", splits.fingerprint)):
         raise MismatchError(
@@ -113,9 +109,9 @@ class _Slowed(Training):
 
     clock: Clock = field(kw_only=True)
 
-    def _backward(self, x: Tensor, y: Tensor, part: float) -> Tensor:
+    def backward(self, x: Tensor, y: Tensor, part: float, *, ends_step: bool = True) -> Tensor:
         with self.clock.compute("all layers", "forward and backward"):
-            return super()._backward(x, y, part)
+            return super().backward(x, y, part, ends_step=ends_step)
 
 
 def compare_with_one_device(settings: Settings, done: FinishedTraining, screen: Screen) -> None:
@@ -131,4 +127,4 @@ def compare_with_one_device(settings: Settings, done: FinishedTraining, screen: 
         alone = fit(slowed, train, test, settings.epochs, bar)
     rounding = f"rounding of {settings.precision}, which grows from step to step; in float64 they agree to 1e-10"
     reason = f"INEXACT: {done.inexact}" if done.inexact else rounding
-    screen.comparison(done.history, alone, done.devices, done.uses, reason)
+    screen.comparison(done.history, alone, done.devices, reason)

@@ -72,17 +72,13 @@ class Credentials:
 
 
 def credentials_of(env: ProcessEnv) -> Credentials:
-    """Return this process's credentials for its job. InputError: see :func:`key_of_process`."""
+    """Return this process's credentials for its job."""
     return Credentials(key_of_process(env, os.environ))
 
 
 @final
 class Connection:
-    """A connection with its TLS state.
-
-    Attributes:
-        socket: carries encrypted bytes. It may be shut down at any time.
-    """
+    """A connection with its TLS state."""
 
     def __init__(
         self, connected: socket.socket, context: ssl.SSLContext | None, certificate: bytes, *, answers: bool
@@ -109,11 +105,7 @@ class Connection:
         self.socket.settimeout(_left_s(deadline_s))
 
     def shake_hands(self) -> bool:
-        """Continue the handshake. Return whether it is complete and the peer has the job's key.
-
-        Raises:
-            NotOfThisJob: the peer has another key or none, or sent no handshake.
-        """
+        """Continue the handshake. Return whether it is complete. NotOfThisJob: the peer has another key or none."""
         if self._tls is None:
             return True
         try:
@@ -155,8 +147,7 @@ class Connection:
     def send_some(self, head: bytes, content: memoryview) -> int | None:
         """Send as much as the kernel accepts without waiting, if the connection is not encrypted.
 
-        Returns:
-            the number of content bytes sent; the next call sends the rest of the head first. None: nothing was sent.
+        Return the number of content bytes sent; the next call sends the rest of the head first. None: nothing was sent.
         """
         if self._tls is not None or self._behind:
             return None

@@ -45,22 +45,15 @@ def from_first(group: Group, topic: str, work: Callable[[], object]) -> Any:
 
 
 def agree_on(group: Group, topic: str, text: str, otherwise: str) -> None:
-    """Check that all devices have the same text. `otherwise` as in :func:`check_same`.
-
-    Raises:
-        MismatchError: names the devices whose text is not device 0's.
-    """
+    """Check that all devices have the same text, as :func:`check_same` does."""
     check_same(group.agree(topic, text), otherwise)
 
 
 def check_same(values: Sequence[object], otherwise: str) -> None:
-    """Check that the values of all devices are the same.
+    """Check that the values of all devices are the same. MismatchError names those that differ from device 0's.
 
     Args:
-        otherwise: the predicate of a device whose value differs from device 0's, e.g. "started with another plan".
-
-    Raises:
-        MismatchError: names the devices whose value is not device 0's.
+        otherwise: the predicate of a device whose value differs, e.g. "started with another plan".
     """
     others = [str(device) for device, value in enumerate(values) if value != values[0]]
     if others:
@@ -77,11 +70,7 @@ def difference(values: Sequence[object]) -> str:
 
 
 def agree_on_modes(group: Group) -> None:
-    """Check that torch has the same modes on every device: TF32, cuDNN, deterministic algorithms, the default dtype.
-
-    Raises:
-        MismatchError: names the setting, the devices and their values.
-    """
+    """Check that torch has the same modes on every device: TF32, cuDNN, deterministic algorithms, the default dtype."""
     rows = gather(group, "modes of torch", modes())
     for name in rows[0]:
         values = [row.get(name, "unknown") for row in rows]

@@ -38,11 +38,7 @@ class ProcessEnv:
 
 
 def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
-    """Read the variables of torchrun, srun or mpirun. Return None if there are none: the script runs alone.
-
-    Raises:
-        InputError: variables are missing, not numbers, or out of range.
-    """
+    """Read the variables of torchrun, srun or mpirun. Return None if there are none: the script runs alone."""
     environment = as_torchrun(environment)
     missing = [name for name in RANK_VARIABLES if not environment.get(name)]
     if "RANK" in missing and "WORLD_SIZE" in missing:
@@ -72,11 +68,7 @@ def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
 
 
 def imposed_slowdown() -> float:
-    """Return the slowdown factor of an emulated device (`slowdown` in the fleet file).
-
-    Raises:
-        InputError: CONVOY_SLOWDOWN is not a valid factor.
-    """
+    """Return the slowdown factor of an emulated device (`slowdown` in the fleet file)."""
     from convoy.fleet import MAX_SLOWDOWN  # slow to import, and rarely needed
 
     text = os.environ.get("CONVOY_SLOWDOWN") or "1"
@@ -92,11 +84,7 @@ def imposed_slowdown() -> float:
 
 
 def route_to(host: str, port: int) -> str:
-    """Return this machine's source address for packets to ``host``. Send nothing.
-
-    Raises:
-        InputError: the name is unknown, or there is no route to it.
-    """
+    """Return this machine's source address for packets to ``host``. Send nothing. InputError: unknown name, or no route."""
     error: OSError | None = None
     for family, target in resolve(host, port, socket.SOCK_DGRAM):
         try:
@@ -111,10 +99,7 @@ def route_to(host: str, port: int) -> str:
 def own_address(host: str, port: int, environment: Mapping[str, str] = os.environ) -> str:
     """Return the address at which other devices reach this one: of GLOO_SOCKET_IFNAME if set, else on the route to host.
 
-    Do not use the machine's own name: Debian maps it to loopback.
-
-    Raises:
-        InputError: no such interface, one without an address, or no route.
+    Do not use the machine's own name: Debian maps it to loopback. InputError: no such interface, or no address or route.
     """
     chosen = environment.get("GLOO_SOCKET_IFNAME")
     if not chosen:
@@ -146,11 +131,7 @@ LISTEN = "CONVOY_LISTEN"
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address of this machine. Port 0: a free one.
-
-    Raises:
-        InputError: the port is taken, or the address is not one of this machine.
-    """
+    """Return a listening socket; port 0: a free one. InputError: the port is taken, or it is no address of this machine."""
     family, target = resolve(host, port, socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -213,11 +194,7 @@ def reachable_address(own: str, all_addresses: Sequence[str]) -> str:
 def resolve(
     host: str, port: int, kind: socket.SocketKind
 ) -> list[tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]]:
-    """Resolve a name or a numeric address to (family, socket address) pairs, at least one.
-
-    Raises:
-        InputError: the name is unknown.
-    """
+    """Resolve a name or a numeric address to (family, socket address) pairs, at least one. InputError: unknown name."""
     try:
         found = socket.getaddrinfo(host, port, type=kind)
     except OSError as error:

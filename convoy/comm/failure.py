@@ -156,7 +156,6 @@ class HealthServer:
         token: token of this group. Requests with another token get no reply.
         addresses: addresses of the health servers of all devices.
         waits_for: the device that each lane waits for.
-        done: this device has ended its work.
         answers: handlers by question.
     """
 
@@ -181,7 +180,6 @@ class HealthServer:
         )
 
     def ping(self, device: int) -> Health | NoAnswer:
-        """Ask a device for its health."""
         answer = self.ask(self.addresses[device], "health")
         if isinstance(answer, NoAnswer):
             return answer

@@ -36,8 +36,7 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Wait until all messages of the call are sent and received. A second call returns immediately.
 
-        Raises:
-            DeviceLostError: names the device that died, froze for longer than ``timeout_s``, or left.
+        DeviceLostError names a device that died, froze for longer than ``timeout_s``, or left.
         """
 
 
@@ -75,9 +74,8 @@ class Group(ABC):
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         """Start to send and receive messages, and return immediately.
 
-        Messages to the same peer arrive in the order of the list. Both devices of a pair must start their messages to each
-        other in the same order on each lane; lanes are independent. Both sides skip messages of zero elements. Callers may
-        wait for Pendings in any order, or never: the messages are sent anyway.
+        Both devices of a pair must start their messages to each other in the same order on each lane; lanes are independent.
+        Both sides skip messages of zero elements. Callers may wait for Pendings in any order, or never.
 
         Raises:
             InputError: no such lane or peer, a message to this device itself, or a tensor that is not contiguous.
@@ -88,11 +86,7 @@ class Group(ABC):
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
         """All-gather a small text on a topic, in device order. All devices call it in the same order.
 
-        It takes at most ``timeout_s``, and does not count in ``sent_bytes``.
-
-        Raises:
-            MismatchError: the devices are at different topics.
-            DeviceLostError: as in :meth:`Pending.wait`.
+        It takes at most ``timeout_s`` and does not count in ``sent_bytes``. MismatchError: the devices are at different topics.
         """
 
     @abstractmethod
@@ -104,7 +98,6 @@ class Group(ABC):
         self.start(sends, receives).wait()
 
     def clear_counters(self) -> None:
-        """Set ``sent_bytes`` to zero."""
         self.sent_bytes = [0] * self.devices
 
     def __enter__(self) -> Self:
@@ -116,7 +109,7 @@ class Group(ABC):
     def _admit(
         self, sends: Sequence[Message], receives: Sequence[Message], lane: int
     ) -> tuple[list[Message], list[Message]]:
-        """Check messages, count sent bytes, and drop empty messages."""
+        """Check messages, count bytes to send, and drop empty messages."""
         self._raise_failure()
         if not 0 <= lane < self.lanes:
             raise InputError(f"lane {lane}: this group has {self.lanes}, numbered from 0; start the messages on lane 0")
@@ -203,7 +196,7 @@ class ChangingGroup(Group):
         self.entrance: Any = None
 
     def replace(self, group: Group) -> None:
-        """Switch to `group`. The previous group must already be closed."""
+        """Switch to `group`. The previous group must be closed."""
         self.present = group
         self.changes += 1
 

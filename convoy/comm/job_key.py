@@ -48,11 +48,7 @@ class JobKey:
     pem: bytes
 
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """Return the TLS contexts (server, client): TLS 1.3, mutual authentication, no session resumption.
-
-        Raises:
-            InputError: this is not a key.
-        """
+        """Return the TLS contexts (server, client): TLS 1.3, mutual authentication, no session resumption."""
         try:
             return self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
         except (ValueError, OSError):  # ssl's errors could quote the file, so they are not shown
@@ -103,11 +99,7 @@ def make_key() -> JobKey:
 
 
 def write_key_file(path: Path) -> None:
-    """Create a key in a new file that only its owner can read.
-
-    Raises:
-        InputError: the file exists already, or cannot be written.
-    """
+    """Create a key in a new file that only its owner can read."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -119,11 +111,7 @@ def write_key_file(path: Path) -> None:
 
 
 def read_key_file(path: Path) -> JobKey:
-    """Read a key file.
-
-    Raises:
-        InputError: no such file, others may read it, or it is not a key.
-    """
+    """Read a key file. InputError: there is none, others may read it, or it is not a key."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -144,11 +132,7 @@ def read_key_file(path: Path) -> JobKey:
 
 
 def machine_key() -> JobKey:
-    """Return this user's key for jobs on this machine. Create it at first use.
-
-    Raises:
-        InputError: there is no cache folder, or it is not writable.
-    """
+    """Return this user's key for jobs on this machine. Create it at first use."""
     path = cache_folder() / "this-machine.key"
     if not path.exists():
         try:
@@ -166,11 +150,7 @@ def machine_key() -> JobKey:
 
 
 def key_to_start(environment: Mapping[str, str]) -> JobKey | None:
-    """Return the key for a launcher's processes: from the key file, else a new one. None: a trusted network.
-
-    Raises:
-        InputError: as :func:`read_key_file` and :func:`choose`.
-    """
+    """Return the key for a launcher's processes: from the key file, else a new one. None: a trusted network."""
     choose(environment.get(KEY_FILE), environment.get(TRUST) == "1", {})
     if environment.get(TRUST) == "1":
         return None
@@ -185,11 +165,7 @@ def variables_to_paste(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str, str]) -> None:
-    """Set the environment variables of the command line's options, for this process and its children.
-
-    Raises:
-        InputError: both a key and a trusted network; or as :func:`read_key_file`, even for one device.
-    """
+    """Set the environment variables of the command line's options, for this process and its children."""
     if file and trust:
         raise InputError(
             f"a job key ({file}) and a trusted network: the first encrypts everything, the second nothing; leave --job-key "
@@ -227,11 +203,7 @@ def take_over(environment: MutableMapping[str, str]) -> JobKey | None:
 
 
 def key_of_process(env: ProcessEnv, environment: Mapping[str, str]) -> JobKey | None:
-    """Return this process's key. None: the user trusts the network.
-
-    Raises:
-        InputError: there is no key, and the devices may be on several machines.
-    """
+    """Return this process's key. None: the user trusts the network."""
     global _used
     taken = take_over(os.environ)
     if taken is None and environment.get(TRUST) == "1":

@@ -71,7 +71,7 @@ class Listener:
         listening.setblocking(False)
         # Pending connections have a separate selector, which is not in the main one during a pause.
         self._selector, self._handshakes = selectors.DefaultSelector(), selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda: setattr(self, "_closing", True))
         self._selector.register(listening, selectors.EVENT_READ, self._accept)
         self._selector.register(self._handshakes, selectors.EVENT_READ, self._shake_hands)
         self._paused_until_s: float | None = None
@@ -116,9 +116,6 @@ class Listener:
                 connection.close()
             for each in (self._woken, self._listening, self._handshakes, self._selector):
                 each.close()
-
-    def _stop(self) -> None:
-        self._closing = True
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS):

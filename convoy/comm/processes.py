@@ -54,11 +54,7 @@ _rendezvous_count = itertools.count()
 
 
 def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> Group:
-    """Join this process's job and meet the other processes, as `convoy.join` describes.
-
-    Raises:
-        InputError, MismatchError, DeviceLostError: see :func:`convoy.join`.
-    """
+    """Join this process's job and meet the other processes, as `convoy.join` describes."""
     watch_parent()
     check_timeout(timeout_s)
     env = read_process_env(os.environ)
@@ -80,7 +76,6 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raise InputError unless `timeout_s` can be a time limit."""
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InputError(
             f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, at most {MAX_TIMEOUT_S:g}, such as 60"
@@ -88,11 +83,7 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def own_device(name: str | torch.device | None, local: int) -> torch.device:
-    """Return this process's device, with its memory limited by the launcher's CONVOY_MEMORY.
-
-    Raises:
-        InputError: no such device, or CONVOY_MEMORY is not an amount of memory.
-    """
+    """Return this process's device, with its memory limited by the launcher's CONVOY_MEMORY."""
     device = pick_device(name, local)
     if limit := os.environ.get("CONVOY_MEMORY"):
         try:
@@ -109,14 +100,11 @@ def meet(
     number: int | None = None,
     credentials: Credentials | None = None,
 ) -> "JoinedGroup":
-    """Meet the other processes, and connect to them.
+    """Meet the other processes, and connect to them. Errors as in `join`.
 
     Args:
         number: number of the rendezvous at this store. None: count those of this process.
         credentials: the job's credentials, if already known: creating them takes 10 ms.
-
-    Raises:
-        InputError, MismatchError, DeviceLostError: see :func:`join`.
     """
     deadline_s = time.monotonic() + timeout_s
     files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + PEER_FILES * (env.devices - 1)

@@ -53,12 +53,8 @@ def own_info(torch_device: torch.device, devices: int, address: str) -> ProcessI
 
 
 def check_infos(infos: Sequence[ProcessInfo]) -> None:
-    """Check that all processes have the same versions and number of devices, and no two share an accelerator.
-
-    Raises:
-        MismatchError: names the devices in the minority with their values, and the value of the others.
-        InputError: names the processes that share an accelerator.
-    """
+    """Check that all processes have the same versions and number of devices (else MismatchError), and that no two share an
+    accelerator (else InputError)."""
     ids = [info.accelerator for info in infos]
     for i, id_ in enumerate(ids):
         if id_ not in ("", "?") and (first := ids.index(id_)) != i:
@@ -96,12 +92,7 @@ class Rendezvous:
         self.infos: list[ProcessInfo] = []
 
     def exchange_infos(self, info: ProcessInfo) -> list[ProcessInfo]:
-        """Return the infos of all processes, in device order.
-
-        Raises:
-            InputError, DeviceLostError: as in :meth:`gather`.
-            MismatchError: as in :func:`check_infos`.
-        """
+        """Return the infos of all processes, in device order. Errors as in `gather` and `check_infos`."""
         texts = self.gather("greeting", json.dumps(asdict(info)))  # all versions use this topic
         self.infos = [ProcessInfo.from_text(text) for text in texts]
         try:
@@ -114,9 +105,7 @@ class Rendezvous:
     def gather(self, topic: str, text: str) -> list[str]:
         """Return the texts of all processes on a topic, in device order.
 
-        Raises:
-            InputError: another process has the same rank.
-            DeviceLostError: names all devices that sent nothing before the deadline.
+        InputError: another process has the same rank. DeviceLostError names all devices that sent nothing before the deadline.
         """
         keys = [f"{self.prefix}/{topic}/{device}" for device in range(self.env.devices)]
         first = self.store.set_first(keys[self.env.device], text)

@@ -32,29 +32,24 @@ def current_line() -> str | None:
 
     Return None if it runs no user code, as in `convoy train`.
     """
-    found = _users(_frame_of(threading.main_thread().ident or 0))
-    if found is None:
-        return None
-    path = found.f_code.co_filename
-    with suppress(Exception):  # the user's own import loader may fail
-        if text := linecache.getline(path, found.f_lineno, found.f_globals).strip():
-            return f"{os.path.basename(path)} line {found.f_lineno}, `{text[:MAX_CHARACTERS]}`"
-    return f"{os.path.basename(path)} line {found.f_lineno}"
-
-
-def _frame_of(thread: int) -> FrameType | None:
-    """Return a thread's current frame. Garbage collection is off: it can deadlock Python 3.11 here (python/cpython#106883)."""
     with _ASKING:
         collects = gc.isenabled()
-        gc.disable()
+        gc.disable()  # a collection here can deadlock Python 3.11 (python/cpython#106883)
         try:
-            return sys._current_frames().get(thread)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
         finally:
             if collects:
                 gc.enable()
+    found = _user_frame(frame)
+    if found is None:
+        return None
+    path, text = found.f_code.co_filename, ""
+    with suppress(Exception):  # the user's own import loader may fail
+        text = linecache.getline(path, found.f_lineno, found.f_globals).strip()[:MAX_CHARACTERS]
+    return f"{os.path.basename(path)} line {found.f_lineno}" + (f", `{text}`" if text else "")
 
 
-def _users(frame: FrameType | None) -> FrameType | None:
+def _user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the user's own files, else of an installed package."""
     second = None
     while frame is not None:

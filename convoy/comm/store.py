@@ -40,7 +40,6 @@ class Store(ABC):
     """A key-value store of texts. Methods raise RuntimeError if it cannot be reached any more."""
 
     def set(self, key: str, text: str) -> None:
-        """Set a text."""
         self._request({"do": "set", "keys": [key], "text": text})
 
     def set_first(self, key: str, text: str) -> str:
@@ -99,7 +98,9 @@ class RemoteStore(Store):
 
     def close(self) -> None:
         with self._lock:
-            self._drop()
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
 
     def _connected(self, deadline_s: float) -> Connection:
         first = {"for": "store", "do": "get", "keys": []}
@@ -111,26 +112,20 @@ class RemoteStore(Store):
             raise
         return connection
 
-    def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
-
     def _request(self, fields: Fields) -> dict[str, str]:
         end_s = time.monotonic() + RECONNECT_S
-        with self._lock:
-            while True:
-                try:
-                    if self._connection is None:
-                        self._connection = self._connected(end_s)
-                    self._connection.deadline(time.monotonic() + ANSWER_S)
-                    texts = self._connection.ask({"for": "store", **fields})["texts"]
-                    return {str(key): str(text) for key, text in texts.items()}
-                except (OSError, NotOfThisJob, ValueError) as error:
-                    self._drop()
-                    if time.monotonic() > end_s:
-                        raise RuntimeError(f"the store does not answer ({error})") from None
-                    time.sleep(0.05)
+        while True:
+            try:
+                with self._lock:
+                    self._connection = connection = self._connection or self._connected(end_s)
+                    connection.deadline(time.monotonic() + ANSWER_S)
+                    texts = connection.ask({"for": "store", **fields})["texts"]
+                return {str(key): str(text) for key, text in texts.items()}
+            except (OSError, NotOfThisJob, ValueError) as error:
+                self.close()
+                if time.monotonic() > end_s:
+                    raise RuntimeError(f"the store does not answer ({error})") from None
+                time.sleep(0.05)
 
 
 _stores: dict[tuple[str, int], HostedStore | RemoteStore] = {}
@@ -141,7 +136,7 @@ _announced = Counter[tuple[str, int]]()
 
 
 def host_store(address: str, credentials: Credentials) -> int:
-    """Host a store for another rendezvous on a free port of `address`. Return the port."""
+    """Host a store for another rendezvous on a free port of `address`, and return the port."""
     store = HostedStore(listen_at(address, 0), credentials)
     _stores[address, store.address[1]] = store
     return store.address[1]
@@ -207,12 +202,7 @@ def _announced_store(
 
 
 def connect_store(host: str, port: int, credentials: Credentials, deadline_s: float) -> RemoteStore:
-    """Connect to the store of another process, which may not listen yet.
-
-    Raises:
-        InputError: the name is unknown, or the listener has another key.
-        DeviceLostError: no process listened there before ``deadline_s`` (of ``time.monotonic``).
-    """
+    """Connect to the store of another process, which may not listen yet. Errors as in `store_at`."""
     tolerated_until_s = min(time.monotonic() + OTHER_KEY_S, deadline_s)
 
     def attempt() -> RemoteStore:
@@ -232,7 +222,7 @@ def connect_store(host: str, port: int, credentials: Credentials, deadline_s: fl
 
 
 def connect_torch_store(host: str, port: int, deadline_s: float) -> TCPStore:
-    """Connect to a TCPStore of another process, which may not listen yet. Errors as `connect_store`."""
+    """Connect to a TCPStore of another process, which may not listen yet."""
 
     def attempt() -> str:
         # Try a plain socket first: torch's client prints stack traces and is three times slower.

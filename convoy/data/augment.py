@@ -30,10 +30,8 @@ STEPS = {
 
 @dataclass(frozen=True)
 class Augment:
-    """Steps to apply to batches of images: the name and number of each (None: the default), in their order.
-
-    Mean and deviation are those by which the images were normalised, per channel; only `jitter` needs them.
-    """
+    """Steps to apply to images: name and number (None: the default) of each. Only `jitter` needs the mean and deviation by
+    which the images were normalised."""
 
     steps: tuple[tuple[str, float | None], ...]
     mean: tuple[float, ...] = ()
@@ -47,8 +45,7 @@ class Augment:
     def __call__(self, x_NCHW: Tensor, indices: Sequence[int], seed: int, epoch: int) -> Tensor:
         """Return the augmented batch; `indices` are those of the images in their data set.
 
-        Raises:
-            InputError: no normalised images, a step that does not fit their size, or torchvision does not import.
+        InputError for images that are not normalised, or a step that does not fit their size.
         """
         if x_NCHW.dim() != 4 or not x_NCHW.is_floating_point():
             met = f"augmentation takes floating numbers (N, C, H, W), this data set gives {x_NCHW.dtype} {tuple(x_NCHW.shape)}"
@@ -93,16 +90,10 @@ def _transform(augment: Augment, channels: int, height: int, width: int) -> Call
     return transforms
 
 
-def read_augment(text: str, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> Augment:
-    """Return the steps of a text such as "crop:4,flip", for images that were normalised by this mean and deviation."""
-    return Augment(augment_steps(text), mean, std)
-
-
 def augment_steps(text: str) -> tuple[tuple[str, float | None], ...]:
-    """Parse names and numbers of steps. Needs no torchvision.
+    """Parse names and numbers of steps, such as "crop:4,flip". Needs no torchvision.
 
-    Raises:
-        InputError: an unknown name (the choices are listed), a number that does not fit, a step that comes twice.
+    InputError for an unknown name, a number that does not fit, a step that comes twice.
     """
     steps: dict[str, float | None] = {}
     for item in text.split(","):

@@ -57,14 +57,10 @@ def statistics(counts_CB: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Images(Dataset[tuple[Tensor, int]]):
-    """Labelled images in memory, kept as bytes: a quarter of the memory of floats.
-
-    A sample is `((x / 255) - mean) / std`, channel by channel. `__getitems__` gives a whole batch, already
-    stacked; a `torch.utils.data.DataLoader` over these images therefore wants `collate_fn=lambda batch: batch`.
+    """Labelled images in memory, kept as bytes. A sample is `((x / 255) - mean) / std`, channel by channel.
 
     Attributes:
-        x_NCHW: the pixels, uint8.
-        targets: the labels y_N, int64, each in `range(classes)`.
+        x_NCHW, targets: the pixels, uint8; the labels y_N, int64, each in `range(classes)`.
         mean, std: per channel, in units of white = 1.
         dtype: of the normalised images, float32 or float64.
     """
@@ -87,7 +83,6 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """`(C, H, W)` of one image."""
         _, channels, height, width = self.x_NCHW.shape
         return channels, height, width
 
@@ -98,7 +93,11 @@ class Images(Dataset[tuple[Tensor, int]]):
         """Return `(x_CHW normalised, label)`."""
         return normalise(self.x_NCHW[index], self.mean, self.std, self.dtype), int(self.targets[index])
 
-    def __getitems__(self, indices: Sequence[int] | Tensor) -> Labelled:
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        x_NCHW, y_N = self.batch(indices)
+        return list(zip(x_NCHW.unbind(), y_N.tolist(), strict=True))
+
+    def batch(self, indices: Sequence[int] | Tensor) -> Labelled:
         """Return a batch, `(x_NCHW normalised, y_N int64)`: equal bit for bit to the samples stacked."""
         index_N = torch.as_tensor(indices, dtype=torch.int64)
         # Ten times as fast as x_NCHW[index_N], which copies byte by byte.
@@ -118,7 +117,6 @@ class Samples(Dataset[tuple[Tensor, int]]):
         dataset: its items are (PIL image or tensor `(C, H, W)` of bytes or floating numbers, class number).
         rows: the item of each sample.
         targets: the labels y_N, int64, each in `range(classes)`; here to be read without loading any image.
-        name: of the data set, for messages.
         image_shape: `(C, H, W)` of every image; grey ones among colours get three equal channels.
         stored: uint8 for pixels, else the dtype of the data set's numbers.
         mean, std: per channel, in units of white = 1; empty where images come normalised.
@@ -223,14 +221,8 @@ def grey_or_rgb(image: Any, what: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """Training and test images of a data set, both normalised by the training images.
-
-    Attributes:
-        name: as given to `convoy.data.load`.
-        train, test: the images, in the order of the data set.
-        class_names: by label.
-        notes: what was found and decided while reading, one line each.
-    """
+    """Training and test images of a data set, both normalised by the training images; class names by label; and notes on
+    the files that were read, one line each."""
 
     name: str
     train: Images | Samples

@@ -3,9 +3,11 @@
 CIFAR is read from its binary version here: torchvision reads the Python version, whose files are pickles.
 """
 
+import hashlib
 import importlib.util
 import os
-import socket
+import shutil
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +28,9 @@ _URLS = {
     "cifar100": "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
 }
 _MD5 = {"cifar10": "c32a1d4ab5d03f1284b67883e8d87530", "cifar100": "03b5dce01913d631647c71ecec9e9cb8"}
+TIMEOUT_S = 60.0
+"""Time limit for each answer of a server."""
+
 _CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
@@ -39,29 +44,40 @@ def load_named(name: str, data_dir: Path | None, dtype: torch.dtype) -> Splits:
     if data_dir is not None and not os.path.isdir(there):
         met = f"holds no {_FOLDERS[name]}" if os.path.isdir(folder) else "is no folder"
         raise DataError(f"--data-dir {folder} {met}: unpack {_URLS[name]} there, or leave --data-dir out to download")
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(60)  # of a server's silence: torchvision sets no limit, and has no parameter for one
     try:
         if name == "fashion-mnist":
-            datasets = import_package("torchvision.datasets", "images", f"--data {name}")
-            parts = [datasets.FashionMNIST(folder, train, download=data_dir is None) for train in (True, False)]
+            mnist = import_package("torchvision.datasets", "images", f"--data {name}").FashionMNIST
+            for file, md5 in mnist.resources if data_dir is None else ():
+                if not os.path.isfile(there / file.removesuffix(".gz")):
+                    _download(mnist.mirrors[0] + file, there, md5)
+            parts = [mnist(folder, train, download=data_dir is None) for train in (True, False)]
             train, test = ((part.data[:, None], part.targets) for part in parts)
             return in_memory(name, train, test, dtype, parts[0].classes)
         if data_dir is None and not all(os.path.isfile(there / file) for file in files):
             utils = import_package("torchvision.datasets.utils", "images", f"to download --data {name}")
+            _download(_URLS[name], folder, _MD5[name])
             utils.download_and_extract_archive(_URLS[name], folder, md5=_MD5[name])
     except InputError:
         raise
     except Exception as error:  # what urllib, tarfile, gzip or NumPy raise
         met = f"cannot load {name} from {there} ({error})"
         raise DataError(f"{met}: unpack {_URLS[name]} there, or name the folder with --data-dir") from error
-    finally:
-        socket.setdefaulttimeout(before)
     train, test = (_read_cifar(name, there, part) for part in (files[:-1], files[-1:]))
     class_names: Sequence[str] = _CIFAR10_CLASSES if name == "cifar10" else [str(label) for label in range(100)]
     if os.path.isfile(there / "fine_label_names.txt"):
         class_names = (there / "fine_label_names.txt").read_text().split()
     return in_memory(name, train, test, dtype, class_names)
+
+
+def _download(url: str, folder: Path, md5: str) -> None:
+    """Download a file. torchvision's own download has no time limit; it only checks and unpacks what is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / url.rpartition("/")[2]
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as source, path.open("wb") as file:
+        shutil.copyfileobj(source, file)
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "md5").hexdigest() != md5:
+            raise OSError(f"{url} was not downloaded whole")
 
 
 def _digits(dtype: torch.dtype) -> Splits:

@@ -41,19 +41,22 @@ RunState = tuple[Callable[[], Any], Callable[[Any], None]]
 """Two functions: one returns the state of the run that joining devices need, as JSON; one loads it on them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Applicant:
-    """A process that asks to join: its unique mark, its listener's address, and its description of itself."""
+    """A process that asks to join, and the decision about it.
+
+    Attributes:
+        mark: unique.
+        address: of its listener.
+        facts: its description of itself.
+        asked_s: time of its last request.
+        device: the id with which it joins.
+    """
 
     mark: str
     address: Address
     facts: Fields
-
-
-@dataclass(slots=True)
-class _Request:
-    applicant: Applicant
-    asked_s: float
+    asked_s: float = 0.0
     verdict: Literal["none", "wanted", "spare", "refused"] = "none"
     reason: str = ""
     device: int | None = None
@@ -61,52 +64,32 @@ class _Request:
 
 @final
 class Applicants:
-    """The join requests at this device's listener, with the decisions."""
+    """The join requests at this device's listener, with the decisions. Several threads use it."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, _Request] = {}
+        self._found: dict[str, Applicant] = {}
         self._lock = threading.Lock()
 
-    def ask(self, applicant: Applicant) -> Fields:
-        """Store a request, on the listener's thread. Return the reply."""
+    def ask(self, applicant: Applicant) -> tuple[Fields, int | None]:
+        """Store a request, on the listener's thread. Return the reply, and the id with which the process joins."""
         with self._lock:
-            request = self._requests.setdefault(applicant.mark, _Request(applicant, 0.0))
-            request.asked_s = time.monotonic()
-            return {request.verdict: request.reason} if request.verdict in ("spare", "refused") else {"wait": True}
-
-    def wanted(self) -> list[Applicant]:
-        """Return the accepted processes that still wait."""
-        return self.waiting("wanted")
+            known = self._found.setdefault(applicant.mark, applicant)
+            known.asked_s = time.monotonic()
+            decided = known.verdict in ("spare", "refused")
+            return {known.verdict: known.reason} if decided else {"wait": True}, known.device
 
     def waiting(self, verdict: str) -> list[Applicant]:
         """Return the processes with this verdict that still wait."""
         with self._lock:
             oldest_s = time.monotonic() - FRESH_S
-            for mark in [mark for mark, each in self._requests.items() if each.asked_s < oldest_s - SPARE_POLL_S]:
-                del self._requests[mark]
-            found = self._requests.values()
-            return [each.applicant for each in found if each.verdict == verdict and each.asked_s > oldest_s]
-
-    def decide(self, mark: str, verdict: Literal["wanted", "spare", "refused"], reason: str = "") -> None:
-        with self._lock:
-            if mark in self._requests:
-                self._requests[mark].verdict, self._requests[mark].reason = verdict, reason
-
-    def number(self, mark: str, device: int) -> None:
-        """Store the device id with which this process joins."""
-        with self._lock:
-            if mark in self._requests:
-                self._requests[mark].device = device
-
-    def device_of(self, mark: str) -> int | None:
-        with self._lock:
-            return self._requests[mark].device if mark in self._requests else None
+            self._found = {m: each for m, each in self._found.items() if each.asked_s > oldest_s - SPARE_POLL_S}
+            return [each for each in self._found.values() if each.verdict == verdict and each.asked_s > oldest_s]
 
     def after_regroup(self) -> None:
         """Drop the requests of joined devices, and reset the decisions about spares."""
         with self._lock:
-            self._requests = {mark: each for mark, each in self._requests.items() if each.device is None}
-            for each in self._requests.values():
+            self._found = {mark: each for mark, each in self._found.items() if each.device is None}
+            for each in self._found.values():
                 if each.verdict == "spare":
                     each.verdict, each.reason = "none", ""
 
@@ -143,7 +126,7 @@ class AdmissionThread:
         if (self._thread is None or not self._thread.is_alive()) and (new := applicants.waiting("none")):
             self._thread = threading.Thread(target=self._decide, args=(new[0],), name="convoy-admission", daemon=True)
             self._thread.start()
-        return bool(applicants.wanted())
+        return bool(applicants.waiting("wanted"))
 
     def _decide(self, applicant: Applicant) -> None:
         try:
@@ -151,7 +134,7 @@ class AdmissionThread:
             verdict, reason = self.admission.decide(applicant.facts, members, self.membership.next_device)
         except Exception as error:  # the description is untrusted input
             verdict, reason = "refused", f"its request failed here ({type(error).__name__}: {error})"
-        self.membership.applicants.decide(applicant.mark, verdict, reason)
+        applicant.reason, applicant.verdict = reason, verdict
 
     def close(self) -> None:
         if self._thread is not None:

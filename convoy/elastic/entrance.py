@@ -14,13 +14,11 @@ from convoy.comm import processes
 from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob, credentials_of
 from convoy.comm.environment import JOIN, ProcessEnv, own_address
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
-from convoy.elastic.admission import POLL_S, SPARE_POLL_S
+from convoy.elastic.admission import POLL_S, SPARE_POLL_S, Address
 from convoy.elastic.regroup import Home, Membership
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.machine import roster
 from convoy.machine.process import watch_parent
-
-Address = tuple[str, int]
 
 ANSWER_S = 5.0
 """Time limit for a reply, which the listener's thread sends."""
@@ -76,10 +74,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> G
 
 
 def greet(addresses: Sequence[Address]) -> tuple["Entrance", Fields]:
-    """Find a running job at these addresses. Return its entrance and its description of itself.
-
-    InputError as `Entrance.hello`; MismatchError if the job runs another version.
-    """
+    """Find a running job at these addresses. Return its entrance and its description of itself."""
     env = ProcessEnv(0, 2, 0, None, *addresses[0], hosted=False, attempt=0)
     entrance = Entrance(addresses, credentials_of(env))
     offer = entrance.hello(HELLO_S)
@@ -90,19 +85,12 @@ def greet(addresses: Sequence[Address]) -> tuple["Entrance", Fields]:
     return entrance, offer
 
 
-class NoJobError(InputError):
-    """The error if no device of a job answers."""
-
-
 @final
 class Entrance:
     """The client of a process that asks a running job to admit it.
 
     Only the first device admits. Every other device replies with the addresses of the current generation, the first device's
-    first. Addresses known before follow them in the list, because any device may be lost meanwhile.
-
-    Attributes:
-        addresses: known addresses of the job's devices; the next request goes to the first.
+    first. `addresses` has these first, then those known before, because any device may be lost meanwhile.
     """
 
     def __init__(self, addresses: Sequence[Address], credentials: Credentials) -> None:
@@ -114,12 +102,7 @@ class Entrance:
         self._offer: Fields = {}
 
     def hello(self, limit_s: float) -> Fields:
-        """Return the job's description of itself.
-
-        Raises:
-            NoJobError: no device of a job answers at the addresses in time.
-            InputError: the job has another key, or admits no devices.
-        """
+        """Return the job's description of itself. InputError: no job answers in time, has another key, or admits no devices."""
         until_s, other_key = time.monotonic() + limit_s, None
         certain_s = min(until_s, time.monotonic() + REFUSED_S)
         while True:
@@ -147,7 +130,7 @@ class Entrance:
                         f"the job at {_shown(other_key[0])} has another key ({other_key[1]}): give the job's key file, "
                         "--job-key FILE, or CONVOY_JOB_KEY=FILE"
                     )
-                raise NoJobError(
+                raise InputError(
                     f"no job that can be joined answers at {self._asked()}: give the address that it prints, and check "
                     "that it still trains and that no firewall blocks the connection"
                 )
@@ -157,7 +140,6 @@ class Entrance:
         """Wait until the job admits this process, meet its devices, and switch `group` to their group.
 
         Args:
-            group: the group of this device alone.
             facts: this device's description of itself.
             tell: called with a line of text when it waits as a spare.
 
@@ -214,7 +196,6 @@ class Entrance:
         return ", ".join(map(_shown, self.addresses[:4])) + (", ..." if len(self.addresses) > 4 else "")
 
     def _request(self, address: Address, request: Fields) -> Fields:
-        """Return the reply of an address. OSError or NotOfThisJob without a reply, ValueError if it is not a message."""
         deadline_s = time.monotonic() + ANSWER_S
         request = {"for": "join", **request}
         if self._connection is not None and self._connection[0] != address:

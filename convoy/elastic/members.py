@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from convoy.elastic.admission import (
 from convoy.elastic.agreement import Generation
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.regroup import Home, Membership, UnnamedLossError, home_here
-from convoy.elastic.snapshot import SnapshotInterval, SnapshotStore, restore, take
+from convoy.elastic.snapshot import TIMED, SnapshotStore, interval_of, restore, take
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 from convoy.machine import roster
 from convoy.machine.process import handle_signals
@@ -80,8 +81,7 @@ class Replan(Protocol):
 class InProportion:
     """A planner that keeps the strategies and the proportions of the shares."""
 
-    def note(self, model: Distributed, before: Sequence[int]) -> None:
-        pass
+    def note(self, model: Distributed, before: Sequence[int]) -> None: ...
 
     def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
         devices = [before.index(d) if d in before else None for d in now]
@@ -105,11 +105,7 @@ class JoinOptions:
 
 @dataclass
 class Attempt:
-    """One attempt at a step.
-
-    Attributes:
-        finished: whether the step is complete; otherwise its batches come again. Set after the step.
-    """
+    """One attempt at a step. If it is not `finished` after the step, its batches come again."""
 
     finished: bool = False
 
@@ -172,7 +168,10 @@ class Members:
         self.run_state: RunState | None = None
         self.fall_back: Callable[[], tuple[int, Any]] | None = None
         self.states = SnapshotStore(model, optimizers)
-        self._interval = SnapshotInterval() if every is None else None
+        self._timed = every is None  # the interval is chosen from these times
+        self._snapshots_s: list[float] = []
+        self._steps_s: list[float] = []
+        self._began_s: float | None = None
         self._leaves, self._ends = False, False  # requests
         self._requests: tuple[Tensor, Pending] | None = None  # of all devices; sent in one step, read in the next
         self._planned: Generation | None = None  # the generation of the model's plan
@@ -198,7 +197,7 @@ class Members:
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """Yield the epoch numbers of your own loop, from `start` to `count - 1`. Devices join at the start of each epoch.
 
-        A joining device waits until the others start their next epoch, and continues from there::
+        ::
 
             for epoch in members.epochs(20):
                 for x, y in loader:
@@ -284,7 +283,7 @@ class Members:
                 f"every={self.every} with `with members.step()`, which cannot undo your loop's actions after a step: leave "
                 "it out"
             )
-        self._is_script, self._interval = True, None
+        self._is_script, self._timed = True, False
         self.run_state = lambda: self._epoch, lambda epoch: setattr(self, "_epoch", epoch)
         self._signals.enter_context(handle_signals(self))
         # If the group is broken, the next message reports it again.
@@ -335,10 +334,7 @@ class Members:
 
         Args:
             steps: finished steps of a resumed run.
-            place: see `after_step`.
-
-        Returns:
-            the `place` from which this device continues.
+            place: see `after_step`. Returned; on a joining device the place of the others.
         """
         if not self._is_script:
             self.model.guard = None
@@ -368,15 +364,15 @@ class Members:
             place: position in the data, as JSON; `recover` returns it.
 
         Raises:
-            LeftError, StoppedError: this device, or all, ended after this step on request.
+            LeftError, StoppedError: this device leaves, or all end, as requested.
         """
         self.steps, self.place = self.steps + 1, place
         if self.membership is None:
             if self._leaves or self._ends:
                 self._end_all()
             return
-        if self._interval is not None:
-            self._interval.end_step()
+        if self._began_s is not None:
+            self._steps_s.append(time.perf_counter() - self._began_s)
         leaving, grows, ends = self._exchange_requests()
         if self.steps % self.every == 0 or leaving or grows:
             self.states.arrived()
@@ -388,8 +384,7 @@ class Members:
             self._hand_over(leaving)
         elif grows and not self._is_script:
             self._admit()
-        if self._interval is not None:
-            self._interval.begin_step()
+        self._began_s = time.perf_counter() if self._timed and len(self._steps_s) < TIMED else None
 
     def leave(self) -> None:
         """Leave the job after the current step: `after_step` raises LeftError here. Any thread or signal may call it."""
@@ -419,15 +414,16 @@ class Members:
 
     def _take_snapshot(self) -> None:
         # This exchange also shows that all have finished the step and have the previous snapshot, so the older one may go.
-        every = self.every if self._interval is None else self._interval.every or self.every
+        every = interval_of(self._snapshots_s, self._steps_s) if self._timed else self.every
         own = torch.tensor([float(self.states.has_changed), float(every)], dtype=torch.float64)
         table, pending = share_tensor(self.model.group, own)
         pending.wait()
         if table[:, 0].any():
             self.states.share_forms()
         self.every = int(table[:, 1].max())  # the same on all devices, also on joined ones
-        with nullcontext() if self._interval is None else self._interval.timing():
-            self.states.take(self.steps, self._others())
+        begin_s = time.perf_counter()
+        self.states.take(self.steps, self._others())
+        self._snapshots_s = [*self._snapshots_s, time.perf_counter() - begin_s][:TIMED]
         if self._is_script:
             self.states.arrived()
             share_number(self.model.group, 0.0)
@@ -438,8 +434,7 @@ class Members:
     # --- requests: sent after each step and read one step later, so that no device waits --------------------------------
 
     def _exchange_requests(self) -> tuple[list[int], bool, bool]:
-        """Return the requests of the previous step: indices of leaving devices, whether devices join, whether all end. Every
-        device calls it."""
+        """Return the requests of the previous step: indices of leaving devices, whether devices join, whether all end."""
         leaving, grows, ends = [], False, False
         if self._requests is not None:
             table, pending = self._requests
@@ -459,7 +454,6 @@ class Members:
         raise StoppedError(f"the training was stopped after step {self.steps}, as requested")
 
     def _hand_over(self, leaving: Sequence[int]) -> NoReturn:
-        """Let devices leave when the others have copies of their shards of the same step."""
         assert self.membership is not None
         group, me = self.model.group, self.membership.me
         self.states.arrived()
@@ -472,17 +466,18 @@ class Members:
         raise DeviceLostError(left, f"device {left} left the job")
 
     def _admit(self) -> None:
-        """Admit the wanted devices that still wait, by raising GrownError. All devices have a snapshot of the same step."""
+        """Admit the wanted devices that still wait, by raising GrownError."""
         membership = self.membership
         assert membership is not None
         self.states.arrived()
-        rows = from_first(self.model.group, "admission", lambda: membership.number(membership.applicants.wanted()))
+        rows = from_first(
+            self.model.group, "admission", lambda: membership.number(membership.applicants.waiting("wanted"))
+        )
         if rows:
             membership.grant(rows)
             raise GrownError(self.model.group.device, "devices are joining")
 
     def _join(self, entrance: Entrance, facts: Fields) -> Any:
-        """Join a running job: wait until it admits this device, which is alone until then."""
         group = self.model.group
         assert isinstance(group, ChangingGroup)
         self._facts = facts
@@ -499,10 +494,7 @@ class Members:
     # --- recovery -----------------------------------------------------------------------------------------------------
 
     def recover(self, error: DeviceLostError) -> Any:
-        """Regroup after a step failed because a device was lost, and return to the last complete snapshot.
-
-        Returns:
-            the `place` of that snapshot, from which the training continues.
+        """Regroup after a step failed because a device was lost. Return the `place` of the last complete snapshot.
 
         Raises:
             StateLostError: no snapshot is complete without the lost devices.
@@ -579,7 +571,7 @@ class Members:
         return self.place
 
     def _catch_up(self) -> None:
-        """Copy the result of a call of `repeated` that only other devices have completed. Every device calls it."""
+        """Copy the result of a call of `repeated` that only other devices have completed."""
         kept, (count, result) = self.states.kept, self._completed
         random = kept[-1].others["random"] if kept else torch.get_rng_state()
         try:
@@ -593,7 +585,6 @@ class Members:
             self._random_state = torch.tensor(random_there, dtype=torch.uint8)
 
     def _gather_joined(self, step: int | None, held: Sequence[Fields]) -> tuple[list[str], Any]:
-        """Return the names of joined devices, and the state other than the model for devices without a snapshot."""
         if step is None:  # a checkpoint restores the model's state, but joining devices also need the run's state
             has = [bool(row) for row in gather(self.model.group, "has trained before", self._planned is not None)]
         else:
@@ -606,8 +597,7 @@ class Members:
 
 
 def may_leave(leaves: Sequence[bool]) -> list[int]:
-    """Return which of the leaving devices leave now. The next device of each has copies of its shards, so it stays until a
-    later step."""
+    """Return which devices leave now. The next device of each has copies of its shards, so it stays until a later step."""
     return [d for d, each in enumerate(leaves) if each and not leaves[(d + 1) % len(leaves)]]
 
 
@@ -617,7 +607,6 @@ def _shards_lost(lost: Sequence[int]) -> str:
 
 
 def _loss_line(lost: Sequence[int], parted: frozenset[tuple[int, int]], error: ConvoyError) -> str:
-    """Return a line with the lost devices and the cause."""
     pairs = sorted(pair for pair in parted if pair[1] in lost)
     silent = [d for d in lost if all(d != pair[1] for pair in pairs)]
     names, why = ", ".join(map(str, silent)), str(error).partition(". ")[0]

@@ -1,4 +1,4 @@
-"""Form the next generation from the devices that remain after a loss or join.
+"""Form the next generation of devices when one is lost or joins.
 
 Each device has a health server that outlives the groups. It checks, several times within the allowed silence, that the next
 device answers. `elastic/agreement.py` makes the decisions.
@@ -12,19 +12,18 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
 from convoy.comm.connection import Connection, Credentials, Fields, credentials_of
-from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, listen_at, read_process_env, resolve
+from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, listen_at, resolve
 from convoy.comm.failure import HealthServer, NoAnswer
 from convoy.comm.group import AloneGroup, ChangingGroup, Group, present
 from convoy.comm.listener import Listener
 from convoy.comm.processes import JoinedGroup, meet
 from convoy.comm.store import close_store, host_store
 from convoy.elastic import agreement
-from convoy.elastic.admission import Applicant, Applicants
+from convoy.elastic.admission import Address, Applicant, Applicants
 from convoy.elastic.agreement import Event, Generation, Lost, Member, Pairs, observe
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 
@@ -44,11 +43,9 @@ POLL_S = 0.02
 REPORT_S = 0.1
 """Seconds to wait for the report of a device that leaves because of an error."""
 
-Address = tuple[str, int]
-
 
 class UnnamedLossError(DeviceLostError):
-    """The error if another device reports a loss; the regroup then finds the lost device."""
+    """The error if another device reports a loss; the regroup then finds the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +56,17 @@ class Home:
         address, port: listening address; port 0: a free one.
         credentials: credentials of the job.
         token: token of the job's members.
-        preferred_port: port to use if it is free, before `port`.
     """
 
     address: str
     port: int
     credentials: Credentials
     token: str
-    preferred_port: int = 0
 
     @classmethod
-    def of(cls, group: JoinedGroup, port: int = 0, preferred_port: int = 0, address: str | None = None) -> "Home":
+    def of(cls, group: JoinedGroup, port: int = 0, address: str | None = None) -> "Home":
         """Return the home of a device of this group, at the group's address or another one."""
-        return cls(address or group.address, port, group.credentials, f"members of {group.token}", preferred_port)
-
-    def listener(self) -> socket.socket:
-        """Return a listening socket. InputError: the port is taken, or the address is not one of this machine."""
-        if self.preferred_port:
-            with suppress(InputError):
-                return listen_at(self.address, self.preferred_port)
-        return listen_at(self.address, self.port)
+        return cls(address or group.address, port, group.credentials, f"members of {group.token}")
 
 
 def home_here(group: Group) -> Home | None:
@@ -90,26 +78,18 @@ def home_here(group: Group) -> Home | None:
 
 
 def home_at(host: str, port: int, group: Group) -> Home:
-    """Return the home of a device of a job with `--listen host:port`. InputError as `member_address`.
-
-    The first device of each other host uses the same port if it is free there.
-    """
+    """Return the home of a device of a job with `--listen host:port`. The other devices choose free ports."""
     inside = present(group)
     if isinstance(inside, JoinedGroup):
-        place, is_first = read_process_env(os.environ), group.device == 0
-        first_there = place is not None and place.local == 0 and place.local_devices is not None
-        address = member_address(host, inside.address, is_first)
-        preferred_port = port if first_there and not is_first else 0
-        return Home.of(inside, port if is_first else 0, preferred_port, address)
+        is_first = group.device == 0
+        return Home.of(inside, port if is_first else 0, member_address(host, inside.address, is_first))
     env = ProcessEnv(0, 1, 0, 1, host, port, hosted=False, attempt=0)
     return Home(host, port, credentials_of(env), f"members of {uuid.uuid4().hex}")
 
 
 def member_address(listen: str, met: str, first: bool) -> str:
     """Return the address at which a device answers join requests: `met`, its address in the group, or `listen` if that is a
-    loopback address, because then all devices are on this machine.
-
-    Raise InputError on the first device, which joining devices ask first, if the devices communicate at another address.
+    loopback address. Raise InputError on the first device if `listen` is another address.
     """
     found = [str(target[0]) for _, target in resolve(listen, 0, socket.SOCK_STREAM)]
     if is_loopback(met):
@@ -148,7 +128,9 @@ class Membership:
         self._credentials = home.credentials
         self.applicants = Applicants()
         self.offer: Fields | None = None
-        listener = Listener(home.listener(), self._credentials, "convoy-members")  # it outlives the groups
+        listener = Listener(
+            listen_at(home.address, home.port), self._credentials, "convoy-members"
+        )  # it outlives the groups
         self._server = HealthServer(joined.device, listener, home.token)
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()
@@ -170,7 +152,7 @@ class Membership:
 
     @property
     def me(self) -> int:
-        """The id of this device. It never changes."""
+        """The id of this device."""
         return self._state.me
 
     @property
@@ -189,7 +171,6 @@ class Membership:
 
     @property
     def is_out(self) -> bool:
-        """Whether this device cannot continue."""
         return self._state.phase == "out"
 
     def close(self) -> None:
@@ -256,7 +237,6 @@ class Membership:
         return {"call": _row(generation), "store": self._store, "addresses": rows, "parted": sorted(self.parted)}
 
     def _answer_join(self, request: Fields, _: Connection) -> Fields | None:
-        """Answer a join request."""
         with self._changed:
             state = self._state
             if state.phase == "out":
@@ -268,8 +248,8 @@ class Membership:
             if state.leader != self.me:
                 return {"elsewhere": True, "addresses": [self._addresses[d] for d in state.candidates]}
             host, port = request["address"]
-            reply = self.applicants.ask(Applicant(str(request["mark"]), (str(host), int(port)), request["facts"]))
-            device = self.applicants.device_of(str(request["mark"]))
+            applicant = Applicant(str(request["mark"]), (str(host), int(port)), request["facts"])
+            reply, device = self.applicants.ask(applicant)
             if device is not None and self._store is not None and state.called and device in state.called.members:
                 return {**self._call(state.called), "device": device}
             if device in state.generation.members:  # it was called to a meeting that failed
@@ -322,7 +302,7 @@ class Membership:
         """Assign ids to joining devices, on the leader. Return rows for `grant`."""
         first = self.next_device
         for device, each in enumerate(joining, first):
-            self.applicants.number(each.mark, device)
+            each.device = device
         return [[device, *each.address] for device, each in enumerate(joining, first)]
 
     def grant(self, rows: Sequence[Sequence[object]]) -> None:
@@ -346,11 +326,8 @@ class Membership:
     # --- regrouping, on the main thread --------------------------------------------------------------------------------
 
     def regroup(self, error: ConvoyError) -> None:
-        """Form a group with the devices that remain or join.
-
-        Raises:
-            DeviceLostError: this device cannot continue, or the others neither come to a meeting nor end.
-        """
+        """Form a group with the devices that remain or join. DeviceLostError: this device cannot continue, or the others
+        neither come to a meeting nor end."""
         present = self.group.present
         if isinstance(present, JoinedGroup):
             present.abort(error)
@@ -368,7 +345,11 @@ class Membership:
                 case agreement.Ask(leader):
                     self._ask_leader(leader)
                 case agreement.Gather(missing):
-                    self._gather(missing)
+                    for device, reply in self._ask_all(missing, "interrupt").items():
+                        if isinstance(reply, NoAnswer):
+                            self._observe(Lost(device, reply is NoAnswer.DEAD))
+                        elif "excluded" in reply:
+                            self._observe(agreement.Excluded(_generation(reply["excluded"])))
                     if time.monotonic() > waits_until_s:  # they are alive, but do not come
                         for device in missing:
                             self._observe(Lost(device, dead=False))
@@ -401,16 +382,8 @@ class Membership:
                     self._invite(reply)
 
     def _invite(self, reply: Fields) -> None:
-        """Store the address of the meeting's store and those of the called devices."""
         self._store = (str(reply["store"][0]), int(reply["store"][1]))
         self._addresses |= {int(d): (str(host), int(port)) for d, host, port in reply["addresses"]}
-
-    def _gather(self, missing: tuple[int, ...]) -> None:
-        for device, reply in self._ask_all(missing, "interrupt").items():
-            if isinstance(reply, NoAnswer):
-                self._observe(Lost(device, reply is NoAnswer.DEAD))
-            elif "excluded" in reply:
-                self._observe(agreement.Excluded(_generation(reply["excluded"])))
 
     def _ask_all(self, devices: Sequence[int], question: str) -> dict[int, Fields | NoAnswer]:
         with ThreadPoolExecutor(max(1, min(8, len(devices)))) as threads:

@@ -8,9 +8,7 @@ import copy
 import json
 import math
 import statistics
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +32,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 NUMBERS: Name = ("", "numbers")
 
 
-# --- transfers of snapshot parts after a loss ------------------------------------------------------------------------
+# --- transfers of snapshot parts after a lost device -------------------------------------------------------------------
 
 Boxes = Mapping[str, Sequence[Box]]
 """The parts of each tensor on one device, by key."""
@@ -199,11 +197,7 @@ class SnapshotStore:
     # --- taking -------------------------------------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Wait until the neighbour's shards of the last snapshot have arrived.
-
-        Raises:
-            DeviceLostError: a device was lost.
-        """
+        """Wait until the neighbour's shards of the last snapshot have arrived."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -237,8 +231,8 @@ class SnapshotStore:
         spare_table = self._table if group.devices > 1 else {}
         received = self._entries(before, spare_table)[0] if group.devices > 1 else []
         old = self.kept.pop(0) if len(self.kept) > 1 else None
-        own = _reused(old.own if old else None, [*sent, *stays], group.torch_device)
-        spare = _reused(old.spare if old else None, received, group.torch_device)
+        own = old.own if old and old.own.entries == (*sent, *stays) else Buffers([*sent, *stays], group.torch_device)
+        spare = old.spare if old and old.spare.entries == tuple(received) else Buffers(received, group.torch_device)
         if tensors:  # a device may have none
             torch._foreach_copy_([own.views[name] for name in tensors], list(tensors.values()))
         if NUMBERS in own.views:
@@ -254,12 +248,9 @@ class SnapshotStore:
         self._pending = group.start(sends, [Message(before, part) for part in spare.first(received)])
 
     def _boxes(self, device: int) -> dict[str, Box]:
-        found = {}
-        for key, parameter in self.model.parameters_by_key.items():
-            here = box(self.model.layouts[key], device, parameter.shape)
-            if here is not None and entries(here):
-                found[key] = here
-        return found
+        shapes, layouts = self.model.parameters_by_key, self.model.layouts
+        found = {key: box(layouts[key], device, parameter.shape) for key, parameter in shapes.items()}
+        return {key: here for key, here in found.items() if here is not None and entries(here)}
 
     def _sent_keys(self, device: int) -> list[str]:
         """Return the keys of tensors or shards that only this device has, in a fixed order."""
@@ -288,11 +279,9 @@ class SnapshotStore:
         if not state:
             return self.model.weights.held(key)
         i, _, what = state.partition("/")
-        found: Tensor = self.optimizers[int(i)].state[self.model.module.get_parameter(key)][what]
-        return found
+        return self.optimizers[int(i)].state[self.model.module.get_parameter(key)][what]  # type: ignore[no-any-return]
 
     def _rows(self) -> dict[str, dict[str, Any]]:
-        """Return the description of this device's optimizer state."""
         found = {}
         for key, parameter in self._parameters():
             for i, optimizer in enumerate(self.optimizers):
@@ -424,14 +413,10 @@ def _boxes_of(mine: Iterable[Mapping[str, Any]], step: int) -> dict[str, list[Bo
 
 
 def _part(tensor: Tensor, held: Box, wanted: Box) -> Tensor:
-    """Return the box `wanted` of a tensor that is the box `held` of a whole tensor."""
+    """Return the box `wanted` of a tensor that holds the box `held`."""
     for axis, ((start, _), (lo, hi)) in enumerate(zip(held, wanted, strict=True)):
         tensor = tensor.narrow(axis, lo - start, hi - lo)
     return tensor
-
-
-def _reused(old: Buffers | None, tensors: Sequence[Entry], device: torch.device) -> Buffers:
-    return old if old is not None and old.entries == tuple(tensors) else Buffers(tensors, device)
 
 
 def _is_number(row: Mapping[str, Any]) -> bool:
@@ -505,40 +490,12 @@ MOST_PART = 0.02
 """Largest part of the time for snapshots."""
 
 TIMED = 5
-"""Snapshots that are timed before the interval is chosen. The first takes longer, because it allocates memory."""
+"""Snapshots and steps that are timed before the interval is chosen. The first takes longer, because it allocates memory."""
 
 
-class SnapshotInterval:
-    """One device's choice of the number of steps between two snapshots, from measured times.
-
-    Attributes:
-        every: the number of steps; None until enough snapshots are timed.
-    """
-
-    def __init__(self) -> None:
-        self.every: int | None = None
-        self._snapshots_s: list[float] = []
-        self._steps_s: list[float] = []
-        self._began_s: float | None = None
-
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Time a snapshot on this device, without waiting for others."""
-        begin_s = time.perf_counter()
-        yield
-        self._snapshots_s.append(time.perf_counter() - begin_s)
-
-    def begin_step(self) -> None:
-        self._began_s = time.perf_counter()
-
-    def end_step(self) -> None:
-        """Stop timing a step, before its snapshot."""
-        if self._began_s is not None and self.every is None:
-            self._steps_s.append(time.perf_counter() - self._began_s)
-            if len(self._steps_s) >= TIMED and len(self._snapshots_s) >= TIMED:
-                self.every = interval_of(statistics.median(self._snapshots_s), statistics.median(self._steps_s))
-
-
-def interval_of(snapshot_s: float, step_s: float) -> int:
-    """Return the number of steps per snapshot for which snapshots take at most `MOST_PART` of the time."""
+def interval_of(snapshots_s: Sequence[float], steps_s: Sequence[float]) -> int:
+    """Return the steps per snapshot for which snapshots take at most `MOST_PART` of the time; 1 while fewer are timed."""
+    if min(len(snapshots_s), len(steps_s)) < TIMED:
+        return 1
+    snapshot_s, step_s = (statistics.median(each[:TIMED]) for each in (snapshots_s, steps_s))
     return max(1, math.ceil(snapshot_s / (MOST_PART * step_s))) if step_s else 1

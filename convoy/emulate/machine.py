@@ -1,11 +1,18 @@
-"""The system's programs that an emulated fleet calls (ip, tc), and the names of what it makes."""
+"""Limits the cores of devices by the CPU quotas of control groups (version 1 or 2), and calls ip and tc."""
 
+import errno
+import math
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from convoy.errors import InputError
 
@@ -16,6 +23,13 @@ _PACKAGES = {
     "tc": "iproute2 (apt install iproute2; dnf install iproute-tc)",
     "sh": "a POSIX shell",
 }
+
+# A short period spreads the pauses evenly over a training step. The kernel takes quotas of 1 ms or more only.
+_PERIOD_US = 10_000
+_LEAST_QUOTA_US = 1_000
+_LONGEST_PERIOD_US = 1_000_000
+_END_LIMIT_S = 5.0
+_POLL_S = 0.01
 
 _NAME = re.compile(r"convoy-(\d+)-(\d+)(?:-.+)?")
 
@@ -105,3 +119,150 @@ def _started(pid: int) -> int | None:
     # The second field is the program's name in parentheses and may hold blanks; state is field 3, start time field 22.
     state, *rest = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(rest[18])
+
+
+# --- control groups ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CpuController:
+    """The mount point of the kernel's cpu controller, and its version."""
+
+    version: Literal[1, 2]
+    root: Path
+
+
+def cpu_controller(mounts: str | None = None) -> CpuController:
+    """Return the mounted cpu controller.
+
+    Args:
+        mounts: text like /proc/mounts; None: that of this process.
+
+    Raises:
+        InputError: none is mounted.
+    """
+    for line in (Path("/proc/mounts").read_text() if mounts is None else mounts).splitlines():
+        _, mount_point, kind, options, *_ = line.split()
+        root = Path(mount_point.replace("\\040", " "))
+        if kind == "cgroup" and "cpu" in options.split(","):
+            return CpuController(1, root)
+        with suppress(OSError):
+            if kind == "cgroup2" and "cpu" in (root / "cgroup.controllers").read_text().split():
+                return CpuController(2, root)
+    raise InputError(
+        "no cpu controller for control groups is mounted, and an emulated fleet limits cores with it: mount one "
+        "(mount -t cgroup2 none /sys/fs/cgroup); the kernel needs CONFIG_CGROUP_SCHED and CONFIG_CFS_BANDWIDTH"
+    )
+
+
+def quota_us(cores: float) -> tuple[int, int]:
+    """Return the quota that makes a group run like `cores` cores: microseconds of processor time, and of the period.
+
+    Raises:
+        InputError: below a thousandth of a core.
+    """
+    period_us = max(_PERIOD_US, math.ceil(_LEAST_QUOTA_US / cores))
+    if period_us > _LONGEST_PERIOD_US:
+        raise InputError(f"cores = {cores}: the smallest quota is 0.001 cores; give the device more")
+    return max(_LEAST_QUOTA_US, round(cores * period_us)), period_us
+
+
+@contextmanager
+def groups(controller: CpuController, run: RunName, cores: Sequence[float | None]) -> Iterator[list[Path]]:
+    """Make one group for each device, with its quota (None: no limit), in order.
+
+    On exit, every process in them is killed and the groups are removed.
+    """
+    quotas = [None if each is None else quota_us(each) for each in cores]
+    parent = controller.root / str(run)
+    try:
+        parent.mkdir()
+    except FileExistsError as error:
+        raise InputError(
+            f"{parent} exists: a process emulates one fleet at a time; wait for the other to end"
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"{parent} cannot be made ({error.strerror}): an emulated fleet needs control groups that it may write; "
+            "run it outside the container, or start the container privileged"
+        ) from error
+    try:
+        paths = [parent / str(index) for index in range(len(quotas))]
+        if controller.version == 2:
+            for group in (controller.root, parent):
+                switch = group / "cgroup.subtree_control"
+                if "cpu" not in switch.read_text().split():
+                    _write(switch, "+cpu")
+        for path, limit in zip(paths, quotas, strict=True):
+            path.mkdir()
+            if limit is not None and controller.version == 2:
+                _write(path / "cpu.max", f"{limit[0]} {limit[1]}")
+            elif limit is not None:
+                _write(path / "cpu.cfs_period_us", str(limit[1]))
+                _write(path / "cpu.cfs_quota_us", str(limit[0]))
+        yield paths
+    finally:
+        remove(parent)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        # Opened without creating: a file that the kernel does not offer is an error, not a new file.
+        with file.open("r+") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise InputError(
+            f"{text!r} cannot be written to {file} ({error.strerror}): an emulated fleet needs a kernel with CPU quotas "
+            "(CONFIG_CFS_BANDWIDTH) and control groups that it may change; in a container, start it privileged and with "
+            "the host's control groups (docker run --privileged --cgroupns=host)"
+        ) from error
+
+
+def entrance(group: Path) -> Path:
+    """Return the file that a process writes its id to, to join a group."""
+    return group / "cgroup.procs"
+
+
+def members(group: Path) -> list[int]:
+    """Return the ids of the processes in a group; none if the group is gone."""
+    try:
+        # Id 0 stands for a process of another pid namespace; for kill it would mean this process.
+        return [pid for pid in map(int, entrance(group).read_text().split()) if pid > 0]
+    except OSError:
+        return []
+
+
+def remove(parent: Path) -> None:
+    """Kill every process in the groups under `parent`, and remove them and `parent`.
+
+    Raises:
+        InputError: that took 5 s.
+    """
+    limit_s = time.monotonic() + _END_LIMIT_S
+    try:
+        children = [path for path in parent.iterdir() if path.is_dir()]
+    except FileNotFoundError:  # another run that starts now removes the same orphans
+        return
+    for group in (*children, parent):
+        while not _removed(group):
+            if time.monotonic() > limit_s:
+                raise InputError(
+                    f"{group} is still in use after {_END_LIMIT_S:g} s by processes {members(group)}: "
+                    "end them, then run convoy emulate again, which removes it"
+                )
+            for pid in members(group):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL_S)
+
+
+def _removed(group: Path) -> bool:
+    try:
+        group.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from convoy.comm.job_key import key_to_start
-from convoy.emulate import cgroups, machine, namespaces
+from convoy.emulate import machine, namespaces
 from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
@@ -114,9 +114,9 @@ def remove_orphans() -> list[str]:
         run = RunName.parse(name)
         return run is not None and not run.alive()
 
-    groups = [path for path in cgroups.cpu_controller().root.iterdir() if path.is_dir() and orphaned(path.name)]
+    groups = [path for path in machine.cpu_controller().root.iterdir() if path.is_dir() and orphaned(path.name)]
     for group in groups:
-        cgroups.remove(group)
+        machine.remove(group)
     found = [name for name in namespaces.namespaces() if orphaned(name)]
     for namespace in found:
         namespaces.delete(namespace)
@@ -177,7 +177,7 @@ def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Ite
         if len(fleet.hosts) > 1:
             namespaces.shape(wiring, fleet.nic)
         groups = stack.enter_context(
-            cgroups.groups(cgroups.cpu_controller(), run, [device.cores for device in fleet.devices])
+            machine.groups(machine.cpu_controller(), run, [device.cores for device in fleet.devices])
         )
         starts: list[Start] = []
         for index, (device, group) in enumerate(zip(fleet.devices, groups, strict=True)):
@@ -186,7 +186,7 @@ def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Ite
                 Start(
                     device=index,
                     name=device.name,
-                    command=[*join, str(cgroups.entrance(group)), *enter, *command],
+                    command=[*join, str(machine.entrance(group)), *enter, *command],
                     environment=os.environ | environment(fleet, index, wiring, fleet_path),
                     lifeline=True,
                     own_session=True,
@@ -246,7 +246,7 @@ class _Devices:
             self._note(f"ended by {interrupted.signum.name}")
             return interrupted.status
         for process in late:
-            self._show(process.device, process.tail.lines(), f"was still running after {timeout_s:g} s")
+            self._show(process.start.device, process.lines(), f"was still running after {timeout_s:g} s")
         return TIMED_OUT if late else 0
 
     def _show(self, number: int, lines: Sequence[str], what: str) -> None:

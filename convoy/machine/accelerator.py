@@ -32,11 +32,7 @@ def local_devices() -> tuple[str, ...]:
 
 
 def pick_device(name: str | torch.device | None, local: int) -> torch.device:
-    """Return the device to compute on. By default, process `local` of its machine takes the accelerator of that number.
-
-    Raises:
-        InputError: no such device.
-    """
+    """Return the device to compute on. By default, process `local` of its machine takes the accelerator of that number."""
     chosen = name or os.environ.get("CONVOY_DEVICE")
     if chosen is None:
         devices = local_devices()
@@ -51,11 +47,7 @@ def pick_device(name: str | torch.device | None, local: int) -> torch.device:
 
 
 def check_device(name: str) -> torch.device:
-    """Return the device of that name without using it: the first use of an accelerator costs seconds and memory.
-
-    Raises:
-        InputError: this machine has no such device, or torch does not know the name.
-    """
+    """Return the device of that name without using it: the first use of an accelerator costs seconds and memory."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -77,7 +69,6 @@ def _no_device(name: str, reason: str) -> InputError:
 
 
 def enter(device: torch.device) -> None:
-    """Make a device this thread's current accelerator. Do nothing for a CPU."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
 
@@ -110,7 +101,6 @@ MODES = (
 
 
 def modes() -> dict[str, str]:
-    """Return the value of each setting in `MODES`, by name."""
     found: dict[str, str] = {}
     for name in MODES:
         try:
@@ -141,7 +131,6 @@ def set_modes(tf32: bool | None, deterministic: bool) -> None:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until an accelerator has completed its queue. Do nothing for a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -212,18 +201,17 @@ def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] 
 
     Inactive file cache counts as free: the kernel reclaims it first.
     """
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
     rows = []
     with suppress(OSError, ValueError):
         for folder, version in control_groups("memory", root, own):
-            if version == 2:
-                limit_name, used_name, files_name = "memory.max", "memory.current", "inactive_file"
-            else:
-                limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
-                files_name = "total_inactive_file"
+            limit_name, used_name, files_name = names[version]
             # ValueError: "max", no limit. OSError: a folder of the host that a container does not see.
             with suppress(OSError, ValueError):
-                limit = int((folder / limit_name).read_text())
-                used = int((folder / used_name).read_text())
+                limit, used = (int((folder / name).read_text()) for name in (limit_name, used_name))
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 rows.append((max(0, limit - used + int(stat.get(files_name, 0))), limit))
     return min(rows, default=None)
@@ -246,34 +234,28 @@ def limit_memory(device: torch.device, most_bytes: float | None) -> None:
     """Limit the memory of a device that this process may use. None: no limit.
 
     `memory_of` returns the limit, so plans respect it. On CUDA, torch also refuses to allocate more.
-
-    Raises:
-        InputError: not above zero.
     """
     if most_bytes is not None and most_bytes < 1:
         raise InputError(f"a memory of {most_bytes:g} bytes for {device}: give one above zero, e.g. 6 GB")
     _limits_bytes.pop(str(device), None)
     if most_bytes is not None:
         _limits_bytes[str(device)] = int(most_bytes)
-    limits = getattr(torch.get_device_module(device), "set_per_process_memory_fraction", None)
-    if limits is not None:
-        total_bytes = _memory_of(device)[1]
-        part = 1.0 if most_bytes is None else min(1.0, most_bytes / total_bytes)
+    set_fraction = getattr(torch.get_device_module(device), "set_per_process_memory_fraction", None)
+    if set_fraction is not None:
+        part = 1.0 if most_bytes is None else min(1.0, most_bytes / _memory_of(device)[1])
         with suppress(RuntimeError, NotImplementedError):
             try:
-                limits(part, device)
+                set_fraction(part, device)
             except TypeError:  # a kind with one device only
-                limits(part)
+                set_fraction(part)
 
 
 def allocated_bytes(device: torch.device) -> int | None:
     """Return the bytes of an accelerator's memory that tensors use; None on a CPU or if torch does not know."""
-    if device.type == "cpu":
-        return None
-    try:
-        return int(torch.accelerator.memory_allocated(device))
-    except (NotImplementedError, RuntimeError):
-        return None
+    if device.type != "cpu":
+        with suppress(NotImplementedError, RuntimeError):
+            return int(torch.accelerator.memory_allocated(device))
+    return None
 
 
 def in_float64(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ take precedence over the derived address.
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from convoy.errors import InputError, shown
 
@@ -36,8 +36,7 @@ _FIRST_PORT, _PORTS = 15_000, 15_000
 """Derived ports are below the ephemeral ports of Linux (32768 and up)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
+class _Names(NamedTuple):
     """The variables of one kind of mpirun, and its option to set a variable."""
 
     launcher: str
@@ -77,9 +76,6 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment, with the rank from srun or mpirun added as torchrun's variables.
 
     It is unchanged without a launcher, for a job of one process, and outside a Slurm step (batch script, allocation).
-
-    Raises:
-        InputError: variables are missing, not numbers or out of range, or several machines have no rendezvous address.
     """
     rank: dict[str, str] = {}
     if not (environment.get("RANK") or environment.get("WORLD_SIZE")):
@@ -97,14 +93,10 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def whole(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
-    """Return a variable as a whole number from `least` to `most`, or raise an InputError."""
     text = environment[name]
     if not (text.isdecimal() and len(text) <= 20) or not least <= int(text) <= most:
         raise InputError(f"{name}={shown(text)} in the environment: it must be a whole number from {least} to {most}")
     return int(text)
-
-
-# --- mpirun ----------------------------------------------------------------------------------------------------------
 
 
 def _is_set(environment: Mapping[str, str], names: _Names) -> bool:
@@ -133,9 +125,6 @@ def _from_mpi(environment: Mapping[str, str], names: _Names) -> dict[str, str]:
         "MASTER_ADDR": address,
         "MASTER_PORT": environment.get("MASTER_PORT") or _port(number),
     }
-
-
-# --- Slurm -----------------------------------------------------------------------------------------------------------
 
 
 def _is_step(environment: Mapping[str, str]) -> bool:
@@ -169,11 +158,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of Slurm's list: node01 of `node[01-03,07],login`.
-
-    Raises:
-        InputError: not such a list.
-    """
+    """Return the first host of Slurm's list: node01 of `node[01-03,07],login`."""
     entry = re.match(r"(?:[^,\[\]\s]|\[[^\[\]]+\])+(?=,|$)", nodelist)
     if entry is None:
         raise InputError(
@@ -184,11 +169,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on(text: str, node: int) -> int:
-    """Return the number of tasks of a node from Slurm's list: `2(x3),1` is 2, 2, 2 and 1.
-
-    Raises:
-        InputError: not such a list, or no such node.
-    """
+    """Return the number of tasks of a node from Slurm's list: `2(x3),1` is 2, 2, 2 and 1."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part)
@@ -206,7 +187,6 @@ def _port(number: int) -> str:
 
 
 def _need(environment: Mapping[str, str], launcher: str, *names: str) -> None:
-    """Raise InputError unless all of these are set."""
     missing = [name for name in names if not environment.get(name)]
     if missing:
         present = ", ".join(f"{name}={environment[name]}" for name in names if name not in missing)

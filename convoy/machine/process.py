@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -21,11 +21,7 @@ LEAVE, END, LEAVE_TOO = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Run ``work`` on a thread and return its result; a signal or the limit can end the wait.
-
-    Raises:
-        TimeoutError: it took longer. The thread continues, but does not keep the process alive.
-    """
+    """Run ``work`` on a daemon thread and return its result. A signal or the limit (TimeoutError) can end the wait."""
     outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -51,13 +47,12 @@ def watch_parent() -> None:
     """
     # Removed from the environment: in a child process the number would be another file.
     number = os.environ.pop("CONVOY_PARENT_PIPE", "")
-    if not number.isdecimal():
-        return
-    pipe = int(number)
+    pipe = int(number) if number.isdecimal() else -1
     try:
-        if not stat.S_ISFIFO(os.fstat(pipe).st_mode):
-            return
+        is_pipe = stat.S_ISFIFO(os.fstat(pipe).st_mode)
     except OSError:
+        is_pipe = False
+    if not is_pipe:
         return
     os.set_inheritable(pipe, False)
 
@@ -71,23 +66,12 @@ def watch_parent() -> None:
     threading.Thread(target=watch, name="convoy-parent", daemon=True).start()
 
 
-class SignalTarget(Protocol):
-    """A membership that accepts requests to leave and to end. Its `generation` is None before training."""
-
-    @property
-    def generation(self) -> object: ...
-
-    def leave(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
 @contextmanager
-def handle_signals(members: SignalTarget) -> Iterator[None]:
-    """Inside the context, forward the signals to `members`.
+def handle_signals(members: Any) -> Iterator[None]:
+    """Inside the context, forward the signals to `members`, a `convoy.elastic.members.Members`.
 
-    The second SIGTERM or SIGUSR1 ends the process. So does the first one before training. Signals that the process ignores
-    or handles itself are unchanged.
+    The second SIGTERM or SIGUSR1 ends the process. So does the first one before training, while `members.generation` is None.
+    Signals that the process ignores or handles itself are unchanged.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 from convoy.errors import InputError
 
 SHARED = Path("/tmp")
-"""Every user may create a folder here, and no user can remove or rename another user's folder."""
+"""No user can remove or rename another user's folder here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class JobProcess:
     run: str = ""
 
     def is_named(self, name: str) -> bool:
-        """Return whether `name` identifies this job."""
         return name in (self.job, self.run, Path(self.run).name) or (
             bool(self.run) and Path(name).absolute() == Path(self.run).absolute()
         )
@@ -58,14 +57,14 @@ def enter(job: str, device: int, kind: str) -> None:
     pid = os.getpid()
     with suppress(OSError, InputError, psutil.Error):
         if _mine is None or _mine.pid != pid:
-            atexit.register(_leave, pid)
+            atexit.register(_remove, pid)
         _mine = JobProcess(job, pid, _began(pid), _network(), device, kind)
         _write(_mine)
         rows()  # removes the rows of killed processes
 
 
 def update(**changes: Any) -> None:
-    """Change fields of this process's row, if it has one."""
+    """Change this process's row, if it has one."""
     global _mine
     if _mine is not None and _mine.pid == os.getpid():
         _mine = replace(_mine, **changes)
@@ -79,20 +78,13 @@ def job() -> str:
 
 
 def rows() -> list[JobProcess]:
-    """Return the rows of this user's running processes on this machine, by job and device.
-
-    Raises:
-        InputError: the folder belongs to another user.
-    """
+    """Return the rows of this user's running processes on this machine, by job and device."""
     found = []
     for path in _folder().glob("*.json"):
         row, runs = _read(path), False
         with suppress(psutil.Error, OSError):
-            runs = (
-                row is not None
-                and psutil.Process(row.pid).status() != psutil.STATUS_ZOMBIE
-                and _began(row.pid) == row.began
-            )
+            runs = row is not None and _began(row.pid) == row.began
+            runs = runs and row is not None and psutil.Process(row.pid).status() != psutil.STATUS_ZOMBIE
         if row is None or not runs:
             with suppress(OSError):
                 path.unlink()
@@ -102,7 +94,6 @@ def rows() -> list[JobProcess]:
 
 
 def of_processes(pids: Sequence[int]) -> list[JobProcess | None]:
-    """Return the rows of these processes."""
     with suppress(InputError):
         return [_read(_folder() / f"{pid}.json") for pid in pids]
     return [None for _ in pids]
@@ -111,8 +102,8 @@ def of_processes(pids: Sequence[int]) -> list[JobProcess | None]:
 _mine: JobProcess | None = None
 
 
-def _leave(pid: int) -> None:
-    if pid == os.getpid():
+def _remove(pid: int) -> None:
+    if pid == os.getpid():  # not in a forked process
         with suppress(OSError, InputError):
             (_folder() / f"{pid}.json").unlink()
 
@@ -140,11 +131,7 @@ def _began(pid: int) -> float:
 
 
 def _folder() -> Path:
-    """Return this user's folder, and create it if needed. It is in /tmp because several machines may share a home.
-
-    Raises:
-        InputError: another user created it.
-    """
+    """Return this user's folder, and create it if needed. It is in /tmp because several machines may share a home."""
     path = SHARED / f"convoy-{os.geteuid()}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)

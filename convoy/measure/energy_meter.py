@@ -7,21 +7,18 @@ A meter without a counter gives the reason.
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from convoy.machine.accelerator import uuid_of
-from convoy.measure.other_load import machine_name
+from convoy.measure.device_info import machine_name
 
 POWERCAP = Path("/sys/class/powercap")
 NVML = "pynvml"
 ABSENT = "not available here"
-
-
-class _UnavailableError(Exception):
-    """The reason why there is no meter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +66,20 @@ def meter_of(device: torch.device, powercap: Path | None = None) -> EnergyMeter:
     """Return the meter of a device."""
     try:
         return _package_meter(powercap or POWERCAP) if device.type == "cpu" else _gpu_meter(device)
-    except _UnavailableError as reason:
-        return EnergyMeter(f"{ABSENT}: {reason}")
+    except Exception as error:  # as above
+        remedy = "; as root: chmod a+r {}/intel-rapl:*/energy_uj" if isinstance(error, PermissionError) else ""
+        return EnergyMeter(f"{ABSENT}: {_reason(error)}{remedy.format(powercap or POWERCAP)}")
 
 
 def once_each(
     keys: Sequence[str], sources: Sequence[str], values: Sequence[float | None]
 ) -> list[tuple[float | None, str]]:
     """Return each device's value and source; only the first device of shared counters has a value."""
-    rows = []
-    for device, (key, source, value) in enumerate(zip(keys, sources, values, strict=True)):
-        first = keys.index(key) if key else device
-        rows.append((value, source) if first == device else (None, counted_with(first)))
-    return rows
+    firsts = [keys.index(key) if key else device for device, key in enumerate(keys)]
+    return [
+        (value, source) if first == device else (None, counted_with(first))
+        for device, (first, source, value) in enumerate(zip(firsts, sources, values, strict=True))
+    ]
 
 
 def counted_with(device: int) -> str:
@@ -92,41 +90,37 @@ def counted_with(device: int) -> str:
 def _package_meter(powercap: Path) -> EnergyMeter:
     """Return the meter of all packages. (psys would count them twice; core and dram are parts of them.)"""
     counters, names = [], []
-    try:
-        for zone in sorted(powercap.glob("intel-rapl:*")):
-            name = (zone / "name").read_text().strip()
-            if zone.name.count(":") == 1 and name.startswith("package"):
-                names.append(name.removeprefix("package-"))
-                range_uj = int((zone / "max_energy_range_uj").read_text())
-                file = zone / "energy_uj"
-                counters.append(Counter(lambda file=file: int(file.read_text()), 1e-6, range_uj))  # type: ignore[misc]
-                counters[-1].read()
-    except PermissionError as error:
-        raise _UnavailableError(f"{_reason(error)}; as root: chmod a+r {powercap}/intel-rapl:*/energy_uj") from None
-    except (OSError, ValueError) as error:
-        raise _UnavailableError(_reason(error)) from None
+    for zone in sorted(powercap.glob("intel-rapl:*")):
+        name = (zone / "name").read_text().strip()
+        if zone.name.count(":") == 1 and name.startswith("package"):
+            names.append(name.removeprefix("package-"))
+            counters.append(Counter(partial(_number, zone / "energy_uj"), 1e-6, _number(zone / "max_energy_range_uj")))
+            counters[-1].read()
     if not counters:
-        raise _UnavailableError(f"no RAPL counters of a processor in {powercap}")
+        raise LookupError(f"no RAPL counters of a processor in {powercap}")
     source = f"processor package{'s' * (len(names) > 1)} {', '.join(names)} (RAPL)"
     return EnergyMeter(source, f"rapl {machine_name()}", counters)
+
+
+def _number(file: Path) -> int:
+    return int(file.read_text())
 
 
 def _gpu_meter(device: torch.device) -> EnergyMeter:
     uuid = uuid_of(device)
     if uuid is None:
-        raise _UnavailableError(f"{device} has no UUID, which NVML needs to find it")
+        raise LookupError(f"{device} has no UUID, which NVML needs to find it")
     try:
         nvml: Any = importlib.import_module(NVML)
     except ImportError:
-        raise _UnavailableError('NVML is not installed: pip install "convoy-train[energy]"') from None
+        raise LookupError('NVML is not installed: pip install "convoy-train[energy]"') from None
     try:
         nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        counter = Counter(lambda: int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)), 1e-3)
-        counter.read()
+        read = partial(nvml.nvmlDeviceGetTotalEnergyConsumption, nvml.nvmlDeviceGetHandleByUUID(uuid))
+        read()
     except nvml.NVMLError as error:
-        raise _UnavailableError(f"NVML: {error}") from None
-    return EnergyMeter("GPU (NVML)", uuid, [counter])
+        raise LookupError(f"NVML: {error}") from None
+    return EnergyMeter("GPU (NVML)", uuid, [Counter(read, 1e-3)])
 
 
 def _reason(error: Exception) -> str:

@@ -13,26 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.control_messages import agree_on, gather
+from convoy.comm.group import Group
 from convoy.layout.layout import Shape, box, local_shape
 from convoy.layout.layout import whole as whole_box
 from convoy.machine.accelerator import to_device
 from convoy.measure.timed_sizes import POINT_LIMIT_S, Axes, choose_axes, full_axes
-from convoy.measure.timing import ROUNDS, Now, RoundTimer, Timing, Workload
+from convoy.measure.timing import ROUNDS, Now, Progress, RoundTimer, Timing, Workload, plain_torch
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.model.tracing.copies import timed_copy
 from convoy.plan.device_program import LocalSize, flop, whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds
 from convoy.plan.steps import ComputeStep, Part
 from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.runtime.batch_norm import GlobalBatchNorm
+from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Arithmetic, Gradients, arithmetic, in_precision
-from convoy.runtime.precision import dtype_named
+from convoy.runtime.precision import agree_on_precision, dtype_named
 from convoy.simulate.compute import bytes_moved, shape_s
 
-DRAWN = 1 << 16
-"""The most random numbers drawn for one input; a larger input repeats them."""
+SPEEDS_SLICE_S, SPEEDS_ROUNDS = 0.01, 3
+
+DRAWN = 1 << 16  # the most random numbers drawn for one input; a larger input repeats them
 
 
 class LayerTimer:
@@ -145,8 +150,7 @@ class LayerTimer:
             self.wall_s += time.perf_counter() - wall_s
             self.processor_s += time.process_time() - processor_s
         self.timings[name, size] = timing
-        times = timing.times(steady=self.timer.steady)
-        return times.forward_s + times.backward_s
+        return timing.times(steady=self.timer.steady).both_s
 
     def rows(self, factor: float = 1.0) -> dict[str, list[list[Any]]]:
         """Return each layer's points as `LayerPoint` values without device and layer, seconds times `factor`."""
@@ -162,22 +166,57 @@ class LayerTimer:
 
     def reached(self) -> dict[str, float]:
         """Return FLOP/s of the weighted layers and bytes/s of the others, each at its largest size; 0 without such layers."""
-        work = work_s = moved = moved_s = 0.0
+        amount, seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
         for name, first in self.alike.items():
             layer = self.traced.graph[name]
             sizes = [size for size in self.grids[first] if not size.shares_statistics]
             size = max(sizes, key=lambda size: (size.samples, size.outputs, size.inputs))
             times = self.timings[first, size].times(steady=self.timer.steady)
-            seconds, calls = times.forward_s + times.backward_s, 1 + (times.backward_s > 0)
-            if layer.weighted:
-                work, work_s = work + flop(layer, size) * (2 * calls - 1), work_s + seconds
-            else:
-                moved, moved_s = moved + bytes_moved(layer, size, 4) * calls, moved_s + seconds
-        rates = {"flop_per_s": (work, work_s), "memory_bytes_per_s": (moved, moved_s)}
-        return {name: amount / seconds if seconds else 0.0 for name, (amount, seconds) in rates.items()}
+            calls = 1 + (times.backward_s > 0)
+            work = flop(layer, size) * (2 * calls - 1) if layer.weighted else bytes_moved(layer, size, 4) * calls
+            amount[layer.weighted] += work
+            seconds[layer.weighted] += times.both_s
+        rates = {each: amount[each] / seconds[each] if seconds[each] else 0.0 for each in amount}
+        return {"flop_per_s": rates[True], "memory_bytes_per_s": rates[False]}
 
 
-# --- a layer at one size -------------------------------------------------------------------------------------------------
+@plain_torch()
+def measure_speeds(
+    group: Group,
+    traced: TracedModel,
+    model: nn.Module,
+    batch: int,
+    slowdown: float = 1.0,
+    precision: str = "float32",
+    progress: Progress = lambda _: None,
+) -> Speeds:
+    """Time the model's layers on all devices at once, as in training. Every device gets all speeds.
+
+    Raises:
+        MismatchError: the devices have different models.
+        DeviceLostError: a device did not answer.
+    """
+    agree_on(group, "model to measure", traced.graph.fingerprint, "started with another model")
+    agree_on_precision(group, traced.graph, precision)
+    timer = RoundTimer(Clock(group.torch_device, slowdown), slice_s=SPEEDS_SLICE_S, cold=True)
+    own = time_layers(LayerTimer(traced, model, batch, timer, SPEEDS_ROUNDS, precision), progress)
+    rows = gather(group, "measured speeds", own)
+    weighted = [layer.name for layer in traced.graph.weighted if layer.name in own]
+    return Speeds(
+        tuple(1 / sum(row.values()) for row in rows), {name: tuple(1 / row[name] for row in rows) for name in weighted}
+    )
+
+
+def time_layers(layers: LayerTimer, progress: Progress = lambda _: None) -> dict[str, float]:
+    """Return this device's seconds per sample of each batched layer, timed at a quarter of the batch."""
+    graph, samples, seconds = layers.traced.graph, max(2, layers.batch // 4), dict[str, float]()
+    for name, first in layers.alike.items():
+        if graph[name].batched and graph[name].kind != "pick":
+            if first not in seconds:
+                progress(f"layer {name}")
+                seconds[first] = layers.time(first, whole_size(graph[first], samples)) / samples
+            seconds[name] = seconds[first]
+    return seconds
 
 
 class SharedStatistics(Arithmetic):
@@ -224,11 +263,14 @@ def workload(
             run.call = in_precision(run.call, dtype_named(precision), device.type)
         inputs = _inputs(model, traced, layer, size, placed, device)
         y = run.forward(inputs, size.samples, False, wants)[0]
-        tensors = [
-            t for v in (*inputs, y) for t in (v if isinstance(v, tuple | list) else (v,)) if isinstance(t, Tensor)
-        ]
+        outputs = list(enumerate(y)) if isinstance(y, tuple | list) else [(0, y)]
+        values = [*inputs, *(value for _, value in outputs)]
+        tensors = [t for v in values for t in (v if isinstance(v, tuple | list) else (v,)) if isinstance(t, Tensor)]
         held_bytes = sum(math.prod(t.shape) * t.element_size() for t in tensors)
-        gradient = _gradient_like(y) if backward else None
+        gradient: Any = {
+            i: torch.randn_like(t) for i, t in outputs if backward and isinstance(t, Tensor) and t.is_floating_point()
+        }
+        gradient = gradient.get(0) if isinstance(y, Tensor) else gradient or None
         yield Workload(layer.name, run, inputs, size.samples, wants, gradient, held_bytes)
 
 
@@ -289,11 +331,3 @@ def _random(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     count = math.prod(shape)
     drawn = torch.randn(min(count, DRAWN), dtype=dtype, device=device)
     return drawn.repeat(-(-count // max(1, len(drawn))))[:count].reshape(shape)
-
-
-def _gradient_like(y: Any) -> Any:
-    """Return a random gradient of a layer's output; for several outputs, by index; None if none is differentiable."""
-    if isinstance(y, Tensor):
-        return torch.randn_like(y) if y.is_floating_point() else None
-    tensors = ((i, each) for i, each in enumerate(y) if isinstance(each, Tensor) and each.is_floating_point())
-    return {i: torch.randn_like(each) for i, each in tensors} or None

@@ -7,7 +7,7 @@ a latency is half of a round trip.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ import torch
 
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Group, Message
-from convoy.fleet import Fleet, Link, NetworkSegment, Nic
-from convoy.measure.timing import plain_torch, spread_of, typical
+from convoy.fleet import Fleet, Link, Nic
+from convoy.measure.timing import Now, Progress, plain_torch, spread_of, typical
 from convoy.simulate.table import LinkSpread
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)
@@ -42,14 +42,6 @@ class PairLink:
 
 
 @dataclass(frozen=True, slots=True)
-class NicRates:
-    """The rates of one host to and from all other hosts at once."""
-
-    send_bytes_per_s: float
-    receive_bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Traffic:
     """A device's seconds per byte sent, per byte received and per message, at its share of a processor."""
 
@@ -60,34 +52,39 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class WireTimes:
-    """The measured network: pairs in both directions, NICs if there are several hosts, and each device's traffic cost."""
+    """The measured network.
+
+    Attributes:
+        pairs: links in both directions.
+        nics: rates of each host to and from all others at once; empty if there is one host.
+        traffic: of each device.
+    """
 
     pairs: tuple[PairLink, ...]
-    nics: tuple[NicRates, ...]
+    nics: tuple[Nic, ...]
     traffic: tuple[Traffic, ...]
 
     def into(self, fleet: Fleet) -> Fleet:
-        """Return the fleet with measured NICs, links and uplinks."""
-        host = [device.host for device in fleet.devices]
+        """Return the fleet with measured NICs and links. Uplinks of segments stay as described."""
         links = tuple(
             Link(*ends, statistics.median(p.bytes_per_s for p in pairs), statistics.median(p.latency_s for p in pairs))
             for ends, pairs in self._by_hosts(fleet).items()
         )
-        segments = tuple(_measured_segment(replace(fleet, links=()), segment, links) for segment in fleet.segments)
         if not self.nics:
-            return replace(fleet, links=links, segments=segments)
+            return replace(fleet, links=links)
         hosts = []
-        for entry, rates in zip(fleet.hosts, self.nics, strict=True):
-            out = [pair for pair in self.pairs if host[pair.source] == entry.name != host[pair.target]]
-            into = [pair for pair in self.pairs if host[pair.target] == entry.name != host[pair.source]]
+        for host, nic in zip(fleet.hosts, self.nics, strict=True):
+            others = [link for link in links if link.source != link.target]
+            out = [link for link in others if link.source == host.name]
+            into = [link for link in others if link.target == host.name]
             # A NIC is at least as fast as each of its links.
-            nic = Nic(
-                send_bytes_per_s=max(rates.send_bytes_per_s, *(pair.bytes_per_s for pair in out)),
-                receive_bytes_per_s=max(rates.receive_bytes_per_s, *(pair.bytes_per_s for pair in into)),
-                latency_s=statistics.median(pair.latency_s for pair in out),
+            card = Nic(
+                max(nic.send_bytes_per_s, *(link.bandwidth_bytes_per_s for link in out)),
+                max(nic.receive_bytes_per_s, *(link.bandwidth_bytes_per_s for link in into)),
+                statistics.median(link.latency_s for link in out),
             )
-            hosts.append(replace(entry, card=nic))
-        return replace(fleet, hosts=tuple(hosts), network=None, links=links, segments=segments)
+            hosts.append(replace(host, card=card))
+        return replace(fleet, hosts=tuple(hosts), network=None, links=links)
 
     def spreads(self, fleet: Fleet) -> tuple[LinkSpread, ...]:
         """Return the spread of repetitions of each link of `into`."""
@@ -98,31 +95,11 @@ class WireTimes:
 
     def _by_hosts(self, fleet: Fleet) -> dict[tuple[str, str], list[PairLink]]:
         """Group the pairs of devices by their hosts; both directions within a host are one link."""
-        host = [device.host for device in fleet.devices]
         result: dict[tuple[str, str], list[PairLink]] = {}
         for pair in self.pairs:
-            result.setdefault((host[pair.source], host[pair.target]), []).append(pair)
+            ends = fleet.devices[pair.source].host, fleet.devices[pair.target].host
+            result.setdefault(ends, []).append(pair)
         return result
-
-
-def _measured_segment(fleet: Fleet, segment: NetworkSegment, links: Sequence[Link]) -> NetworkSegment:
-    """Return the segment with an uplink as fast as the fastest link that only the described uplink limits."""
-
-    def fastest(rate: float, *, leaves: bool) -> float:
-        found = [rate]
-        for link in links:
-            inside, outside = (link.source, link.target) if leaves else (link.target, link.source)
-            crosses = fleet.segment_of(inside) == segment != fleet.segment_of(outside)
-            if crosses and fleet.path(link.source, link.target).bandwidth_bytes_per_s == rate:
-                found.append(link.bandwidth_bytes_per_s)
-        return max(found[1:], default=rate)
-
-    send = fastest(segment.uplink.send_bytes_per_s, leaves=True)
-    receive = fastest(segment.uplink.receive_bytes_per_s, leaves=False)
-    return replace(segment, uplink=replace(segment.uplink, send_bytes_per_s=send, receive_bytes_per_s=receive))
-
-
-# --- timed messages ------------------------------------------------------------------------------------------------------
 
 
 class Stage(NamedTuple):
@@ -133,15 +110,11 @@ class Stage(NamedTuple):
     processor_s: list[float]
 
 
-class _Messages:
-    """A sender, receiver and timer of this device's messages."""
+class TimedMessages:
+    """The timed messages of this device."""
 
-    def __init__(self, group: Group, now: Callable[[], float], processor: Callable[[], float]) -> None:
+    def __init__(self, group: Group, now: Now, processor: Now) -> None:
         self.group, self.now, self.processor = group, now, processor
-
-    def _messages(self, sizes: Mapping[int, int]) -> list[Message]:
-        device = self.group.torch_device
-        return [Message(peer, torch.zeros(size, dtype=torch.uint8, device=device)) for peer, size in sizes.items()]
 
     def fan(self, centre: int, out: Mapping[int, int], into: Mapping[int, int], repeats: int) -> Stage:
         """Send from one device to others at once, then back from all of them, several times.
@@ -152,13 +125,16 @@ class _Messages:
         Returns:
             all repetitions but the first, which finds cold buffers; nothing on a device without messages.
         """
-        me, found = self.group.device, Stage(max(out.values()), [], [])
-        if me == centre:
-            rounds = [(self._messages(out), []), ([], self._messages(into))]
-        elif me in out:
-            rounds = [([], self._messages({centre: out[me]})), (self._messages({centre: into[me]}), [])]
-        else:
-            return found
+        device, me, found = self.group.torch_device, self.group.device, Stage(max(out.values()), [], [])
+        if me != centre:
+            if me not in out:
+                return found
+            out, into = {centre: out[me]}, {centre: into[me]}
+        forth, back = (
+            [Message(peer, torch.zeros(size, dtype=torch.uint8, device=device)) for peer, size in sizes.items()]
+            for sizes in (out, into)
+        )
+        rounds = [(forth, []), ([], back)] if me == centre else [([], forth), (back, [])]
         for number in range(repeats + 1):
             start_s, start_processor_s = self.now(), self.processor()
             for sends, receives in rounds:
@@ -168,46 +144,41 @@ class _Messages:
                 found.processor_s.append(self.processor() - start_processor_s)
         return found
 
-    def _stage(self, peer: int, size: int, count: int) -> Stage:
-        order = torch.tensor([size, count], dtype=torch.int64, device=self.group.torch_device)
-        self.group.exchange([Message(peer, order)], [])
-        return self.fan(self.group.device, {peer: size}, {peer: ACK_BYTES}, count) if size else Stage(0, [], [])
-
     def follow(self, peer: int) -> list[Stage]:
         """Answer the messages of the peer's `lead`."""
         stages: list[Stage] = []
+        order, me = torch.zeros(2, dtype=torch.int64, device=self.group.torch_device), self.group.device
         while True:
-            order = torch.zeros(2, dtype=torch.int64, device=self.group.torch_device)
             self.group.exchange([], [Message(peer, order)])
             size, count = order.tolist()
             if not size:
                 return stages
-            me = self.group.device
             stages.append(Stage(size, [], self.fan(peer, {me: size}, {me: ACK_BYTES}, count).processor_s))
 
     def lead(self, peer: int, allowance_s: float) -> list[Stage]:
         """Time small messages, and messages of the largest size that the time allows. Only this end measures time."""
 
+        def stage(size: int, count: int) -> Stage:
+            order = torch.tensor([size, count], dtype=torch.int64, device=self.group.torch_device)
+            self.group.exchange([Message(peer, order)], [])
+            return self.fan(self.group.device, {peer: size}, {peer: ACK_BYTES}, count) if size else Stage(0, [], [])
+
         def count(each_s: float) -> int:
             return min(REPEATS[1], max(REPEATS[0], round(allowance_s / 4 / max(each_s, 1e-9))))
 
         # The first messages find cold connections; they only determine how many more fit.
-        first_s = statistics.median(self._stage(peer, SIZES[0], REPEATS[0]).seconds)
-        small = self._stage(peer, SIZES[0], count(first_s))
+        small = stage(SIZES[0], count(statistics.median(stage(SIZES[0], REPEATS[0]).seconds)))
         fastest_s, size, longer_s = min(small.seconds), SIZES[0], 0.0
         for larger in SIZES[1:]:
             if longer_s * larger / size > PROBE_S:
                 break
-            tried_s = self._stage(peer, larger, 1).seconds[0] - fastest_s
+            tried_s = stage(larger, 1).seconds[0] - fastest_s
             if tried_s > max(allowance_s / 4, PAUSE_S):  # under a small quota any message may contain a pause
                 break
             size, longer_s = larger, max(0.0, tried_s)
-        large = self._stage(peer, size, count(fastest_s + longer_s))
-        self._stage(peer, 0, 0)
+        large = stage(size, count(fastest_s + longer_s))
+        stage(0, 0)
         return [small, large]
-
-
-# --- rates and latencies ---------------------------------------------------------------------------------------------------
 
 
 def pairs_to_measure(host: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
@@ -225,9 +196,9 @@ def measure_links(
     share: float,
     *,
     budget_s: float = 20.0,
-    now: Callable[[], float] = time.perf_counter,
-    processor: Callable[[], float] = time.process_time,
-    progress: Callable[[str], object] = lambda _: None,
+    now: Now = time.perf_counter,
+    processor: Now = time.process_time,
+    progress: Progress = lambda _: None,
 ) -> WireTimes:
     """Measure the network. All devices call it and get the same value.
 
@@ -241,10 +212,10 @@ def measure_links(
         DeviceLostError: a device did not answer within the group's time limit.
     """
     pairs, firsts = pairs_to_measure(host)
-    messages = _Messages(group, now, processor)
+    messages = TimedMessages(group, now, processor)
     allowance_s = min(PAIR_S, budget_s / 2 / max(1, len(pairs)), group.timeout_s / 8)
     links: list[PairLink] = []
-    trips: dict[frozenset[int], float] = {}
+    trips_s: dict[frozenset[int], float] = {}
     sent: list[Stage] = []
     received: list[Stage] = []
     for a, b in pairs:
@@ -257,47 +228,47 @@ def measure_links(
             elif group.device == target:
                 received += messages.follow(source)
         rows = gather(group, f"link {a} {b}", own)
-        out_stages, back_stages = ([Stage(*row) for row in rows[device]] for device in (a, b))
-        links += _both_directions(a, b, out_stages, back_stages)
-        trips[frozenset((a, b))] = min(*out_stages[0].seconds, *back_stages[0].seconds)
+        out, back = ([Stage(*row) for row in rows[device]] for device in (a, b))
+        links += _both_directions(a, b, out, back)
+        trips_s[frozenset((a, b))] = min(*out[0].seconds, *back[0].seconds)
     nics = []
     if len(firsts) > 1:
-        rate = {
-            (link.source, link.target): link.bytes_per_s for link in links if {link.source, link.target} <= set(firsts)
-        }
+        rate = {(link.source, link.target): link.bytes_per_s for link in links}
         each_s = min(budget_s / len(firsts), group.timeout_s) / 16 / NIC_REPEATS
-        size = min(SIZES[-1], max(SIZES[0], round(each_s * max(rate.values()) / len(firsts))))
+        fastest = max(rate[a, b] for a in firsts for b in firsts if a != b)
+        size = min(SIZES[-1], max(SIZES[0], round(each_s * fastest / len(firsts))))
         for centre in firsts:
             progress(f"NIC of device {centre}'s host")
             others = [device for device in firsts if device != centre]
             # Bytes in proportion to each peer's link, so that a slow peer does not hide a fast NIC.
-            out = _in_proportion({other: rate[centre, other] for other in others}, size)
-            into = _in_proportion({other: rate[other, centre] for other in others}, size)
+            out_bytes = _in_proportion({other: rate[centre, other] for other in others}, size)
+            in_bytes = _in_proportion({other: rate[other, centre] for other in others}, size)
             acks = dict.fromkeys(others, ACK_BYTES)
-            timed = [messages.fan(centre, *sizes, NIC_REPEATS).seconds for sizes in ((out, acks), (acks, into))]
-            out_s, into_s = gather(group, f"NIC {centre}", timed)[centre]
-            trip_s = max(trips[frozenset((centre, other))] for other in others)
+            timed = [messages.fan(centre, *each, NIC_REPEATS).seconds for each in ((out_bytes, acks), (acks, in_bytes))]
+            trip_s = max(trips_s[frozenset((centre, other))] for other in others)
             send, receive = (
-                sum(sizes.values()) / max(typical(each) - trip_s, 1e-9)
-                for sizes, each in ((out, out_s), (into, into_s))
+                sum(sizes.values()) / max(typical(seconds) - trip_s, 1e-9)
+                for sizes, seconds in zip(
+                    (out_bytes, in_bytes), gather(group, f"NIC {centre}", timed)[centre], strict=True
+                )
             )
-            nics.append(NicRates(send, receive))
+            nics.append(Nic(send, receive, latency_s=0.0))
     rows = gather(group, "processor time of traffic", asdict(_traffic(sent, received, share)))
     return WireTimes(tuple(links), tuple(nics), tuple(Traffic(**row) for row in rows))
 
 
-def _both_directions(a: int, b: int, out_stages: Sequence[Stage], back_stages: Sequence[Stage]) -> list[PairLink]:
+def _both_directions(a: int, b: int, out: Sequence[Stage], back: Sequence[Stage]) -> list[PairLink]:
     """Return both links of a pair. A round trip contains the latencies of the message and of its acknowledgement."""
-    out_rate, back_rate = _bandwidth(out_stages), _bandwidth(back_stages)
-    trips = [
-        statistics.median(stages[0].seconds) - stages[0].size / out - ACK_BYTES / into
-        for stages, out, into in ((out_stages, out_rate, back_rate), (back_stages, back_rate, out_rate))
+    out_rate, back_rate = _bandwidth(out), _bandwidth(back)
+    trips_s = [
+        statistics.median(stages[0].seconds) - stages[0].size / rate - ACK_BYTES / ack_rate
+        for stages, rate, ack_rate in ((out, out_rate, back_rate), (back, back_rate, out_rate))
     ]
-    latency_s = max(0.0, statistics.fmean(trips) / 2)
-    spread = spread_of([*out_stages[0].seconds, *back_stages[0].seconds])
+    latency_s = max(0.0, statistics.fmean(trips_s) / 2)
+    spread = spread_of([*out[0].seconds, *back[0].seconds])
     return [
         PairLink(source, target, rate, latency_s, spread_of(stages[-1].seconds), spread)
-        for source, target, rate, stages in ((a, b, out_rate, out_stages), (b, a, back_rate, back_stages))
+        for source, target, rate, stages in ((a, b, out_rate, out), (b, a, back_rate, back))
     ]
 
 
@@ -321,12 +292,12 @@ def _in_proportion(rates: Mapping[int, float], largest: int) -> dict[int, int]:
 
 def _traffic(sent: Sequence[Stage], received: Sequence[Stage], share: float) -> Traffic:
     """Return seconds per byte from the largest messages, whose cost per message is negligible."""
-    rows = []
-    for stages in (sent, received):
+
+    def per_byte(stages: Sequence[Stage]) -> float:
         size = max((stage.size for stage in stages), default=0)
-        rows.append([s / size for stage in stages if stage.size == size for s in stage.processor_s])
-    out, into = (typical(row) / share if row else 0.0 for row in rows)
+        each_s = [s / size for stage in stages if stage.size == size for s in stage.processor_s]
+        return typical(each_s) / share if each_s else 0.0
+
     # Each message is answered, so this end handles two.
-    small = [s / 2 for stage in (*sent, *received) if stage.size == SIZES[0] for s in stage.processor_s]
-    message_s = typical(small) / share if small else 0.0
-    return Traffic(out, into, message_s)
+    small_s = [s / 2 for stage in (*sent, *received) if stage.size == SIZES[0] for s in stage.processor_s]
+    return Traffic(per_byte(sent), per_byte(received), typical(small_s) / share if small_s else 0.0)

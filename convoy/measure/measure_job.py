@@ -6,8 +6,8 @@ early.
 
 import datetime
 import hashlib
-import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -17,12 +17,20 @@ from convoy._version import __version__
 from convoy.comm.control_messages import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.fleet import Fleet
-from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices
-from convoy.measure.energy_meter import EnergyMeter, meter_of, once_each
+from convoy.measure.device_info import (
+    NOTICED,
+    DeviceInfo,
+    describe_device,
+    fit,
+    fleet_of,
+    host_indices,
+    read_usage,
+    slowed_by_others,
+)
+from convoy.measure.energy_meter import meter_of, once_each
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.link_probe import measure_links
-from convoy.measure.other_load import NOTICED, read_usage, slowed_by_others
-from convoy.measure.overhead_probe import find_quota, loss_shapes, measure_overheads, measure_sync, time_update
+from convoy.measure.overhead_probe import find_quota, loss_shapes, measure_overheads, measure_sync
 from convoy.measure.timed_sizes import first_allowance_s, sizes_of_plans, timing_s
 from convoy.measure.timing import SLICE_S, TURN_ROUNDS, Now, Progress, RoundTimer, plain_torch
 from convoy.model.tracing import TracedModel
@@ -33,17 +41,14 @@ from convoy.simulate.costs import Overheads
 from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
 BUDGET_S = 60.0
-LINKS_FRACTION = 0.25
-"""The fraction of a budget for the links."""
+LINKS_FRACTION = 0.25  # the fraction of a budget for the links
 
-GRID_FRACTION = 2 / 3
-"""The fraction of the layers' seconds for the grids; the rest is for the sizes that plans use."""
+GRID_FRACTION = 2 / 3  # the fraction of the layers' seconds for the grids; the rest is for the sizes that plans use
 
 OTHER_SLICES, POINT_SLICES, POINTS = 550, 10, 7
 """Slices for everything but layers and links; slices per size of a layer; sizes of a layer with short calls."""
 
-SHORTEST_S = 2e-3
-"""The shortest slice: enough for some calls of a short layer."""
+SHORTEST_S = 2e-3  # the shortest slice: enough for some calls of a short layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,52 +115,40 @@ def measure_job(
     clock.now = options.processor or clock.now
     timer = RoundTimer(clock, quota_now, steady=quota_now is not None, cold=True)
     layers = LayerTimer(traced, model, batch, timer, TURN_ROUNDS, options.precision)
-    slice_s = timer.slice_s = options.slice_s or slice_of(layers_s, len(set(layers.alike.values())))
+    names = list(dict.fromkeys(layers.alike.values()))
+    slice_s = timer.slice_s = options.slice_s or slice_of(layers_s, len(names))
     begin, meter = read_usage(), meter_of(device)
-    watts = _time_grids(
-        group, layers, max(0.0, layers_s - OTHER_SLICES * slice_s) * GRID_FRACTION, meter, options, progress
-    )
+    grids_s = max(0.0, layers_s - OTHER_SLICES * slice_s) * GRID_FRACTION
+    meter.joules()
+    _time_grids(group, layers, names, grids_s, options.wall, progress)
+    joules, usage_s = meter.joules(), read_usage().wall_s - begin.wall_s
+    watts = None if joules is None else joules / max(usage_s, 1e-9)
     powers = once_each(*zip(*gather(group, "energy of layers", [meter.key, meter.source, watts]), strict=True))
     slowed = slowed_by_others(group, "load during layers", begin)
 
-    hosts = host_indices(fleet)
-    wire = measure_links(group, hosts, share, budget_s=links_s, progress=progress)
+    wire = measure_links(group, host_indices(fleet), share, budget_s=links_s, progress=progress)
     progress("overheads of a step")
-    now, outputs = timer.now, loss_shapes(traced.graph, batch)
-    update_s = time_update(device, now, slice_s)
-    overheads = measure_overheads(device, now, slice_s, wire.traffic[me].message_s, share, outputs)
+    outputs = loss_shapes(traced.graph, batch)
+    overheads, update_s = measure_overheads(device, timer.now, slice_s, wire.traffic[me].message_s, share, outputs)
     every = [Overheads(**row) for row in gather(group, "overheads", asdict(overheads))]
     progress("exchanges during computation")
     sync = measure_sync(group, clock, wire, every, slice_s, quota)
     own = {"update_s_per_entry": update_s, "process_bytes": process_bytes, **layers.reached()}
-    own_rows = gather(group, "costs of a step", own)
+    costs = tuple(
+        DeviceCosts(
+            device=device.name, send_s_per_byte=traffic.send_s_per_byte, receive_s_per_byte=traffic.receive_s_per_byte,
+            jitter_s=jitter_s, noise=noise, other_load=slow - 1 if slow > NOTICED else 0.0, measured_w=power[0],
+            measured_by=power[1], **asdict(overhead), **row,
+        )
+        for device, traffic, jitter_s, noise, overhead, slow, power, row in zip(
+            fleet.devices, wire.traffic, sync.jitter_s, sync.noise, sync.overheads, slowed, powers,
+            gather(group, "costs of a step", own), strict=True,
+        )
+    )  # fmt: skip
     measured = Measurement(
-        fleet=wire.into(fleet),
-        net=options.net,
-        fingerprint=traced.graph.fingerprint,
-        batch=batch,
-        convoy=__version__,
-        torch=str(torch.__version__),
-        date=date,
-        device=tuple(
-            DeviceCosts(
-                device=fleet.devices[index].name,
-                send_s_per_byte=traffic.send_s_per_byte,
-                receive_s_per_byte=traffic.receive_s_per_byte,
-                jitter_s=sync.jitter_s[index],
-                noise=sync.noise[index],
-                other_load=slowed[index] - 1 if slowed[index] > NOTICED else 0.0,
-                measured_w=powers[index][0],
-                measured_by=powers[index][1],
-                **asdict(overhead),
-                **own_rows[index],
-            )
-            for index, (traffic, overhead) in enumerate(zip(wire.traffic, sync.overheads, strict=True))
-        ),
-        layer=_points(group, fleet, layers),
-        link=wire.spreads(fleet),
-        precision=options.precision,
-    )
+        wire.into(fleet), options.net, traced.graph.fingerprint, batch, __version__, str(torch.__version__), date, costs,
+        _points(group, fleet, layers), wire.spreads(fleet), options.precision,
+    )  # fmt: skip
     progress("the sizes that plans use")
     _time_plan_sizes(group, layers, measured, layers_s + links_s - (options.wall() - start_s), options.wall)
     factor = 1.0
@@ -186,51 +179,38 @@ def _agree(group: Group, traced: TracedModel, batch: int, options: MeasureOption
     return str(rows[0][1])
 
 
-# --- layers --------------------------------------------------------------------------------------------------------------
-
-
 def _time_grids(
-    group: Group, layers: LayerTimer, budget_s: float, meter: EnergyMeter, options: MeasureOptions, progress: Progress
-) -> float | None:
-    """Time the grids of all layers, turn by turn, until all are known or the time is up; return this device's watts.
+    group: Group, layers: LayerTimer, names: Sequence[str], budget_s: float, wall: Now, progress: Progress
+) -> None:
+    """Time the grids of these layers, turn by turn, until all are known or the time is up.
 
     A brief disturbance then affects only one of many turns. Waiting for slower devices counts as time.
     """
-    names, left_s, joules, metered_s = list(dict.fromkeys(layers.alike.values())), budget_s, 0.0, 0.0
-    for turn in itertools.count(1):
+    left_s, turn = budget_s, 0
+    while (names and left_s > 0) or not turn:
+        turn += 1
         for index, name in enumerate(names):
             progress(f"turn {turn}: layer {name} ({index + 1} of {len(names)})")
-            start_s = options.wall()
+            start_s = wall()
             allowance_s = first_allowance_s(layers.traced.graph, names[index:], left_s)
-            meter.joules()
-            layers.turn(name, min(allowance_s, group.timeout_s / 4), options.wall)
-            joules, metered_s = joules + (meter.joules() or 0.0), metered_s + options.wall() - start_s
+            layers.turn(name, min(allowance_s, group.timeout_s / 4), wall)
             group.agree(f"layer {name}, turn {turn}", "")
-            left_s = max(0.0, left_s - (options.wall() - start_s))
+            left_s = max(0.0, left_s - (wall() - start_s))
         rows = gather(group, f"turn {turn}", [left_s, [name for name in names if layers.unknown(name)]])
         names = [name for name in names if any(name in unknown for _, unknown in rows)]
-        if not names or min(left for left, _ in rows) <= 0:
-            break
-    return joules / metered_s if meter.key and metered_s > 0 else None
+        left_s = min(left for left, _ in rows)
 
 
 def _time_plan_sizes(group: Group, layers: LayerTimer, measured: Measurement, budget_s: float, wall: Now) -> None:
     """Time as many of the plans' sizes as the budget allows, turn by turn. Planning counts too."""
-    start_s = wall()
+    start_s, graph = wall(), layers.traced.graph
     rows = from_first(
-        group,
-        "sizes of plans",
-        lambda: [
-            [asdict(size) for size in each]
-            for each in sizes_of_plans(measured, layers.traced.graph, layers.batch, layers.alike)
-        ],
-    )[group.device]
+        group, "sizes of plans", lambda: sizes_of_plans(measured, graph, layers.batch, layers.alike)
+    )[group.device]  # fmt: skip
     budget_s = min(budget_s, wall() - start_s + group.timeout_s / 4)
-    todo = [
-        (each["layer"], LocalSize(**each["size"]), timing_s(each["seconds"], layers.timer.slice_s)) for each in rows
-    ]
+    todo = [(layer, LocalSize(*size), timing_s(seconds, layers.timer.slice_s)) for layer, size, seconds in rows]
     while todo:
-        timed = []
+        unknown = []
         for name, size, takes_s in todo:
             # A size that no longer fits may be followed by a shorter one that does.
             if wall() - start_s + takes_s <= budget_s:
@@ -238,8 +218,8 @@ def _time_plan_sizes(group: Group, layers: LayerTimer, measured: Measurement, bu
                     sizes.append(size)
                 layers.time(name, size)
                 if not layers.timings[name, size].is_known:
-                    timed.append((name, size, takes_s))
-        todo = timed
+                    unknown.append((name, size, takes_s))
+        todo = unknown
 
 
 def _points(group: Group, fleet: Fleet, layers: LayerTimer, factor: float = 1.0) -> tuple[LayerPoint, ...]:

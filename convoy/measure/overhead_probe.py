@@ -13,10 +13,12 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +27,9 @@ from torch import nn
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Arrived, Group, Message, Pending
 from convoy.layout.layout import Split, everywhere
+from convoy.measure.device_info import quota_cores
 from convoy.measure.layer_timer import workload
 from convoy.measure.link_probe import WireTimes
-from convoy.measure.other_load import quota_cores
 from convoy.measure.timing import (
     CORE_BYTES,
     PROCESSOR_BYTES,
@@ -46,7 +48,7 @@ from convoy.model.tracing import trace
 from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move, Value
-from convoy.runtime.clock import Clock, Computing
+from convoy.runtime.clock import Clock
 from convoy.runtime.exchange import StartedMove
 from convoy.runtime.gradients import SUM_LANE
 from convoy.runtime.module import Distributed
@@ -62,8 +64,7 @@ COPIED_BYTES = 4 << 20
 
 BATCH, QUEUED, UPDATED = 2, 100, 1 << 20
 
-LOSS_ENTRIES = 1 << 22
-"""The most output entries that a loss is timed on; at least one sample."""
+LOSS_ENTRIES = 1 << 22  # the most output entries that a loss is timed on; at least one sample
 
 
 @plain_torch(torch.float32)
@@ -74,8 +75,8 @@ def measure_overheads(
     message_s: float = 0.0,
     share: float = 1.0,
     outputs: Sequence[Sequence[int]] = (),
-) -> Overheads:
-    """Time all overheads except messages. Takes a few seconds with the default slice.
+) -> tuple[Overheads, float]:
+    """Return all overheads except messages, and the optimizer's seconds per parameter entry (SGD with momentum).
 
     Args:
         message_s: seconds of this device's processor for one small message, at its share of a processor.
@@ -96,10 +97,13 @@ def measure_overheads(
         each_s = (many_s - few_s) / (counts[1] - counts[0])
         return each_s, few_s - counts[0] * each_s
 
-    tensor_s, _ = line(TENSORS, lambda count: _optimizer([2] * count, device).step)
+    tensor_s, _ = line(TENSORS, lambda count: _optimizer([2] * count, device))
     step_each_s, step_none_s = line(LAYERS, lambda count: _training(count, device, core))
     peer_s, round_s = line(PEERS, lambda count: _round(count, device))
-    flatten_s, linear_s = (_layer_s(kind, timer) for kind in ("flatten", "linear"))
+    flatten_s, linear_s = (
+        _of_layer(kind, device, lambda work: timer.time(work).times(steady=True).both_s)
+        for kind in ("flatten", "linear")
+    )
     # Each Linear has a round before it, one after it, and two parameters.
     layer_s = max(0.0, step_each_s - linear_s - 2 * (round_s + peer_s) - 2 * tensor_s)
     each_message_s = message_s + max(0.0, peer_s) / 2  # each peer is sent a message and sends one
@@ -108,12 +112,11 @@ def measure_overheads(
     large = torch.zeros(FRESH_BYTES // 4 + 4096, device=device)
     fresh_s = seconds(lambda: large.new_zeros(len(large))) - seconds(large.zero_)
     # Only the difference to the small loss that `step_s` already contains.
-    loss_bytes = 4 * (sum(map(math.prod, outputs)) - 2 * BATCH)
-    loss_s = 0.0
+    loss_bytes, loss_s = 4 * (sum(map(math.prod, outputs)) - 2 * BATCH), 0.0
     if loss_bytes > 0:
         least_s = seconds(_loss((BATCH, 2), device))
-        loss_s = sum(seconds(_loss(shape, device)) - least_s for shape in outputs)
-    return Overheads(
+        loss_s = max(0.0, sum(seconds(_loss(shape, device)) - least_s for shape in outputs)) / loss_bytes
+    found = Overheads(
         step_s=max(0.0, step_none_s - flatten_s - layer_s),
         layer_s=layer_s,
         round_s=max(0.0, round_s + each_message_s - message_s * share),
@@ -122,17 +125,10 @@ def measure_overheads(
         add_s_per_byte=seconds(lambda: x.add_(y)) / COPIED_BYTES,
         fresh_s_per_byte=max(0.0, fresh_s) / (4 * len(large)),
         update_s_per_tensor=max(0.0, tensor_s),
-        loss_s_per_byte=max(0.0, loss_s) / loss_bytes if loss_bytes > 0 else 0.0,
-        queue_s=0.0 if device.type == "cpu" else _queue_s(device),
+        loss_s_per_byte=loss_s,
+        queue_s=0.0 if device.type == "cpu" else _of_layer("linear", device, partial(_queue_s, device)),
     )
-
-
-@plain_torch(torch.float32)
-def time_update(device: torch.device, now: Now, slice_s: float) -> float:
-    """Return the seconds per parameter entry of SGD with momentum."""
-    optimizer = _optimizer([UPDATED], device)
-    optimizer.step()  # makes the momentum
-    return statistics.median(ColdCaches(device, now, PROCESSOR_BYTES).seconds(optimizer.step, slice_s)) / UPDATED
+    return found, statistics.median(processor.seconds(_optimizer([UPDATED], device), slice_s)) / UPDATED
 
 
 def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
@@ -142,14 +138,12 @@ def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
     return [(samples, *shape) for shape in each]
 
 
-# --- timed work ----------------------------------------------------------------------------------------------------------
-
-
-def _optimizer(sizes: Sequence[int], device: torch.device) -> torch.optim.Optimizer:
+def _optimizer(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
+    """Return an optimizer step of parameters with these numbers of entries."""
     parameters = [nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9).step
 
 
 def _loss(shape: Sequence[int], device: torch.device) -> Callable[[], object]:
@@ -169,22 +163,15 @@ def _chain(layers: int) -> nn.Module:
 
 
 class _FillingClock(Clock):
-    """A clock that fills the caches after each layer."""
+    """A clock that fills the caches after each segment of layers."""
 
     def __init__(self, device: torch.device, cold: ColdCaches) -> None:
         super().__init__(device)
         self.cold = cold
 
-    def segment(self, expected_s: Mapping[str, float], phase: str) -> "_Filling":
-        return _Filling(self, expected_s, phase)
-
-
-class _Filling(Computing):
-    _clock: _FillingClock
-
-    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
-        super().__exit__(kind, *others)
-        self._clock.cold.fill()
+    def add(self, elapsed_s: float, expected_s: Mapping[str, float], phase: str) -> None:
+        super().add(elapsed_s, expected_s, phase)
+        self.cold.fill()
 
 
 def _training(layers: int, device: torch.device, cold: ColdCaches) -> Callable[[], object]:
@@ -238,30 +225,19 @@ def _round(peers: int, device: torch.device) -> Callable[[], object]:
     return lambda: StartedMove(group, move.schedule, x, src, dst, shape).land()
 
 
-@contextmanager
-def _chain_layer(kind: str, device: torch.device) -> Iterator[Workload]:
-    """Yield the last layer of this kind in a chain."""
+def _of_layer(kind: str, device: torch.device, measure: Callable[[Workload], float]) -> float:
+    """Measure the last layer of this kind in a chain."""
     model = _chain(1).to(device)
     traced = trace(model, torch.zeros(1, 4, 1, 1, device=device))
     layer = [layer for layer in traced.graph.layers.values() if layer.kind == kind][-1]
     size = whole_size(layer, BATCH)
     with torch.no_grad(), workload(model, traced, layer, size, (False,), backward=kind != "flatten") as work:
-        yield work
+        return measure(work)
 
 
-def _layer_s(kind: str, timer: RoundTimer) -> float:
-    with _chain_layer(kind, timer.clock.device) as work:
-        times = timer.time(work).times(steady=True)
-    return times.forward_s + times.backward_s
-
-
-def _queue_s(device: torch.device) -> float:
+def _queue_s(device: torch.device, work: Workload) -> float:
     """Return the host's seconds to queue a layer's forward; autograd takes about as long for its backward."""
-    with _chain_layer("linear", device) as work:
-        return statistics.median(queued_seconds(device, QUEUED, work.forward)[1] for _ in range(5)) / QUEUED
-
-
-# --- synchronisation and CPU quotas ------------------------------------------------------------------------------------
+    return statistics.median(queued_seconds(device, QUEUED, work.forward)[1] for _ in range(5)) / QUEUED
 
 
 TASK_SLICES = 2  # 40 ms with the usual slice, about as long as a layer of the benchmark nets
@@ -275,8 +251,8 @@ RING_S, RING_BYTES = 0.01, 1 << 20  # bytes of a ring round: those of the slowes
 class Quota:
     """The CPU quota of this device: its share of one processor, and whether a quota limits it."""
 
-    share: float
-    limited: bool
+    share: float = 1.0
+    limited: bool = False
 
     def clock(self, slowdown: float) -> Now | None:
         """Return the clock for timing layers: processor time divided by the share. None: the wall clock.
@@ -304,40 +280,14 @@ def find_quota(group: Group) -> Quota | None:
     return Quota(min(1.0, cores or 1.0), cores is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """The seconds that one device measured; one value per block, except `own_s`.
-
-    Attributes:
-        share, limited: see `Quota`.
-        alone_s: of a task without exchanges.
-        together_s: of a task and its exchange.
-        own_s: of each task before an exchange.
-        calls_s, rest_calls_s: processor seconds of an exchange, after computing and at rest.
-        rested_s: of a task after a rest; only with a quota.
-        ring_s, overlapped_ring_s: of a round in a ring, at rest and while all devices compute; only with a quota.
-    """
-
-    share: float = 1.0
-    limited: bool = False
-    alone_s: list[float] = field(default_factory=list)
-    together_s: list[float] = field(default_factory=list)
-    own_s: list[float] = field(default_factory=list)
-    calls_s: list[float] = field(default_factory=list)
-    rest_calls_s: list[float] = field(default_factory=list)
-    rested_s: list[float] = field(default_factory=list)
-    ring_s: list[float] = field(default_factory=list)
-    overlapped_ring_s: list[float] = field(default_factory=list)
-
-    @property
-    def call_factor(self) -> float:
-        """Processor time of an exchange after computing, divided by that at rest; at least 1."""
-        rest_s = statistics.median(self.rest_calls_s) if self.rest_calls_s else 0.0
-        return max(1.0, statistics.median(self.calls_s) / rest_s) if rest_s > 0 else 1.0
+Blocks = dict[str, list[float]]
+"""What one device measured, one value per block. Seconds of a task ("alone"), of a task and its exchange ("together"), of each
+task before an exchange ("tasks"); processor seconds of an exchange after computing ("calls") and at rest ("rest_calls").
+Under a quota also seconds of a task after a rest ("rested"), and of a round in a ring at rest ("ring") and while all devices
+compute ("overlapped_ring")."""
 
 
-@dataclass(frozen=True, slots=True)
-class SyncOverhead:
+class SyncOverhead(NamedTuple):
     """The synchronisation costs of each device.
 
     Attributes:
@@ -370,65 +320,72 @@ def measure_sync(
     Raises:
         DeviceLostError: a device did not answer within the group's time limit.
     """
-    own = Blocks() if quota is None else Blocks(quota.share, quota.limited)
-    now, ring_bytes = device_now(group.torch_device), int(min(RING_BYTES, RING_S * _slowest_nic(wire)))
     if group.devices == 1:
         return SyncOverhead((0.0,), tuple(overheads), (None,))
+    now, ring_bytes = device_now(group.torch_device), int(min(RING_BYTES, RING_S * _slowest_nic(wire)))
+    found: Blocks = defaultdict(list)
     task = _task(group, clock, now, slice_s)
     for block in range(BLOCKS):
-        _time_block(group, own, task, now, block)
+        _time_block(group, found, task, now, block)
         if quota is not None:
-            _time_noise(group, own, task, now, TASK_SLICES * slice_s, ring_bytes)
-    rows = [Blocks(**row) for row in gather(group, "synchronisation", asdict(own))]
-    return sync_overhead(rows, wire, overheads, ring_bytes)
+            _time_noise(group, found, task, now, TASK_SLICES * slice_s, ring_bytes)
+    rows = gather(group, "synchronisation", [asdict(quota or Quota()), found])
+    return sync_overhead([each for _, each in rows], [Quota(**each) for each, _ in rows], wire, overheads, ring_bytes)
 
 
 def sync_overhead(
-    devices: Sequence[Blocks], wire: WireTimes, overheads: Sequence[Overheads], ring_bytes: int
+    devices: Sequence[Blocks],
+    quotas: Sequence[Quota],
+    wire: WireTimes,
+    overheads: Sequence[Overheads],
+    ring_bytes: int,
 ) -> SyncOverhead:
     """Compute the synchronisation costs from the times of all devices."""
-    costs = [
-        replace(own, round_s=own.round_s * each.call_factor, message_s=own.message_s * each.call_factor)
-        for own, each in zip(overheads, devices, strict=True)
-    ]
+    costs = []
+    for own, each in zip(overheads, devices, strict=True):
+        rest_s = statistics.median(each.get("rest_calls", [0.0]))
+        factor = max(1.0, statistics.median(each["calls"]) / rest_s) if rest_s > 0 else 1.0
+        costs.append(replace(own, round_s=own.round_s * factor, message_s=own.message_s * factor))
     # The simulator's costs of both exchanges. A device that computes moves bytes with half of its processor.
     calls_s = max(each.calls_s(2 * (len(costs) - 1)) for each in costs)
     exchange_s = calls_s + max((link.latency_s for link in wire.pairs), default=0.0)
     moving_s = max(ring_bytes * (each.send_s_per_byte + each.receive_s_per_byte) / SHARE for each in wire.traffic)
     ring_s = max(each.round_s + each.message_s for each in costs) + max(moving_s, ring_bytes / _slowest_nic(wire))
 
-    alone_s = max(typical(each.alone_s) for each in devices)
-    jitter_s = _delays(_slowest([each.together_s for each in devices]) - alone_s - exchange_s, devices)
-    delays_s = (0.0,) * len(devices)
-    if all(each.ring_s for each in devices):
-        ring_s = max(ring_s, _slowest([each.ring_s for each in devices]))
-        delays_s = _delays(_slowest([each.overlapped_ring_s for each in devices]) - ring_s, devices)
+    def slowest_s(name: str) -> float:
+        """Return the typical value, over blocks, of the slowest device's seconds."""
+        return typical([max(block) for block in zip(*(each[name] for each in devices), strict=True)])
+
+    deviations_s = [statistics.pstdev(each["tasks"]) for each in devices]
+
+    def delays_s(late_s: float) -> tuple[float, ...]:
+        """Charge the delay to the device whose task times vary most, and less to others in proportion.
+
+        Steady devices exchange in time; a device that is often interrupted delays the others.
+        """
+        most_s = max(deviations_s)
+        return tuple(late_s * each / most_s if late_s > 0 and most_s > 0 else 0.0 for each in deviations_s)
+
+    alone_s = [typical(each["alone"]) for each in devices]
+    ring_delays_s = (0.0,) * len(devices)
+    if all(each.get("ring") for each in devices):
+        ring_delays_s = delays_s(slowest_s("overlapped_ring") - max(ring_s, slowest_s("ring")))
     noise = (
-        QuotaNoise(delay_s, max(0.0, typical(each.alone_s) - typical(each.rested_s)), 1 / each.share)
-        if each.limited
-        else None
-        for each, delay_s in zip(devices, delays_s, strict=True)
+        QuotaNoise(delay_s, max(0.0, task_s - typical(each["rested"])), 1 / quota.share) if quota.limited else None
+        for each, quota, task_s, delay_s in zip(devices, quotas, alone_s, ring_delays_s, strict=True)
     )
-    return SyncOverhead(jitter_s, tuple(costs), tuple(noise))
+    return SyncOverhead(delays_s(slowest_s("together") - max(alone_s) - exchange_s), tuple(costs), tuple(noise))
 
 
 def _slowest_nic(wire: WireTimes) -> float:
     return min((min(nic.send_bytes_per_s, nic.receive_bytes_per_s) for nic in wire.nics), default=math.inf)
 
 
-def _slowest(blocks_s: Sequence[Sequence[float]]) -> float:
-    """Return the typical value, over blocks, of the slowest device's seconds."""
-    return typical([max(block) for block in zip(*blocks_s, strict=True)])
-
-
-def _delays(late_s: float, devices: Sequence[Blocks]) -> tuple[float, ...]:
-    """Charge the delay to the device whose task times vary most, and less to others in proportion.
-
-    Steady devices exchange in time; a device that is often interrupted delays the others.
-    """
-    deviations_s = [statistics.pstdev(each.own_s) for each in devices]
-    most_s = max(deviations_s)
-    return tuple(late_s * each / most_s if late_s > 0 and most_s > 0 else 0.0 for each in deviations_s)
+def _mean_s(now: Now, work: Callable[[], object], count: int) -> float:
+    start_s = now()
+    for _ in range(count):
+        work()
+    return (now() - start_s) / count
 
 
 def _time_block(group: Group, found: Blocks, task: Callable[[], None], now: Now, block: int) -> None:
@@ -437,81 +394,66 @@ def _time_block(group: Group, found: Blocks, task: Callable[[], None], now: Now,
     sends, receives = [Message(d, out) for d in others], [Message(d, torch.zeros_like(out)) for d in others]
     # With one compute thread, thread time excludes the threads that move messages.
     computing = time.thread_time if torch.get_num_threads() == 1 else time.process_time
+    computed_s = 0.0
+
+    def task_and_exchange() -> None:
+        nonlocal computed_s
+        begin_s, processor_s = now(), computing()
+        task()
+        computed_s += computing() - processor_s
+        found["tasks"].append(now() - begin_s)
+        group.exchange(sends, receives)
+
     group.agree(f"tasks {block}", "")
-    start_s = now()
-    for _ in range(TASKS):
-        task()
-    found.alone_s.append((now() - start_s) / TASKS)
+    found["alone"].append(_mean_s(now, task, TASKS))
     group.agree(f"tasks with exchanges {block}", "")
-    computed_s, processor_s = 0.0, time.process_time()
-    start_s = now()
-    for _ in range(TASKS):
-        begin_s, own_processor_s = now(), computing()
-        task()
-        computed_s += computing() - own_processor_s
-        found.own_s.append(now() - begin_s)
-        group.exchange(sends, receives)
-    found.together_s.append((now() - start_s) / TASKS)
-    found.calls_s.append((time.process_time() - processor_s - computed_s) / TASKS)
-    group.agree(f"exchanges {block}", "")
     processor_s = time.process_time()
-    for _ in range(TASKS):
-        group.exchange(sends, receives)
-    found.rest_calls_s.append((time.process_time() - processor_s) / TASKS)
+    found["together"].append(_mean_s(now, task_and_exchange, TASKS))
+    found["calls"].append((time.process_time() - processor_s - computed_s) / TASKS)
+    group.agree(f"exchanges {block}", "")
+    found["rest_calls"].append(_mean_s(time.process_time, lambda: group.exchange(sends, receives), TASKS))
 
 
 def _time_noise(
     group: Group, found: Blocks, task: Callable[[], None], now: Now, rest_s: float, ring_bytes: int
 ) -> None:
     group.agree("tasks after rests", "")
-    total_s = 0.0
+    rested_s = 0.0
     for _ in range(RESTED_TASKS):
         time.sleep(rest_s)
-        start_s = now()
-        task()
-        total_s += now() - start_s
-    found.rested_s.append(total_s / RESTED_TASKS)
+        rested_s += _mean_s(now, task, 1) / RESTED_TASKS
+    found["rested"].append(rested_s)
     if group.lanes <= SUM_LANE:
         return
     out, into = (torch.zeros(max(1, ring_bytes), dtype=torch.uint8, device=group.torch_device) for _ in range(2))
     sends = [Message((group.device + 1) % group.devices, out)]
     receives = [Message((group.device - 1) % group.devices, into)]
-
-    def rounds_s() -> float:
-        start_s = time.perf_counter()
-        for _ in range(RINGS):
-            group.start(sends, receives, SUM_LANE).wait()
-        return (time.perf_counter() - start_s) / RINGS
-
-    for rings_s, computes in ((found.ring_s, False), (found.overlapped_ring_s, True)):
+    for name in ("ring", "overlapped_ring"):
         group.agree("rounds in a ring", "")
         # In a separate thread, like gradient sums. Every wait in it has the group's time limit.
         with ThreadPoolExecutor(1, thread_name_prefix="convoy-rings") as pool:
-            future = pool.submit(rounds_s)
-            while computes and not future.done():
+            future = pool.submit(
+                _mean_s, time.perf_counter, lambda: group.start(sends, receives, SUM_LANE).wait(), RINGS
+            )
+            while name == "overlapped_ring" and not future.done():
                 task()
-            rings_s.append(future.result())
+            found[name].append(future.result())
 
 
 def _task(group: Group, clock: Clock, now: Now, slice_s: float) -> Callable[[], None]:
     """Return a computation of about `TASK_SLICES` slices, calibrated while all devices compute."""
     a = torch.ones(SIDE, SIDE, device=group.torch_device)
-    out = torch.empty_like(a)
+    out, count, tasks = torch.empty_like(a), 10, 1
 
-    def products(count: int) -> None:
+    def products() -> None:
         with clock.compute("jitter", "measure"):
             for _ in range(count):
                 torch.mm(a, a, out=out)
 
-    products(1)  # allocates, and chooses kernels
-    start_s = now()
-    products(10)
-    count = max(1, math.ceil(10 * TASK_SLICES * slice_s / max(now() - start_s, 1e-9)))
+    products()  # allocates, and chooses kernels
     # A device under a quota shows its mean speed only after a while, and unequal tasks would hide how devices vary.
-    for attempt in range(CALIBRATIONS):
+    for attempt in range(1 + CALIBRATIONS):
         group.agree(f"length of a task, attempt {attempt}", "")
-        start_s = now()
-        for _ in range(4 * TASKS):
-            products(count)
-        count = max(1, round(count * 4 * TASKS * TASK_SLICES * slice_s / max(now() - start_s, 1e-9)))
-    return lambda: products(count)
+        count = max(1, round(count * TASK_SLICES * slice_s / max(_mean_s(now, products, tasks), 1e-9)))
+        tasks = 4 * TASKS
+    return products

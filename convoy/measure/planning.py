@@ -1,37 +1,54 @@
-"""Measures the devices of a job and plans on device 0 (`make_plans`)."""
+"""Measures the devices of a job, and plans on device 0.
 
+Measurements are kept in the user's cache folder, or in the folder that CONVOY_CACHE names. If that is empty, nothing is kept.
+"""
+
+import hashlib
+import json
+import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
-from convoy.comm.control_messages import agree_on_modes, from_first
+from convoy._version import __version__
+from convoy.comm.control_messages import agree_on_modes, from_first, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, PlanError
-from convoy.machine.accelerator import random_state_kept
-from convoy.measure.device_info import describe_device, fleet_of
+from convoy.files import parse_json, read_text, write_whole
+from convoy.machine.accelerator import hardware_name, modes, random_state_kept
+from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices, quota_cores
+from convoy.measure.job_plans import Plans
+from convoy.measure.layer_timer import measure_speeds
 from convoy.measure.measure_job import MeasureOptions, measure_job
-from convoy.measure.replanner import Replanner
-from convoy.measure.speeds import given_speeds, measure_speeds
 from convoy.measure.timing import Progress
 from convoy.model.tracing import TracedModel, trace
+from convoy.plan.explain import work_shares
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.prediction import check_alone, choice_lines, choose
+from convoy.planner.prediction import check_alone, choose, predict_plan
 from convoy.planner.request import PlanOptions, PlanRequest
-from convoy.planner.snapshot_cost import SparePrice, spare_price
-from convoy.runtime.clock import Clock
-from convoy.simulate.interval import Within, around
 from convoy.simulate.memory import MemoryLimits
-from convoy.train.controller import Rebalancer
+
+__all__ = ["Plans", "PlansOptions", "make_plans"]
 
 BUDGET_S = 20.0
 """Default seconds for measuring, for the plan "auto"."""
+
+UNCERTAIN = 2.0
+"""A prediction is too uncertain to choose by if the high end of its interval exceeds this multiple of the low end."""
+
+MOST_BYTES = 32 << 20  # of all kept measurements together; older ones are removed
+
+FALLBACK = "data-by-speed"  # the plan if the devices' times stay too uncertain
 
 
 class PlansOptions(PlanOptions, total=False):
@@ -48,57 +65,6 @@ class PlansOptions(PlanOptions, total=False):
     net: str | None
     micro_batches: int
     progress: Progress | None
-
-
-@dataclass(frozen=True, slots=True)
-class Plans(Sequence[Plan]):
-    """The best plan, followed by plans that are predicted to be nearly as fast.
-
-    Attributes:
-        request: the plans' request, with the knowledge about the devices.
-        step_s: each plan's predicted seconds per micro-batch; empty if nothing was predicted.
-        spread: for each plan, the factor within which nine of ten measurements lie.
-        spare: the cost of snapshots for recovery with the first plan; None if unknown.
-    """
-
-    plans: tuple[Plan, ...]
-    request: PlanRequest = field(compare=False)
-    step_s: tuple[float, ...] = ()
-    spread: tuple[float, ...] = ()
-    spare: SparePrice | None = None
-
-    @property
-    def speeds(self) -> Speeds:
-        """Solo throughput of each device in samples/s, or the given speeds."""
-        assert self.request.fleet.speeds is not None
-        return self.request.fleet.speeds
-
-    def replanner(self, rebalancer: Rebalancer | None = None) -> Replanner:
-        """Return a planner for changed devices: `Members(model, optimizer, replan=plans.replanner())`.
-
-        Args:
-            rebalancer: corrects measured times.
-        """
-        return Replanner(self.request, rebalancer)
-
-    def __len__(self) -> int:
-        return len(self.plans)
-
-    @overload
-    def __getitem__(self, index: int) -> Plan: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
-    def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
-        return self.plans[index]
-
-    def predicted_s(self, plan: Plan) -> float | None:
-        """Return a plan's predicted seconds per micro-batch; None if it is not one of these plans."""
-        return next((step_s for each, step_s in zip(self.plans, self.step_s, strict=False) if each == plan), None)
-
-    def within(self, plan: Plan) -> Within | None:
-        """Return the interval that holds nine of ten measured step times; None if the plan is not in `plans`."""
-        rows = zip(self.plans, self.step_s, self.spread, strict=False)
-        return next((around(step_s, spread) for each, step_s, spread in rows if each == plan), None)
 
 
 def make_plans(
@@ -134,7 +100,12 @@ def make_plans(
         options.get("optimizer", "sgd-momentum"), options.get("wire") or "exact", options.get("reduce"),
         options.get("outputs") or "everywhere", options.get("micro_batches", 1),
     )  # fmt: skip
+    given = options.get("speeds")
     if plan == AUTO:
+        if given is not None:
+            raise InputError(
+                "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
+            )
         return _auto(group, traced, model, request, options)
     if isinstance(plan, Plan) and plan.batch != batch:
         raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")
@@ -142,84 +113,117 @@ def make_plans(
     def made(by: Speeds) -> Plan:
         return plan if isinstance(plan, Plan) else named_plan(plan, traced.graph, batch, by, request.reduce)
 
-    speeds = options.get("speeds")
-    known = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
-    made(known).check(traced.graph, group.devices)  # before the seconds of measuring
-    if speeds is None and group.devices > 1:
+    speeds = given_speeds((1.0,) * group.devices if given is None else given, group.devices)
+    made(speeds).check(traced.graph, group.devices)  # before the seconds of measuring
+    if given is None and group.devices > 1:
         _print(group, options, "every device times the model's layers ...")
-        clock, precision = Clock(group.torch_device, options.get("slowdown", 1.0)), options.get("precision", "float32")
-        progress = options.get("progress") or (lambda _: None)
+        slowdown, precision = options.get("slowdown", 1.0), options.get("precision", "float32")
+        # Timing draws random numbers, which must not change the script's random state.
         with random_state_kept(group.torch_device):
-            known = measure_speeds(group, traced, model, batch, clock, precision, progress)
-    found = made(known)
+            speeds = measure_speeds(group, traced, model, batch, slowdown, precision, _progress(options))
+    found = made(speeds)
     found = replace(
         found, reduce=options.get("reduce") or found.reduce, wire=options.get("wire") or found.wire,
         outputs=options.get("outputs") or found.outputs,
     )  # fmt: skip
-    return Plans((found,), replace(request, fleet=replace(request.fleet, speeds=known)))
+    return Plans((found,), replace(request, fleet=replace(request.fleet, speeds=speeds)))
 
 
-def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequest, options: PlansOptions) -> Plans:
-    """Measure the devices, or read a file's times; plan on device 0; send the plans to all.
+def given_speeds(numbers: Sequence[float], devices: int) -> Speeds:
+    """Return the speeds that a user gives instead of measured ones.
 
-    Without a file, CONVOY_FLEET names the description of an emulated fleet to measure.
+    Raises:
+        InputError: not one positive number per device.
     """
-    if options.get("speeds") is not None:
+    if len(numbers) != devices or any(not 0 < n < math.inf for n in numbers):
         raise InputError(
-            "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
+            f"speeds {','.join(f'{n:g}' for n in numbers)}: give one positive number for each of the {devices} devices, "
+            "e.g. --speeds 4,2,1,1"
         )
-    file, budget_s = options.get("fleet"), options.get("budget_s", BUDGET_S)
-    precision, slowdown = options.get("precision", "float32"), options.get("slowdown", 1.0)
-    progress = options.get("progress") or (lambda _: None)
-    work = f"planning for {group.devices} devices"
-    _print(group, options, f"{work} ..." if file else f"measuring and {work}, about {max(1, round(budget_s))} s ...")
+    return Speeds(tuple(float(n) for n in numbers), measured=False)
 
-    def read() -> FleetKnowledge:
-        if file is not None:
-            return FleetKnowledge.of_job(file, request.graph, group.devices, precision)
-        emulated = os.environ.get("CONVOY_FLEET")
-        described = FleetKnowledge.from_file(Path(emulated)).described if emulated else None
-        return FleetKnowledge(described)
 
-    known = FleetKnowledge.from_json(from_first(group, "fleet to measure", lambda: read().to_json()))
-    if known.measured is None and group.devices == 1:
-        return _alone(group, request, known, slowdown)
-    if known.measured is None:
-        net = options.get("net") or type(model).__name__
-        how = MeasureOptions(net, known.described, budget_s, slowdown=slowdown, precision=precision)
-        # Timing draws random numbers, which must not change the script's random state.
-        with random_state_kept(group.torch_device):
-            measured = measure_job(group, traced, model, request.batch, how, progress)
-        group.clear_counters()  # traffic of measuring does not count as training traffic
-    else:  # every device keeps the file's times, because any of them may plan later
-        measured = known.measured
-    request = replace(request, fleet=replace(request.fleet, measured=measured))
-    progress("comparing plans")
-
-    def answer() -> dict[str, Any]:
-        rows = choose(request)
-        found = {"plans": [row.plan.to_json() for row in rows], "step_s": [row.step_s for row in rows]}
-        found |= {"spread": [row.spread for row in rows], "speeds": request.speeds.devices}
-        return found | {"spare": asdict(spare_price(rows[0], request))}
-
-    # One device plans, so that the other devices' processors do not disturb it.
-    row = from_first(group, "automatic plan", answer)
-    plans = Plans(
-        tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"]),
-        replace(request, fleet=replace(request.fleet, speeds=Speeds(tuple(row["speeds"])))),
-        tuple(row["step_s"]),
-        tuple(row["spread"]),
-        SparePrice(**row["spare"] | {name: tuple(row["spare"][name]) for name in ("memory_bytes", "overfull")}),
-    )
-    first, within = plans[0], plans.within(plans[0])
-    _print(group, options, *choice_lines(first, request.graph, plans.speeds, plans.step_s[0], within))
-    return plans
+def _progress(options: PlansOptions) -> Progress:
+    return options.get("progress") or (lambda _: None)
 
 
 def _print(group: Group, options: PlansOptions, *lines: str) -> None:
     """Print to standard error on device 0 of several, unless the caller gave `progress`."""
     for line in lines if options.get("progress") is None and group.device == 0 and group.devices > 1 else ():
         print(f"convoy: {line}", file=sys.stderr, flush=True)
+
+
+def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequest, options: PlansOptions) -> Plans:
+    """Measure the devices unless their times are known; plan on device 0; send the plans to all.
+
+    One device plans, so that the other devices' processors do not disturb it. If the times vary too much, they are measured
+    once more; if they still do, the plan is `FALLBACK`.
+    """
+    progress, budget_s = _progress(options), options.get("budget_s", BUDGET_S)
+    known, path = known_fleet(group, request, repr(model), options)
+    if known.measured is None and group.devices == 1:
+        return _alone(group, request, known, options.get("slowdown", 1.0))
+    measured, notes = known.measured, list[str]()
+    if measured is not None and path is not None:
+        notes.append(f"times of {measured.date[:10]} from {path}; set CONVOY_CACHE= to measure again")
+    how = MeasureOptions(
+        options.get("net") or type(model).__name__, known.described, budget_s, slowdown=options.get("slowdown", 1.0),
+        precision=options.get("precision", "float32"),
+    )  # fmt: skip
+    for falls_back in (False, True):
+        if known.measured is None:
+            _print(group, options, f"measuring {group.devices} devices, about {max(1, round(budget_s))} s ...")
+            with random_state_kept(group.torch_device):
+                measured = measure_job(group, traced, model, request.batch, how, progress)
+            group.clear_counters()  # traffic of measuring does not count as training traffic
+        # Every device keeps the times, because any of them may plan later.
+        request = replace(request, fleet=replace(request.fleet, measured=measured))
+        progress("comparing plans")
+        row = from_first(group, "automatic plan", lambda: _choice(request, falls_back))  # noqa: B023
+        if row["is_certain"] or known.measured is not None:
+            break
+    if not row["is_certain"]:
+        does = f"the plan is {FALLBACK}" if row["fell_back"] else "this plan may be slow"
+        notes.append(f"the measured times varied too much to choose by: {does}; end what else runs on the devices")
+    elif path is not None and known.measured is None and group.device == 0:
+        keep(path, FleetKnowledge(measured=measured))
+    _print(group, options, *row["lines"], *notes)
+    return Plans(
+        tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"]),
+        replace(request, fleet=replace(request.fleet, speeds=Speeds(tuple(row["speeds"])))),
+        tuple(row["step_s"]), tuple(row["spread"]),
+        tuple(notes),
+    )  # fmt: skip
+
+
+def _choice(request: PlanRequest, falls_back: bool) -> dict[str, Any]:
+    """Return the chosen plans with their predictions, and lines that describe the first, as JSON values.
+
+    Args:
+        falls_back: choose `FALLBACK` if the times are too uncertain, and it fits the memory.
+    """
+    rows = choose(request)
+    first, fell_back = rows[0], False
+    is_certain = first.within.high <= UNCERTAIN * first.within.low
+    if falls_back and not is_certain:
+        simple = predict_plan(request.named(FALLBACK).named(AUTO), request)
+        if fell_back := not simple.overfull:
+            rows, first = [simple], simple
+    speeds, fastest = request.speeds.devices, request.speeds.fastest
+    work = work_shares(lower(first.plan, request.graph), request.graph)
+    computes = ", ".join(f"device {device} {share:.0%}" for device, share in enumerate(work) if share > 0)
+    alone = ", because one device is faster than several" if sum(share > 0 for share in work) == 1 < len(work) else ""
+    rates = (first.samples_per_s, request.batch / first.within.high, request.batch / first.within.low, speeds[fastest])
+    rate, low, high, solo = (f"{float(f'{each:.3g}'):,.10g}" for each in rates)
+    return {
+        "plans": [row.plan.to_json() for row in rows], "step_s": [row.step_s for row in rows],
+        "spread": [row.spread for row in rows], "speeds": speeds,
+        "is_certain": is_certain, "fell_back": fell_back,
+        "lines": [
+            f"plan auto: {computes} of the arithmetic{alone}",
+            f"predicted: {rate} samples/s (nine of ten: {low} - {high}); device {fastest} alone: {solo}",
+        ],
+    }  # fmt: skip
 
 
 def _alone(group: Group, request: PlanRequest, known: FleetKnowledge, slowdown: float) -> Plans:
@@ -235,3 +239,77 @@ def _alone(group: Group, request: PlanRequest, known: FleetKnowledge, slowdown: 
     process_bytes = max(0, own.process_bytes - 4 * sum(layer.entries for layer in request.graph.layers.values()))
     check_alone(request, plan, MemoryLimits.of(known.described or fleet_of([own]), [process_bytes]))
     return Plans((plan,), replace(request, fleet=replace(request.fleet, speeds=speeds)))
+
+
+def known_fleet(
+    group: Group, request: PlanRequest, model: str, options: PlanOptions
+) -> tuple[FleetKnowledge, Path | None]:
+    """Return what device 0 knows of the fleet, and the file that keeps a measurement; None: nothing is kept.
+
+    Without a fleet file, CONVOY_FLEET names the description of an emulated fleet to measure.
+
+    Args:
+        model: its modules as text. Kept times are only valid for the same model, batch, devices and versions.
+
+    Raises:
+        InputError, MismatchError: see `FleetKnowledge.of_job` and `fit`.
+    """
+    file, precision, device = options.get("fleet"), options.get("precision", "float32"), group.torch_device
+    own = describe_device(device, options.get("slowdown", 1.0))
+    rows = gather(group, "machines", [asdict(own), hardware_name(device), quota_cores(), modes()])
+
+    def read() -> list[Any]:
+        if file is not None:
+            return [FleetKnowledge.of_job(file, request.graph, group.devices, precision).to_json(), None]
+        emulated = os.environ.get("CONVOY_FLEET")
+        described = FleetKnowledge.from_file(Path(emulated)).described if emulated else None
+        infos = [DeviceInfo(**info) for info, *_ in rows]
+        fleet = fleet_of(infos) if described is None else fit(described, infos)
+        devices = [[info.name, info.kind, info.cores, info.slowdown] for info in infos]
+        key = [
+            request.graph.fingerprint, [layer.dtype for layer in request.graph.layers.values()], model, request.batch,
+            precision, options.get("budget_s"), devices, [row[1:] for row in rows], host_indices(fleet),
+            described and described.to_toml(), str(torch.__version__), __version__,
+        ]  # fmt: skip
+        path = None if group.devices == 1 else cache_file(key)
+        measured = None if path is None else load_kept(path).measured
+        if measured is not None:  # other programs may use more memory now
+            pairs = zip(measured.fleet.devices, fleet.devices, strict=True)
+            now = tuple(replace(old, memory_bytes=new.memory_bytes) for old, new in pairs)
+            measured = replace(measured, fleet=replace(measured.fleet, devices=now))
+        return [FleetKnowledge(described, measured).to_json(), path and str(path)]
+
+    row, path = from_first(group, "fleet to measure", read)
+    return FleetKnowledge.from_json(row), None if path is None else Path(path)
+
+
+def cache_file(key: object) -> Path | None:
+    """Return the file for everything that times depend on, a JSON value; None if nothing is kept."""
+    folder = os.environ.get("CONVOY_CACHE")
+    if folder is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        try:
+            folder = str((root if root.is_absolute() else Path.home() / ".cache") / "convoy" / "measured")
+        except RuntimeError:  # no home directory
+            return None
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return Path(folder) / f"{name}.json" if folder else None
+
+
+def load_kept(path: Path) -> FleetKnowledge:
+    """Return the kept measurement; without one that can be read, nothing is known."""
+    with suppress(InputError, ValueError, TypeError, KeyError):
+        return FleetKnowledge.from_json(parse_json(read_text(path, "the measurement", "")))
+    return FleetKnowledge()
+
+
+def keep(path: Path, known: FleetKnowledge) -> None:
+    """Write a measurement, and remove the oldest files above `MOST_BYTES`. A folder that cannot be written is ignored."""
+    with suppress(InputError, OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(known.to_json()))
+        kept_bytes = 0
+        for each in sorted(path.parent.glob("*.json"), key=lambda each: -each.stat().st_mtime):
+            kept_bytes += each.stat().st_size
+            if kept_bytes > MOST_BYTES:
+                each.unlink()

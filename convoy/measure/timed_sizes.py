@@ -29,8 +29,7 @@ ENDS_SLICES = 175
 POINT_LIMIT_S = 1.5
 """A size that would take longer is not timed; its time is extrapolated from smaller ones (`convoy.simulate.compute`)."""
 
-CANDIDATES = 3
-"""Number of best plans whose sizes are timed, because new times may change their order."""
+CANDIDATES = 3  # number of best plans whose sizes are timed, because new times may change their order
 
 LEAST_FRACTION = 0.01
 """A plan's size is timed only if the layer takes more than this fraction of the device's compute time."""
@@ -128,16 +127,8 @@ def first_allowance_s(graph: Graph, names: Sequence[str], budget_s: float) -> fl
     return budget_s * weights[0] / sum(weights)
 
 
-# --- the sizes of plans --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSize:
-    """A layer's size on one device of a plan, with its approximate forward + backward seconds."""
-
-    layer: str
-    size: LocalSize
-    seconds: float
+PlanSize = tuple[str, tuple[int, int, int], float]
+"""A layer, its samples, outputs and inputs on one device of a plan, and its approximate forward + backward seconds."""
 
 
 def sizes_of_plans(measured: Measurement, graph: Graph, batch: int, alike: Mapping[str, str]) -> list[list[PlanSize]]:
@@ -148,29 +139,27 @@ def sizes_of_plans(measured: Measurement, graph: Graph, batch: int, alike: Mappi
         alike: for each layer, the layer that is timed for it.
     """
     costs = measured.costs(graph)
-    known = {(p.device, p.layer, p.samples, p.outputs, p.inputs) for p in measured.layer}
+    known = {(p.device, p.layer, (p.samples, p.outputs, p.inputs)) for p in measured.layer}
     request = PlanRequest(graph, batch, FleetKnowledge(measured=measured, given=costs))
     plans = [request.named(name) for name in PLANS]
     with suppress(PlanError):  # no plan fits the memory; the planner reports it
         # By formula: simulations take seconds on eight devices, and change shares only a little.
         plans += [each.plan for each in candidates(request, simulated=False)[:CANDIDATES]]
     names = [device.name for device in measured.fleet.devices]
-    found: list[dict[tuple[str, LocalSize], PlanSize]] = [{} for _ in names]
+    found: list[dict[tuple[str, tuple[int, int, int]], float]] = [{} for _ in names]
     for plan in plans:
         steps = lower(plan, graph)
         for device, name in enumerate(names):
             sizes = _sizes(steps, graph, costs, device, alike)
-            least_s = LEAST_FRACTION * sum(each.seconds for each in sizes)
-            for each in sizes:
-                size = each.size
-                timed = (name, each.layer, size.samples, size.outputs, size.inputs) in known
-                if each.seconds > least_s and not timed:
-                    found[device].setdefault((each.layer, size), each)
-    return [sorted(each.values(), key=lambda each: -each.seconds) for each in found]
+            least_s = LEAST_FRACTION * sum(seconds for *_, seconds in sizes)
+            for layer, size, seconds in sizes:
+                if seconds > least_s and (name, layer, size) not in known:
+                    found[device].setdefault((layer, size), seconds)
+    return [sorted(((*key, s) for key, s in rows.items()), key=lambda row: -row[2]) for rows in found]
 
 
 def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapping[str, str]) -> list[PlanSize]:
-    found = []
+    found: list[PlanSize] = []
     for step in steps.phase("forward"):
         if not isinstance(step, ComputeStep) or step.layer not in alike:
             continue
@@ -184,5 +173,5 @@ def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapp
             continue  # split along another axis, which is proportional
         for size in {whole, *sizes_in_chunks(whole, step.chunks)}:
             seconds = sum(costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
-            found.append(PlanSize(alike[step.layer], size, seconds))
+            found.append((alike[step.layer], (size.samples, size.outputs, size.inputs), seconds))
     return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -23,19 +23,18 @@ Progress = Callable[[str], object]
 SLICE_S = 0.02
 """Seconds of calls timed together: twice a quota's usual period, since a short call contains a whole pause or none."""
 
-ROUNDS, TURN_ROUNDS = 5, 2
-"""Rounds of a workload that is timed once, and per turn if it is timed in several turns."""
+ROUNDS, TURN_ROUNDS = 5, 2  # rounds of a workload that is timed once, and per turn if it is timed in several turns
 
-KNOWN_TO, LEAST_KNOWN = 0.02, 6
-"""Times count as known at this relative standard error and this number of rounds."""
+KNOWN_TO, LEAST_KNOWN = 0.02, 6  # times count as known at this relative standard error and this number of rounds
 
 MOST_ROUNDS, MOST_CALLS = 50, 10_000
 LONG = 15.0  # a call of this many slices spans enough periods of a quota and runs only twice
 HELD_BYTES, ACCELERATOR_HELD_BYTES = 64 << 20, 1 << 30  # that forward calls may keep for their backward calls
+FRESH_BYTES, MOST_FRESH = 4 << 20, 3  # a round is repeated if the process grew by this much, at most this often
 
-FRESH_BYTES, MOST_FRESH = 4 << 20, 3
-"""A round is dropped if the process grew by this much, at most this often: the kernel clears new pages only once, which
-made layers with large outputs up to ten times slower."""
+COLD_ROUNDS = 9
+CORE_BYTES, LAYERS_BYTES, PROCESSOR_BYTES = 4 << 20, 16 << 20, 32 << 20
+"""More than a core's caches; the part of a processor's caches that other layers replace; about all of those caches."""
 
 
 @contextmanager
@@ -48,15 +47,6 @@ def plain_torch(dtype: torch.dtype | None = None) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds of one call, forward and backward, and (slowest - fastest) / typical of the rounds."""
-
-    forward_s: float
-    backward_s: float
-    spread: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +71,29 @@ class Workload:
         return self.run.forward(self.inputs, self.samples, True, self.wants)[1]
 
 
+class Times(NamedTuple):
+    """Seconds of one call, forward and backward, and (slowest - fastest) / typical of the rounds."""
+
+    forward_s: float
+    backward_s: float
+    spread: float
+
+    @property
+    def both_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
 @dataclass(slots=True)
 class Timing:
-    """The timed rounds of one workload: seconds of one call by round, and the totals. Pairs are (forward, backward)."""
+    """The timed rounds of one workload: the seconds of one forward and one backward call in each."""
 
-    seconds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    total_s: tuple[float, float] = (0.0, 0.0)
-    calls: tuple[int, int] = (0, 0)
-
-    def add(self, round_s: tuple[float, float], calls: tuple[int, int]) -> None:
-        for each, seconds, count in zip(self.seconds, round_s, calls, strict=True):
-            each.append(seconds / count)
-        self.total_s = self.total_s[0] + round_s[0], self.total_s[1] + round_s[1]
-        self.calls = self.calls[0] + calls[0], self.calls[1] + calls[1]
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
 
     @property
     def rounds_s(self) -> list[float]:
         """Seconds of a forward and a backward call, by round."""
-        return [forward + backward for forward, backward in zip(*self.seconds, strict=True)]
+        return [forward + backward for forward, backward in zip(self.forward_s, self.backward_s, strict=True)]
 
     def times(self, *, steady: bool = False) -> Times:
         """Return the seconds of a call, with the spread that five rounds of the same error would have.
@@ -109,18 +104,13 @@ class Timing:
         """
         estimate = statistics.median if steady else typical
         spread = median_error(self.rounds_s) / ERROR_OF_SPREAD if steady else spread_of(self.rounds_s)
-        return Times(estimate(self.seconds[0]), estimate(self.seconds[1]), spread)
+        return Times(estimate(self.forward_s), estimate(self.backward_s), spread)
 
     @property
     def is_known(self) -> bool:
         """Whether further rounds would change little."""
         rounds_s = self.rounds_s
         return len(rounds_s) >= MOST_ROUNDS or (len(rounds_s) >= LEAST_KNOWN and median_error(rounds_s) <= KNOWN_TO)
-
-
-COLD_ROUNDS = 9
-CORE_BYTES, LAYERS_BYTES, PROCESSOR_BYTES = 4 << 20, 16 << 20, 32 << 20
-"""More than a core's caches; the part of a processor's caches that other layers replace; about all of those caches."""
 
 
 class ColdCaches:
@@ -131,7 +121,7 @@ class ColdCaches:
     """
 
     def __init__(self, device: torch.device, now: Now, filled_bytes: int) -> None:
-        self._clock, self.filled_s = now, 0.0
+        self._clock, self.filled_s, self.fill_s = now, 0.0, 0.0
         self._bytes = torch.zeros(filled_bytes // 4) if device.type == "cpu" else torch.zeros(0)
 
     def fill(self, made: Iterable[Any] = ()) -> None:
@@ -141,7 +131,8 @@ class ColdCaches:
         for tensor in made:
             if isinstance(tensor, torch.Tensor):
                 tensor.sum()  # reads it
-        self.filled_s += self._clock() - start_s
+        self.fill_s = self._clock() - start_s
+        self.filled_s += self.fill_s
 
     def now(self) -> float:
         return self._clock() - self.filled_s
@@ -190,117 +181,94 @@ class RoundTimer:
     ) -> None:
         self.clock, self.slice_s, self.steady = clock, slice_s, steady
         self.now = now or device_now(clock.device)
-        # An accelerator's calls are queued, and a filling would have to wait for each.
+        # In a step the host runs ahead of an accelerator. Waiting for each call would add the host's time: a ResNet-18 on an
+        # H200 was predicted three times too long. See also `Overheads.queue_s`.
+        self._queues = clock.device.type != "cpu" and clock.slowdown == 1
         self.cold = ColdCaches(clock.device, self.now, LAYERS_BYTES) if cold and clock.device.type == "cpu" else None
 
     def time(self, work: Workload, timing: Timing | None = None, rounds: int = ROUNDS) -> Timing:
         """Time at least this many rounds of a workload, and add them to `timing`."""
         timing, slice_s = timing or Timing(), self.slice_s
         cold = self.cold if work.held_bytes >= CORE_BYTES else None
-        most_bytes = HELD_BYTES if self.clock.device.type == "cpu" else ACCELERATOR_HELD_BYTES
-        most_calls = MOST_CALLS, 1 if work.gradient is None else max(1, most_bytes // max(1, work.held_bytes))
-        had, had_s = len(timing.rounds_s), sum(timing.total_s)
-        resident_bytes, fresh, filled_s = _resident_bytes(), 0, cold.filled_s if cold else 0.0
-        once_s = self._round(work, (1, 1), cold)
-        fill_s = (cold.filled_s - filled_s) / 2 if cold else 0.0
-        if sum(once_s) >= LONG * slice_s and _resident_bytes() - resident_bytes < FRESH_BYTES:
-            timing.add(once_s, (1, 1))
+        held_bytes = HELD_BYTES if self.clock.device.type == "cpu" else ACCELERATOR_HELD_BYTES
+        most = MOST_QUEUED if self._queues else MOST_CALLS
+        most_backward = 1 if work.gradient is None else max(1, min(most, held_bytes // max(1, work.held_bytes)))
+        first = self._round(work, 1, 1, cold)
+        if sum(first) < LONG * slice_s:
+            first = self._round(work, 1, 1, cold)  # the first call allocated and chose kernels
         else:
-            once_s = self._round(work, (1, 1), cold)  # the first call allocated and chose kernels
+            timing.forward_s.append(first[0])
+            timing.backward_s.append(first[1])
+        fill_s = cold.fill_s if cold else 0.0
+        done, spent_s = 0, sum(first)
 
-        def count(phase: int) -> int:
+        def calls(row_s: Sequence[float], first_s: float, most: int) -> int:
             # By the mean so far: a single call may have met no pause of a quota, or a whole one.
-            calls = timing.calls[phase]
-            mean_s = timing.total_s[phase] / calls if calls else once_s[phase]
-            return max(1, min(most_calls[phase], round(slice_s / max(mean_s + fill_s, 1e-7))))
+            mean_s = statistics.fmean(row_s) if row_s else first_s
+            return max(1, min(most, round(slice_s / max(mean_s + fill_s, 1e-7))))
 
-        def enough() -> bool:
-            done = len(timing.rounds_s) - had
-            spent_s = sum(timing.total_s) - had_s + (cold.filled_s - filled_s if cold else 0.0)
-            is_long = timing.calls[1] == len(timing.rounds_s) and spent_s >= LONG * slice_s
-            return (
-                done >= MOST_ROUNDS
-                or (done >= rounds and spent_s >= rounds * slice_s)
-                or (is_long and done >= 1 and len(timing.rounds_s) >= 2)
-            )
+        while True:
+            forwards = calls(timing.forward_s, first[0], most)
+            backwards = calls(timing.backward_s, first[1], most_backward)
+            forward_s, backward_s = self._round(work, forwards, backwards, cold)
+            timing.forward_s.append(forward_s)
+            timing.backward_s.append(backward_s)
+            done += 1
+            spent_s += forwards * (forward_s + fill_s) + backwards * (backward_s + fill_s)
+            is_long = spent_s >= LONG * slice_s and len(timing.rounds_s) >= 2
+            if is_long or done >= MOST_ROUNDS or (done >= rounds and spent_s >= rounds * slice_s):
+                return timing
 
-        while not enough():
-            calls = count(0), count(1)
-            resident_bytes = _resident_bytes()
-            round_s = self._round(work, calls, cold)
-            if fresh < MOST_FRESH and _resident_bytes() - resident_bytes >= FRESH_BYTES:
-                fresh += 1
-            else:
-                timing.add(round_s, calls)
-        return timing
+    def _round(self, work: Workload, forwards: int, backwards: int, cold: ColdCaches | None) -> tuple[float, float]:
+        """Return the mean seconds of forward calls and of backward calls.
 
-    def _round(self, work: Workload, calls: tuple[int, int], cold: ColdCaches | None) -> tuple[float, float]:
-        """Return the seconds of a slice of forward calls and of a slice of backward calls."""
-        if self.clock.device.type != "cpu" and self.clock.slowdown == 1:
-            return _queued_round(work, self.clock.device, calls)
-        now = cold.now if cold else self.now
+        If the process grew, the calls are repeated. The kernel clears new pages only once, which made layers with large
+        outputs up to ten times slower.
+        """
         kept: list[Any] = []
-        start_s = now()
-        for _ in range(calls[0]):
-            if cold:
-                cold.fill(work.inputs)
-            with self.clock.compute(work.name, "measure"):
-                saved = work.forward()
-            if len(kept) < calls[1]:
+        # One more for the queue, whose length is tried with one call.
+        keeps = 0 if work.gradient is None else backwards + self._queues
+
+        def forward() -> None:
+            saved = work.forward()
+            if len(kept) < keeps:
                 kept.append(saved)
-        forward_s = now() - start_s
-        if work.gradient is None:
-            return forward_s, 0.0
-        while len(kept) < calls[1]:
-            kept.append(work.forward())
+
+        def backward() -> None:
+            work.run.backward(kept.pop(), work.gradient, work.wants)
+
+        gradients = work.gradient.values() if isinstance(work.gradient, dict) else (work.gradient,)
+        for attempt in range(1 + MOST_FRESH):
+            resident_bytes, backward_s = _resident_bytes(), 0.0
+            forward_s = self._mean_s(work.name, forward, forwards, work.inputs, cold)
+            while len(kept) < keeps:
+                forward()
+            if keeps:
+                backward_s = self._mean_s(work.name, backward, backwards, gradients, cold)
+            if attempt == MOST_FRESH or _resident_bytes() - resident_bytes < FRESH_BYTES:
+                break
+        return forward_s, backward_s
+
+    def _mean_s(
+        self, name: str, call: Callable[[], None], count: int, made: Iterable[Any], cold: ColdCaches | None
+    ) -> float:
+        if self._queues:
+            _, host_s = queued_seconds(self.clock.device, 1, call)
+            return queued_seconds(self.clock.device, count, call, min(2 * host_s * count, MOST_PLUG_S))[0] / count
+        now = cold.now if cold else self.now
         start_s = now()
-        while kept:
+        for _ in range(count):
             if cold:
-                cold.fill(work.gradient.values() if isinstance(work.gradient, dict) else (work.gradient,))
-            with self.clock.compute(work.name, "measure"):
-                work.run.backward(kept.pop(), work.gradient, work.wants)
-        return forward_s, now() - start_s
+                cold.fill(made)
+            with self.clock.compute(name, "measure"):
+                call()
+        return (now() - start_s) / count
 
 
-# --- accelerators ------------------------------------------------------------------------------------------------------
+MOST_QUEUED = 100  # the most calls queued together: an accelerator's queue holds about a thousand kernels
 
-
-MOST_QUEUED = 100
-"""The most calls queued together: an accelerator's queue holds about a thousand kernels."""
-
-PLUG_SIDE, MOST_PLUG_SIDE, PLUG_S, MOST_PLUG_S = 512, 8192, 3e-4, 0.02
+PLUG_SIDE, MOST_PLUG_SIDE, PLUG_S, MOST_PLUG_S = 512, 8192, 3e-4, 0.05
 """Matrix sides to try; seconds that one product should take (launching it takes the host 1e-5); most seconds of products."""
-
-
-def _queued_round(work: Workload, device: torch.device, calls: tuple[int, int]) -> tuple[float, float]:
-    """Return the device's own seconds of a round.
-
-    In a step the host runs ahead of the device. Waiting for each call would add the host's time: a ResNet-18 on an H200 was
-    predicted three times too long. So calls are queued behind other work and timed by events; see also `Overheads.queue_s`.
-    """
-    forwards, backwards = min(calls[0], MOST_QUEUED), min(calls[1], MOST_QUEUED)
-    kept: list[Any] = []
-
-    def forward() -> None:
-        saved = work.forward()
-        if len(kept) < backwards:
-            kept.append(saved)
-
-    def backward() -> None:
-        work.run.backward(kept.pop(), work.gradient, work.wants)
-
-    _, host_s = queued_seconds(device, 1, forward)
-    forward_s, _ = queued_seconds(device, forwards, forward, 2 * host_s * forwards)
-    forward_s *= calls[0] / forwards
-    if work.gradient is None:
-        return forward_s, 0.0
-    while len(kept) < backwards:
-        forward()
-    # Alone, a backward takes the host longer to queue than in a step: autograd passes each to the device's own thread.
-    _, host_s = queued_seconds(device, 1, backward)
-    forward()
-    backward_s, _ = queued_seconds(device, backwards, backward, min(1.5 * host_s * backwards, MOST_PLUG_S))
-    return forward_s, backward_s * calls[1] / backwards
 
 
 @cache
@@ -353,9 +321,6 @@ def device_now(device: torch.device) -> Now:
 
 def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
-
-
-# --- statistics --------------------------------------------------------------------------------------------------------
 
 
 ERROR_OF_SPREAD = 0.21

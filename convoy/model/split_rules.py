@@ -157,11 +157,6 @@ def rule_of(module: nn.Module | None, operation: Operation) -> Rule | None:
     return OTHER_FUNCTIONS.get(target) or (FUNCTIONS.get(getattr(target, "__name__", "")) if of_torch else None)
 
 
-def is_registered(module: nn.Module) -> bool:
-    """Return whether a module is one layer because its class was registered."""
-    return type(module) in MODULES
-
-
 def is_alone(call: Call) -> bool:
     """Return whether a call has exactly one input tensor, with a batch axis."""
     return len(call.inputs) == 1 and call.batched[0]

@@ -24,10 +24,9 @@ from convoy.plan.device_program import LocalSize, part_of_outputs, shares_statis
 from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
 from convoy.plan.plan import Plan
 from convoy.plan.steps import MicroBatch, StepList
-from convoy.plan.strategy import Placement, Sharding, can_shard
+from convoy.plan.strategy import Placement, Sharding
 from convoy.planner.request import PlanRequest
 from convoy.simulate.compute import Roofline
-from convoy.simulate.memory import optimizer_named
 from convoy.simulate.network import Network
 
 DIRECT_DEVICES = 16
@@ -35,32 +34,6 @@ DIRECT_DEVICES = 16
 
 Side = Literal["outputs", "inputs"]
 Vector = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPenalty:
-    """The price of memory in a search.
-
-    Attributes:
-        parts: the largest fraction of any axis that each device may take.
-        s_per_byte: by device, for each byte of a layer beyond that fraction.
-    """
-
-    parts: tuple[float, ...]
-    s_per_byte: tuple[float, ...]
-
-    def limits(self, total: int, active: Sequence[int]) -> list[int] | None:
-        """Return the largest shares of an axis, scaled up if they do not cover it; None without limits."""
-        room = sum(self.parts[d] for d in active)
-        if not room or all(self.parts[d] >= 1 for d in active):
-            return None
-        wider = max(1.0, 1.0 / room)
-        limits = [min(total, math.floor(total * self.parts[d] * wider + 1e-9)) for d in active]
-        largest = sorted(range(len(active)), key=lambda i: (-self.parts[active[i]], i))
-        while (missing := total - sum(limits)) > 0:
-            for i in largest[:missing]:
-                limits[i] = min(total, limits[i] + 1)
-        return limits
 
 
 # --- traffic in closed form ------------------------------------------------------------------------------------------
@@ -372,7 +345,7 @@ class CostModel:
             (alike[d], LocalSize(self.batch, part_of_outputs(layer, gives, d), whole.inputs)) for d in holders(gives)
         }
 
-    # --- exchanges and memory ----------------------------------------------------------------------------------------
+    # --- exchanges ----------------------------------------------------------------------------------------
 
     def move_s(self, src: Layout, dst: Layout, source: Layer, *, back: bool) -> float:
         """Return the seconds of a tensor's move into another layout, and (`back`) of its gradient's move."""
@@ -425,37 +398,6 @@ class CostModel:
         load = sum_loads(copies.devices, copies.devices, float(summed), self.devices, self.reduce)
         seconds = self._exchange_s(load) - (load.rounds * self.round_s + self.jitter_s) * shared
         return (kept + seconds) / self.request.micro_batches
-
-    def memory_s(self, layer: Layer, placed: Placement, penalty: MemoryPenalty, how: Sharding | None = None) -> float:
-        """Return the price of a layer's memory beyond each device's fraction: parameters, gradients, state and output.
-
-        A price on all memory would only move whole tensors; this price splits them.
-        """
-        numbers = 2 + optimizer_named(self.request.optimizer).state
-        rows: list[tuple[Layout, tuple[int, ...], int]] = []
-        for key, p in layer.parameters.items():
-            layout, times = placed.parameters[key], numbers if p.trainable else 1
-            if how is not None and p.trainable and p.shape and isinstance(layout, Replicated):
-                rows += [(layout, p.shape, 1)] * (how.form == "keep")
-                layout = Split(0, rescale(how.shares, p.shape[0]))
-            rows.append((layout, p.shape, times))
-        if layer.batched:
-            rows.append((placed.gives, layer.batch_shape(self.batch), 1))
-        seconds = 0.0
-        for layout, shape, times in rows:
-            whole = math.prod(shape)
-            for device, entries in _held(layout, shape):
-                beyond = max(0.0, entries - penalty.parts[device] * whole)
-                seconds += beyond * times * penalty.s_per_byte[device]
-        return seconds * self.costs.itemsize
-
-
-def uses_copies(layer: Layer, placed: Placement) -> bool:
-    """Return whether a layer's parameters can be sharded: several devices use all of them for their own samples."""
-    gives = placed.gives
-    if not can_shard(layer) or not isinstance(gives, Split) or gives.axis != 0 or len(holders(gives)) < 2:
-        return False
-    return any(isinstance(placed.parameters[key], Replicated) for key, p in layer.parameters.items() if p.trainable)
 
 
 def _held(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, int]]:

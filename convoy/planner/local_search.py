@@ -6,22 +6,22 @@ device. So the search changes strategies, then sums, chunks and shares. Shares c
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from convoy.layout.collectives import Reduce
-from convoy.layout.layout import holders
+from convoy.layout.layout import Replicated, Split, holders
 from convoy.layout.shares import apportion
+from convoy.model.graph import Layer
 from convoy.plan.coupling import coupled_axes, with_units
 from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.steps import ComputeStep, micro_batches
-from convoy.plan.strategy import STRATEGIES, Sharding
-from convoy.planner.analytic import CostModel, content, uses_copies
-from convoy.planner.search import Search
+from convoy.plan.strategy import STRATEGIES, Placement, Sharding, can_shard
+from convoy.planner.analytic import CostModel, content
+from convoy.planner.search import Candidate, Search
 from convoy.simulate.compute import CachedTimes
 from convoy.simulate.simulator import computing_s, layers_s, simulate
 
@@ -49,8 +49,8 @@ DEEP = 100
 GAIN = 1e-3
 """Smaller gains are noise."""
 
-Better = Iterator[tuple[float, Plan]]
-"""Plans with their simulated seconds, each faster than the previous one; empty if no change helps."""
+Better = Iterator[Candidate]
+"""Candidates with simulated seconds, each faster than the previous one; empty if no change helps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +87,13 @@ class LocalSearch:
 
     def simulated(self, plan: Plan) -> Simulated:
         """Simulate a plan; results are cached."""
-        found = self._simulated(plan)
-        assert found is not None
-        return found
-
-    def _simulated(self, plan: Plan, limit_s: float = math.inf) -> Simulated | None:
-        """Simulate a plan (cached); return None if a device computes for longer than the limit."""
-        graph, costs = self.model.graph, self.costs
-        # Naming a weighted layer's default strategy does not change the plan.
-        same = {name for name, how in plan.layers.items() if how == plan.otherwise and graph[name].weighted}
-        named = {n: how for n, how in plan.layers.items() if n not in same or graph[n].groups > 1}
-        key = content(replace(plan, layers=named))
+        key = self._key(plan)
         if key not in self.known:
-            steps = self.model.steps(plan)
-            if limit_s < math.inf and max(computing_s(steps, graph, costs)) >= limit_s:
-                return None
             count = self.model.request.micro_batches
             step_s, busy_s, waits_s = 0.0, [0.0] * plan.devices, [0.0] * plan.devices
             for kind, times in micro_batches(count).items():
                 part = times / count
-                timeline = simulate(self.model.steps(plan, kind), graph, costs)
+                timeline = simulate(self.model.steps(plan, kind), self.model.graph, self.costs)
                 step_s += part * timeline.step_s
                 for event in timeline.events:
                     if event.activity == "compute":
@@ -115,13 +102,29 @@ class LocalSearch:
             self.known[key] = Simulated(step_s, tuple(busy_s), tuple(waits_s))
         return self.known[key]
 
+    def _key(self, plan: Plan) -> tuple[object, ...]:
+        graph = self.model.graph
+        # Naming a weighted layer's default strategy does not change the plan.
+        same = {name for name, how in plan.layers.items() if how == plan.otherwise and graph[name].weighted}
+        named = {n: how for n, how in plan.layers.items() if n not in same or graph[n].groups > 1}
+        return content(replace(plan, layers=named))
+
     def shorter(self, plan: Plan, than_s: float) -> Simulated | None:
         """Return the simulation of a plan if its step is shorter than `than_s` and the plan may be used."""
-        found = self._simulated(plan, than_s)
-        return found if found is not None and found.step_s < than_s and self.fits(plan) else None
+        steps = self.model.steps(plan)
+        # Most plans need no simulation: a device computes for too long.
+        if self._key(plan) not in self.known and max(computing_s(steps, self.model.graph, self.costs)) >= than_s:
+            return None
+        found = self.simulated(plan)
+        return found if found.step_s < than_s and self.fits(plan) else None
 
-    def change_strategies(self, plan: Plan, active: Sequence[int]) -> Better:
-        """Change the strategies of one or two layers at a time, with and without chunks, while it helps."""
+    def change_strategies(self, start: Candidate, order: Sequence[int]) -> Better:
+        """Change the strategies of one or two layers at a time, with and without chunks, while it helps.
+
+        Args:
+            order: all devices, the fastest first.
+        """
+        plan, active = start.plan, order[: start.devices]
         names = [layer.name for layer in self.model.graph.weighted if layer.groups == 1]
         kinds = {name: plan.layers[name].name for name in names if name in plan.layers}
         least_s, tried, changed = self.simulated(plan).step_s, {tuple(kinds.values())}, True
@@ -133,34 +136,30 @@ class LocalSearch:
                 if tuple(attempt.values()) in tried:
                     continue
                 tried.add(tuple(attempt.values()))
-                wholes = [found for _, found in Search(self.model, active, attempt).run()[:1]]
+                wholes = [each.plan for each in Search(self.model, active, attempt).run()[:1]]
                 for other in wholes + [replace(each, chunks=min(SOME_CHUNKS, plan.batch)) for each in wholes]:
                     if better := self.shorter(other, least_s):
                         least_s, kinds, changed = better.step_s, attempt, True
-                        yield least_s, other
+                        yield Candidate(other, least_s, start.devices)
 
-    def _has_chunks(self, plan: Plan, chunks: int) -> bool:
-        """Return whether chunks change the steps."""
-        steps = self.model.steps(replace(plan, chunks=min(chunks, plan.batch))).steps
-        return any(isinstance(step, ComputeStep) and step.chunks > 1 for step in steps)
-
-    def change_exchanges_and_shares(self, plan: Plan) -> Better:
+    def change_exchanges_and_shares(self, start: Candidate) -> Better:
         """Try other sums, moves in chunks, and shares divided by each device's busy time."""
-        found = self.simulated(plan)
+        plan, found = start.plan, self.simulated(start.plan)
         changes: list[dict[str, Any]] = [{"reduce": reduce} for reduce in self.reduces if reduce != plan.reduce]
-        if self._has_chunks(plan, CHUNKS[0]):
+        in_chunks = self.model.steps(replace(plan, chunks=min(CHUNKS[0], plan.batch))).steps
+        if any(isinstance(step, ComputeStep) and step.chunks > 1 for step in in_chunks):
             changes += [{"chunks": chunks} for chunks in CHUNKS if chunks <= plan.batch]
         for change in changes:
             other = replace(plan, **change)
             if better := self.shorter(other, found.step_s):
                 plan, found = other, better
-                yield found.step_s, plan
+                yield Candidate(plan, found.step_s, start.devices)
         for _ in range(ROUNDS):
             other = self.balanced(plan, found.busy_s)
             if (better := self.shorter(other, found.step_s)) is None:
                 return
             plan, found = other, better
-            yield found.step_s, plan
+            yield Candidate(plan, found.step_s, start.devices)
 
     def balanced(self, plan: Plan, busy_s: Sequence[float]) -> Plan:
         """Divide every share by its device's busy time."""
@@ -169,45 +168,38 @@ class LocalSearch:
             plan = with_units(plan, axes, apportion(sum(axes.units), weights))
         return plan
 
-    def _improve(self, plan: Plan, others: Callable[[Plan], Iterator[Plan]]) -> Better:
-        """Yield each of the other plans that is clearly faster than the best so far."""
-        least_s = self.simulated(plan).step_s
-        for other in others(plan):
-            if better := self.shorter(other, least_s * (1 - GAIN)):
-                least_s = better.step_s
-                yield least_s, other
-
-    def keep_otherwise(self, plan: Plan, speeds: Sequence[float]) -> Better:
+    def keep_otherwise(self, start: Candidate, speeds: Sequence[float]) -> Better:
         """Try to keep replicated weights as copies, or sharded over the computing devices or over all devices.
 
         Args:
             speeds: of all devices; the search tries proportional and even shards.
         """
+        graph, placed = self.model.graph, placements(start.plan, self.model.graph)
+        names = [name for name, each in placed.items() if _uses_copies(graph[name], each)]
+        if not names:
+            return
+        entries = {name: sum(p.entries for p in graph[name].trainable) for name in names}
+        large = [name for name in names if entries[name] * LARGE >= sum(entries.values())]
+        working = {d for each in placed.values() for d in holders(each.gives)}
+        shares = [[s if d in working else 0.0 for d, s in enumerate(speeds)], list(speeds), [1.0] * len(speeds)]
+        others: list[dict[str, Sharding]] = [{}]
+        for units in dict.fromkeys(apportion(SHARE_UNITS, each) for each in shares):
+            for some in (names, large) if len(graph.layers) <= DEEP else (names,):
+                others.append(dict.fromkeys(some, Sharding(units)))
+        least_s = self.simulated(start.plan).step_s
+        for sharded in others:
+            other = replace(start.plan, sharded=sharded)
+            if better := self.shorter(other, least_s * (1 - GAIN)):
+                least_s = better.step_s
+                yield Candidate(other, least_s, start.devices)
 
-        def others(plan: Plan) -> Iterator[Plan]:
-            graph = self.model.graph
-            placed = placements(plan, graph)
-            names = [name for name, each in placed.items() if uses_copies(graph[name], each)]
-            if not names:
-                return
-            entries = {name: sum(p.entries for p in graph[name].trainable) for name in names}
-            large = [name for name in names if entries[name] * LARGE >= sum(entries.values())]
-            working = {d for each in placed.values() for d in holders(each.gives)}
-            shares = [[s if d in working else 0.0 for d, s in enumerate(speeds)], list(speeds), [1.0] * len(speeds)]
-            yield replace(plan, sharded={})
-            for units in dict.fromkeys(apportion(SHARE_UNITS, each) for each in shares):
-                for some in (names, large) if len(graph.layers) <= DEEP else (names,):
-                    yield replace(plan, sharded=dict.fromkeys(some, Sharding(units)))
-
-        return self._improve(plan, others)
-
-    def move_units(self, plan: Plan) -> Better:
+    def move_units(self, start: Candidate) -> Better:
         """Move a sample or a few filters from one device to another, while it helps.
 
         `balanced` overshoots if a sample is a tenth of a device's work, and never removes a device with little work. So this
         tries all pairs of devices, first from the one that waits least to the one that waits most.
         """
-        found = self.simulated(plan)
+        plan, found = start.plan, self.simulated(start.plan)
         tried = {content(plan)}
         while len(tried) <= NEIGHBOURS:
             for other in self._neighbours(plan, found):
@@ -216,7 +208,7 @@ class LocalSearch:
                 tried.add(content(other))
                 if better := self.shorter(other, found.step_s * (1 - GAIN)):
                     plan, found = other, better
-                    yield found.step_s, plan
+                    yield Candidate(plan, found.step_s, start.devices)
                     break
                 if len(tried) > NEIGHBOURS:
                     return
@@ -241,3 +233,11 @@ class LocalSearch:
                     units[giver] -= moved
                     units[taker] += moved
                     yield with_units(plan, axes, tuple(units))
+
+
+def _uses_copies(layer: Layer, placed: Placement) -> bool:
+    """Return whether a layer's parameters can be sharded: several devices use all of them for their own samples."""
+    gives = placed.gives
+    if not can_shard(layer) or not isinstance(gives, Split) or gives.axis != 0 or len(holders(gives)) < 2:
+        return False
+    return any(isinstance(placed.parameters[key], Replicated) for key, p in layer.parameters.items() if p.trainable)

@@ -1,8 +1,9 @@
-"""Predicts whether a fleet is worth using, and the effect of another batch, link or device.
+"""Predicts whether a fleet is worth using, and the effect of another batch or link.
 
-The answer simulates the planner's best plan. Other batches, links and devices are compared by the analytic model.
+The answer simulates the planner's best plan. Other batches and links are compared by the analytic model.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -34,21 +35,8 @@ SIMULATED = 3
 MOST_PLANS = 100
 """More plans than the quick search finds for a few devices."""
 
-COMPARED_DEVICES = 8
-"""In larger fleets, single devices are not compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetChange:
-    """The effect of one device less or more.
-
-    Attributes:
-        words: "without b", "with another rtx3090".
-        gain: speedup of the changed fleet over the fastest device alone of today's fleet; None if no plan fits.
-    """
-
-    words: str
-    gain: float | None
+FEW_DEVICES = 8
+"""In larger fleets, fewer plans are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +65,6 @@ class Forecast:
     from_batch: int | None
     from_link: float | None
     asked_links: bool
-    changes: tuple[FleetChange, ...]
 
     @property
     def verdict(self) -> Literal["yes", "perhaps", "probably not", "no"]:
@@ -112,7 +99,7 @@ def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None
     asked_links = compares and len(fleet.hosts) > 1 and not fleet.links
     from_link, from_batch = None, None
     if compares:
-        say("comparing batches, links and devices")
+        say("comparing batches and links")
         sizes = [size for size in BATCHES if size <= request.batch * _more_samples(request)]
         from_batch = _first(sizes, lambda size: _pays(replace(request, batch=size), fleet))
     if asked_links:
@@ -127,7 +114,6 @@ def forecast(request: PlanRequest, say: Callable[[str], object] = lambda _: None
         gain_within=around(gain, 1.0 if shared is None else shared.gain_spread),
         alone_within=tuple(around(speed, errors.alone(d)) for d, speed in enumerate(speeds)),
         from_batch=from_batch, from_link=from_link, asked_links=asked_links,
-        changes=_changes(request, fleet) if compares and len(fleet.devices) <= COMPARED_DEVICES else (),
     )  # fmt: skip
 
 
@@ -136,7 +122,7 @@ def _best(request: PlanRequest) -> tuple[PlanPrediction, PlanPrediction | None]:
     if len(request.graph.weighted) <= SHALLOW:
         found, most = candidates(request), 1
     else:
-        few = len(request.names) <= COMPARED_DEVICES
+        few = len(request.names) <= FEW_DEVICES
         found, most = quick_candidates(request, MOST_PLANS if few else SIMULATED), SIMULATED
         found = found or candidates(request)[:1]  # this search can save memory
     # If one device is faster than several, the best plan of several may use only some devices.
@@ -162,53 +148,22 @@ def _more_samples(request: PlanRequest) -> float:
     return max(0.0, (limit - fixed) / max(1, need.activations_bytes))
 
 
-def _rates(request: PlanRequest, fleet: Fleet) -> tuple[float, float] | None:
-    """Return samples/s of a fleet's best plan and of its fastest device alone (analytic model); None if no plan fits."""
+def _pays(request: PlanRequest, fleet: Fleet) -> bool:
+    """Return whether the best plan on a fleet is worth more than its fastest device alone, by the analytic model."""
     here = replace(request, fleet=FleetKnowledge(fleet))
     found = quick_candidates(here)
-    return (here.batch / found[0].step_s, max(here.speeds.devices)) if found else None
-
-
-def _pays(request: PlanRequest, fleet: Fleet) -> bool:
-    rates = _rates(request, fleet)
-    return rates is not None and rates[0] >= WORTH * rates[1]
+    return bool(found) and here.batch / found[0].step_s >= WORTH * max(here.speeds.devices)
 
 
 def _first(values: Sequence[_T], holds: Callable[[_T], bool]) -> _T | None:
-    """Return the first value from which on `holds` is true, found by bisection; None if it never is."""
-    low, high = 0, len(values)
-    while low < high:
-        middle = (low + high) // 2
-        if holds(values[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return values[low] if low < len(values) else None
+    """Return the first value from which on `holds` is true; None if it never is."""
+    index = bisect_left(values, True, key=holds)
+    return values[index] if index < len(values) else None
 
 
 def _with_link(fleet: Fleet, bytes_per_s: float) -> Fleet:
     card = fleet.network or next(host.card for host in fleet.hosts if host.card is not None)
     hosts = tuple(replace(host, card=None) for host in fleet.hosts)
-    network = replace(card, send_bytes_per_s=bytes_per_s, receive_bytes_per_s=bytes_per_s)
-    return replace(fleet, hosts=hosts, network=network)
-
-
-def _changes(request: PlanRequest, fleet: Fleet) -> tuple[FleetChange, ...]:
-    """Leave out each device, and add another of each class."""
-    all_ = set(range(len(fleet.devices)))
-    changed = [(f"without {fleet.devices[index].name}", fleet.with_only(all_ - {index})) for index in sorted(all_)]
-    seen: set[object] = set()
-    for device in fleet.devices:
-        kind = (device.class_name, device.peak_flop_per_s, device.memory_bytes_per_s)
-        if kind not in seen and len(fleet.hosts) > 1:
-            seen.add(kind)
-            # An equal device on a new host.
-            host = next(host for host in fleet.hosts if host.name == device.host)
-            name = f"{device.name[:56]}-more"
-            hosts = (*fleet.hosts, replace(host, name=name))
-            devices = (*fleet.devices, replace(device, name=name, host=name))
-            words = f"with another {device.class_name or device.name}"
-            changed.append((words, replace(fleet, hosts=hosts, devices=devices)))
-    alone = max(request.speeds.devices)
-    rates = [(words, _rates(request, each)) for words, each in changed]
-    return tuple(FleetChange(words, None if rate is None else max(rate) / alone) for words, rate in rates)
+    return replace(
+        fleet, hosts=hosts, network=replace(card, send_bytes_per_s=bytes_per_s, receive_bytes_per_s=bytes_per_s)
+    )

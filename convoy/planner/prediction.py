@@ -3,15 +3,16 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from convoy.errors import InputError, PlanError
+from convoy.errors import PlanError
 from convoy.layout.layout import holders
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, Speeds
+from convoy.plan.presets import PLANS
 from convoy.plan.steps import ComputeStep, StepList, micro_batches
-from convoy.planner.planner import Candidate, candidates
+from convoy.planner.planner import candidates
 from convoy.planner.request import PlanRequest
+from convoy.planner.search import Candidate
 from convoy.simulate.events import Timeline
 from convoy.simulate.interval import Within, around
 from convoy.simulate.memory import (
@@ -131,49 +132,21 @@ def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
     return busiest if busy_s[busiest] > timeline.step_s / 2 else f"waiting: {rounds} rounds of messages"
 
 
-def predict_all(request: PlanRequest, least_energy_s: float | None = None) -> list[PlanPrediction]:
-    """Predict every named plan, and last `auto`: the shortest step, or the least energy within a limit.
+def predict_all(request: PlanRequest) -> tuple[list[PlanPrediction], list[tuple[int, float]]]:
+    """Predict every named plan, and last `auto`, the plan with the shortest step.
 
-    Args:
-        least_energy_s: choose by joules per image, among plans with at most these seconds per step.
+    Returns:
+        the predictions; and (devices, samples/s) of the best plan by the number of devices that compute.
 
     Raises:
-        PlanError: no plan fits the devices' memory, or none is fast enough.
-        InputError: least energy on a fleet without watts.
+        PlanError: no plan fits the devices' memory.
     """
-    rows = [predict_plan(request.named(name), request) for name in PLANS]
     found = candidates(request)
-    if least_energy_s is None:
-        best = predict_plan(found[0].plan, request)
-    else:
-        best = _least_energy([predict_plan(each.plan, request) for each in found], least_energy_s, request.names)
-    return [*rows, replace(best, plan=best.plan.named("auto"))]
-
-
-def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequence[str]) -> PlanPrediction:
-    joules = [(row.energy.image_j, row.step_s, index) for index, row in enumerate(rows) if row.energy is not None]
-    if not joules:
-        raise InputError(
-            f"least energy of {', '.join(names)}: a device has no watts; give every [[device]] of the fleet file idle_w "
-            "and busy_w"
-        )
-    within = [row for row in joules if row[1] <= limit_s]
-    if not within:
-        fastest_s = min(row.step_s for row in rows)
-        raise PlanError(
-            f"no plan takes at most {limit_s:.4g} s a step: the fastest takes {fastest_s:.4g} s; raise the limit or add "
-            "devices"
-        )
-    return rows[min(within)[2]]
-
-
-def rates_by_devices(request: PlanRequest) -> list[tuple[int, float]]:
-    """Return (devices, samples/s) of the best plan for the fastest device alone, the two fastest, and so on."""
-    best: dict[int, float] = {}
-    for candidate in candidates(request):
-        count = len(working(candidate.plan, request.graph))
-        best[count] = max(best.get(count, 0.0), request.batch / candidate.step_s)
-    return sorted(best.items())
+    fastest: dict[int, float] = {}
+    for each in found:  # the fastest first
+        fastest.setdefault(len(working(each.plan, request.graph)), request.batch / each.step_s)
+    plans = [*map(request.named, PLANS), found[0].plan.named("auto")]
+    return [predict_plan(plan, request) for plan in plans], sorted(fastest.items())
 
 
 def working(plan: Plan, graph: Graph) -> frozenset[int]:
@@ -240,30 +213,3 @@ def check_alone(request: PlanRequest, plan: Plan, limits: MemoryLimits) -> None:
         more = fewest_micro_batches(request.batch, lambda samples: not limits.excess(needs(samples)))
         remedy = "" if more is None else micro_batch_words(request.graph, request.micro_batches * more)
         raise PlanError(limits.refusal(request.graph.model, request.batch, [needs(request.batch)], remedy))
-
-
-UNCERTAIN = 2.0
-"""The user gets a warning if an interval's high end exceeds this multiple of its low end."""
-
-
-def choice_lines(plan: Plan, graph: Graph, speeds: Speeds, step_s: float, within: Within | None) -> list[str]:
-    """Describe the planner's choice, the measured speeds, and the prediction."""
-    used, fastest = working(plan, graph), speeds.fastest
-    names = ", ".join(map(str, sorted(used)))
-    lines = [
-        f"auto chose device {names} alone: one device is faster than several"
-        if len(used) == 1
-        else f"auto chose devices {names} of {plan.devices}, each layer split as its times ask for",
-        f"measured alone, samples/s: {', '.join(f'device {d} {s:,.3g}' for d, s in enumerate(speeds.devices))}",
-    ]
-    if within is not None:
-        gain = plan.batch / step_s / speeds.devices[fastest]
-        lines.append(
-            f"predicted: {step_s:.3g} s a step (nine of ten: {within.low:.3g} - {within.high:.3g}), {gain:.2f} times as fast "
-            f"as device {fastest} alone"
-        )
-        if within.high > UNCERTAIN * within.low:
-            lines.append(
-                "these times varied much: end what else runs on the devices, or name a plan such as data-by-speed"
-            )
-    return lines

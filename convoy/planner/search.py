@@ -5,7 +5,7 @@ its arithmetic, the moves of its inputs and of their gradients, and its gradient
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,8 @@ from convoy.plan.device_program import whole_size
 from convoy.plan.lower import by_samples
 from convoy.plan.placing import placements, unnamed
 from convoy.plan.plan import Plan
-from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Sharding, Strategy, follow, place
-from convoy.planner.analytic import CostModel, MemoryPenalty, Side, uses_copies
+from convoy.planner.analytic import CostModel, Side
 
 MANY_QUESTIONS = 400
 """Above this product of layer kinds and device kinds, curves are sampled at fewer points."""
@@ -37,22 +36,21 @@ EVEN_DEVICES, EVEN_LAYERS = 8, 100
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A plan of the search.
+class Candidate:
+    """A plan with its predicted seconds.
 
     Attributes:
-        model_s: its seconds by the analytic model.
-        working: the number of devices that it may use.
+        devices: the number of devices that it may use, the fastest ones.
     """
 
-    model_s: float
-    working: int
     plan: Plan
+    step_s: float
+    devices: int
 
 
-def in_order(found: Iterable[Found]) -> list[Found]:
+def in_order(found: Iterable[Candidate]) -> list[Candidate]:
     """Sort by seconds, then by the number of devices."""
-    return sorted(found, key=lambda each: (each.model_s, each.working))
+    return sorted(found, key=lambda each: (each.step_s, each.devices))
 
 
 def model_s(model: CostModel, order: Sequence[int], plan: Plan) -> float:
@@ -92,45 +90,34 @@ class _Choice:
 
 
 class Search:
-    """A search over the plans of one set of devices.
+    """A search over the plans of one set of devices. Weights that several devices use are copied.
 
     Args:
         active: the devices that may take part; only the first may compute a layer alone.
         only: by layer, the name of its required strategy.
-        penalty: the price of memory.
-        keepers: the devices that may hold shards of weights, by their speeds; empty: weights are copied.
     """
 
-    def __init__(
-        self,
-        model: CostModel,
-        active: Sequence[int],
-        only: Mapping[str, str] | None = None,
-        penalty: MemoryPenalty | None = None,
-        keepers: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, model: CostModel, active: Sequence[int], only: Mapping[str, str] | None = None) -> None:
         self.model, self.graph, self.batch, self.devices = model, model.graph, model.batch, model.devices
-        self.active, self.only, self.penalty = tuple(active), only or {}, penalty
-        self.by_batch = Batch(batch_shares(model, active, penalty))
+        self.active, self.only = tuple(active), only or {}
+        self.by_batch = Batch(batch_shares(model, active))
         self.speeds = [1 / model.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
         # All layers split the batch alike, so the device that is slowest over all layers sets the pace.
         shared = len(active) > 1
         self.last = max(active, key=lambda d: model.samples_s(d, self.by_batch.shares[d], shared))
-        self.forms = self._forms(keepers)
         # A layer's output may go from every device to all others. If NICs are the bottleneck, even shares may be faster.
-        few = 1 < len(active) <= EVEN_DEVICES and len(model.graph.layers) <= EVEN_LAYERS and penalty is None
+        few = 1 < len(active) <= EVEN_DEVICES and len(model.graph.layers) <= EVEN_LAYERS
         self.even = [float(d in self.active) for d in range(self.devices)] if few else None
         self.readers = {name: len(rows) + (name in self.graph.outputs) for name, rows in self.graph.readers.items()}
         self.numbers: dict[Layout, int] = {}
         self.layouts: list[Layout] = []
         # They depend on layer times only, so all searches for the same devices share them.
-        known = model.splits.setdefault(self.active, {}) if penalty is None else {}
-        self.splits: dict[tuple[str, str], Shares] = known
+        self.splits: dict[tuple[str, str], Shares] = model.splits.setdefault(self.active, {})
         self.choices: dict[tuple[str, tuple[_Available, ...]], list[_Choice]] = {}
-        self.worked: dict[tuple[str, int, int, tuple[Sharding | None, ...]], float] = {}
+        self.worked: dict[tuple[str, int, int, Sharding | None], float] = {}
         self.between: dict[tuple[int, int, str, bool], float] = {}
 
-    def run(self) -> list[tuple[float, Plan]]:
+    def run(self) -> list[Candidate]:
         """Return a few best plans, which end in different layouts, cheapest first."""
         states: _States = {(): (0.0, None)}
         live: tuple[str, ...] = ()
@@ -143,7 +130,7 @@ class Search:
             live = after
         rows = [(cost + self._end_s(live, where), chosen) for where, (cost, chosen) in states.items()]
         rows.sort(key=lambda row: row[0])
-        return [(cost, self._plan(chosen)) for cost, chosen in rows[:3]]
+        return [Candidate(self._plan(chosen), cost, len(self.active)) for cost, chosen in rows[:3]]
 
     def _advance(self, layer: Layer, states: _States, live: tuple[str, ...], after: tuple[str, ...]) -> _States:
         inputs = tuple(dict.fromkeys(layer.inputs))
@@ -176,33 +163,16 @@ class Search:
             return following
         return dict(sorted(following.items(), key=lambda item: item[1][0])[:BEAM])
 
-    def _forms(self, keepers: Sequence[int]) -> tuple[Sharding | None, ...]:
-        """Return the choices for replicated weights: copies (None) or shards."""
-        if len(keepers) < 2:
-            return (None,)
-        room = self.penalty.parts if self.penalty is not None else (1.0,) * self.devices
-        speeds = [1 / self.model.samples_s(d, self.batch) if d in keepers else 0.0 for d in range(self.devices)]
-        if min(room) < 1:  # memory is short: shards by memory
-            speeds = [room[d] if d in keepers else 0.0 for d in range(self.devices)]
-        shares = apportion(SHARE_UNITS, speeds)
-        kept = Sharding(shares), Sharding(shares, "free")
-        return (None, *kept) if self.penalty is not None else (None, *kept[:1])
-
     def _plan(self, chosen: _Chosen | None) -> Plan:
         layers: dict[str, Strategy] = {}
         while chosen is not None:
             layers[chosen.layer] = chosen.strategy
             chosen = chosen.before
         ordered = {name: layers[name] for name in self.graph.layers if name in layers}
-        plan = Plan(
+        return Plan(
             "auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch, self.model.reduce,
             wire=self.model.request.wire, outputs=self.model.request.outputs,
         )  # fmt: skip
-        if len(self.forms) == 1:
-            return plan
-        placed = placements(plan, self.graph)
-        found = {name: self._kept(self.graph[name], placed[name])[1] for name in self.graph.layers}
-        return replace(plan, sharded={name: how for name, how in found.items() if how is not None})
 
     def step_s(self, plan: Plan) -> float:
         """Return the seconds of any plan of these devices by the analytic model, with the model's collective."""
@@ -211,8 +181,8 @@ class Search:
         for name, placed in placements(plan, self.graph).items():
             layer = self.graph[name]
             inputs = tuple(dict.fromkeys(layer.inputs))
-            how = plan.sharded.get(name)
-            choice = self._price(layer, None, placed, inputs, tuple(where[i] for i in inputs), (how,))
+            available = tuple(where[i] for i in inputs)
+            choice = self._price(layer, None, placed, inputs, available, plan.sharded.get(name))
             where |= dict(zip(inputs, choice.inputs, strict=True))
             where[name] = (choice.gives,)
             total += choice.cost
@@ -269,16 +239,12 @@ class Search:
             return
         axis = layer.feature_axis
         split = next((a for a in available if isinstance(a, Split) and a.axis == axis), None)
-        if split is not None:
-            yield Channel(split.shares)
-        # An existing split may exceed a device's memory.
-        if split is None or self.penalty is not None:
-            yield Channel(self._shares(layer, "inputs"))
+        yield Channel(self._shares(layer, "inputs") if split is None else split.shares)
 
     def _shares(self, layer: Layer, side: Side) -> Shares:
         key = (self.model.like(layer).name, side)
         if key not in self.splits:
-            self.splits[key] = layer_shares(self.model, layer, side, self.active, self.penalty)
+            self.splits[key] = layer_shares(self.model, layer, side, self.active)
         return self.splits[key]
 
     # --- prices ------------------------------------------------------------------------------------------------------
@@ -297,7 +263,7 @@ class Search:
         placed: Placement,
         inputs: tuple[str, ...],
         available: tuple[_Available, ...],
-        forms: tuple[Sharding | None, ...] | None = None,
+        how: Sharding | None = None,
     ) -> _Choice:
         cost = 0.0
         where = dict(zip(inputs, available, strict=True))
@@ -307,7 +273,7 @@ class Search:
                 cost += self._move_s(where[name][0], number, name, back=name in self.model.trains)
                 where[name] = (*where[name], number)
         if layer.kind != "input":
-            cost += self._work_s(layer, placed, self.forms if forms is None else forms)
+            cost += self._work_s(layer, placed, how)
         return _Choice(strategy, cost, self._number(placed.gives), tuple(where[name] for name in inputs))
 
     def _move_s(self, src: int, dst: int, name: str, *, back: bool) -> float:
@@ -316,37 +282,18 @@ class Search:
             self.between[key] = self.model.move_s(self.layouts[src], self.layouts[dst], self.graph[name], back=back)
         return self.between[key]
 
-    def _work_s(self, layer: Layer, placed: Placement, forms: tuple[Sharding | None, ...]) -> float:
-        """Return a layer's cost: arithmetic, gradient sums and the price of memory."""
+    def _work_s(self, layer: Layer, placed: Placement, how: Sharding | None) -> float:
+        """Return a layer's cost: arithmetic, gradient sums and updates."""
         gives, leading = self._number(placed.gives), self._number(placed.takes[0]) if placed.takes else -1
-        # Shares over a thousand devices are long, so the search's own forms have an empty key.
-        key = (self.model.like(layer).name, gives, leading, () if forms is self.forms else forms)
+        key = (self.model.like(layer).name, gives, leading, how)
         if key not in self.worked:
-            cost = self._kept(layer, placed, forms)[0]
+            cost = self.model.sums_s(layer, placed, how)
             if placed.gives == Split(0, self.by_batch.shares):
-                own = whole_size(layer, self.by_batch.shares[self.last])
-                cost += self.model.layer_s(layer, self.last, own)
+                cost += self.model.layer_s(layer, self.last, whole_size(layer, self.by_batch.shares[self.last]))
             else:
                 cost += self.model.compute_s(layer, placed)
             self.worked[key] = cost
         return self.worked[key]
-
-    def _kept(
-        self, layer: Layer, placed: Placement, forms: tuple[Sharding | None, ...] | None = None
-    ) -> tuple[float, Sharding | None]:
-        """Return the least seconds of sums, updates and memory, and the sharding with it (None: copies)."""
-        model, penalty = self.model, self.penalty
-
-        def cost(how: Sharding | None) -> float:
-            memory_s = 0.0 if penalty is None else model.memory_s(layer, placed, penalty, how)
-            return model.sums_s(layer, placed, how) + memory_s
-
-        forms = self.forms if forms is None else forms
-        if len(forms) > 1 and not uses_copies(layer, placed):
-            forms = (None,)
-        rows = [(cost(how), place) for place, how in enumerate(forms)]
-        seconds, best = min(rows)
-        return seconds, forms[best]
 
     def _end_s(self, live: tuple[str, ...], where: tuple[_Available, ...]) -> float:
         """Return the seconds to move outputs to every device or, if they stay local, to a split by samples."""
@@ -366,28 +313,20 @@ class Search:
 # finish one sample or filter in time gets none.
 
 
-def batch_shares(model: CostModel, active: Sequence[int], penalty: MemoryPenalty | None = None) -> Shares:
+def batch_shares(model: CostModel, active: Sequence[int]) -> Shares:
     """Return the samples of each device, by the seconds of the whole model."""
     shared = len(active) > 1
-    return _shares(
-        model, model.batch, active, penalty, lambda device, points: [model.samples_s(device, n, shared) for n in points]
-    )
+    return _shares(model, model.batch, active, lambda d, points: [model.samples_s(d, n, shared) for n in points])
 
 
-def layer_shares(
-    model: CostModel, layer: Layer, side: Side, active: Sequence[int], penalty: MemoryPenalty | None = None
-) -> Shares:
+def layer_shares(model: CostModel, layer: Layer, side: Side, active: Sequence[int]) -> Shares:
     """Return each device's number of filters or input channels that minimises the slowest device's time."""
     total = layer.channels_out if side == "outputs" else layer.channels_in
-    return _shares(model, total, active, penalty, lambda device, points: model.curve_s(layer, side, device, points))
+    return _shares(model, total, active, lambda device, points: model.curve_s(layer, side, device, points))
 
 
 def _shares(
-    model: CostModel,
-    total: int,
-    active: Sequence[int],
-    penalty: MemoryPenalty | None,
-    curve_s: Callable[[int, Sequence[int]], list[float]],
+    model: CostModel, total: int, active: Sequence[int], curve_s: Callable[[int, Sequence[int]], list[float]]
 ) -> Shares:
     if len(model.counts) * len(set(model.alike)) <= MANY_QUESTIONS:
         steps = [total * i // 16 for i in range(1, 17)]
@@ -395,49 +334,34 @@ def _shares(
         steps = [total >> i for i in range(model.devices.bit_length() + 1)]
     points = tuple(sorted({0, total, *(max(1, step) for step in steps)}))
     curves = {kind: curve_s(kind, points) for kind in {model.alike[d] for d in active}}
-    seconds = np.array([curves[model.alike[d]] for d in active])
-    limits = None if penalty is None else penalty.limits(total, active)
-    return balance(total, model.devices, active, points, seconds, limits)
+    return balance(total, model.devices, active, points, np.array([curves[model.alike[d]] for d in active]))
 
 
-def balance(
-    total: int,
-    devices: int,
-    active: Sequence[int],
-    points: Sequence[int],
-    seconds: Seconds,
-    at_most: Sequence[int] | None = None,
-) -> Shares:
+def balance(total: int, devices: int, active: Sequence[int], points: Sequence[int], seconds: Seconds) -> Shares:
     """Return the shares of an axis that minimise the time of the slowest of `active`.
 
     Args:
         points: ascending shares, from 0 to `total`.
         seconds: `seconds[i, j]` of device `active[i]` at the share `points[j]`.
-        at_most: limits the share of each of `active`.
-
-    Raises:
-        PlanError: limits that no shares can meet.
     """
     # Measured times may dip; a larger share never counts as faster.
     curves = np.maximum.accumulate(seconds, axis=1)
     sizes = np.array(points, dtype=np.float64)
-    room = np.full(len(active), np.inf) if at_most is None else np.array(at_most, dtype=np.float64)
     low_s, high_s = 0.0, float(curves.max())
     for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2
-        if np.minimum(_finished(curves, sizes, middle_s), room).sum() >= total:
+        if _finished(curves, sizes, middle_s).sum() >= total:
             high_s = middle_s
         else:
             low_s = middle_s
-    parts = np.minimum(_finished(curves, sizes, high_s), room)
+    parts = _finished(curves, sizes, high_s)
     # Only active devices are apportioned, in the order of devices: with a thousand devices this is much faster.
     order = sorted(range(len(active)), key=lambda i: active[i])
     weights = [float(parts[i]) for i in order]
     if not any(weights):
         weights = [float(i == 0) for i in order]
-    limits = None if at_most is None else [at_most[i] for i in order]
     result = [0] * devices
-    for i, share in zip(order, apportion(total, weights, at_most=limits), strict=True):
+    for i, share in zip(order, apportion(total, weights), strict=True):
         result[active[i]] = share
     return tuple(result)
 

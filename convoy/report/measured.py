@@ -1,12 +1,10 @@
 """Prints the result of `convoy measure`: tables of layers, devices and links, and remarks."""
 
 from rich.console import Console
-from rich.table import Table
 
 from convoy.measure.energy_meter import ABSENT, counted_with
 from convoy.report.numbers import plain, seconds
-from convoy.report.screen import new_table
-from convoy.simulate.noise import QuotaNoise
+from convoy.report.screen import print_table
 from convoy.simulate.table import Measurement, layer_times
 
 SHOWN_LAYERS = 12
@@ -16,12 +14,21 @@ UNSTEADY = 0.5
 
 
 def show(measured: Measurement, console: Console) -> None:
-    console.print(_layers(measured))
-    console.print(_devices(measured))
-    if measured.fleet.links:
-        console.print(_links(measured))
-    if len(measured.fleet.hosts) > 1:
-        console.print(_nics(measured))
+    _show_layers(measured, console)
+    fleet = measured.fleet
+    if fleet.links:
+        spread = {(each.source, each.target): each for each in measured.link}
+        rows = []
+        for link in fleet.links:
+            rate, latency = _rate(link.bandwidth_bytes_per_s), seconds(link.latency_s)
+            if noise := spread.get((link.source, link.target)):
+                rate, latency = f"{rate} {_about(noise.bandwidth_spread)}", f"{latency} {_about(noise.latency_spread)}"
+            rows.append((link.source, link.target, rate, latency))
+        print_table(console, "Links, one at a time", ("from", "to", "rate", "latency"), rows, texts=("from", "to"))
+    if len(fleet.hosts) > 1:
+        nics = {host.name: fleet.nic(host.name) for host in fleet.hosts}
+        rates = [(host, _rate(nic.send_bytes_per_s), _rate(nic.receive_bytes_per_s)) for host, nic in nics.items()]
+        print_table(console, "NICs, with all other hosts at once", ("host", "send", "receive"), rates, texts=("host",))
     for remark in [*energy_lines(measured), *remarks(measured)]:
         console.print(remark, markup=False, soft_wrap=True)
 
@@ -31,19 +38,18 @@ def energy_lines(measured: Measurement) -> list[str]:
 
     Devices that share a counter are counted together.
     """
-    seconds_each = [sum(cells[i][0] for cells in _layer_rows(measured).values()) for i in range(len(measured.device))]
-    lines: list[str] = []
+    rows, lines = _layer_rows(measured), []
     for index, costs in enumerate(measured.device):
         if costs.measured_w is None:
             if costs.measured_by.startswith(ABSENT):
                 lines.append(f"Energy of {costs.device}: {costs.measured_by}.")
             continue
         own = [i for i, each in enumerate(measured.device) if i == index or each.measured_by == counted_with(index)]
+        devices = [measured.fleet.devices[i] for i in own]
         names = ", ".join(measured.device[i].device for i in own)
         line = f"Energy of {names}: {plain(costs.measured_w)} W measured by {costs.measured_by}"
-        devices = [measured.fleet.devices[i] for i in own]
         if all(device.slowdown == 1 for device in devices):
-            rate = sum(measured.batch / max(seconds_each[i], 1e-12) for i in own)
+            rate = sum(measured.batch / max(sum(cells[i][0] for cells in rows.values()), 1e-12) for i in own)
             busy_w = [device.busy_w for device in devices if device.busy_w is not None]
             known = len(busy_w) == len(own)
             predicted = f"{plain(sum(busy_w) / rate)} predicted" if known else "no prediction without busy_w"
@@ -69,7 +75,7 @@ def remarks(measured: Measurement) -> list[str]:
         if part > 1 / 3:
             lines.append(
                 f"Times of {device.name} did not repeat: layers that take {part:.0%} of its step varied by more than "
-                f"±{UNSTEADY:.0%}; the intervals are wider by this."
+                f"±{UNSTEADY:.0%}. This widens the intervals."
             )
     return lines
 
@@ -89,60 +95,21 @@ def _layer_rows(measured: Measurement) -> dict[str, list[tuple[float, float]]]:
     return result
 
 
-def _layers(measured: Measurement) -> Table:
-    """Return a table of the slowest layers; the others share a row."""
-    places = range(len(measured.fleet.devices))
-    names = [device.name for device in measured.fleet.devices]
-    table = new_table(f"{measured.net}, batch {measured.batch}", ("forward and backward",), names)
-    rows = sorted(_layer_rows(measured).items(), key=lambda item: -max(s for s, _ in item[1]))
-    for name, cells in rows[:SHOWN_LAYERS]:
-        table.add_row(name, *(f"{seconds(s)} {_about(spread)}" for s, spread in cells))
-    others = [cells for _, cells in rows[SHOWN_LAYERS:]]
-    if others:
-        table.add_row(f"{len(others)} others", *(seconds(sum(cells[place][0] for cells in others)) for place in places))
-    table.add_section()
-    totals = [sum(cells[place][0] for _, cells in rows) for place in places]
-    table.add_row("all", *map(seconds, totals))
-    table.add_row("samples/s", *(f"{measured.batch / max(total, 1e-12):,.4g}" for total in totals))
-    return table
-
-
-def _devices(measured: Measurement) -> Table:
-    table = new_table(
-        "CPU time of traffic in ns/byte, of the optimizer in ns/entry; delay of an exchange after computing, of an "
-        "all-reduce round during computing; time saved after a pause", ("device", "host"),
-        ("cores", "slowed", "send", "receive", "update", "delay", "during", "saved"),
-    )  # fmt: skip
-    for device, costs in zip(measured.fleet.devices, measured.device, strict=True):
-        noise = costs.noise or QuotaNoise()
-        table.add_row(
-            device.name, device.host, "-" if device.cores is None else f"{device.cores:g}",
-            f"{device.slowdown:g}x" if device.slowdown != 1 else "-", f"{costs.send_s_per_byte * 1e9:.3g}",
-            f"{costs.receive_s_per_byte * 1e9:.3g}",
-            f"{costs.update_s_per_entry * 1e9:.3g}",
-            *(seconds(each) if each else "-" for each in (costs.jitter_s, noise.overlap_delay_s, noise.rested_s)),
-        )  # fmt: skip
-    return table
-
-
-def _links(measured: Measurement) -> Table:
-    table = new_table("Links, one at a time", ("from", "to"), ("rate", "latency"))
-    spread = {(each.source, each.target): each for each in measured.link}
-    for link in measured.fleet.links:
-        noise = spread.get((link.source, link.target))
-        rate, latency = _rate(link.bandwidth_bytes_per_s), seconds(link.latency_s)
-        if noise is not None:
-            rate, latency = f"{rate} {_about(noise.bandwidth_spread)}", f"{latency} {_about(noise.latency_spread)}"
-        table.add_row(link.source, link.target, rate, latency)
-    return table
-
-
-def _nics(measured: Measurement) -> Table:
-    table = new_table("NICs, with all other hosts at once", ("host",), ("send", "receive"))
-    for host in measured.fleet.hosts:
-        nic = measured.fleet.nic(host.name)
-        table.add_row(host.name, _rate(nic.send_bytes_per_s), _rate(nic.receive_bytes_per_s))
-    return table
+def _show_layers(measured: Measurement, console: Console) -> None:
+    """Print the slowest layers; the others share a row."""
+    devices = measured.fleet.devices
+    layers = sorted(_layer_rows(measured).items(), key=lambda item: -max(s for s, _ in item[1]))
+    rows = [(name, *(f"{seconds(s)} {_about(spread)}" for s, spread in cells)) for name, cells in layers[:SHOWN_LAYERS]]
+    totals, others = (
+        [sum(cells[place][0] for _, cells in some) for place in range(len(devices))]
+        for some in (layers, layers[SHOWN_LAYERS:])
+    )
+    if len(layers) > SHOWN_LAYERS:
+        rows.append((f"{len(layers) - SHOWN_LAYERS} others", *map(seconds, others)))
+    rows.append(("samples/s", *(f"{measured.batch / max(total, 1e-12):,.4g}" for total in totals)))
+    title, first = f"{measured.net}, batch {measured.batch}", "forward and backward"
+    columns = (first, *(device.name for device in devices))
+    print_table(console, title, columns, rows, texts=(first,), total=("all layers", *map(seconds, totals)))
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -1,7 +1,4 @@
-"""Formats numbers, and chooses ticks for axes."""
-
-import math
-from collections.abc import Callable, Mapping
+"""Formats numbers for readers."""
 
 
 def plain(value: float | None, digits: int = 4) -> str:
@@ -42,20 +39,3 @@ def seconds(value: float | None) -> str:
 def unit_of(value_s: float) -> tuple[str, float]:
     """Return the unit of time that suits a value, and its seconds."""
     return next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if value_s >= size), ("µs", 1e-6))
-
-
-AXIS_FORMATS: Mapping[str, Callable[[float], str]] = {
-    "plain": plain,
-    "percent": lambda part: f"{100 * part:.4g}%",
-    "bytes": lambda value: in_bytes(round(value)) if round(value) else "0",
-}
-"""Formats of a chart's vertical axis; page.js has the same functions."""
-
-
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return about `count` round numbers from `low` to `high`: 1, 2 or 5 times a power of ten apart."""
-    rough = (high - low) / count
-    size = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= count + 1.5)
-    first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]

@@ -1,25 +1,27 @@
-"""Prints the result of `convoy plan`: a row per plan; the chosen plan by device, by part of a step and by layer."""
+"""Prints the results of `convoy plan` and `convoy predict`."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
+from convoy.fleet import Fleet
+from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
+from convoy.planner.payoff import LINKS, Forecast
 from convoy.planner.prediction import PlanPrediction
 from convoy.planner.request import PlanRequest
 from convoy.planner.snapshot_cost import spare_price
 from convoy.report.measured import remarks
 from convoy.report.numbers import in_bytes, percent, plain, seconds
-from convoy.report.screen import Screen, new_table
-from convoy.report.timeline import kind_of
-from convoy.simulate.events import Timeline
+from convoy.report.screen import Screen, print_table
 from convoy.simulate.interval import Basis, Within
 from convoy.simulate.memory import micro_batch_words
-from convoy.simulate.network import Network
-from convoy.simulate.simulator import LOSS, layers_s
+from convoy.simulate.simulator import layers_s
 
 BASIS: Mapping[Basis | None, str] = {
     None: "given costs",
@@ -29,23 +31,18 @@ BASIS: Mapping[Basis | None, str] = {
     "(convoy measure)",
 }
 
+# --- convoy plan --------------------------------------------------------------------------------------------------------------
+
 
 def show_all(
-    console: Console,
-    rows: Sequence[PlanPrediction],
-    request: PlanRequest,
-    counts: Sequence[tuple[int, float]] = (),
+    console: Console, rows: Sequence[PlanPrediction], request: PlanRequest, counts: Sequence[tuple[int, float]] = ()
 ) -> None:
     """Print all predicted plans, and the last one, which is chosen, in detail.
 
     Args:
         counts: throughput by number of devices, the fastest first.
     """
-
-    def show(line: str) -> None:
-        console.print(line, soft_wrap=True)
-
-    row, names = rows[-1], request.names
+    row, names, show = rows[-1], request.names, partial(console.print, soft_wrap=True)
     _show_predictions(console, rows, request)
     if request.micro_batches > 1:
         show(
@@ -54,10 +51,11 @@ def show_all(
             f"{request.batch} samples, on average; a step of plan {row.plan.name} takes "
             f"{seconds(request.micro_batches * row.step_s)}."
         )
-    basis = BASIS[request.costs.errors.basis]
-    show(f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. Based on {basis}.")
-    measured = request.fleet.measured
-    for remark in [] if measured is None else remarks(measured):
+    show(
+        f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. "
+        f"Based on {BASIS[request.costs.errors.basis]}."
+    )
+    for remark in [] if request.fleet.measured is None else remarks(request.fleet.measured):
         show(remark)
     speeds = request.speeds.devices
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
@@ -67,35 +65,36 @@ def show_all(
             f"Adding {added}: from {before / alone:.2f}x to {after / alone:.2f}x the throughput of {names[order[0]]} alone."
         )
     _show_devices(console, row, request)
-    show_step_parts(console, row, request)
     if len(names) > 1:
-        _show_spare(console, row, request)
-    _show_plan(console, row, request)
+        _show_snapshots(show, row, request)
+    _show_layers(console, row, request)
 
 
 def _show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest) -> None:
-    """Print a row per plan; the last one is chosen."""
+    """Print a row per plan. Compare the last one, which is chosen, with the fastest device."""
     speeds, names = request.speeds.devices, request.names
-    table = new_table(
-        f"Predicted; the limit, the sum of solo throughputs, is {plain(sum(speeds))} samples/s", ("plan",),
-        ("step", "nine of ten", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices")
+    columns = ("step", "nine of ten", "samples/s", "of the sum", "traffic", "memory", "J/image", "devices")
+    print_table(
+        console, f"Predicted steps; the sum of solo throughputs is {plain(sum(speeds))} samples/s",
+        ("plan", *columns, "limited by"),
+        [
+            (
+                row.plan.name, seconds(row.step_s), between(row.within), plain(row.samples_per_s),
+                percent(row.efficiency), in_bytes(row.traffic_bytes),
+                in_bytes(max(m.total_bytes for m in row.memory)) + " !" * bool(row.overfull),
+                "-" if row.energy is None else plain(row.energy.image_j), str(row.workers), row.bound,
+            )
+            for row in rows
+        ],
+        texts=("plan", "limited by"),
     )  # fmt: skip
-    table.add_column("limited by")
-    for row in rows:
-        memory = in_bytes(max(m.total_bytes for m in row.memory))
-        table.add_row(
-            row.plan.name, seconds(row.step_s), between(row.within), plain(row.samples_per_s),
-            percent(row.efficiency), in_bytes(row.traffic_bytes), memory + " !" * bool(row.overfull),
-            "-" if row.energy is None else plain(row.energy.image_j), str(row.workers), row.bound
-        )  # fmt: skip
-    console.print(table)
     for row in rows:
         if row.overfull:
             console.print(f"! {row.plan.name} does not fit: {'; '.join(row.overfull)}", soft_wrap=True)
     best, fastest = rows[-1], max(range(len(speeds)), key=lambda d: speeds[d])
     alone = f"{best.samples_per_s / speeds[fastest]:.2f}x the throughput of {names[fastest]} alone"
     used = "one device" if best.workers == 1 else f"{best.workers} devices"
-    console.print(f"auto uses {used}: {alone} ({plain(speeds[fastest])} samples/s).", soft_wrap=True)
+    console.print(f"Plan {best.plan.name} uses {used}: {alone} ({plain(speeds[fastest])} samples/s).", soft_wrap=True)
 
 
 def between(within: Within) -> str:
@@ -104,37 +103,42 @@ def between(within: Within) -> str:
 
 def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
     """Print each device's work, traffic, memory and energy in a step. Messages and the loss keep devices without work busy."""
-    columns = ("work", "busy", "sends", "receives", "memory", "of", "idle - busy", "joules")
-    table = new_table(f"Plan {row.plan.name}, per device and step", ("device",), columns)
     work = work_shares(lower(row.plan, request.graph), request.graph)
-    for device, name in enumerate(request.names):
-        limit, own = request.limits.limits_bytes[device], request.limits.own_bytes(device)
-        power = None if request.power is None else request.power[device]
-        table.add_row(
-            name, percent(work[device]) if work[device] else "none", percent(row.timeline.compute_s[device] / row.step_s),
-            in_bytes(row.sent_bytes[device]), in_bytes(row.received_bytes[device]),
-            in_bytes(row.memory[device].total_bytes + own), "-" if limit is None else in_bytes(limit),
-            "-" if power is None else f"{power.idle_w:g} - {power.busy_w:g} W",
-            "-" if row.energy is None else plain(row.energy.devices_j[device])
-        )  # fmt: skip
-    console.print(table)
+    limits, powers = request.limits, request.power or [None] * len(work)
+    limited = [None if limit is None else in_bytes(limit) for limit in limits.limits_bytes]
+    print_table(
+        console, f"Plan {row.plan.name}, each device in a step",
+        ("device", "arithmetic", "busy", "sends", "receives", "memory", "memory limit", "idle - busy", "joules"),
+        [
+            (
+                name, percent(part) if part else "none", percent(row.timeline.compute_s[device] / row.step_s),
+                in_bytes(row.sent_bytes[device]), in_bytes(row.received_bytes[device]),
+                in_bytes(row.memory[device].total_bytes + limits.own_bytes(device)),
+                limited[device] or "-",
+                "-" if power is None else f"{power.idle_w:g} - {power.busy_w:g} W",
+                "-" if row.energy is None else plain(row.energy.devices_j[device]),
+            )
+            for device, (name, part, power) in enumerate(zip(request.names, work, powers, strict=True))
+        ],
+        texts=("device",),
+    )  # fmt: skip
 
 
-def _show_spare(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
+def _show_snapshots(show: Callable[[str], None], row: PlanPrediction, request: PlanRequest) -> None:
     """Print the cost of the recovery snapshots of `convoy train`."""
     chosen, each = spare_price(row, request), spare_price(row, request, 1)
     often = "each step" if chosen.every == 1 else f"every {chosen.every} steps"
     sent = f"{in_bytes(chosen.sent_bytes)} sent per step" if chosen.sent_bytes else "nothing sent"
-    otherwise = f"; after each step (--spare every-step) {each.part:.1%}" if chosen.every > 1 else ""
-    console.print(
-        f"Snapshots for recovery from a lost device (--spare auto): after {often}, {chosen.part:.1%} of a step's time, "
-        f"{sent}, at most {in_bytes(max(chosen.memory_bytes))} of memory per device{otherwise}.", soft_wrap=True
-    )  # fmt: skip
+    otherwise = f"; with --spare every-step {each.part:.1%}" if chosen.every > 1 else ""
+    show(
+        f"Snapshots for recovery from a lost device (--spare auto) after {often} take {chosen.part:.1%} of the training "
+        f"time{otherwise}; {sent}, at most {in_bytes(max(chosen.memory_bytes))} of memory per device."
+    )
     if chosen.overfull:
-        console.print(f"! The snapshots do not fit: {'; '.join(chosen.overfull)}. Give --spare none.", soft_wrap=True)
+        show(f"! The snapshots do not fit: {'; '.join(chosen.overfull)}. Give --spare none.")
 
 
-def _show_plan(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
+def _show_layers(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
     """Print the plan layer by layer, with the cost of layers that are not split."""
     graph, rows = request.graph, []
     steps = lower(row.plan, graph)
@@ -148,70 +152,111 @@ def _show_plan(console: Console, row: PlanPrediction, request: PlanRequest) -> N
     Screen(visible=True, console=console).plan(row.plan, rows, work_shares(steps, graph))
 
 
-# --- the parts of a step --------------------------------------------------------------------------------------------------
-
-Span = tuple[float, float]
+# --- convoy predict -----------------------------------------------------------------------------------------------------------
 
 
-def step_parts(timeline: Timeline, network: Network) -> tuple[int, dict[str, float]]:
-    """Divide the step of the device that finishes last, or on a tie computes longest, into parts.
+def show_forecast(
+    console: Console, found: Forecast, fleet: Fleet, net: str, image: tuple[int, int, int], took_s: float
+) -> None:
+    """Print the answer, then its basis."""
+    request, show = found.request, partial(console.print, soft_wrap=True)
+    batch, size, count, parts = request.batch, "x".join(map(str, image)), request.micro_batches, ""
+    if count > 1:
+        parts = (
+            f" in {count} micro-batches of {batch} (--accumulate {count}), because {request.names[found.fastest]} alone has "
+            "no memory for more; all times are of one micro-batch, on average"
+        )
+    show(f"{net}, images of {size}, batch {batch * count}{parts}.")
+    show(_answer(found))
+    shares = work_shares(lower(found.best.plan, request.graph), request.graph)
+    print_table(
+        console, f"Devices, and their use by plan {found.best.plan.name}",
+        ("device", "description", "images/s alone", "nine of ten", "arithmetic", "memory", "memory limit"),
+        [
+            (
+                device.name, "" if device.class_name is None else device_class(device.class_name).about,
+                _rate(request.speeds.devices[index]), _rates(found.alone_within[index]),
+                f"{shares[index]:.0%}" if shares[index] else "none",
+                in_bytes(found.best.memory[index].total_bytes) if shares[index] else "-",
+                "-" if device.memory_bytes is None else in_bytes(device.memory_bytes),
+            )
+            for index, device in enumerate(fleet.devices)
+        ],
+        texts=("device", "description"),
+    )  # fmt: skip
+    if found.shared is not None:
+        weighted = {layer.name for layer in request.graph.weighted}
+        kinds = Counter(row.strategy for row in layer_rows(found.shared.plan, request.graph) if row.layer in weighted)
+        names = {"one": "on one device", "copies": "copied to every device"}
+        layers = ", ".join(f"{count} {names.get(name, f'split by {name}')}" for name, count in kinds.items())
+        show(
+            f"Best plan with several devices (convolutions and linear layers): {layers}; "
+            f"{in_bytes(found.shared.traffic_bytes)} sent per step; limited by {found.shared.bound}."
+        )
+    if found.basis == "described" and len(request.names) > 1:
+        _show_changes(show, found, fleet)
+    show(f"Based on {BASIS[found.basis]}. Nine of ten measurements lie in an interval.")
+    show(f"Answered in {took_s:.1f} s.")
 
-    Returns:
-        the device, and the seconds of each part. A second counts once, for the first part that applies: layers, optimizer,
-        loss, handling (of messages and batches); idle while a message is on the wire, while one has left but not begun to
-        arrive (latency), or otherwise (others).
-    """
-    ends_s = [0.0] * len(timeline.compute_s)
-    for event in timeline.events:
-        ends_s[event.device] = max(ends_s[event.device], event.end_s)
-    last = max(range(len(ends_s)), key=lambda d: (ends_s[d], timeline.compute_s[d]))
-    spans: dict[str, list[Span]] = {}
-    names = {"forward": "layers", "backward": "layers", "send": "wire", "receive": "wire"}
-    for event in timeline.events:
-        if event.device != last:
-            continue
-        if event.activity != "wait":
-            kind = "loss" if event.label == LOSS else kind_of(event.activity, event.label)
-            spans.setdefault(names.get(kind, kind), []).append((event.start_s, event.end_s))
-        if event.peer >= 0:
-            source, target = (last, event.peer) if event.activity == "send" else (event.peer, last)
-            left_s = max(0.0, event.start_s - network.latency_s[source][target])
-            spans.setdefault("latency", []).append((left_s, event.start_s))
-    found, covered, before_s = {}, list[Span](), 0.0
-    for kind in ("layers", "optimizer", "loss", "handling", "wire", "latency"):
-        covered = _merged([*covered, *spans.get(kind, ())])
-        total_s = sum(end - start for start, end in covered)
-        found[kind], before_s = total_s - before_s, total_s
-    return last, found | {"others": max(0.0, timeline.step_s - before_s)}
+
+def _answer(found: Forecast) -> str:
+    best, fastest = found.best, found.request.names[found.fastest]
+    times = (
+        f"{_rate(best.samples_per_s)} images/s, {seconds(best.step_s)} a step (nine of ten: {between(best.within)})."
+    )
+    if len(found.request.names) == 1:
+        return f"One device: {times}"
+    gain = f"{found.gain:.2f} times as fast as {fastest} alone"
+    within = f"nine of ten: {found.gain_within.low:.2f} - {found.gain_within.high:.2f}"
+    answer = f"Would it pay? {found.verdict.capitalize()}:"
+    if found.verdict in ("yes", "perhaps"):
+        return f"{answer} {gain} ({within}), {times}"
+    alone, rates = found.request.speeds.devices[found.fastest], _rates(found.alone_within[found.fastest])
+    several = f" The best plan with several devices is {gain} ({within})." if found.shared is not None else ""
+    return (
+        f"{answer} {fastest} alone is the fastest, {_rate(alone)} images/s (nine of ten: {rates}), "
+        f"{seconds(found.request.batch / alone)} a step.{several}"
+    )
 
 
-def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Merge overlapping spans, and sort them."""
-    found: list[Span] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
+def _show_changes(show: Callable[[str], None], found: Forecast, fleet: Fleet) -> None:
+    """Print from which batch and link on the fleet pays off."""
+    smallest = (
+        "no size that fits the fastest device" if found.from_batch is None else f"{found.from_batch:,} samples or more"
+    )
+    show(f"Batch: it pays with {smallest}.")
+    if found.asked_links:
+        link = f"no rate up to {_link(LINKS[-1])}" if found.from_link is None else f"{_link(found.from_link)} or more"
+        here = "" if fleet.network is None else f" (here {_link(fleet.network.send_bytes_per_s)})"
+        show(f"Link: it pays with {link}{here}.")
 
 
-def show_step_parts(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
-    """Print a row for each part of the step."""
-    device, parts = step_parts(row.timeline, request.costs.network)
-    step = "Step" if request.micro_batches == 1 else "Last micro-batch of a step"
-    title = f"{step} of plan {row.plan.name} on {request.names[device]}, which finishes last"
-    table = new_table(title, ("part",), ("predicted", "of the step"))
-    rows = {
-        "layers": parts["layers"],
-        "optimizer": parts["optimizer"],
-        "loss function": parts["loss"],
-        "copies, calls, loading data": parts["handling"],
-        "waiting for messages on the wire": parts["wire"],
-        "waiting for their latency": parts["latency"],
-        "waiting for other devices": parts["others"],
-        "all": sum(parts.values()),
-    }
-    for name, part_s in rows.items():
-        table.add_row(name, seconds(part_s), percent(part_s / rows["all"]))
-    console.print(table)
+def _rate(value: float) -> str:
+    return plain(value, 3)
+
+
+def _rates(within: Within) -> str:
+    return f"{_rate(within.low)} - {_rate(within.high)}"
+
+
+def _link(bytes_per_s: float) -> str:
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+
+
+def show_classes(console: Console, classes: Sequence[DeviceClass]) -> None:
+    """Print the catalogue, a row per class."""
+    print_table(
+        console, f"{len(classes)} device classes",
+        ("class", "description", "float32", "memory/s", "memory", "watts"),
+        [
+            (
+                " = ".join((each.name, *each.aliases)), each.about, f"{each.peak_flop_per_s.value / 1e12:.3g} TFLOP/s",
+                in_bytes(int(each.memory_bytes_per_s.value)), in_bytes(int(each.memory_bytes.value)),
+                f"{each.busy_w.value:g}",
+            )
+            for each in classes
+        ],
+        texts=("class", "description"),
+    )  # fmt: skip
+    console.print("Sources of every figure: convoy/fleet/catalogue.toml.")

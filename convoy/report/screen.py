@@ -2,9 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -20,8 +20,7 @@ from convoy.plan.presets import Speeds
 from convoy.plan.steps import micro_batches
 from convoy.report.numbers import in_bytes, seconds
 from convoy.runlog.schema import DeviceLine
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
-from convoy.train.record import History
+from convoy.train.record import EpochResult, Evaluation, History, Observer, StepResult
 
 FILE_WIDTH = 250
 """Line width of tables in a file or a pipe, so that nothing is cut off."""
@@ -30,16 +29,27 @@ LINE_EVERY_S = 10.0
 """Seconds between lines of progress if there is no terminal."""
 
 
-def new_table(
-    title: str, texts: Sequence[str], numbers: Sequence[str] = (), overflow: Literal["fold", "ellipsis"] = "ellipsis"
-) -> Table:
-    """Return a table with text columns, and number columns to their right."""
+Row = Sequence[str]
+
+
+def print_table(
+    console: Console, title: str, columns: Row, rows: Iterable[Row], texts: Row = (), total: Row = ()
+) -> None:
+    """Print a table.
+
+    Args:
+        texts: columns of text, on the left of their cells; the others are numbers, on the right.
+        total: a last row, below a line.
+    """
     table = Table(title=title, title_justify="left")
-    for name in texts:
-        table.add_column(name, overflow=overflow)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
+    for name in columns:
+        table.add_column(name, justify="left" if name in texts else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    if total:
+        table.add_section()
+        table.add_row(*total)
+    console.print(table)
 
 
 class Wait:
@@ -50,18 +60,10 @@ class Wait:
     Args:
         about_s: expected seconds; None: unknown.
         first_s: without a terminal, nothing is printed before this time.
-        now: clock, in seconds.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        text: str,
-        about_s: float | None = None,
-        first_s: float = 0.0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.console, self.now, self.next_s, self.start_s = console, now, first_s, now()
+    def __init__(self, console: Console, text: str, about_s: float | None = None, first_s: float = 0.0) -> None:
+        self.console, self.next_s, self.start_s = console, first_s, time.monotonic()
         self.text = text if about_s is None else f"{text}, about {seconds(about_s)}"
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         live = console.is_terminal and not console.quiet
@@ -70,12 +72,12 @@ class Wait:
 
     def __call__(self, task: str) -> None:
         self.progress.update(self.task, description=f"{self.text}: {task}")
-        if not self.is_live and (waited_s := self.now() - self.start_s) >= self.next_s:
+        if not self.is_live and (waited_s := time.monotonic() - self.start_s) >= self.next_s:
             self.next_s = waited_s + LINE_EVERY_S
             self._line(f"  {seconds(waited_s)}: {task}" if self.is_introduced else f"{self.text}: {task} ...")
 
     def __enter__(self) -> Self:
-        self.start_s = self.now()
+        self.start_s = time.monotonic()
         self.progress.start()
         if not self.is_live and not self.next_s:
             self.next_s = LINE_EVERY_S
@@ -107,17 +109,19 @@ class Screen:
         """Print a row per device: kind, host, slowdown, speed with this model."""
         if len(devices) == 1 and not speeds.measured:
             ((kind, host, _),) = devices
-            self.console.print(f"One device, {kind} on {host}: nothing to split, and no speed to measure.")
+            self.line(f"One device, {kind} on {host}: nothing to split, and no speed to measure.")
             return
         how = "measured on the model's own layers" if speeds.measured else "given by --speeds"
-        title, speed_name = f"Fleet: {len(devices)} devices, speeds {how}", "samples/s" if speeds.measured else "speed"
-        table = new_table(title, ("device", "on", "host"), ("slowed down", speed_name, "of the fleet"))
-        total = sum(speeds.devices)
-        for index, ((kind, host, slowdown), speed) in enumerate(zip(devices, speeds.devices, strict=True)):
-            table.add_row(str(index), kind, host, _slowed(slowdown), f"{speed:,.4g}", f"{speed / total:.1%}")
-        table.add_section()
-        table.add_row("", "", "", "", f"{total:,.4g}", "100.0%")
-        self.console.print(table)
+        speed_name, total = "samples/s" if speeds.measured else "speed", sum(speeds.devices)
+        rows = [
+            (str(index), kind, host, _slowed(slowdown), f"{speed:,.4g}", f"{speed / total:.1%}")
+            for index, ((kind, host, slowdown), speed) in enumerate(zip(devices, speeds.devices, strict=True))
+        ]
+        print_table(
+            self.console, f"Fleet: {len(devices)} devices, speeds {how}",
+            ("device", "on", "host", "slowed down", speed_name, "of the fleet"), rows, texts=("device", "on", "host"),
+            total=("", "", "", "", f"{total:,.4g}", "100.0%"),
+        )  # fmt: skip
 
     def plan(
         self, plan: Plan, rows: Sequence[LayerRow], shares: Sequence[float], ids: Sequence[int] | None = None
@@ -129,20 +133,16 @@ class Screen:
         """
         wire = "" if plan.wire == "exact" else f", wire {plan.wire}"
         outputs = "" if plan.outputs == "everywhere" else ", outputs stay where they are computed"
-        title = f"Plan {plan.name}: batch {plan.batch}, sums by {plan.reduce}{wire}{outputs}"
-        devices = [f"dev {device}" for device in ids or range(plan.devices)]
-        table = new_table(title, ("layer", "kind", "split by"), (*devices, "per step"))
-        for row in rows:
-            table.add_row(row.layer + " *" * bool(row.note), row.kind, row.strategy, *row.parts, in_bytes(row.bytes_))
-        table.add_section()
-        total = sum(row.bytes_ for row in rows)
-        table.add_row("arithmetic", "", "", *(f"{share:.1%}" for share in shares), in_bytes(total))
-        self.console.print(table)
-        for row in rows:
-            if row.note:
-                self.console.print(f"* {row.layer}: {row.note}", soft_wrap=True)
+        texts, devices = ("layer", "kind", "split by"), [f"dev {device}" for device in ids or range(plan.devices)]
+        print_table(
+            self.console, f"Plan {plan.name}: batch {plan.batch}, sums by {plan.reduce}{wire}{outputs}",
+            (*texts, *devices, "sent per step"),
+            [(r.layer + " *" * bool(r.note), r.kind, r.strategy, *r.parts, in_bytes(r.bytes_)) for r in rows], texts,
+            ("arithmetic", "", "", *(f"{share:.1%}" for share in shares), in_bytes(sum(row.bytes_ for row in rows))),
+        )  # fmt: skip
+        self.lines([f"* {row.layer}: {row.note}" for row in rows if row.note])
         if plan.inexact:
-            self.console.print(f"INEXACT: {plan.inexact}.", soft_wrap=True)
+            self.line(f"INEXACT: {plan.inexact}.")
 
     def programs(self, plan: Plan, graph: Graph, accumulate: int) -> None:
         """Print the step list, for several micro-batches that of the last, and every device program."""
@@ -153,13 +153,12 @@ class Screen:
 
     def settings(self, rows: Sequence[tuple[str, str, str]]) -> None:
         """Print name, value and source of each setting."""
-        table = new_table("Settings in force", ("setting", "value", "from"), overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        self.console.print(table)
+        columns = ("setting", "value", "from")
+        print_table(self.console, "Settings in force", columns, rows, texts=columns)
 
     def lines(self, lines: Sequence[str]) -> None:
-        self.console.print("\n".join(lines), markup=False, soft_wrap=True)
+        for line in lines:
+            self.console.print(line, markup=False, soft_wrap=True)
 
     def line(self, line: str) -> None:
         self.lines([line])
@@ -188,36 +187,42 @@ class Screen:
     def usage(self, uses: Sequence[DeviceLine], history: History) -> None:
         """Print a row per device: its share, and its seconds by activity, which add up to those in the title."""
         train_s, wall_s = sum(epoch.train_s for epoch in history.epochs), max(use.wall_s or 0.0 for use in uses)
-        rest_s = max(0.0, wall_s - train_s)
-        table = new_table(
-            f"Devices over {wall_s:.1f} s: {train_s:.1f} s of training, {rest_s:.1f} s of evaluation and saving", (),
-            ("device", "slowed down", "of the speed", "of the arithmetic", "busy", "exchange and wait", "all else", "sent")
-        )  # fmt: skip
+        rows = []
         for use in uses:
             else_s = max(0.0, (use.wall_s or 0.0) - use.compute_s - use.exchange_s)
-            table.add_row(
+            rows.append((
                 str(use.device), _slowed(use.slowdown), f"{use.speed_share:.1%}", f"{use.work_share:.1%}",
-                f"{use.compute_s:.1f} s", f"{use.exchange_s:.1f} s", f"{else_s:.1f} s", in_bytes(use.sent_bytes)
-            )  # fmt: skip
-        self.console.print(table)
+                f"{use.compute_s:.1f} s", f"{use.exchange_s:.1f} s", f"{else_s:.1f} s", in_bytes(use.sent_bytes),
+            ))  # fmt: skip
+        rest_s = max(0.0, wall_s - train_s)
+        print_table(
+            self.console,
+            f"Devices over {wall_s:.1f} s: {train_s:.1f} s of training, {rest_s:.1f} s of evaluation and saving",
+            (
+                "device",
+                "slowed down",
+                "of the speed",
+                "of the arithmetic",
+                "busy",
+                "exchange and wait",
+                "all else",
+                "sent",
+            ),
+            rows,
+        )
 
     def best(self, history: History) -> None:
         """Print the best test accuracy if there were several evaluations, and whether the training diverged."""
         if history.best is not None and len(history.evaluations) > 1:
             at = f"step {history.best.step}, in epoch {history.best.epoch + 1}"
-            self.console.print(f"Best test accuracy: {history.best.accuracy:.2%} after {at}")
+            self.line(f"Best test accuracy: {history.best.accuracy:.2%} after {at}")
         if history.diverged is not None:
             self.line(
                 f"WARNING: the training has diverged: its loss is not a finite number since step {history.diverged}"
             )
 
     def comparison(
-        self,
-        together: History,
-        alone: History,
-        devices: Sequence[tuple[str, str, float]],
-        uses: Sequence[DeviceLine],
-        reason: str,
+        self, together: History, alone: History, devices: Sequence[tuple[str, str, float]], reason: str
     ) -> None:
         """Compare a training on all devices with the same one on one device.
 
@@ -225,39 +230,36 @@ class Screen:
             devices: kind, host and slowdown of each.
             reason: why losses differ.
         """
-        pairs = (f"{name}\n{who}" for name in ("loss", "accuracy", "samples/s") for who in ("all", "one"))
-        table = new_table("The same training on one device (plain PyTorch)", (), ("epoch", *pairs))
-        for index, (a, b) in enumerate(zip(together.epochs, alone.epochs, strict=True)):
-            table.add_row(
+        rows = [
+            (
                 str(index + 1), f"{a.loss:.5f}", f"{b.loss:.5f}",
                 *("-" if each.accuracy is None else f"{each.accuracy:.2%}" for each in (a, b)),
-                f"{a.samples_per_s:,.0f}", f"{b.samples_per_s:,.0f}"
-            )  # fmt: skip
-        self.console.print(table)
+                f"{a.samples_per_s:,.0f}", f"{b.samples_per_s:,.0f}",
+            )
+            for index, (a, b) in enumerate(zip(together.epochs, alone.epochs, strict=True))
+        ]  # fmt: skip
+        pairs = (f"{name}\n{who}" for name in ("loss", "accuracy", "samples/s") for who in ("all", "one"))
+        print_table(self.console, "The same training on one device (plain PyTorch)", ("epoch", *pairs), rows)
         apart = max(abs(a - b) for a, b in zip(together.losses, alone.losses, strict=True))
         self.line(f"Loss curves over {len(alone.losses)} steps: at most {apart:.2g} apart ({reason}).")
         if len(devices) == 1:
             return
         times = sum(epoch.train_s for epoch in alone.epochs) / sum(epoch.train_s for epoch in together.epochs)
         if times <= 1:
-            compute_s, exchange_s = sum(use.compute_s for use in uses), sum(use.exchange_s for use in uses)
             self.line(
-                "One device alone was faster here. All devices together computed for "
-                f"{compute_s:.1f} s and exchanged and waited for {exchange_s:.1f} s: either a step has too little arithmetic "
-                f"for this network, or the {len(uses)} processes share {os.cpu_count()} cores. convoy measure and convoy plan "
-                "predict this before training."
+                "One device alone was faster here: a step has too little arithmetic for this network, or the devices share "
+                "the cores of one machine. convoy measure and convoy plan predict this before training."
             )
             return
         same = "" if reason.startswith("INEXACT") else f", with the same losses (to {apart:.1g})"
-        verdict = f"{len(devices)} devices trained {times:.1f} times as fast as"
-        if len({(kind, host) for kind, host, _ in devices}) > 1 or not devices[0][0].startswith("cpu"):
-            self.line(f"{verdict} one CPU alone{same}.")  # solo speeds of the others are not known
-            return
         slowdowns = [slowdown for _, _, slowdown in devices]
         possible = sum(min(slowdowns) / slowdown for slowdown in slowdowns)
+        limit = f": {times / possible:.0%} of the {possible:.1f} that their speeds add up to"
+        # Other devices' solo speeds are not known.
+        is_known = len({(kind, host) for kind, host, _ in devices}) == 1 and devices[0][0].startswith("cpu")
         self.line(
-            f"{verdict} the fastest of them alone: {times / possible:.0%} of the {possible:.1f} that their speeds add up "
-            f"to{same}."
+            f"{len(devices)} devices trained {times:.1f} times as fast as "
+            f"{f'the fastest of them alone{limit}' if is_known else 'one CPU alone'}{same}."
         )
 
 
@@ -269,7 +271,7 @@ class Bar(Observer):
     """The progress bar of one training."""
 
     def __init__(self, screen: Screen, progress: Progress, title: str, epochs: int, samples: int, seen: int) -> None:
-        self.screen, self.progress, self.title = screen, progress, title
+        self.screen, self.progress = screen, progress
         self.epochs, self.samples, self.seen = epochs, samples, seen
         self.task = progress.add_task(title, total=epochs * samples, completed=seen, loss="-", rate="-")
         self.start = self.shown = self.last = time.monotonic()
@@ -285,7 +287,7 @@ class Bar(Observer):
             self.shown = now
             seen, whole = self.seen + self.done, self.epochs * self.samples
             left_s = (now - self.start) / self.done * (whole - seen)
-            self.screen.console.print(
+            self.screen.line(
                 f"  epoch {result.epoch + 1}, {seen / whole:.0%}: loss {result.loss:.4f}, {rate} samples/s, {left_s:.0f} s left"
             )
 
@@ -293,12 +295,12 @@ class Bar(Observer):
         self.last = time.monotonic()  # evaluation does not count for samples/s
         if not result.ends_epoch:  # otherwise the line of the epoch has it
             best = ", the best so far" if result.is_best else ""
-            self.screen.console.print(f"  step {result.step}: test accuracy {result.accuracy:.2%}{best}")
+            self.screen.line(f"  step {result.step}: test accuracy {result.accuracy:.2%}{best}")
 
     def on_epoch(self, result: EpochResult) -> None:
         self.last = time.monotonic()
         tested = "" if result.accuracy is None else f"test accuracy {result.accuracy:.2%}, "
-        self.screen.console.print(
+        self.screen.line(
             f"  epoch {result.epoch + 1}/{self.epochs}: loss {result.loss:.4f}, {tested}"
             f"{result.samples_per_s:,.0f} samples/s, {result.train_s:.1f} s"
         )

@@ -47,30 +47,23 @@ def check_directory(settings: Settings) -> None:
     if settings.log is None:
         folder = runs_folder() if settings.checkpoint is None else run_folder(settings.checkpoint)
         if why := unwritable(folder):
-            raise _unwritable(folder, why)
+            raise InputError(_no_folder(folder, why))
 
 
 def make_directory(settings: Settings) -> RunDirectory | None:
-    """Create the folder of a new run; return None if its settings want no log.
-
-    Raises:
-        InputError: the folder cannot be created.
-    """
+    """Create the folder of a new run; return None if its settings want no log. Raises InputError if that fails."""
     if settings.log is not None:
         return None if settings.log == NO_LOG else RunDirectory(settings.log)
     try:
-        if settings.checkpoint is None:
-            folder = new_folder(settings.net)
-        else:
-            folder = run_folder(settings.checkpoint)
-            folder.mkdir(parents=True, exist_ok=True)
+        folder = new_folder(settings.net) if settings.checkpoint is None else run_folder(settings.checkpoint)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(Path(error.filename), str(error.strerror)) from None
+        raise InputError(_no_folder(error.filename, str(error.strerror))) from None
     return RunDirectory(folder / LOG_NAME, folder)
 
 
-def _unwritable(folder: Path, why: str) -> InputError:
-    return InputError(f"cannot make the folder {folder} for the log: {why}; give --log FILE, or --log none")
+def _no_folder(folder: Path | str, why: str) -> str:
+    return f"cannot make the folder {folder} for the log: {why}; give --log FILE, or --log none"
 
 
 def runs_folder() -> Path:
@@ -92,11 +85,11 @@ def new_folder(net: str) -> Path:
 def write_files(directory: RunDirectory | None, settings: Settings, plan: Plan, measured: Measurement | None) -> None:
     """Write settings, plan and measurement into the run's folder, and to --save-run and --save-plan. InputError."""
     folder = None if directory is None else directory.folder
-    for path in (settings.save_run, folder and folder / "run.toml"):
+    texts = {settings.save_run: to_toml(settings), settings.save_plan: plan.to_json()}
+    if folder is not None:
+        texts |= {folder / "run.toml": to_toml(settings), folder / "plan.json": plan.to_json()}
+        if measured is not None:
+            texts[folder / "fleet.toml"] = measured.to_toml()
+    for path, text in texts.items():
         if path is not None:
-            write_whole(path, to_toml(settings))
-    for path in (settings.save_plan, folder and folder / "plan.json"):
-        if path is not None:
-            write_whole(path, plan.to_json())
-    if folder is not None and measured is not None:
-        write_whole(folder / "fleet.toml", measured.to_toml())
+            write_whole(path, text)

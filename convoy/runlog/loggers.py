@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from convoy.runlog.schema import SystemLine
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
+from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 
 MAX_ROWS = 10_000
 """Maximum rows in the queue of a slow sink; later ones are dropped."""
@@ -38,7 +38,7 @@ class MetricRow:
 
 
 class MetricSink(Protocol):
-    """A destination of numbers. Created, used and closed in one thread; may block and raise anything."""
+    """A destination of numbers, used in one thread. It may block and raise anything."""
 
     def write(self, rows: Sequence[MetricRow]) -> None: ...
 
@@ -126,16 +126,6 @@ class Logger(Observer):
             self.tell(f"WARNING: {message}")
 
 
-def to_tensorboard(folder: Path, step: int = 0, tell: Callable[[str], None] = warnings.warn) -> Logger:
-    """Return a logger that writes TensorBoard's event files.
-
-    Args:
-        folder: created if missing.
-        step: steps before the run was resumed; TensorBoard drops its events of later ones.
-    """
-    return Logger(f"TensorBoard in {folder}", partial(_TensorBoard, folder, step), tell)
-
-
 class _TensorBoard:
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -151,27 +141,11 @@ class _TensorBoard:
         self.writer.close()
 
 
-def to_wandb(
-    project: str,
-    name: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    folder: Path | None = None,
-    tell: Callable[[str], None] = warnings.warn,
-) -> Logger:
-    """Return a logger to a run of Weights & Biases, which reads its own variables: WANDB_MODE=offline, WANDB_ENTITY, ...
-
-    Args:
-        name, folder: of the run, and for its files; None: W&B chooses.
-        settings: configuration of the run.
-    """
-    return Logger("W&B", partial(_Wandb, project, name, dict(settings or {}), folder), tell)
-
-
 class _Wandb:
-    def __init__(self, project: str, name: str | None, settings: dict[str, Any], folder: Path | None) -> None:
+    def __init__(self, project: str, name: str | None, settings: Mapping[str, Any], folder: Path | None) -> None:
         import wandb
 
-        self.run = wandb.init(project=project, name=name, config=settings, dir=folder and str(folder))
+        self.run = wandb.init(project=project, name=name, config=dict(settings), dir=folder and str(folder))
 
     def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
@@ -179,22 +153,6 @@ class _Wandb:
 
     def close(self, *, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))
-
-
-def to_mlflow(
-    uri: str,
-    name: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    tell: Callable[[str], None] = warnings.warn,
-) -> Logger:
-    """Return a logger to a run of MLflow, in the experiment that MLFLOW_EXPERIMENT_NAME names, or else in "convoy".
-
-    Args:
-        uri: of the tracking store: http://host:5000, sqlite:///mlflow.db.
-        name: of the run; None: MLflow chooses.
-        settings: parameters of the run.
-    """
-    return Logger("MLflow", partial(_MLflow, uri, name, settings or {}), tell)
 
 
 class _MLflow:
@@ -222,3 +180,44 @@ class _MLflow:
 
     def close(self, *, failed: bool) -> None:
         self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+
+
+def to_tensorboard(folder: Path, step: int = 0, tell: Callable[[str], None] = warnings.warn) -> Logger:
+    """Return a logger that writes TensorBoard's event files into a folder, which is created if missing.
+
+    Args:
+        step: steps before the run was resumed; TensorBoard drops its events of later ones.
+    """
+    return Logger(f"TensorBoard in {folder}", partial(_TensorBoard, folder, step), tell)
+
+
+def to_wandb(
+    project: str,
+    name: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
+    tell: Callable[[str], None] = warnings.warn,
+) -> Logger:
+    """Return a logger to a run of Weights & Biases, which reads its own variables: WANDB_MODE=offline, WANDB_ENTITY, ...
+
+    Args:
+        name, folder: of the run, and for its files; None: W&B chooses.
+        settings: configuration of the run.
+    """
+    return Logger("W&B", partial(_Wandb, project, name, settings or {}, folder), tell)
+
+
+def to_mlflow(
+    uri: str,
+    name: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] = warnings.warn,
+) -> Logger:
+    """Return a logger to a run of MLflow, in the experiment that MLFLOW_EXPERIMENT_NAME names, or else in "convoy".
+
+    Args:
+        uri: of the tracking store: http://host:5000, sqlite:///mlflow.db.
+        name: of the run; None: MLflow chooses.
+        settings: parameters of the run.
+    """
+    return Logger("MLflow", partial(_MLflow, uri, name, settings or {}), tell)

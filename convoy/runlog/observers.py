@@ -16,18 +16,14 @@ from convoy.runlog.schema import SystemLine, UtilizationLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
 from convoy.simulate.interval import Within
-from convoy.train.observer import EpochResult, Evaluation, Observer
+from convoy.train.record import EpochResult, Evaluation, Observer
 
 SYSTEM_EVERY_S = 5.0
 """Seconds between two system lines; collecting one takes the devices some milliseconds."""
 
 
 class StepTimer(Observer):
-    """A timer of full-batch steps, from the end of the previous step. Ignores the first step after an evaluation.
-
-    Args:
-        batch: samples of a full batch.
-    """
+    """A timer of steps of `batch` samples, from the end of the previous step; not of the first step after an evaluation."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -69,10 +65,10 @@ class StepTimer(Observer):
         predicted = f"Predicted: {step_s:.3g} s a step (nine of ten: {low_s:.3g} - {high_s:.3g} s)"
         if self.step_s is None:
             return f"{predicted}; too few steps of {self.batch} samples to compare."
-        error, held = step_s / self.step_s - 1, "inside" if low_s <= self.step_s <= high_s else "outside"
+        held = "inside" if low_s <= self.step_s <= high_s else "outside"
         return (
             f"{predicted}; measured: {self.step_s:.3g} s, the median of {len(self.counted_s)} steps, {held} the interval; "
-            f"the prediction is {error:+.1%} off."
+            f"the prediction is {step_s / self.step_s - 1:+.1%} off."
         )
 
 
@@ -120,12 +116,8 @@ class Utilization(Observer):
 class Meters(Observer):
     """Resource meters of all devices, reported about every `SYSTEM_EVERY_S` and after each epoch. Every device has one.
 
-    Only device 0's step time decides after which steps to report, so that all devices agree.
-
-    Args:
-        tell: called with each line; its `s` counts from the creation of this object.
-        done: steps before the run was resumed.
-        energy: None: the device's own meter.
+    Only device 0's step time decides after which steps to report, so that all devices agree. `tell` is called with each
+    line; `done` are the steps before the run was resumed.
     """
 
     def __init__(
@@ -138,7 +130,7 @@ class Meters(Observer):
         self.restart(done)
 
     def restart(self, step: int) -> None:
-        """Begin again after `step` steps, with other devices."""
+        """Start again after `step` steps, with other devices."""
         self._read_use()
         self.step, self.reported, self.due, self.samples = step, step, step + 1, 0
 
@@ -170,7 +162,6 @@ class Meters(Observer):
         times_s, cores, host, memory, accelerator, sent_by, joules, keys, sources, rejected = zip(*rows, strict=True)
         step_s = times_s[0] / (self.step - self.reported)
         self.reported, self.due = self.step, self.step + max(1, math.ceil(SYSTEM_EVERY_S / step_s))
-        samples, self.samples = self.samples, 0
         used = once_each(keys, sources, joules)
         rates = [[count / s for count in sent] for sent, s in zip(sent_by, times_s, strict=True)]  # from each, to each
         self.tell(
@@ -180,6 +171,7 @@ class Meters(Observer):
                 received_bytes_per_s=tuple(map(sum, zip(*rates, strict=True))),
                 power_w=tuple(j if j is None else j / s for (j, _), s in zip(used, times_s, strict=True)),
                 joules=tuple(j for j, _ in used), joules_by=tuple(by for _, by in used),
-                samples=samples, rejected=rejected, ids=tuple(self.group.ids),
+                samples=self.samples, rejected=rejected, ids=tuple(self.group.ids),
             )
         )  # fmt: skip
+        self.samples = 0

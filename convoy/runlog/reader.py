@@ -1,13 +1,10 @@
 """Reads the log of a run, also of a killed one, and computes the values that reports show."""
 
-import bisect
 import codecs
 import os
 import statistics
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -36,14 +33,14 @@ class InForce:
     prediction: schema.PredictionLine | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunRecord:
     """A run as recorded in its log, including its resumes. If a step was repeated, its last line counts.
 
     Attributes:
         prediction: of the last plan that the planner chose.
+        steps: sorted by number.
         seconds: of each of `steps`; None for the first step, and for the first after an evaluation.
-        times_s: end of each of `steps` since the run began, without the time before a resume.
         plans: in force from the first step and from each change on.
         end: None while the run continues, or if it was killed.
         is_cut: the last line is incomplete.
@@ -52,19 +49,18 @@ class RunRecord:
 
     path: Path
     run: schema.RunLine
-    fleet: schema.FleetLine | None
-    plan: schema.PlanLine | None
-    prediction: schema.PredictionLine | None
-    steps: tuple[schema.StepLine, ...]
-    seconds: tuple[float | None, ...]
-    times_s: tuple[float, ...]
-    evaluations: tuple[schema.EvaluationLine, ...]
-    epochs: tuple[schema.EpochLine, ...]
-    utilization: tuple[schema.UtilizationLine, ...]
-    system: tuple[schema.SystemLine, ...]
-    plans: tuple[InForce, ...]
-    end: schema.EndLine | None
     is_cut: bool
+    fleet: schema.FleetLine | None = None
+    plan: schema.PlanLine | None = None
+    prediction: schema.PredictionLine | None = None
+    steps: list[schema.StepLine] = field(default_factory=list)
+    seconds: list[float | None] = field(default_factory=list)
+    evaluations: list[schema.EvaluationLine] = field(default_factory=list)
+    epochs: list[schema.EpochLine] = field(default_factory=list)
+    utilization: list[schema.UtilizationLine] = field(default_factory=list)
+    system: list[schema.SystemLine] = field(default_factory=list)
+    plans: list[InForce] = field(default_factory=list)
+    end: schema.EndLine | None = None
     ids: tuple[int, ...] = ()
 
     def id_of(self, place: int) -> int:
@@ -72,8 +68,13 @@ class RunRecord:
         return self.ids[place] if place < len(self.ids) else place
 
     @property
-    def reshards(self) -> tuple[schema.ReshardLine, ...]:
-        return tuple(each.line for each in self.plans if isinstance(each.line, schema.ReshardLine))
+    def reshards(self) -> list[schema.ReshardLine]:
+        return [each.line for each in self.plans if isinstance(each.line, schema.ReshardLine)]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The steps that the log has."""
+        return (self.steps[0].step, self.steps[-1].step + 1) if self.steps else (0, 1)
 
     @property
     def steps_done(self) -> int:
@@ -102,17 +103,6 @@ class RunRecord:
         return None if None in speeds else sum(speed for speed in speeds if speed is not None)
 
     @property
-    def efficiency(self) -> float | None:
-        rate, limit = self.samples_per_s, self.limit_samples_per_s
-        return rate / limit if rate and limit else None
-
-    @property
-    def prediction_error(self) -> float | None:
-        """Predicted step divided by the measured one, minus 1."""
-        step_s = self.step_s
-        return self.prediction.step_s / step_s - 1 if self.prediction and step_s else None
-
-    @property
     def joules_per_image(self) -> float | None:
         """Measured joules of all devices per image, evaluation included; None if a device was not measured."""
         lines = [line for line in self.system if line.joules_by and line.samples]
@@ -130,64 +120,32 @@ class RunRecord:
         """Step and training loss of every step with a finite loss."""
         return [(row.step, row.loss) for row in self.steps if row.loss is not None]
 
-    @property
-    def best_test(self) -> tuple[int, float] | None:
-        """The first evaluation with the highest accuracy."""
-        return max(self.tests, key=lambda test: test[1], default=None)
-
-    def time_of(self, steps: int) -> float | None:
-        """Return the seconds from the start of the run until `steps` steps were done; None if not in the log."""
-        place = bisect.bisect_left(self.steps, steps - 1, key=lambda row: row.step)
-        return self.times_s[place] if place < len(self.steps) else None
-
-    def time_shares(self, device: int, epoch: int | None = None) -> tuple[float, float, float] | None:
-        """Return the shares of a device's time spent computing, exchanging or waiting, and on all else.
-
-        Args:
-            epoch: index into `utilization`; None: all epochs together.
-        """
-        rows = self.utilization if epoch is None else self.utilization[epoch : epoch + 1]
-        wall_s = sum(row.wall_s[device] for row in rows)
+    def time_shares(self, device: int) -> tuple[float, float, float] | None:
+        """Return the shares of a device's time spent computing, exchanging or waiting, and on all else."""
+        wall_s = sum(row.wall_s[device] for row in self.utilization)
         if wall_s <= 0:
             return None
-        compute = min(1.0, sum(row.compute_s[device] for row in rows) / wall_s)
-        exchange = min(1.0 - compute, sum(row.exchange_s[device] for row in rows) / wall_s)
+        compute = min(1.0, sum(row.compute_s[device] for row in self.utilization) / wall_s)
+        exchange = min(1.0 - compute, sum(row.exchange_s[device] for row in self.utilization) / wall_s)
         return compute, exchange, 1.0 - compute - exchange
 
+    @property
     def rates(self) -> list[tuple[int, float]]:
-        """Return step and samples/s of every timed step, averaged over about a twentieth of the run."""
-        timed = [(row.step, row.samples, s) for row, s in zip(self.steps, self.seconds, strict=True) if s]
-        reach = min(100, len(timed) // 40)
-        samples = [0, *accumulate(count for _, count, _ in timed)]
-        times_s = [0.0, *accumulate(s for _, _, s in timed)]
-        spans = [(max(0, place - reach), min(len(timed), place + reach + 1)) for place in range(len(timed))]
-        return [
-            (step, (samples[stop] - samples[start]) / max(MIN_STEP_S, times_s[stop] - times_s[start]))
-            for (step, _, _), (start, stop) in zip(timed, spans, strict=True)
-        ]
+        """Step and samples/s of every timed step."""
+        return [(row.step, row.samples / s) for row, s in zip(self.steps, self.seconds, strict=True) if s]
 
 
 def log_of(run: Path) -> Path:
-    """Return the log of a run, given its folder or the log itself.
-
-    Raises:
-        InputError: there is none; if the folder holds runs, the message names the latest.
-    """
+    """Return the log of a run, given its folder or the log itself. Raises InputError if the folder has none."""
     if not os.path.isdir(run):
         return run
-    if os.path.exists(run / LOG_NAME):
-        return run / LOG_NAME
-    inner = sorted(path.parent for path in run.glob(f"*/{LOG_NAME}"))
-    remedy = f"the latest run in it is {inner[-1]}" if inner else "give the folder of a run, or its log"
-    raise InputError(f"there is no {LOG_NAME} in {run}: {remedy}")
+    if not os.path.exists(run / LOG_NAME):
+        raise InputError(f"there is no {LOG_NAME} in {run}: give the folder of a run, or its log")
+    return run / LOG_NAME
 
 
 def newest_run(runs: Path) -> Path:
-    """Return the run in this folder with the latest change of its log.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the run in this folder with the latest change of its log. Raises InputError if there is none."""
     logs = [path for path in runs.glob(f"*/{LOG_NAME}") if path.is_file()]
     if not logs:
         raise InputError(f"there is no run in {runs} yet: give the folder of a run, or its log")
@@ -210,65 +168,69 @@ def read_log(path: Path) -> RunRecord:
         raise InputError(f"cannot read the log {shown(path)}: {why}; {_REMEDY}") from None
     except OSError as error:
         raise InputError(f"cannot read the log {shown(path)}: {error.strerror or error}; {_REMEDY}") from None
-    lines = []
-    for number, row in enumerate(rows, 1):
-        try:
-            raw = parse_json(row)
-        except ValueError:
-            raise _not_a_log(path, f"line {number} is not JSON") from None
-        if not isinstance(raw, dict) or "what" not in raw:
-            raise _not_a_log(path, f'line {number} has no "what"')
-        if isinstance(raw["what"], str) and raw["what"] in schema.KINDS:
-            try:
-                lines.append(schema.LINE.validate_python(raw))
-            except ValidationError as error:
-                fault = error.errors()[0]
-                raise _not_a_log(path, f"line {number}: {fault['loc'][-1]}: {fault['msg'].lower()}") from None
-    if not lines or not isinstance(lines[0], schema.RunLine):
-        raise _not_a_log(path, 'its first line is not {"what": "run", ...}' if lines else "it is empty")
-    return _record(path, lines, bool(rest))
+    try:
+        lines = [line for number, row in enumerate(rows, 1) if (line := _parse(number, row)) is not None]
+        if not lines or not isinstance(lines[0], schema.RunLine):
+            raise ValueError('its first line is not {"what": "run", ...}' if lines else "it is empty")
+    except ValueError as error:
+        raise InputError(f"{path} is not the log of a training: {error}; {_REMEDY}") from None
+    return _record(RunRecord(path, lines[0], bool(rest)), lines)
 
 
-def _not_a_log(path: Path, why: str) -> InputError:
-    return InputError(f"{path} is not the log of a training: {why}; {_REMEDY}")
+def _parse(number: int, text: str) -> schema.Line | None:
+    """Return a line of a log; None if this version does not know its kind. Raises ValueError."""
+    try:
+        raw = parse_json(text)
+    except ValueError:
+        raise ValueError(f"line {number} is not JSON") from None
+    if not isinstance(raw, dict) or "what" not in raw:
+        raise ValueError(f'line {number} has no "what"')
+    if not isinstance(raw["what"], str) or raw["what"] not in schema.KINDS:
+        return None
+    try:
+        return schema.LINE.validate_python(raw)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ValueError(f"line {number}: {fault['loc'][-1]}: {fault['msg'].lower()}") from None
 
 
-def _record(path: Path, lines: list[schema.Line], is_cut: bool) -> RunRecord:
-    latest: dict[type[schema.Line], Any] = {}
-    steps: dict[int, tuple[schema.StepLine, float | None, float]] = {}
+def _record(record: RunRecord, lines: list[schema.Line]) -> RunRecord:
+    """Add the lines to an empty record. A resumed run, and devices that leave or join, replace what came after."""
+    steps: dict[int, tuple[schema.StepLine, float | None]] = {}
     tests: dict[int, schema.EvaluationLine] = {}
     epochs: dict[int, schema.EpochLine] = {}
     utilization: dict[int, schema.UtilizationLine] = {}
     system: dict[int, schema.SystemLine] = {}
-    plans: list[InForce] = []
-    prediction: schema.PredictionLine | None = None
-    start, start_s = 0, 0.0
+    start = 0
     last_s: float | None = None
     for line in lines:
-        latest[type(line)] = line
         match line:
             case schema.RunLine():
-                start, last_s, prediction = line.from_step, None, None
-                latest.pop(schema.EndLine, None)
-                latest.pop(schema.MembersLine, None)
+                record.run, record.end, record.ids, record.prediction = line, None, (), None
+                start, last_s = line.from_step, None
                 steps = {n: row for n, row in steps.items() if n < start}
                 tests = {n: row for n, row in tests.items() if n <= start}
                 system = {n: row for n, row in system.items() if n <= start}
-                plans = [each for each in plans if each.step < start]
-                start_s = max((time_s for _, _, time_s in steps.values()), default=0.0)
+                record.plans = [each for each in record.plans if each.step < start]
             case schema.MembersLine():
-                start, last_s, prediction = line.step, None, None
-                latest.pop(schema.FleetLine, None)
-                utilization, plans = {}, []
+                record.ids, record.fleet, record.prediction, record.plans = line.devices, None, None, []
+                start, last_s, utilization = line.step, None, {}
                 # Only lines with ids show which devices their values belong to; old logs have none.
                 system = {n: row for n, row in system.items() if n <= start and row.ids}
+            case schema.FleetLine():
+                record.fleet = line
+            case schema.PlanLine():
+                record.plan = line
+                record.plans.append(InForce(start, line))
+            case schema.ReshardLine():
+                record.plans.append(InForce(line.step + 1, line))
             case schema.PredictionLine():
-                prediction = prediction if line.shares_only else line
-                if plans:
-                    plans[-1] = replace(plans[-1], prediction=line)
+                record.prediction = record.prediction if line.shares_only else line
+                if record.plans:
+                    record.plans[-1] = replace(record.plans[-1], prediction=line)
             case schema.StepLine():
                 step_s = None if last_s is None or line.s - last_s <= MIN_STEP_S else line.s - last_s
-                steps[line.step] = line, step_s, start_s + line.s
+                steps[line.step] = line, step_s
                 last_s = line.s
             case schema.EvaluationLine():
                 tests[line.step], last_s = line, None
@@ -278,15 +240,12 @@ def _record(path: Path, lines: list[schema.Line], is_cut: bool) -> RunRecord:
                 utilization[line.epoch] = line
             case schema.SystemLine():
                 system[line.step] = line
-            case schema.PlanLine():
-                plans.append(InForce(start, line))
-            case schema.ReshardLine():
-                plans.append(InForce(line.step + 1, line))
-    done = [steps[number] for number in sorted(steps)]
-    return RunRecord(
-        path, latest[schema.RunLine], latest.get(schema.FleetLine), latest.get(schema.PlanLine), prediction,
-        tuple(line for line, _, _ in done), tuple(s for _, s, _ in done), tuple(time_s for _, _, time_s in done),
-        tuple(tests.values()), tuple(epochs[n] for n in sorted(epochs)),
-        tuple(utilization[n] for n in sorted(utilization)), tuple(system[n] for n in sorted(system)), tuple(plans),
-        latest.get(schema.EndLine), is_cut, latest[schema.MembersLine].devices if schema.MembersLine in latest else (),
-    )  # fmt: skip
+            case schema.EndLine():
+                record.end = line
+    record.steps = [steps[n][0] for n in sorted(steps)]
+    record.seconds = [steps[n][1] for n in sorted(steps)]
+    record.evaluations = list(tests.values())
+    record.epochs = [epochs[n] for n in sorted(epochs)]
+    record.utilization = [utilization[n] for n in sorted(utilization)]
+    record.system = [system[n] for n in sorted(system)]
+    return record

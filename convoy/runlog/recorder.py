@@ -1,5 +1,6 @@
 """`convoy.record`: a training loop of your own writes the same log as `convoy train`."""
 
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +20,8 @@ from convoy.runlog.reader import LOG_NAME
 from convoy.runlog.schema import EndLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
-from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
 from convoy.train.rebalance import Decision, Reshard
-from convoy.train.record import LateLosses, Unread, UnreadNumber, lateness
+from convoy.train.record import EpochResult, Evaluation, LateLosses, Observer, Observers, StepResult, lateness
 
 
 class Recorder:
@@ -84,10 +84,10 @@ class Recorder:
                 self._log.fleet(devices, [None] * len(rows), range(len(rows)))
                 self._log.plan(model.plan, model.traced[True].graph)
             self._timer = StepTimer(self.batch)
-            self._observers = Observers(
-                self._timer, Utilization(group, model.clock, self._log), *([self._log] if self._log else []),
-                *observers, Meters(group, self._log.write if self._log else lambda _: None)
-            )  # fmt: skip
+            logs = [] if self._log is None else [self._log]
+            meters = Meters(group, self._log.write if self._log else lambda _: None)
+            usage = Utilization(group, model.clock, self._log)
+            self._observers = Observers(self._timer, usage, *logs, *observers, meters)
             self._stack = stack.pop_all()
 
     def _open_log(self, folder: Path | None, net: str, stack: ExitStack) -> str:
@@ -108,16 +108,16 @@ class Recorder:
             loss: of the global batch.
             samples: in the global batch; None: the plan's batch size.
         """
-        value = UnreadNumber([loss]) if isinstance(loss, Tensor) else float(loss)
+        value = loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
         count = self.batch if samples is None else samples
-        self._unread.add(Unread(self.steps, self.epochs, value, count, self._lr, time.perf_counter()))
+        self._unread.add(StepResult(self.steps, self.epochs, math.nan, count, self._lr), [value])
         self._observers.on_step_end(self.steps, count)
         self._report_steps(self._unread.due())
         self.steps += 1
 
     def evaluation(self, accuracy: float, *, ends_epoch: bool = False) -> None:
         """Call after an evaluation within an epoch; accuracy from 0 to 1."""
-        self._report_steps(self._unread.rest())
+        self._report_steps(self._unread.due(late=0))
         is_best = self._best is None or accuracy > self._best
         self._best = accuracy if is_best else self._best
         self._observers.on_evaluation(Evaluation(self.epochs, self.steps, accuracy, ends_epoch, is_best))
@@ -125,7 +125,7 @@ class Recorder:
     def epoch(self, accuracy: float | None = None) -> None:
         """Call at the end of an epoch, with its test accuracy (0 to 1) if there is one."""
         train_s = time.perf_counter() - self._start_s
-        self._report_steps(self._unread.rest())
+        self._report_steps(self._unread.due(late=0))
         if accuracy is not None:
             self.evaluation(accuracy, ends_epoch=True)
         mean = self._loss_sum / self._samples if self._samples else float("nan")
@@ -146,16 +146,16 @@ class Recorder:
     def _begin_epoch(self) -> None:
         self._loss_sum, self._samples, self._start_s = 0.0, 0, time.perf_counter()
 
-    def _report_steps(self, read: Iterable[tuple[Unread, float]]) -> None:
-        for each, loss in read:
-            self._loss_sum, self._samples = self._loss_sum + loss * each.samples, self._samples + each.samples
-            self._observers.on_step(StepResult(each.step, each.epoch, loss, each.samples, each.lr, each.ended_s))
+    def _report_steps(self, read: Iterable[StepResult]) -> None:
+        for each in read:
+            self._loss_sum, self._samples = self._loss_sum + each.loss * each.samples, self._samples + each.samples
+            self._observers.on_step(each)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._report_steps(self._unread.rest())
+        self._report_steps(self._unread.due(late=0))
         if self._log is not None and kind is None:
             self._log.write(EndLine(step_s=self._timer.step_s))
         self._stack.close()

@@ -1,18 +1,17 @@
 """Lines of a run log, one model per kind: the writer fills them, the reader validates them.
 
-A log is a file of JSON objects, one per line. A resumed run appends another "run" line and continues.
-Readers skip kinds and fields they do not know. docs/reference/files.md lists the fields.
+A log has one JSON object per line. A resumed run appends another "run" line and continues. Readers skip kinds and fields
+that they do not know. docs/reference/files.md lists the fields.
 """
 
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
 
 Number = Annotated[float | None, BeforeValidator(lambda v: v if not isinstance(v, float) or math.isfinite(v) else None)]
 """None if unknown or not finite, such as the loss of a diverged training: JSON has no NaN."""
 
-Seconds = float
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0)]
 
@@ -49,27 +48,15 @@ class DeviceEntry(_Model):
 
 
 class FleetLine(_Model):
-    """The devices in order. `ids` are constant during the job; old logs have none, here and below."""
+    """The devices in order. A device keeps its id for the whole job. Old logs have no ids, here and below."""
 
     what: Literal["fleet"] = "fleet"
     devices: tuple[DeviceEntry, ...]
     ids: tuple[Count, ...] = ()
 
 
-class MoveEntry(_Model):
-    """A tensor that changes its layout. `bytes` counts the tensor and its gradient, per micro-batch."""
-
-    value: str
-    source: str = Field(alias="from")
-    target: str = Field(alias="to")
-    bytes: Count
-
-
 class LayerEntry(_Model):
-    """The split of a layer, as in `convoy.plan.explain.LayerRow`, and the moves of tensors that it is the first to read.
-
-    `sum_bytes` counts gradient sums and batch norm statistics, per micro-batch.
-    """
+    """The split of a layer, as in `convoy.plan.explain.LayerRow`. `bytes` are sent for it per micro-batch."""
 
     layer: str
     kind: str
@@ -77,8 +64,15 @@ class LayerEntry(_Model):
     parts: tuple[str, ...]
     note: str
     flop: Count
-    moves: tuple[MoveEntry, ...]
-    sum_bytes: Count
+    bytes: Count = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old(cls, fields: Any) -> Any:
+        """Add up the bytes of old logs, which had gradient sums and moves apart."""
+        if isinstance(fields, dict) and "sum_bytes" in fields:
+            return {"bytes": fields["sum_bytes"] + sum(move["bytes"] for move in fields.get("moves", ()))} | fields
+        return fields
 
 
 class PlanEntry(_Model):
@@ -93,19 +87,15 @@ class PlanEntry(_Model):
 
 
 class PlanLine(_Model):
-    """The plan of a run from its start or resume.
+    """The plan of a run from its start or resume, and each device's share of the forward FLOP as `work`.
 
-    Attributes:
-        inexact: why the loss curve differs from that of one device; empty if it does not.
-        outputs: moves of the model's outputs, for the loss function.
-        work: each device's share of the forward FLOP.
+    `inexact`: why the loss curve differs from that of one device; empty if it does not.
     """
 
     what: Literal["plan"] = "plan"
     plan: PlanEntry
     inexact: str = ""
     layers: tuple[LayerEntry, ...]
-    outputs: tuple[MoveEntry, ...]
     work: tuple[Rate, ...]
 
 
@@ -113,31 +103,29 @@ class MicroBatchEntry(_Model):
     """Predicted seconds of one micro-batch, and each device's part of them."""
 
     s: Annotated[float, Field(gt=0)]
-    compute_s: tuple[Seconds, ...]
-    exchange_s: tuple[Seconds, ...]
+    compute_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
 
 
-Event = tuple[Count, str, str, Seconds, Seconds, int, Count]
+EventRow = tuple[Count, str, str, float, float, int, Count]
 """Device, activity, label, start and end in seconds, peer (-1: none), bytes; see `convoy.simulate.events.Event`."""
 
 
 class PredictionLine(_Model):
     """The predicted step of the current plan.
 
-    Attributes:
-        spread: nine of ten measured steps lie between step_s / spread and step_s * spread; 1 if the log does not say.
-        shares_only: rebalancing changed the shares; otherwise the planner chose the plan.
-        joules_per_image: None if the fleet has no watts.
+    Nine of ten measured steps lie between step_s / spread and step_s * spread. `shares_only`: rebalancing changed the shares;
+    otherwise the planner chose the plan.
     """
 
     what: Literal["prediction"] = "prediction"
-    step_s: Seconds
+    step_s: float
     samples_per_s: Rate
     limit_samples_per_s: Rate
     bound: str
     names: tuple[str, ...]
     one_pass: MicroBatchEntry = Field(alias="pass")
-    events: tuple[Event, ...]
+    events: tuple[EventRow, ...]
     spread: Annotated[float, Field(ge=1)] = 1.0
     shares_only: bool = False
     joules_per_image: Number = None
@@ -151,7 +139,7 @@ class StepLine(_Model):
     epoch: Count
     loss: Number
     samples: Count
-    s: Seconds
+    s: float
     lr: Number = None
 
 
@@ -168,7 +156,7 @@ class EpochLine(_Model):
     epoch: Count
     loss: Number
     accuracy: Number
-    train_s: Seconds
+    train_s: float
     samples_per_s: Rate
     lr: Number
 
@@ -179,23 +167,22 @@ class UtilizationLine(_Model):
     what: Literal["busy"] = "busy"
     epoch: Count
     steps: Count
-    wall_s: tuple[Seconds, ...]
-    compute_s: tuple[Seconds, ...]
-    exchange_s: tuple[Seconds, ...]
+    wall_s: tuple[float, ...]
+    compute_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
     ids: tuple[Count, ...] = ()
 
 
 class SystemLine(_Model):
     """Resources that each device's process used since the previous line, after `step` steps.
 
-    Attributes:
-        power_w, joules: measured, evaluation included; None if `joules_by` says that nothing measures them.
-        rejected: connections without the job's key that the device has rejected so far; "strangers" in old logs.
+    Watts and joules include evaluation; None if `joules_by` says that nothing measures them. `rejected` counts connections
+    without the job's key so far.
     """
 
     what: Literal["system"] = "system"
     step: Count
-    s: Seconds
+    s: float
     cores: tuple[Number, ...]
     host_processor: tuple[Number, ...]
     memory_bytes: tuple[Count, ...]
@@ -206,21 +193,17 @@ class SystemLine(_Model):
     joules: tuple[Number, ...] = ()
     joules_by: tuple[str, ...] = ()
     samples: Count = 0
-    rejected: tuple[Count, ...] = Field((), validation_alias=AliasChoices("rejected", "strangers"))
+    rejected: tuple[Count, ...] = Field((), validation_alias=AliasChoices("rejected", "strangers"))  # old logs
     ids: tuple[Count, ...] = ()
 
     @property
-    def per_device(self) -> dict[str, tuple[float | None, ...]]:
-        """Values of the devices by field name, without empty fields."""
-        found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "rejected", "ids"})
-        return {name: values for name, values in found.items() if values}
-
-    @property
     def by_id(self) -> dict[str, dict[int, float]]:
-        """Known values by field name and device id."""
+        """Return the known values of each resource by field name and device id."""
+        fields = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "rejected", "ids"})
         return {
             name: {d: v for d, v in zip(self.ids or range(len(values)), values, strict=True) if v is not None}
-            for name, values in self.per_device.items()
+            for name, values in fields.items()
+            if values
         }
 
 
@@ -232,7 +215,6 @@ class ReshardLine(_Model):
     reason: str
     plan: dict[str, Any] = {}
     layers: tuple[LayerEntry, ...] = ()
-    outputs: tuple[MoveEntry, ...] = ()
     work: tuple[Rate, ...] = ()
 
 
@@ -253,14 +235,14 @@ class DeviceLine(_Model):
     slowdown: Rate
     speed_share: Rate
     work_share: Rate
-    compute_s: Seconds
-    exchange_s: Seconds
+    compute_s: float
+    exchange_s: float
     sent_bytes: Count
-    wall_s: Seconds | None = None
+    wall_s: float | None = None
 
 
 class EndLine(_Model):
-    """The training is over; `step_s` is the median step."""
+    """The end of a finished training, with its median step."""
 
     what: Literal["end"] = "end"
     step_s: Number

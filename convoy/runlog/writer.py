@@ -1,7 +1,6 @@
 """Writes the log of a run line by line, so that the log of a killed run is complete up to then."""
 
 import datetime
-import errno
 import fcntl
 import json
 import os
@@ -10,7 +9,6 @@ import shutil
 import stat
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,36 +18,29 @@ import torch
 
 from convoy._version import __version__
 from convoy.errors import InputError
-from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.machine.accelerator import modes
 from convoy.model.graph import Graph
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Move, StepList, traffic
 from convoy.planner.knowledge import FleetKnowledge
-from convoy.planner.prediction import predict_plan
+from convoy.planner.prediction import PlanPrediction, predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.runlog import schema
 from convoy.simulate.table import Measurement
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from convoy.train.rebalance import Reshard
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-MAX_PENDING_BYTES = 4 << 20
-"""Maximum bytes of lines in memory while the disk is full."""
+from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 
 
 class RunLog(Observer):
     """A JSONL file with one line per event; it observes the training.
 
-    While the disk is full, lines wait in memory. A disk that is gone, or full for too long, ends the log, not the training.
+    If a line cannot be written, for instance because the disk is full, the log ends and the training continues.
 
     Args:
         path: the file, in a folder that exists. An older file is replaced, unless the run is resumed.
         step: steps before the run was resumed.
-        tell: called with a line of text when lines cannot be written.
+        tell: called with a line of text if the log ends early.
         from_lost: the process that wrote this log is lost, and may be suspended with the file open: a copy replaces the
             file. Missing folders are created.
 
@@ -63,7 +54,7 @@ class RunLog(Observer):
         self.path, self.done, self.tell = path, step, tell
         self.graph: Graph | None = None
         self._start_s = time.perf_counter()
-        self._pending, self._is_full, self._ended = bytearray(), False, False
+        self._has_ended = False
         try:
             if from_lost:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,24 +68,15 @@ class RunLog(Observer):
             raise InputError(f"cannot write the log {path}: {why}; give a path in a folder that exists") from None
 
     def write(self, line: schema.Line) -> None:
-        if not self._ended:
-            self._pending += line.model_dump_json(by_alias=True).encode("utf-8", "backslashreplace") + b"\n"
-            self._flush()
-
-    def _flush(self) -> None:
+        rest = line.model_dump_json(by_alias=True).encode("utf-8", "backslashreplace") + b"\n"
         try:
-            while self._pending:
-                # os.write may write a part of a line: the rest stays pending.
-                del self._pending[: os.write(self._file, self._pending)]
-            self._is_full = False
+            while rest and not self._has_ended:
+                rest = rest[os.write(self._file, rest) :]  # a nearly full disk takes a part of the line
         except OSError as error:
-            why = f"WARNING: cannot write the log {self.path} ({error.strerror})"
-            if error.errno not in DISK_FULL or len(self._pending) > MAX_PENDING_BYTES:
-                self._ended = True
-                self.tell(f"{why}: training continues, and the log lacks its last lines")
-            elif not self._is_full:
-                self._is_full = True
-                self.tell(f"{why}: free some space; training continues, and lines wait in memory")
+            self._has_ended = True
+            self.tell(
+                f"WARNING: cannot write the log {self.path} ({error.strerror}): training continues, and the log ends here"
+            )
 
     def run(self, options: Mapping[str, Any], **more: Any) -> None:
         """Write the first line: settings, versions, date and first step; `more` are other fields of `RunLine`."""
@@ -129,36 +111,18 @@ class RunLog(Observer):
             self.graph, plan.batch, FleetKnowledge(measured=measured), optimizer=optimizer, wire=plan.wire,
             micro_batches=micro_batches
         )  # fmt: skip
-        predicted = predict_plan(plan, request)
-        timeline = predicted.timeline
-        events = [
-            (e.device, e.activity, e.label, e.start_s, e.end_s, e.peer, e.size_bytes)
-            for e in timeline.events
-            if e.activity != "wait" and e.end_s > e.start_s
-        ]
-        one_pass = schema.MicroBatchEntry(
-            s=timeline.step_s, compute_s=timeline.compute_s, exchange_s=timeline.exchange_s
-        )
-        self.write(
-            schema.PredictionLine(
-                step_s=predicted.step_s * request.micro_batches, samples_per_s=predicted.samples_per_s,
-                limit_samples_per_s=sum(request.speeds.devices), bound=predicted.bound, names=request.names,
-                one_pass=one_pass,
-                events=tuple(events), spread=min(predicted.spread, 1e12), shares_only=shares_only,
-                joules_per_image=None if predicted.energy is None else predicted.energy.image_j
-            )
-        )  # fmt: skip
+        self.write(prediction_line(predict_plan(plan, request), request, shares_only))
 
     def reshard(self, step: int, decision: Reshard) -> None:
         """Write new shares or another plan after a step, with the reason. Call :meth:`plan` first."""
         assert self.graph is not None
         now = plan_line(decision.plan, self.graph)
-        plan = json.loads(decision.plan.to_json())
         self.write(
             schema.ReshardLine(
-                step=step, reason=decision.reason, plan=plan, layers=now.layers, outputs=now.outputs, work=now.work
+                step=step, reason=decision.reason, plan=json.loads(decision.plan.to_json()), layers=now.layers,
+                work=now.work
             )
-        )
+        )  # fmt: skip
 
     def on_step(self, result: StepResult) -> None:
         fields = asdict(result)
@@ -176,10 +140,6 @@ class RunLog(Observer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._ended:
-            self._flush()
-            if missing := self._pending.count(b"\n"):
-                self.tell(f"WARNING: the log {self.path} lacks its last {missing} lines: the disk is full")
         os.close(self._file)
 
 
@@ -206,59 +166,35 @@ def _open(path: Path, *, resumed: bool) -> int:
         raise
 
 
-def plan_line(plan: Plan, graph: Graph) -> schema.PlanLine:
-    """Describe a plan: each device's share of each layer and of the arithmetic, and the traffic of a micro-batch."""
-    steps = lower(plan, graph)
-    moves, outputs = _moves(steps)
-    layers = []
-    for row in layer_rows(plan, graph):
-        own = moves.get(row.layer, [])
-        # The traffic of a row is moves plus all-reduces of gradients and batch norm statistics.
-        moved = sum(move.bytes for move in own) + sum(move.bytes for move in outputs if move.value == row.layer)
-        layers.append(
-            schema.LayerEntry(
-                layer=row.layer, kind=row.kind, strategy=row.strategy, parts=row.parts, note=row.note,
-                flop=graph[row.layer].flop, moves=tuple(own), sum_bytes=row.bytes_ - moved
-            )
-        )  # fmt: skip
-    return schema.PlanLine(
-        plan=schema.PlanEntry.model_validate_json(plan.to_json()), inexact=plan.inexact, layers=tuple(layers),
-        outputs=tuple(outputs), work=work_shares(steps, graph)
+def prediction_line(
+    predicted: PlanPrediction, request: PlanRequest, shares_only: bool = False
+) -> schema.PredictionLine:
+    timeline = predicted.timeline
+    return schema.PredictionLine(
+        step_s=predicted.step_s * request.micro_batches, samples_per_s=predicted.samples_per_s,
+        limit_samples_per_s=sum(request.speeds.devices), bound=predicted.bound, names=request.names,
+        one_pass=schema.MicroBatchEntry(
+            s=timeline.step_s, compute_s=timeline.compute_s, exchange_s=timeline.exchange_s
+        ),
+        events=tuple(
+            (e.device, e.activity, e.label, e.start_s, e.end_s, e.peer, e.size_bytes)
+            for e in timeline.events if e.activity != "wait" and e.end_s > e.start_s
+        ),
+        spread=min(predicted.spread, 1e12), shares_only=shares_only,
+        joules_per_image=None if predicted.energy is None else predicted.energy.image_j,
     )  # fmt: skip
 
 
-def _moves(steps: StepList) -> tuple[dict[str, list[schema.MoveEntry]], list[schema.MoveEntry]]:
-    """Return the moves of a micro-batch by the layer that reads the tensor first, and those for the loss function."""
-    readers, size = steps.first_readers(), Counter[str]()
-    for step in steps.steps:
-        if isinstance(step, Move):
-            later = step.writes if step.phase == "forward" else step.reads
-            size[later.key] += sum(traffic(step, 4).values())
-    layers: dict[str, list[schema.MoveEntry]] = {}
-    outputs: list[schema.MoveEntry] = []
-    for step in steps.phase("forward"):
-        if isinstance(step, Move):
-            reader = readers.get(step.writes.key)
-            (outputs if reader is None else layers.setdefault(reader, [])).append(
-                schema.MoveEntry(
-                    value=step.reads.layer, source=_layout_name(step.reads.layout),
-                    target=_layout_name(step.writes.layout), bytes=size[step.writes.key]
-                )
-            )  # fmt: skip
-    return layers, outputs
-
-
-def _layout_name(layout: Layout) -> str:
-    match layout:
-        case Split(0, _):
-            return "split by samples"
-        case Split(1, _):
-            return "split by channels"
-        case Split(axis, _):
-            return f"split along axis {axis}"
-        case Replicated((device,)) | OnOne(device):
-            return f"whole on device {device}"
-        case Replicated(devices):
-            return f"copies on {len(devices)} devices"
-        case Partial():
-            return "partial sums"
+def plan_line(plan: Plan, graph: Graph) -> schema.PlanLine:
+    """Describe a plan: each device's share of each layer and of the arithmetic, and the traffic of a micro-batch."""
+    layers = [
+        schema.LayerEntry(
+            layer=row.layer, kind=row.kind, strategy=row.strategy, parts=row.parts, note=row.note,
+            flop=graph[row.layer].flop, bytes=row.bytes_,
+        )
+        for row in layer_rows(plan, graph)
+    ]  # fmt: skip
+    return schema.PlanLine(
+        plan=schema.PlanEntry.model_validate_json(plan.to_json()), inexact=plan.inexact, layers=tuple(layers),
+        work=work_shares(lower(plan, graph), graph),
+    )  # fmt: skip

@@ -196,7 +196,7 @@ class RandomNumbers:
         if group.devices == 1 or not (self.split or self.alone is not None):
             yield
             return
-        before = None if self.alone is None else _states(group.torch_device)
+        before = None if self.alone is None else random_states(group.torch_device)
         if self.split:
             seed = int(torch.randint(1 << 62, ()))
             kind = group.torch_device.type
@@ -207,14 +207,14 @@ class RandomNumbers:
         else:
             yield
         if self.alone is not None:
-            after = _states(group.torch_device)
+            after = random_states(group.torch_device)
             found = after if group.device == self.alone and after != before else None
             states = gather(group, "random numbers", found)[self.alone]
             if states is not None:
-                _set_states(states, group.torch_device)
+                set_random_states(states, group.torch_device)
 
 
-def _states(device: torch.device) -> dict[str, Any]:
+def random_states(device: torch.device) -> dict[str, Any]:
     arrays: Any = np.random.get_state(legacy=False)
     states = {
         "cpu": torch.get_rng_state().numpy().tobytes().hex(),
@@ -226,7 +226,7 @@ def _states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def _set_states(states: dict[str, Any], device: torch.device) -> None:
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """Set another device's states; an accelerator's state only if both have one of the same type."""
 
     def tensor(text: str) -> torch.Tensor:

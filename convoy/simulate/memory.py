@@ -149,14 +149,9 @@ def fewest_micro_batches(batch: int, fits: Callable[[int], bool]) -> int | None:
     return next(n for n in range(2, batch + 1) if batch % n == 0 and (n == batch or fits(batch // n)))
 
 
-def micro_batch_words(graph: Graph, count: int, step_s: float | None = None) -> str:
-    """Describe how to split a step into micro-batches, and which layers would then compute different numbers.
-
-    Args:
-        step_s: predicted seconds of the whole step; None: omitted.
-    """
+def micro_batch_words(graph: Graph, count: int) -> str:
+    """Describe how to split a step into micro-batches, and which layers would then compute different numbers."""
     text = f"{count} micro-batches (--accumulate {count}; in Python, model.no_sync())"
-    text += "" if step_s is None else f", which fits: {step_s:.3g} s a step"
     if others := sees_batch(graph):
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         kind = "batch norm" if graph[others[0]].statistics else "layer"

@@ -1,31 +1,31 @@
 """Takes over an optimizer and a DataLoader that were made for one device, for a distributed model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
+from torch.utils import data
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from convoy.checkpoint.tensors import ModelShards
+from convoy.checkpoint.manifest import torch_dtype
+from convoy.checkpoint.tensors import ModelShards, StateRows
 from convoy.comm.control_messages import agree_on, from_first
-from convoy.data.datasets import own_random_numbers
 from convoy.errors import InputError
+from convoy.machine.accelerator import bring
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
 from convoy.runtime.shards import check_not_distributed, guard_state
-from convoy.train.loader import Loader
+from convoy.train.loader import SHARED_MEMORY, Loader, end_workers
+from convoy.train.random_states import generators_in, read_states, restored, set_states
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-StateRows = Mapping[str, Mapping[str, dict[str, Any]]]
-"""Optimizer state, as `described` returns it, by parameter and state name."""
-
-
-def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> StateRows:
+def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Mapping[str, StateRows]:
     """Describe the optimizer state of a model's whole parameters, given by `names`.
 
     InputError if the optimizer has none of them, or state that cannot be split.
@@ -45,18 +45,18 @@ def state_rows(optimizer: Optimizer, names: Mapping[Tensor, str]) -> StateRows:
 
 
 @torch.no_grad()
-def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows, part: Distributed) -> None:
+def rebind(
+    optimizer: Optimizer, names: Mapping[Tensor, str], before: Mapping[str, StateRows], part: Distributed
+) -> None:
     """Replace a model's parameters in an optimizer by this device's shards of them. Every device calls it.
 
     The optimizer stays the same object, so that its schedules continue to work. Its state (momentum) is taken from device 0
-    and split like the parameters. Parameters of other modules, such as a loss, stay.
+    and split like the parameters. Parameters of other modules, such as a loss, stay. MismatchError if the devices' optimizers
+    differ in settings, or in parameters that are not the model's.
 
     Args:
         names: the model's parameters as they were before it was distributed.
         before: from `state_rows`.
-
-    Raises:
-        MismatchError: the devices' optimizers differ in settings, or in parameters that are not the model's.
     """
     guard_state(optimizer)
     parts, shards = ModelShards.of(part), dict(part.named_parameters())
@@ -66,79 +66,46 @@ def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows,
         for group in optimizer.param_groups
     ]
     agree_on(part.group, "prepare: optimizer", f"{type(optimizer).__name__} {groups}", "started with another optimizer")
-    state = _moved_state(optimizer, names, before, parts)
+    own = {names[p]: state for p, state in optimizer.state.items() if p in names}
+    rows = from_first(parts.group, "prepare: optimizer state", lambda: before)
+
+    def whole(key: str, name: str) -> Tensor:
+        dtype = torch_dtype(rows[key][name]["dtype"])
+        return own[key][name] if parts.is_first else torch.empty(0, dtype=dtype)
+
+    state = {key: parts.scatter_state(key, named, partial(whole, key)) for key, named in rows.items()}
     for group in optimizer.param_groups:
         # In place: LBFGS, for one, holds the list itself.
         group["params"][:] = [shards[names[p]] if p in names else p for p in group["params"]]
     for parameter, name in names.items():
         optimizer.state.pop(parameter, None)
-        if name in state:
+        if name in state and parts.has(name):
             optimizer.state[shards[name]] = state[name]
-
-
-def _moved_state(
-    optimizer: Optimizer, names: Mapping[Tensor, str], before: StateRows, parts: ModelShards
-) -> dict[str, dict[str, Any]]:
-    """Return the local shards of device 0's optimizer state, by parameter."""
-    own = {names[p]: state for p, state in optimizer.state.items() if p in names}
-    rows: StateRows = from_first(parts.group, "prepare: optimizer state", lambda: before)
-    result: dict[str, dict[str, Any]] = {}
-    for key, named in rows.items():
-        state: dict[str, Any] = {}
-        for name, row in named.items():
-            dtype = getattr(torch, str(row.get("dtype", "float32")))
-            if row["kind"] == "tensor":
-                given = own[key][name] if parts.is_first else torch.empty(0, dtype=dtype)
-                shard = parts.scatter(key, given)
-                state[name] = None if shard is None else shard.clone()
-            elif row["kind"] == "number":
-                near = parts.group.torch_device if row["near"] else torch.device("cpu")
-                state[name] = torch.tensor(row["value"], dtype=dtype, device=near)
-            else:
-                state[name] = row["value"]
-        if parts.has(key):
-            result[key] = state
-    return result
 
 
 # --- the loader ------------------------------------------------------------------------------------------------------
 
 
 class AdoptedLoader(Loader):
-    """The batches of an ordinary DataLoader, the same on every device; or the local part of each.
+    """The batches of an ordinary DataLoader, on every device as on one device.
 
-    Its sampler draws the order on device 0, as on one device; all devices follow that order. Batch size, `drop_last` and worker
-    options are those of the DataLoader.
-
-    Args:
-        source: made as for one device.
-        parts: return only the local part of the inputs, and load only samples needed for returned inputs or labels. With a
-            `collate_fn` other than the default it loads and collates the global batch, because that may mix samples.
+    Every device iterates over the DataLoader itself, so samplers, worker processes and random numbers in the data set do what
+    they do on one device. At the start of each iteration all devices get device 0's random states: of torch, Python, NumPy, and
+    of generators that the DataLoader, its sampler and its data set hold.
 
     Raises:
         InputError: an iterable-style data set, no batches, or a DistributedSampler, which splits samples itself.
     """
 
-    def __init__(self, source: DataLoader[Any], model: Distributed | None, *, parts: bool = False) -> None:
+    def __init__(self, source: DataLoader[Any], model: Distributed | None) -> None:
         check_loader(source)
-        super().__init__(
-            source.dataset,
-            batch_size_of(source),
-            model,
-            shuffle=False,
-            drop_last=source.drop_last,
-            workers=source.num_workers,
-        )
-        self.source, self.parts = source, parts
-        if source.collate_fn is not default_collate:
-            self.collate = source.collate_fn
-        self.options = {
-            "pin_memory": source.pin_memory,
-            "worker_init_fn": source.worker_init_fn,
-            "multiprocessing_context": source.multiprocessing_context if source.num_workers else None,
-            "prefetch_factor": source.prefetch_factor,
-            "timeout": source.timeout,
-        }
+        self.source = source
+        super().__init__(source.dataset, batch_size_of(source), model, shuffle=False, drop_last=source.drop_last)
+        self._begun: str | None = None  # the random states at the start of the latest iteration
+        self._resumed: tuple[int, int] | None = None  # the position of a loaded checkpoint in that iteration
+
+    def _check_data(self) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the DataLoader, such as its sampler."""
@@ -150,64 +117,146 @@ class AdoptedLoader(Loader):
         return len(self.source)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Set the epoch, also of a sampler with `set_epoch`."""
+        """Set the epoch, also of a sampler with `set_epoch`.
+
+        Args:
+            start: the position that `load_checkpoint(..., loader=loader)` restored, or 0.
+        """
+        if start and (epoch, start) != self._resumed:
+            raise InputError(
+                f"start {start} in epoch {epoch}: the order of a DataLoader depends on random states, which are not those of "
+                "that epoch: save and load them with the checkpoint, save_checkpoint(..., loader=loader) and "
+                "load_checkpoint(..., loader=loader)"
+            )
         super().set_epoch(epoch, start)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def _part(self, batch: int) -> tuple[int, int]:
-        return super()._part(batch) if self.parts else (0, batch)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and the random states at the start of the epoch and now, for `save_checkpoint`."""
+        self._refuse_persistent_workers("be saved")
+        return super().state_dict() | {"begun": self._begun, "now": read_states(self._generators, self._device)}
 
-    def _labelled(self, batch: int) -> tuple[int, int]:
-        return super()._labelled(batch) if self.parts else (0, batch)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the random states, and let the next iteration continue from a saved position.
 
-    def begin(self, *, joined: bool = False) -> tuple[int, list[list[int]]]:
+        Within an epoch, the batches before it are loaded again, because samples may draw random numbers.
+        """
+        self._begun, self._resumed = state["begun"], (state["epoch"], state["batch"])
+        super().load_state_dict(state)
+        set_states(state["now"], self._generators, self._device)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.start or self._begun is None:
+            return super().__iter__()
+        now = read_states(self._generators, self._device)
+        set_states(self._begun, self._generators, self._device)
+        batches = super().__iter__()
+        set_states(now, self._generators, self._device)
+        return batches
+
+    def begin(self, *, joined: bool = False) -> Any:
         if joined and not self._agreed:
-            self._check_sampler()
-        return super().begin(joined=joined)
+            self._refuse_persistent_workers("be given to a joining device")
+            for each in (self.source.sampler, self.source.batch_sampler):
+                if not type(each).__module__.startswith("torch.utils.data") and not hasattr(each, "set_epoch"):
+                    raise InputError(
+                        f"the DataLoader's {type(each).__name__} is not torch's, and has drawn epochs before this device "
+                        "joined, which may have changed its state: to let devices join, use a sampler of torch.utils.data, "
+                        "or give it a set_epoch(epoch) that alone decides the order"
+                    )
+        super().begin(joined=joined)
+        states = read_states(self._generators, self._device)
+        return states if self.model is None else from_first(self.model.group, "loader: random states", lambda: states)
 
     def batches(self, epoch: int) -> list[list[int]]:  # noqa: ARG002
-        # All devices draw, so that their later random numbers stay equal. The order is that of the DataLoader's own iterator:
-        # first the seed of its workers, then the sampler's numbers.
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.source.generator))
-        assert self.source.batch_sampler is not None
-        drawn = seed, [[int(i) for i in batch] for batch in self.source.batch_sampler]
-        if self.model is None:
-            self.seed = drawn[0]
-            return drawn[1]
-        # Generators that the order depends on, except torch's default.
-        sources = (self.source, self.source.sampler, self.source.batch_sampler)
-        found = [getattr(each, "generator", None) for each in sources]
-        own = list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-        order = from_first(self.model.group, "loader: order", lambda: [*drawn, [g.get_state().tolist() for g in own]])
-        rows: list[list[int]]
-        self.seed, rows, states = order
-        # Every device may become device 0 later, also one that joined.
-        for generator, state in zip(own, states, strict=True):
-            generator.set_state(torch.tensor(state, dtype=torch.uint8))
-        return rows
+        return []  # known to the DataLoader's sampler only
 
-    def _required(self, model: Distributed) -> dict[str, Any]:
-        # The seed is device 0's in every epoch.
-        return {name: value for name, value in super()._required(model).items() if name != "seed"}
+    def _iterate(self, begun: str, epoch: int, start: int) -> Iterator[Any]:
+        self._begun = begun
+        set_states(begun, self._generators, self._device)
+        batches = iter(self.source)
+        for _ in range(start):
+            next(batches)
+        return self._yielded(batches, epoch, start)
 
-    def _check_sampler(self) -> None:
-        """Raise InputError if a joining device cannot reproduce the sampler's state."""
-        for each in (self.source.sampler, self.source.batch_sampler):
-            if not type(each).__module__.startswith("torch.utils.data") and not hasattr(each, "set_epoch"):
-                raise InputError(
-                    f"the DataLoader's {type(each).__name__} is not torch's, and has drawn epochs before this device joined, "
-                    "which may have changed its state: to let devices join, use a sampler of torch.utils.data, or give it a "
-                    "set_epoch(epoch) that alone decides the order"
-                )
+    def _yielded(self, batches: Iterator[Any], epoch: int, done: int) -> Iterator[Any]:
+        """Yield the batches, and those of an unfinished step again."""
+        kept: list[Any] = []  # since the last finished step
+        again: list[Any] = []
+        repeatable = self.model is not None and self.model.guard is not None
+        try:
+            while again or (batch := next(batches, None)) is not None:
+                batch = again.pop(0) if again else batch
+                if repeatable:
+                    kept.append(batch)
+                _, steps, repeats = self._changes
+                done += 1
+                self._position = epoch, done
+                # A copy if the batch may be needed again, because the loop may change it in place.
+                yield _each(batch, lambda x: bring(x.clone() if repeatable else x, self._device))
+                if self._changes[2] != repeats:
+                    again, kept, done = kept + again, [], done - len(kept)
+                elif self._changes[1] != steps:
+                    kept = []
+        except RuntimeError as error:
+            if "No space left on device" in str(error):
+                error.add_note(SHARED_MEMORY)
+            raise
+        finally:
+            if not self.source.persistent_workers:
+                end_workers(batches)
+        self._position = epoch + 1, 0
+
+    @property
+    def _generators(self) -> list[Any]:
+        return generators_in(self.source)
+
+    @cached_property
+    def _compared(self) -> list[tuple[float, float]]:
+        return []  # the model compares global batches
+
+    def _refuse_persistent_workers(self, what: str) -> None:
+        if self.source.persistent_workers:
+            raise InputError(
+                f"the DataLoader has persistent_workers, whose random states cannot {what}: leave persistent_workers out"
+            )
+
+
+def _each(batch: Any, work: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `work` to all tensors of a batch."""
+    if type(batch) in (list, tuple):
+        return type(batch)([_each(value, work) for value in batch])
+    return work(batch) if isinstance(batch, Tensor) else batch
+
+
+def local_loader(source: DataLoader[Any], model: Distributed) -> Loader:
+    """Return a loader of this device's samples only, ordered by the seed of torch or of the DataLoader's generator.
+
+    InputError if the DataLoader has options that need whole batches or another order.
+    """
+    check_loader(source)
+    sampler, size = source.sampler, len(source.dataset)  # type: ignore[arg-type]
+    shuffles = type(sampler) is data.RandomSampler and not sampler.replacement and sampler.num_samples == size
+    own = source.collate_fn is not default_collate or source.worker_init_fn or source.multiprocessing_context
+    if (
+        own
+        or type(source.batch_sampler) is not data.BatchSampler
+        or not (shuffles or type(sampler) is data.SequentialSampler)
+    ):
+        raise InputError(
+            "prepare(parts=True) loads each sample on one device only, and the DataLoader has a sampler, collate_fn, "
+            "worker_init_fn or multiprocessing_context: leave them out, or leave parts out"
+        )
+    seed = (source.generator or torch.default_generator).initial_seed()
+    return Loader(
+        source.dataset, batch_size_of(source), model,
+        shuffle=shuffles, seed=seed, drop_last=source.drop_last, workers=source.num_workers,
+    )  # fmt: skip
 
 
 def check_prepared(model: object, optimizer: object, loader: Any, more: Sequence[Any]) -> None:
-    """Refuse arguments that `prepare` cannot take over.
-
-    Raises:
-        InputError: with the argument and the remedy.
-    """
+    """Raise InputError for arguments that `prepare` cannot take over."""
     if isinstance(model, nn.Module):
         check_not_distributed(model)
     for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer | None)):
@@ -236,37 +285,32 @@ def in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -
 
 
 def check_loader(source: Any) -> None:
-    """Refuse a DataLoader if its batches cannot be split. Raises InputError with the reason and the remedy."""
+    """Raise InputError for a DataLoader whose batches cannot be split."""
     kind = type(source)
     if not isinstance(source, DataLoader):
-        raise InputError(f"prepare was given a {kind.__name__} as a loader: {_instead_of_loader(source)}")
+        remedy = "give DataLoaders, not what wraps them"
+        if isinstance(source, Loader):
+            remedy = "it is prepared already; keep it, and give prepare the original DataLoader"
+        elif isinstance(source, LRScheduler | ReduceLROnPlateau):
+            remedy = "leave it out; it continues to work, since the optimizer stays the same object"
+        raise InputError(f"prepare was given a {kind.__name__} as a loader: {remedy}")
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         raise InputError(
             f"{kind.__name__} overrides iteration, which would be lost: give a plain DataLoader, and move its changes "
             "of batches into the data set or collate_fn"
         )
-    if isinstance(source.dataset, IterableDataset):
+    if isinstance(source.dataset, data.IterableDataset):
         raise InputError(
             f"the data set {type(source.dataset).__name__} is iterable-style: its samples have no numbers, so devices cannot "
             "load only their own; give a map-style one, with __len__ and __getitem__"
         )
     if source.batch_sampler is None:
         raise InputError("the DataLoader has batch_size=None, so it makes no batches: give it a batch_size")
-    if isinstance(source.sampler, DistributedSampler):
+    if isinstance(source.sampler, data.DistributedSampler):
         raise InputError(
             "the DataLoader has a DistributedSampler, which gives each device samples of its own: leave it out, with "
             "shuffle=True; Convoy splits each batch"
         )
-
-
-def _instead_of_loader(given: object) -> str:
-    if isinstance(given, Loader):
-        return "it is prepared already; keep it, and give prepare the original DataLoader"
-    if isinstance(given, LRScheduler | ReduceLROnPlateau):
-        return "leave it out; it continues to work, since the optimizer stays the same object"
-    if hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
-        return "only DataLoaders can be split; give the DataLoader inside it"
-    return "give DataLoaders"
 
 
 def batch_size_of(source: DataLoader[Any]) -> int:
@@ -283,7 +327,7 @@ def batch_size_of(source: DataLoader[Any]) -> int:
 def first_samples(source: DataLoader[Any]) -> Tensor:
     """Return the inputs of a data set's first samples as a small batch, to get their shapes."""
     rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
-    with own_random_numbers():
+    with restored(source):
         batch = source.collate_fn([source.dataset[i] for i in rows])
     x = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else None
     if not isinstance(x, Tensor):

@@ -46,7 +46,6 @@ class Autotune:
         running: the index of the plan in use; at the end, the winner.
         rounds: the plans of the rounds to come.
         round_s: seconds of the steps of this round.
-        skips: the number of steps to ignore.
     """
 
     entries: tuple[PlanTrial, ...]
@@ -71,11 +70,7 @@ class Autotune:
 
 
 def observe(state: Autotune, step_s: float) -> tuple[Autotune, Decision]:
-    """Return the next state and the decision after a training step.
-
-    Args:
-        step_s: seconds since the end of the step before; the same number on every device.
-    """
+    """Return the next state and the decision after a training step of `step_s` seconds, the same on every device."""
     if state.is_over:
         return state, Keep("autotuning is over")
     if state.skips:

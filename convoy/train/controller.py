@@ -41,11 +41,6 @@ class Rebalancer:
         every: steps between two exchanges.
         others: further plans to try, as from `make_plans`; the same on every device.
 
-    Attributes:
-        decision: the latest.
-        autotune: of the plans.
-        state: of the rebalancing; None while plans are tried.
-
     Raises:
         InputError: `every` below 1.
         PlanError: one of the others is for another model or another number of devices.
@@ -121,11 +116,7 @@ class Rebalancer:
         self.steps += 1
 
     def _decide(self, table: Tensor) -> None:
-        """Act on the times of some steps.
-
-        Args:
-            table: seconds by device, step and row of `_so_far`.
-        """
+        """Act on the times of some steps: seconds by device, step and row of `_so_far`."""
         for step in table.permute(1, 2, 0).tolist():
             if self.state is None:
                 # Devices end a step at different times: use the mean.
@@ -146,7 +137,6 @@ class Rebalancer:
                 return
 
     def _balance(self) -> None:
-        """Start to rebalance the shares of the current plan."""
         if self.model.compiler is not None:
             self.model.compiler.waits = False
         self.state = Balancer.start(self.model.plan, self.model.traced[True].graph, self.model.group.ids)

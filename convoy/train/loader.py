@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from convoy.comm.control_messages import difference, gather
-from convoy.data.augment import Augment, read_augment
+from convoy.data.augment import Augment, augment_steps
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
@@ -20,10 +20,19 @@ from convoy.layout.layout import box
 from convoy.machine.accelerator import bring
 from convoy.runtime.batches import mark_part
 from convoy.runtime.module import Distributed, not_distributed
+from convoy.train.random_states import generators_in
+
+COMPARED_SAMPLES, SAMPLE_TOLERANCE = 8, 1e-3
+"""Samples of a data set that the devices compare. Two versions of a JPEG decoder differ by less."""
+
+SHARED_MEMORY = (
+    "the shared memory in /dev/shm is too small for the batches that worker processes prepare: enlarge it (docker run "
+    "--shm-size 2g; in Kubernetes an emptyDir with medium Memory), or use fewer workers, smaller batches or workers=0"
+)
 
 
 class Loader:
-    """The local batches of one device, from a data set of (input, label) pairs.
+    """The local batches of one device, from a data set of (input, label) pairs; `convoy.loader` makes one.
 
     Iterating yields (x, y): x is the local batch, in the layout of the plan's first layer (it may have zero samples, and then
     none is loaded); y holds the labels of the global batch. If the plan leaves outputs with their samples, y holds the labels
@@ -31,23 +40,21 @@ class Loader:
 
     Args:
         dataset: map-style; items are (tensor, label). Labels come from `__getitem__`, never from an attribute such as
-            `targets`, so a device loads every sample for which it returns a label. Random numbers drawn while a sample
-            loads (crops, flips) depend only on the seed, the epoch, the sample and its position in the epoch; with
-            `__getitems__`, on those of all samples of the call.
+            `targets`, so a device loads every sample for which it returns a label. Random numbers that a sample draws from
+            torch, `random` or NumPy while it loads (crops, flips) depend only on the seed, the epoch, the sample and its
+            position in the epoch; with `__getitems__`, on those of all samples of the call.
         batch_size: global batch, in samples.
         model: the distributed model the batches are for; None: one device.
         shuffle: a new order in every epoch, by `seed` and epoch; False: the order of the data set.
         drop_last: leave out a last batch that is smaller.
         workers: processes that prepare batches ahead, two each, for one iteration; 0: in this process.
-        augment: changes the images of each batch, by the seed, the epoch and the sample; see `convoy.data.augment`.
-
-    Attributes:
-        collate: as a DataLoader's `collate_fn`; every device loads whole batches for it. None: stacks samples.
-        options: more options of the DataLoader that prepares the local batches.
+        augment: how images change from epoch to epoch, e.g. "crop,flip"; see `convoy.data.augment`.
 
     Raises:
-        InputError: a batch below 1, an empty data set. While iterating, a model with several inputs.
+        InputError: a batch below 1, an empty data set or one with a random generator of its own, an unknown augmentation.
+            While iterating, a model with several inputs.
         DataError: while iterating: samples that do not make a batch, or an error of the data set.
+        MismatchError: while iterating: the devices have different data sets or are at different epochs.
     """
 
     def __init__(
@@ -60,29 +67,38 @@ class Loader:
         seed: int = 0,
         drop_last: bool = False,
         workers: int = 0,
-        augment: Augment | None = None,
+        augment: str | None = None,
     ) -> None:
         if batch_size < 1:
             raise InputError(f"a batch of {batch_size}: a batch holds one sample at least; give 1 or more")
-        if len(dataset) < 1:  # type: ignore[arg-type]
+        self.samples = len(dataset)  # type: ignore[arg-type]
+        if self.samples < 1:
             raise InputError("the data set is empty: give one with samples")
         if model is not None and not isinstance(model, Distributed):
             raise not_distributed("the loader", model)
-        self.dataset, self.batch_size, self.model, self.augment = dataset, batch_size, model, augment
+        self.dataset, self.batch_size, self.model, self.augment = dataset, batch_size, model, None
+        self._device = torch.device("cpu") if model is None else model.group.torch_device
+        if augment is not None:
+            self.augment = Augment(augment_steps(augment), getattr(dataset, "mean", ()), getattr(dataset, "std", ()))
         self.shuffle, self.seed, self.drop_last, self.workers = shuffle, seed, drop_last, workers
         self.epoch, self.start = 0, 0
+        self._position: tuple[int, int] | None = None  # epoch, and batches returned
         self._agreed = False  # with the other devices, on an epoch
-        self.collate: Collate | None = None
-        self.options: Mapping[str, Any] = {}
+        self._check_data()
+
+    def _check_data(self) -> None:
+        """Raise InputError if samples draw from a generator that this loader does not seed."""
+        if own := generators_in(self.dataset):
+            raise InputError(
+                f"the data set has a random generator of its own (a {type(own[0]).__name__}), whose numbers would depend on "
+                "which samples a device loads: draw from torch, random or numpy without it, as they are seeded for each "
+                "sample; or use convoy.prepare without parts"
+            )
 
     def __len__(self) -> int:
         """Batches in one epoch."""
         whole, rest = divmod(self.samples, self.batch_size)
         return whole if self.drop_last or not rest else whole + 1
-
-    @property
-    def samples(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the epoch of the next iteration; without it, each iteration is the next epoch.
@@ -93,9 +109,18 @@ class Loader:
         Raises:
             InputError: the epoch has fewer batches.
         """
-        if not 0 <= start <= len(self):
+        if start and not 0 <= start <= len(self):
             raise InputError(f"start {start} in an epoch of {len(self)} batches: give 0 to {len(self)}")
-        self.epoch, self.start = epoch, start
+        self.epoch, self.start, self._position = epoch, start, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the latest iteration, for `save_checkpoint(..., loader=loader)`."""
+        epoch, batch = self._position or (self.epoch, self.start)
+        return {"epoch": epoch, "batch": batch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration continue from a saved position."""
+        self.set_epoch(state["epoch"], state["batch"])
 
     def batches(self, epoch: int) -> list[list[int]]:
         """Return the sample indices of every batch of an epoch; the same on every device."""
@@ -106,16 +131,28 @@ class Loader:
         starts = range(0, len(self) * self.batch_size, self.batch_size)
         return [list(order[start : start + self.batch_size]) for start in starts]
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         guard = None if self.model is None else self.model.guard
-        self.seed, rows = self.begin() if guard is None else guard(self)
-        epoch, first, batches = self.epoch, self.start, rows[self.start :]
+        begun = self.begin() if guard is None else guard(self)
+        epoch, start = self.epoch, self.start
         self.epoch, self.start = epoch + 1, 0
-        device = self.model.group.torch_device if self.model is not None else torch.device("cpu")
+        return self._iterate(begun, epoch, start)
+
+    def begin(self, *, joined: bool = False) -> Any:
+        """Agree with the other devices on an epoch, which the others know if this one has joined. Return its order, as JSON."""
+        if self.model is not None:
+            self._agree(self.model, adopts=joined and not self._agreed)
+            self._agreed = True
+        return self.seed, self.batches(self.epoch)
+
+    def _iterate(self, begun: Any, epoch: int, start: int) -> Iterator[Any]:
+        seed, rows = begun
+        batches, device = rows[start:], self._device
         done = finished = 0  # batches returned, and those of finished steps
         while done < len(batches):
             reshards, steps, repeats = self._changes
-            prepared = iter(self._prepared(batches[done:], epoch, sum(map(len, rows[: first + done]))))
+            position = sum(map(len, rows[: start + done]))
+            prepared = iter(self._prepared(batches[done:], f"{seed}/{epoch}", position, epoch))
             try:
                 for batch, loaded in zip(batches[done:], prepared, strict=True):
                     if isinstance(loaded, ConvoyError):
@@ -125,8 +162,9 @@ class Loader:
                     x, y = (bring(each, device) for each in loaded)
                     if self.model is not None:
                         mark_part(x, len(batch))
-                    yield x, y
                     done += 1
+                    self._position = epoch, start + done
+                    yield x, y
                     now = self._changes
                     if now[2] != repeats:  # the unfinished step is repeated
                         done = finished
@@ -136,24 +174,13 @@ class Loader:
                     if now[0] != reshards:
                         break  # batches prepared so far are of the old plan
             finally:
-                _end_workers(prepared)
+                end_workers(prepared)
+        self._position = epoch + 1, 0
         if self.model is not None:
             self.model.announce(None)
 
-    def begin(self, *, joined: bool = False) -> tuple[int, list[list[int]]]:
-        """Agree with the other devices on an epoch. Return its seed, and the samples of its batches.
-
-        Args:
-            joined: this device joined a running job, so the others know which epoch it is.
-        """
-        if self.model is not None:
-            self._agree(self.model, adopts=joined and not self._agreed)
-            self._agreed = True
-        rows = self.batches(self.epoch)  # may choose the seed
-        return self.seed, rows
-
     def _agree(self, model: Distributed, *, adopts: bool) -> None:
-        """Check that every device iterates over the same epoch of the same loader, with the same weights: else MismatchError.
+        """Check that every device iterates over the same epoch of the same loader, with the same weights.
 
         Args:
             adopts: take the epoch of the other devices.
@@ -164,11 +191,18 @@ class Loader:
         if adopts and known:
             self.epoch = known[0]
         rows = [row | {"the epoch": known[0]} if row["the epoch"] is None and known else row for row in rows]
+        samples = [row.pop("samples") for row in rows]
         for name in rows[0]:
             if found := difference([row.get(name) for row in rows]):
                 raise MismatchError(
                     f"the devices iterate over loaders that differ: {name} is {found}; give all devices the same loader, and "
                     "iterate over it on all of them"
+                )
+        for device, there in enumerate(samples):
+            if any(abs(a - b) > SAMPLE_TOLERANCE * size for (a, size), (b, _) in zip(samples[0], there, strict=True)):
+                raise MismatchError(
+                    f"device {device} has other data than device 0: give every device the same files in the same order, and "
+                    "split or shuffle them with a generator of one seed"
                 )
         if model.training:
             model.check_copies()
@@ -179,7 +213,19 @@ class Loader:
             "the number of samples": self.samples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed,
             "drop_last": self.drop_last, "the epoch": self.epoch, "the first batch": self.start,
             "augment": None if self.augment is None else repr(self.augment), "model.training": model.training,
+            "samples": self._compared if model.group.devices > 1 else [],
         }  # fmt: skip
+
+    @cached_property
+    def _compared(self) -> list[tuple[float, float]]:
+        """Return sum and sum of absolute values of the inputs and the labels of some samples."""
+        indices = [*range(0, self.samples, -(-self.samples // COMPARED_SAMPLES))]
+        rows = _Rows([indices], [((0, len(indices)),) * 2], [0])
+        loaded = _LocalBatches(self.dataset, rows, torch.empty(0), None, "compared")[0]
+        if isinstance(loaded, ConvoyError):
+            raise loaded
+        tensors = [each.detach().double() for pair in zip(*loaded, strict=True) for each in pair]
+        return [(each.sum().item(), each.abs().sum().item()) for each in tensors]
 
     @property
     def _changes(self) -> tuple[int, int, int]:
@@ -187,24 +233,21 @@ class Loader:
         m = self.model
         return (m.reshards, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
 
-    def _prepared(self, batches: list[list[int]], epoch: int, position: int) -> DataLoader[Any]:
-        """Load these batches ahead; `position` counts the samples of the epoch before them."""
+    def _prepared(self, batches: list[list[int]], key: str, position: int, epoch: int) -> DataLoader[Any]:
+        """Load these batches ahead. `position` counts the samples of the epoch before them."""
         ranges = [(self._part(len(batch)), self._labelled(len(batch))) for batch in batches]
-        key = f"{self.seed}/{epoch}"
         augment = None if self.augment is None else partial(self.augment, seed=self.seed, epoch=epoch)
-        if self.model is None:
-            empty = torch.empty(0)
-        else:
+        empty = torch.empty(0)
+        if self.model is not None:
             layer = self.model.traced[True].graph.inputs[0]
             empty = torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype))
         rows = _Rows(batches, ranges, list(accumulate(map(len, batches), initial=position)))
-        parts = _LocalBatches(self.dataset, rows, empty, augment, key, self.collate)
+        parts = _LocalBatches(self.dataset, rows, empty, augment, key)
         # Labels in memory need no worker.
         workers = self.workers if parts.labels is None or any(start < stop for (start, stop), _ in ranges) else 0
         # A separate generator, because the seeds of workers must not change dropout's random numbers.
-        options = {k: v for k, v in self.options.items() if workers or k == "pin_memory"}
         return DataLoader(
-            parts, batch_size=None, num_workers=workers, collate_fn=_unchanged, generator=torch.Generator(), **options
+            parts, batch_size=None, num_workers=workers, collate_fn=_unchanged, generator=torch.Generator()
         )
 
     def _part(self, batch: int) -> tuple[int, int]:
@@ -224,7 +267,7 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The samples of some batches: indices, (loaded, labelled) ranges on this device, and the position of each in the epoch."""
+    """Sample indices of some batches, (loaded, labelled) ranges on this device, and the position of each in the epoch."""
 
     indices: list[list[int]]
     ranges: list[tuple[tuple[int, int], tuple[int, int]]]
@@ -241,15 +284,12 @@ class _LocalBatches(Dataset[Any]):
         empty: Tensor,
         augment: Callable[[Tensor, Sequence[int]], Tensor] | None,
         key: str,
-        collate: "Collate | None",
     ) -> None:
-        self.dataset, self.rows, self.empty = dataset, rows, empty
-        self.augment, self.key, self.collate = augment, key, collate
+        self.dataset, self.rows, self.empty, self.augment, self.key = dataset, rows, empty, augment, key
         # Images in memory draw no random numbers, and saving and restoring the generators takes longer than loading.
-        self.draws = type(dataset) is not Images or augment is not None or collate is not None
-        # Only Convoy's own classes are known to return `targets` as labels: a subclass or a wrapper may relabel, and collate_fn
-        # may change labels.
-        own = type(dataset) in (Images, Samples) and collate is None
+        self.draws = type(dataset) is not Images or augment is not None
+        # Only Convoy's own classes are known to return `targets` as labels: a subclass or a wrapper may relabel.
+        own = type(dataset) in (Images, Samples)
         self.labels: Tensor | None = dataset.targets if own else None  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
@@ -259,15 +299,26 @@ class _LocalBatches(Dataset[Any]):
         """Return the local batch or its error, because torch wraps an error raised in a worker in the worker's traceback."""
         try:
             with own_random_numbers() if self.draws else nullcontext():
-                return self._load(k, *self.rows.ranges[k])
+                loaded = self._load(k, *self.rows.ranges[k])
+            if (
+                get_worker_info() is not None
+            ):  # torch shares tensors in a thread of the worker, which would hide an error
+                for each in loaded:
+                    each.share_memory_()  # type: ignore[no-untyped-call]
+            return loaded
         except ConvoyError as error:
             return error
+        except RuntimeError as error:
+            if "No space left on device" in str(error):
+                return DataError(SHARED_MEMORY)
+            raise
 
     def _load(self, k: int, here: tuple[int, int], labelled: tuple[int, int]) -> tuple[Tensor, Tensor]:
         (start, stop), (first, last), indices = here, labelled, self.rows.indices[k]
         if self.labels is None:
-            # collate_fn may look at all samples of the batch.
-            low, high = (0, len(indices)) if self.collate is not None else _hull(here, labelled)
+            # If there are none, the first sample shows the shape of a label.
+            filled = [row for row in (here, labelled) if row[0] < row[1]] or [(0, 1)]
+            low, high = min(low for low, _ in filled), max(high for _, high in filled)
             x, y = self._fetch(k, low, high)
             x, y = x[start - low : stop - low], y[first - low : last - low]
         else:
@@ -277,6 +328,8 @@ class _LocalBatches(Dataset[Any]):
 
     def _fetch(self, k: int, low: int, high: int) -> tuple[Tensor, Tensor]:
         indices, position = self.rows.indices[k][low:high], self.rows.positions[k] + low
+        if type(self.dataset) is Images:
+            return self.dataset.batch(indices)
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
             rows: Any = []
@@ -288,10 +341,6 @@ class _LocalBatches(Dataset[Any]):
             self._reseed(indices, position)
             with naming(f"samples {shown(list(indices))}"):
                 rows = many(indices)
-        # Data sets of torch return a list of items from __getitems__; Convoy's return a batch.
-        if self.collate is not None:
-            self._reseed(indices, position)
-            return _by_collate(self.collate, rows, indices)
         x, y = rows if isinstance(rows, tuple) else _collated(rows, indices)
         return x, torch.as_tensor(y)
 
@@ -301,85 +350,23 @@ class _LocalBatches(Dataset[Any]):
             reseed(f"{self.key}/{position}/{what}")
 
 
-def _hull(*ranges: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest range that contains these. If all are empty, the first sample, to get the shape of a label."""
-    filled = [row for row in ranges if row[0] < row[1]] or [(0, 1)]
-    return min(start for start, _ in filled), max(stop for _, stop in filled)
-
-
-def _end_workers(prepared: Any) -> None:
+def end_workers(prepared: Any) -> None:
     # Torch ends workers with the last reference to the iterator, which an error's traceback holds. No public API ends them.
-    shutdown = getattr(prepared, "_shutdown_workers", None)
-    if shutdown is not None:
-        shutdown()
+    getattr(prepared, "_shutdown_workers", lambda: None)()
 
 
 def _collated(rows: list[Any], indices: Sequence[int]) -> tuple[Any, Any]:
-    """Return the samples as one batch. Raises DataError if they are not pairs that can be stacked."""
     try:
         x, y = default_collate(rows)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        pairs = [(i, row) for i, row in zip(indices, rows, strict=True) if isinstance(row, Sequence) and len(row)]
-        shapes = {tuple(row[0].shape): i for i, row in pairs if isinstance(row[0], Tensor)}
-        if len(shapes) > 1:
-            met = " and ".join(f"{shape} (sample {index})" for shape, index in list(shapes.items())[:2])
-            raise DataError(
-                f"samples of the shapes {met} do not make a batch: resize or crop in __getitem__, so that all have one shape"
-            ) from None
+        if "No space left on device" in str(error):
+            raise
         raise DataError(
-            f"samples {indices[0]} to {indices[-1]} do not make a batch ({str(error).splitlines()[0]}): items are pairs "
-            "(tensor, label); convoy.data.from_datasets takes PIL images too"
+            f"samples {shown(list(indices))} do not make a batch ({str(error).splitlines()[0]}): items are pairs (tensor, "
+            "label) of one shape; convoy.data.from_datasets takes PIL images too"
         ) from error
     return x, y
 
 
-Collate = Callable[[list[Any]], Any]
-"""A function from samples to a batch: a pair of tensors, inputs and labels."""
-
-
-def _by_collate(collate: Collate, rows: list[Any], indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    batch = collate(rows)
-    pair = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)
-    if not pair or len(batch[0]) != len(indices):
-        raise DataError(
-            f"collate_fn gave {_kind(batch)} for {len(indices)} samples: return a pair of tensors, (inputs, labels), with one "
-            "row of inputs for each sample"
-        )
-    return batch[0], batch[1]
-
-
-def _kind(batch: Any) -> str:
-    if isinstance(batch, tuple | list):
-        return f"({', '.join(_kind(each) for each in batch)})"
-    return f"a tensor of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
-
-
 def _unchanged(item: Any) -> Any:
     return item
-
-
-def loader(
-    dataset: Dataset[Any],
-    batch_size: int,
-    model: Distributed | None = None,
-    *,
-    shuffle: bool = True,
-    seed: int = 0,
-    drop_last: bool = False,
-    workers: int = 0,
-    augment: str | None = None,
-) -> Loader:
-    """Return a `Loader` of this device's part of each batch.
-
-    Args:
-        augment: how training images change from epoch to epoch, e.g. "crop,flip"; see `convoy.data.augment`.
-
-    Raises:
-        InputError: a batch below 1, an empty data set, an unknown augmentation.
-    """
-    steps = None
-    if augment is not None:
-        steps = read_augment(augment, getattr(dataset, "mean", ()), getattr(dataset, "std", ()))
-    return Loader(
-        dataset, batch_size, model, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers, augment=steps
-    )

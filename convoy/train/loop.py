@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loss import Loss
-from convoy.train.observer import EpochResult, Observer, Observers, StepResult
-from convoy.train.record import History, LateLosses, Place, TrainingRecord, Unread, UnreadNumber, lateness
+from convoy.train.record import EpochResult, History, LateLosses, Observer, Place, StepResult, TrainingRecord, lateness
 
 AUXILIARY = 0.3
 """Weight of the loss of an auxiliary classifier: Szegedy et al. 2015, section 5."""
@@ -42,7 +40,6 @@ OPTIMIZERS: Mapping[str, _Build] = {
 
 
 def build_optimizer(name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float) -> Optimizer:
-    """Return an optimizer by name. InputError for an unknown one."""
     if name not in OPTIMIZERS:
         raise unknown_name("optimizer", name, OPTIMIZERS)
     return OPTIMIZERS[name](list(model.parameters()), lr, momentum, weight_decay)
@@ -52,11 +49,8 @@ def build_optimizer(name: str, model: nn.Module, lr: float, momentum: float, wei
 
 SCHEDULES = ("constant", "cosine", "step", "one-cycle")
 
-ONE_CYCLE_START, ONE_CYCLE_END = 1 / 25, 1 / 25 / 1e4
-"""Fractions of the highest rate at the first and the last step, as in torch's OneCycleLR."""
-
-ONE_CYCLE_RISE = 0.3
-"""Fraction of the steps until the highest rate, if there is no warm-up."""
+ONE_CYCLE_START, ONE_CYCLE_END, ONE_CYCLE_RISE = 1 / 25, 1 / 25 / 1e4, 0.3
+"""Fractions of the highest rate at the first and the last step, and of the steps until it, as in torch's OneCycleLR."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,6 @@ class RateCurve:
     """A closed-form learning-rate schedule. It depends only on the step, so a resumed run needs no schedule state.
 
     Attributes:
-        name: one of `SCHEDULES`.
         steps: optimizer steps of the whole training.
         warmup_steps: steps of a linear rise; of one-cycle, the steps of its own rise.
         drop_steps, drop_factor: for "step": multiply the rate by the factor after every `drop_steps` steps.
@@ -116,10 +109,8 @@ class Recipe:
     Attributes:
         accumulate: micro-batches per step. The loss of a step is the mean over all their samples.
         clip_norm: upper limit of the norm of all gradients together.
-        label_smoothing: part of each label that is spread evenly over all classes.
         evaluate_epochs, evaluate_steps: epochs and steps between tests; the end of the last epoch is always tested.
-        stops_diverged: stop as soon as a NaN or infinite loss is read (see `record.py`), before anything is saved; otherwise
-            report the step and continue.
+        stops_diverged: stop as soon as a NaN or infinite loss is read, before anything is saved; else report it and continue.
     """
 
     accumulate: int = 1
@@ -135,9 +126,7 @@ class Training:
     """A model, and the objects that change with it in a step.
 
     Attributes:
-        schedule: steps after every step of the optimizer.
         average: of the weights, updated by hooks of the optimizer; tests use it.
-        scaler: for fp16.
         tell: called with a line of text when the loss is NaN or infinite for the first time.
     """
 
@@ -162,16 +151,12 @@ class Training:
         """
         waits = isinstance(self.model, Distributed) and not ends_step
         with self.model.no_sync() if waits else nullcontext():  # type: ignore[operator]
-            return self._backward(x, y, part)
-
-    def _backward(self, x: Tensor, y: Tensor, part: float) -> Tensor:
-        loss = classification_loss(self.model(x), y, self.recipe.label_smoothing) * part
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+            loss = classification_loss(self.model(x), y, self.recipe.label_smoothing) * part
+            scaled = loss if self.scaler is None else self.scaler.scale(loss)
+            scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def update(self) -> None:
-        """Change the weights by the accumulated gradients."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.recipe.clip_norm is not None:
@@ -193,9 +178,8 @@ class Training:
 
     def lateness(self) -> int:
         """Return how many steps late losses are read. Every device calls it and gets the same number."""
-        if isinstance(self.model, Distributed):
-            return lateness(self.model.group.torch_device, self.model.group)
-        return lateness(next(self.model.parameters()).device)
+        group = self.model.group if isinstance(self.model, Distributed) else None
+        return lateness(next(self.model.parameters()).device if group is None else group.torch_device, group)
 
 
 def fit(
@@ -219,13 +203,13 @@ def fit(
             accelerator up to `LATE_STEPS` steps later.
         StoppedError: a stop was requested for all devices; a checkpointer has saved the training.
     """
-    loop = _Loop(training, test, observer or Observers(), rebalancer, checkpointer, members)
+    loop = _Loop(training, test, observer or Observer(), rebalancer, checkpointer, members)
     start = checkpointer.progress if checkpointer is not None else Progress()
     place = Place(start.step, start.epoch, start.batch)
     loop.steps = loop.record.begun = start.step
     repeats = False
     if members is not None:
-        members.fall_back = None if checkpointer is None else partial(_reload, checkpointer)
+        members.fall_back = None if checkpointer is None else loop.reload
         members.run_state = loop.run_state, loop.take_over
         try:
             place = Place(*members.begin(start.step, list(place)))
@@ -268,21 +252,9 @@ def fit(
             raise StoppedError(f"{stopped}; --resume continues from there") from None
 
 
-def _reload(checkpointer: Checkpointer) -> tuple[int, list[int]]:
-    """Load the last checkpoint. Return its step and the place in the data."""
-    found = checkpointer.reload()
-    return found.step, [found.step, found.epoch, found.batch]
-
-
 @dataclass
 class _Loop:
-    """One training, epoch by epoch.
-
-    Attributes:
-        unread: steps with losses that are not in the record yet.
-        steps: of the optimizer so far.
-        tested_s: seconds of tests in this epoch.
-    """
+    """One training, epoch by epoch."""
 
     training: Training
     test: Loader
@@ -292,11 +264,10 @@ class _Loop:
     members: Members | None = None
     unread: LateLosses = field(default_factory=lambda: LateLosses(0))
     record: TrainingRecord = field(default_factory=TrainingRecord)
-    steps: int = 0
-    tested_s: float = 0.0
+    steps: int = 0  # of the optimizer so far
+    tested_s: float = 0.0  # seconds of tests in this epoch
 
     def go_back(self, place: Place) -> None:
-        """Roll back to a step; later steps and tests are repeated."""
         self.record.go_back(place)
         self.unread.drop_from(place.step)
         self.steps = place.step
@@ -305,8 +276,13 @@ class _Loop:
         if self.rebalancer is not None:
             self.rebalancer.restart()
 
+    def reload(self) -> tuple[int, list[int]]:
+        """Load the last checkpoint. Return its step and the place in the data."""
+        assert self.checkpointer is not None
+        found = self.checkpointer.reload()
+        return found.step, [found.step, found.epoch, found.batch]
+
     def run_state(self) -> dict[str, Any]:
-        """Return the results and the losses of the current epoch, as JSON."""
         return self.record.run_state(self.unread.known()) | {"late": self.unread.late}
 
     def take_over(self, run_state: dict[str, Any]) -> None:
@@ -365,13 +341,12 @@ class _Loop:
         return every is not None and self.steps % every == 0
 
     def _step(self, epoch: int, losses: Sequence[Tensor], samples: int) -> None:
-        this = Unread(self.steps, epoch, UnreadNumber(losses), samples, self.training.rate())
-        self.unread.add(this)
-        read = [self._checked(*each) for each in self.unread.due()]
+        this = self.unread.add(StepResult(self.steps, epoch, math.nan, samples, self.training.rate()), losses)
+        read = [self._checked(each) for each in self.unread.due()]
         self.training.update()
         this.ended_s = time.perf_counter()
         self.steps += 1
-        self.observer.on_step_end(this.step, samples)
+        self.observer.on_step_end(self.steps - 1, samples)
         self._report_steps(read)
         if self.checkpointer is not None:
             # Report before saving: a run killed in between would resume after this step, and never report it.
@@ -379,30 +354,29 @@ class _Loop:
                 self.read_all()
             self.checkpointer.after_step()
 
-    def _checked(self, step: Unread, loss: float) -> tuple[Unread, float]:
-        """Return the arguments. At the first NaN or infinite loss warn, or raise DivergedError, as the recipe says."""
-        if self.record.history.diverged is not None or math.isfinite(loss):
-            return step, loss
-        number = step.step + 1
-        self.record.diverge(number)
-        fault = f"the loss of step {number} is {loss}"
+    def _checked(self, result: StepResult) -> StepResult:
+        """Return the argument. At the first NaN or infinite loss warn, or raise DivergedError, as the recipe says."""
+        if self.record.history.diverged is not None or math.isfinite(result.loss):
+            return result
+        self.record.diverge(result.step + 1)
+        fault = f"the loss of step {result.step + 1} is {result.loss}"
         remedy = "lower the learning rate (--lr), or add --warmup-epochs 1 or --clip-norm 1"
         if self.training.recipe.stops_diverged:
-            late = self.steps - step.step
+            late = self.steps - result.step
             behind = f"{late} step{'s' * (late > 1)} later, without saving them"
             where = behind if late else "before that step changes weights"
             raise DivergedError(f"{fault}: the training has diverged, and stops {where}; {remedy}")
         self.training.tell(f"WARNING: {fault}: the training has diverged, and later results are useless; {remedy}")
-        return step, loss
+        return result
 
-    def _report_steps(self, read: Iterable[tuple[Unread, float]]) -> None:
-        for each, loss in read:
-            self.record.step(loss, each.epoch, each.samples)
-            self.observer.on_step(StepResult(each.step, each.epoch, loss, each.samples, each.lr, each.ended_s))
+    def _report_steps(self, read: Iterable[StepResult]) -> None:
+        for result in read:
+            self.record.step(result.loss, result.epoch, result.samples)
+            self.observer.on_step(result)
 
     def read_all(self) -> None:
         """Read and report all losses: before a test, the end of an epoch, a checkpoint."""
-        self._report_steps(self._checked(*each) for each in self.unread.rest())
+        self._report_steps(self._checked(each) for each in self.unread.due(late=0))
 
     def _pause(self, epoch: int) -> None:
         """Test within an epoch. Exclude the test from the training time."""

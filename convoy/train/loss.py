@@ -91,7 +91,7 @@ class Loss:
     """A criterion over the global batch, returned by :func:`convoy.loss`."""
 
     def __init__(self, criterion: Callable[..., Any], reduction: str | None = None) -> None:
-        self.criterion = criterion
+        self.criterion, self._is_of_torch = criterion, type(criterion) in _KNOWN
         self.reduction = _reduction(criterion, reduction)
         self._agreed: WeakSet[Group] = WeakSet()
 
@@ -145,10 +145,6 @@ class Loss:
         # A sum over many pixels would be too large for half precision.
         return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
 
-    @property
-    def _is_of_torch(self) -> bool:
-        return type(self.criterion) in _KNOWN
-
     def _of_part(self, rows: list[Any], samples: int) -> tuple[Tensor, Tensor]:
         """Return the sum over this device's samples, and their count."""
         criterion = self.criterion
@@ -180,10 +176,8 @@ class _Whole(torch.autograd.Function):
 def _reduction(criterion: Callable[..., Any], wanted: str | None) -> str:
     """Return "mean" or "sum". InputError for anything else."""
     known = type(criterion) in _KNOWN
-    if isinstance(criterion, nn.Module) and not known and wanted is None:
-        raise InputError(f"convoy.loss does not know how parts of {_name(criterion)} add up over devices: give {_OWN}")
     if not known and wanted is None:
-        raise InputError(f"convoy.loss does not know whether {_name(criterion)} is a mean or a sum: give {_OWN}")
+        raise InputError(f"convoy.loss does not know how parts of {_name(criterion)} add up over devices: give {_OWN}")
     if known and wanted is not None:
         raise InputError(
             f"reduction={wanted!r} with {_name(criterion)}, which has its own: leave it out, and set it there"

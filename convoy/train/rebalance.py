@@ -31,14 +31,8 @@ from convoy.plan.plan import Plan
 SHORT, LONG, LONGEST = 5, 20, 60
 """Numbers of steps for medians."""
 
-FIRST = 10
-"""Steps after which shares that never changed need less certainty, once."""
-
-LEAST = 3
-"""Minimum steps after a change of shares before the next."""
-
-MOST = 96
-"""Maximum of that number, after alternating changes."""
+LEAST, MOST = 3, 96
+"""Minimum steps after a change of shares before the next, and the maximum of that number after alternating changes."""
 
 RELAXED = 60
 """After this many steps without a change, or twice those that were needed, `LEAST` steps are enough again."""
@@ -53,8 +47,8 @@ DEADBAND = 0.03
 SURE = 4.0
 """Minimum gain in standard errors. Noise alone reaches it about once in ten thousand decisions for four devices."""
 
-FIRST_SURE = 2.0
-"""The same, for the one decision after `FIRST` steps."""
+FIRST, FIRST_SURE = 10, 2.0
+"""The same, once, after this many steps with shares that never changed."""
 
 LEAST_NOISE = 0.02
 """Minimum assumed noise, relative to a step: a few differences between steps may be small by chance."""
@@ -129,13 +123,7 @@ class ObservedAxes:
 
 @dataclass(frozen=True, slots=True)
 class ShareChange:
-    """New shares of coupled axes.
-
-    Attributes:
-        axes: before the change; `units`: after it.
-        slowest: the device that finished last.
-        before_s, after_s: seconds until the slowest device has computed these layers, measured and predicted.
-    """
+    """New units of coupled axes. `before_s` and `after_s` are of the slowest device, measured and predicted."""
 
     axes: CoupledAxes
     units: Shares
@@ -146,15 +134,11 @@ class ShareChange:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The decision to keep the shares."""
-
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """The decision to change the shares, or the plan."""
-
     plan: Plan
     changes: tuple[ShareChange, ...]
     reason: str
@@ -165,12 +149,7 @@ Decision = Keep | Reshard
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """The state: the plan in use, its coupled axes, and the observed steps of each.
-
-    Attributes:
-        skips: the number of steps to ignore.
-        ids: of the devices, for messages; None: their indices.
-    """
+    """The state: the plan in use, its coupled axes, the observed steps of each, and the number of steps to ignore."""
 
     plan: Plan
     axes: tuple[CoupledAxes, ...]

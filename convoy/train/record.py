@@ -1,12 +1,13 @@
-"""Records the results of a training run, with rollback to an earlier step, and reads losses some steps late.
+"""Results of a training run: observers, losses that are read some steps late, and a record with rollback.
 
 On an accelerator a loss is read `LATE_STEPS` after its step, so that no step waits for the accelerator.
 """
 
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,81 +16,138 @@ from torch import Tensor
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.machine.accelerator import in_host_memory, queued
-from convoy.train.observer import EpochResult, Evaluation
 
 LATE_STEPS = 2
 """How many steps late losses are read on an accelerator; by then they are in host memory."""
 
+# --- observers -------------------------------------------------------------------------------------------------------
 
-class UnreadNumber:
-    """A sum of numbers that are being copied to the host.
 
-    Args:
-        parts: one per micro-batch of the step. They are copied from an accelerator after its queued work, without waiting.
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step, counted from 0: loss and samples of the global batch, learning rate, end (`time.perf_counter()`)."""
+
+    step: int
+    epoch: int
+    loss: float
+    samples: int
+    lr: float
+    ended_s: float = field(default_factory=time.perf_counter, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One test after a number of steps: accuracy (0 to 1), whether it ends its epoch, and whether it is the best so far."""
+
+    epoch: int
+    step: int
+    accuracy: float
+    ends_epoch: bool
+    is_best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EpochResult:
+    """One epoch, counted from 0: mean training loss over its samples, accuracy at its end (0 to 1; None without a test),
+    seconds of training, and the learning rate of the next step."""
+
+    epoch: int
+    loss: float
+    accuracy: float | None
+    train_s: float
+    samples_per_s: float
+    lr: float
+
+
+class Observer:
+    """The base class of observers of a training. Override the methods of interest; the others do nothing.
+
+    Every device has its own observers. A test is reported after its step and before the epoch that it ends. Write files on
+    device 0 only (`convoy.is_first()`). For network access use a :class:`convoy.runlog.loggers.Logger`, which never delays a
+    step.
     """
 
-    def __init__(self, parts: Sequence[Tensor]) -> None:
+    def on_step_end(self, step: int, samples: int) -> None:
+        """Called at the end of every optimizer step (from 0). Its loss may not be known yet."""
+
+    def on_step(self, result: StepResult) -> None:
+        """Called after every optimizer step when its loss is read. On accelerators this is up to two steps later, but before
+        every test and the end of an epoch."""
+
+    def on_evaluation(self, result: Evaluation) -> None:
+        """Called after every test."""
+
+    def on_epoch(self, result: EpochResult) -> None:
+        """Called after every epoch."""
+
+
+class Observers(Observer):
+    """Several observers as one, called in their order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self.observers = observers
+
+    def on_step_end(self, step: int, samples: int) -> None:
+        for observer in self.observers:
+            observer.on_step_end(step, samples)
+
+    def on_step(self, result: StepResult) -> None:
+        for observer in self.observers:
+            observer.on_step(result)
+
+    def on_evaluation(self, result: Evaluation) -> None:
+        for observer in self.observers:
+            observer.on_evaluation(result)
+
+    def on_epoch(self, result: EpochResult) -> None:
+        for observer in self.observers:
+            observer.on_epoch(result)
+
+
+# --- late losses -----------------------------------------------------------------------------------------------------
+
+
+class UnreadStep:
+    """A step whose loss, the sum of `parts`, is being copied from an accelerator without waiting."""
+
+    def __init__(self, result: StepResult, parts: Sequence[Tensor]) -> None:
         row = torch.stack([part.detach().reshape(()) for part in parts])
-        self._row = row
+        self.result, self.ended_s, self._row = result, result.ended_s, row
         self._copied: torch.Event | None = None
         if row.device.type != "cpu":
             self._row = in_host_memory(row)
             self._row.copy_(row, non_blocking=True)
             self._copied = queued(row.device)
 
-    def read(self) -> float:
-        """Return the sum, after waiting for the copy if necessary."""
+    def read(self) -> StepResult:
         if self._copied is not None and not self._copied.query():
             self._copied.synchronize()
-        return float(sum(self._row.tolist()))
-
-
-@dataclass
-class Unread:
-    """A step with an unread loss; fields as in `StepResult`."""
-
-    step: int
-    epoch: int
-    loss: UnreadNumber | float
-    samples: int
-    lr: float
-    ended_s: float = 0.0
-
-    def read(self) -> tuple["Unread", float]:
-        return self, self.loss if isinstance(self.loss, float) else self.loss.read()
+        return replace(self.result, loss=float(sum(self._row.tolist())), ended_s=self.ended_s)
 
 
 class LateLosses:
-    """A queue of steps with unread losses.
-
-    Args:
-        late: after how many steps a loss is read.
-    """
+    """A queue of steps with losses that are read `late` steps later."""
 
     def __init__(self, late: int) -> None:
         self.late = late
-        self._unread: deque[Unread] = deque()
+        self._unread: deque[UnreadStep] = deque()
 
-    def add(self, step: Unread) -> None:
-        self._unread.append(step)
+    def add(self, result: StepResult, parts: Sequence[Tensor]) -> UnreadStep:
+        """Add a step; its loss is the sum of the parts, one per micro-batch."""
+        self._unread.append(UnreadStep(result, parts))
+        return self._unread[-1]
 
-    def due(self) -> Iterator[tuple[Unread, float]]:
-        """Yield all steps except the latest `late`, with their losses."""
-        while len(self._unread) > self.late:
+    def due(self, late: int | None = None) -> Iterator[StepResult]:
+        """Yield all steps except the latest `late`."""
+        while len(self._unread) > (self.late if late is None else late):
             yield self._unread.popleft().read()
 
-    def rest(self) -> Iterator[tuple[Unread, float]]:
-        """Yield all steps with their losses."""
-        while self._unread:
-            yield self._unread.popleft().read()
-
-    def known(self) -> list[tuple[Unread, float]]:
-        """Return all steps with their losses, and keep them."""
+    def known(self) -> list[StepResult]:
         return [each.read() for each in self._unread]
 
     def drop_from(self, step: int) -> None:
         """Drop this step and those after it: they are repeated."""
-        while self._unread and self._unread[-1].step >= step:
+        while self._unread and self._unread[-1].result.step >= step:
             self._unread.pop()
 
 
@@ -137,8 +195,7 @@ class TrainingRecord:
         begun: the step of the first loss.
         samples: the epoch and the number of samples of every step in the history.
         undone: loss and samples of rolled-back steps, by step.
-        tests, epochs: all results, by step and by epoch, including rolled-back ones.
-        diverged: as in the history, also after a rollback.
+        tests, epochs, diverged: also those that were rolled back.
     """
 
     history: History = field(default_factory=History)
@@ -150,20 +207,17 @@ class TrainingRecord:
     diverged: int | None = None
 
     def step(self, loss: float, epoch: int, samples: int) -> None:
-        """Add the next step."""
         row, before = (epoch, samples), self.samples[-1:]
         self.undone.pop(self.begun + len(self.samples), None)
         self.history.losses.append(loss)
         self.samples.append(before[0] if before == [row] else row)  # equal steps share one tuple
 
     def rows_of(self, epoch: int) -> list[tuple[float, int]]:
-        """Return losses and samples of the steps of an epoch."""
         first, end = bisect_left(self.samples, (epoch,)), bisect_left(self.samples, (epoch + 1,))
         rows = zip(self.history.losses[first:end], self.samples[first:end], strict=True)
         return [(loss, count) for loss, (_, count) in rows]
 
     def test(self, epoch: int, step: int, accuracy: float, *, ends_epoch: bool) -> Evaluation:
-        """Add the next test."""
         best = self.history.best
         made = Evaluation(epoch, step, accuracy, ends_epoch, is_best=best is None or accuracy > best.accuracy)
         self.history.evaluations.append(made)
@@ -173,12 +227,10 @@ class TrainingRecord:
         return made
 
     def epoch(self, result: EpochResult) -> None:
-        """Add the next epoch."""
         self.history.epochs.append(result)
         self.epochs[result.epoch] = result
 
     def diverge(self, step: int) -> None:
-        """Note that the loss of a step, counted from 1, is NaN or infinite."""
         self.history.diverged = self.diverged = step
 
     def go_back(self, place: Place) -> None:
@@ -204,16 +256,12 @@ class TrainingRecord:
             step += 1
         return found
 
-    def run_state(self, unread: Sequence[tuple[Unread, float]]) -> dict[str, Any]:
-        """Return the results and the losses of the current epoch, as JSON.
-
-        Args:
-            unread: steps after the history, with their losses.
-        """
-        epoch = unread[-1][0].epoch if unread else self.samples[-1][0] if self.samples else 0
+    def run_state(self, unread: Sequence[StepResult]) -> dict[str, Any]:
+        """Return the results and the losses of the current epoch, as JSON; `unread` are the steps after the history."""
+        epoch = unread[-1].epoch if unread else self.samples[-1][0] if self.samples else 0
         first = bisect_left(self.samples, (epoch,))
         rows = [*zip(self.history.losses[first:], self.samples[first:], strict=True)]
-        rows += [(loss, (each.epoch, each.samples)) for each, loss in unread if each.epoch == epoch]
+        rows += [(each.loss, (each.epoch, each.samples)) for each in unread if each.epoch == epoch]
         end = self.begun + len(self.samples) + len(unread)
         begun = end - len(rows)
         rows += self._undone_from(end)

@@ -7,38 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks import drive as driver
-from benchmarks import score, validate
-from benchmarks.configurations import AUTO, PLAN_NAMES, SETS, Case, Choice, Series, fleet_named, series_of
-from benchmarks.drive import Drive, results_in, run
-from benchmarks.figure import MARKS
+from benchmarks import score
+from benchmarks.configurations import SETS, Case, Choice, Series, fleet_named, series_of
+from benchmarks.drive import Drive, run
 from benchmarks.hardware import Ground, ground
 from benchmarks.page import Paper, validation_page
-from benchmarks.results import FleetResult, NetResult, Row, newest, read_result, still_to_run, write_result
-from benchmarks.worker import WorkerJob
+from benchmarks.results import FleetResult, NetResult, Row, read_result, still_to_run, write_result
 from convoy.errors import DataError, InputError
-from convoy.fleet import Fleet
 from convoy.model.nets import build_net
-from convoy.plan.presets import PLANS
 
-CPU = torch.device("cpu")
-QUICK_S = 1e-4  # of a stretch: these tests look at everything but the precision
 GROUND = Ground("a processor", 2, "Linux 6", "3.11", "2.13", "0.1", "abc")
 
 # --- configurations --------------------------------------------------------------------------------------------------
-
-
-def test_validation_covers_the_required_cases() -> None:
-    cases = [case for series in SETS["validation"] for case in series.cases()]
-    rows = [(case.fleet, case.net, case.batch, plan) for case in cases for plan in case.plans]
-    assert len(rows) == len(set(rows)) >= 60
-    assert {case.fleet for case in cases} == {"mixed4", "even4", "straggler2", "many8", "desktop4"}
-    assert {plan for case in cases for plan in case.plans} == {*PLANS, AUTO}
-    nets = {case.net for case in cases if case.fleet == "mixed4"}
-    two_conv = {f"two-conv:{sizes}" for sizes in ("50:500", "150:800", "300:1000", "500:1500")}
-    assert nets == two_conv | {"alexnet:4096", "resnet:8:16"}
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -48,12 +29,6 @@ def test_every_configuration_builds(name: str) -> None:
         with torch.device("meta"):  # without the hundreds of megabytes
             assert list(build_net(series.net, (3, 32, 32), 10).parameters())
         assert [case.batch for case in series.cases()] == list(series.batches)
-
-
-def test_results_are_grouped_by_net() -> None:
-    for name, every in SETS.items():
-        nets = [(series.fleet, series.net) for series in every]
-        assert len(nets) == len(set(nets)), name
 
 
 def test_unknown_names_list_the_choices() -> None:
@@ -77,26 +52,6 @@ def test_any_case_can_be_selected_alone() -> None:
         Choice(None, nets=("two-conv:4:8",)).series()
     with pytest.raises(InputError, match="moon"):
         Choice(None, ("moon",), ("two-conv:4:8",), (16,)).series()
-
-
-def test_a_set_can_be_narrowed() -> None:
-    found = Choice("bench", batches=(16,), plans=("auto", "ddp-tuned")).series()
-    assert found == (Series("mixed4", "two-conv:150:800", (16,), ("ddp-tuned", "auto")),), "AlexNet is there at 64 only"
-    with pytest.raises(InputError, match=r"batch in set bench: '17'.*16"):
-        Choice("bench", batches=(17,)).series()
-    with pytest.raises(InputError, match="no case with all of these"):
-        Choice("bench", nets=("alexnet:4096",), batches=(16,)).series()
-
-
-def test_equal_fleets_need_no_file() -> None:
-    for count in (1, 8):
-        fleet = fleet_named(f"equal{count}")
-        assert [device.cores for device in fleet.devices] == [0.2] * count
-        assert Fleet.from_toml(fleet.to_toml()) == fleet, "the emulated hosts are given it as a file"
-
-
-def test_every_convoy_plan_is_plotted() -> None:
-    assert set(MARKS) == {*PLANS, AUTO} == set(PLAN_NAMES)
 
 
 # --- statistics by hand ----------------------------------------------------------------------------------------------
@@ -136,15 +91,6 @@ def test_summary_uses_absolute_errors() -> None:
     assert found.mean == pytest.approx(0.4 / 3)
     assert found.mean_signed == pytest.approx(-0.2 / 3)
     assert score.summarise([row("ddp-even", None, 1.0)]) is None
-
-
-def test_filter_split_rows_are_recognised() -> None:
-    by_filter, by_batch = {"0": "batch(4,4)", "3": "filter(6,2)"}, {"0": "batch(4,4)"}
-    assert score.splits_filters(row("master", 1.0, 1.0))
-    assert score.splits_filters(row("model", 1.0, 1.0))
-    assert score.splits_filters(row("auto", 1.0, 1.0, strategies=by_filter))
-    assert not score.splits_filters(row("auto", 1.0, 1.0, strategies=by_batch))
-    assert not score.splits_filters(row("hybrid", 1.0, 1.0, strategies=by_filter))
 
 
 def test_auto_is_compared_with_the_best_convoy_plan() -> None:
@@ -232,21 +178,6 @@ def test_only_incomplete_cases_are_run_again(tmp_path: Path) -> None:
     assert unfinished.measured_rows() == ()
 
 
-def test_page_shows_the_latest_run_of_a_case(tmp_path: Path) -> None:
-    old, new = small_result(), small_result(scale=2.0)
-    later = replace(new.nets["net"], finished="2026-02-01T00:00:00")
-    other = Row("f", "net", 16, "data", None, 1.0, {}, 1, (1.0,))
-    old = old.with_net(replace(old.nets["net"], rows=(*old.nets["net"].rows, other)))
-    new = new.with_net(later)
-    kept = newest([new, old])
-    assert [[row.batch for row in each.measured_rows()] for each in kept] == [[8, 8, 8], [16]]
-    assert kept[0].measured_rows()[0].median_s == 2.0
-    assert newest([small_result(), new]) == [new], "nothing is left of the first"
-    write_result(tmp_path / "b.json", old)
-    write_result(tmp_path / "a.json", new)
-    assert results_in(tmp_path) == kept
-
-
 def test_page_text_matches_the_numbers() -> None:
     good = validation_page(Paper([small_result()], "figures/validation.png"))
     # Errors 0, 5 % and 0; filter-split: master and auto.
@@ -274,21 +205,6 @@ def test_page_text_matches_the_numbers() -> None:
     assert "Nets below the target: net 0%." in bad
     assert bad.count("is missed") == 5
     assert "![" not in bad
-
-
-def test_page_is_built_from_results_alone(tmp_path: Path) -> None:
-    write_result(tmp_path / "straggler2.json", small_result())
-    page = tmp_path / "docs" / "page.md"
-    page.parent.mkdir()
-    command = ["--set", "smoke", "--page-only", "--output", str(tmp_path), "--page", str(page)]
-    assert CliRunner().invoke(cli(), command).exit_code == 0
-    assert "# Predicted and measured" in page.read_text()
-    empty = CliRunner().invoke(cli(), ["--set", "smoke", "--page-only", "--output", str(page.parent)])
-    assert empty.exit_code == 2
-    assert "run the benchmark first" in empty.output
-    wrong = CliRunner().invoke(cli(), [*command, "--fleet", "moon"])
-    assert wrong.exit_code == 2
-    assert "straggler2" in wrong.output
 
 
 def a_drive(output: Path, **changed: Any) -> Drive:
@@ -325,46 +241,3 @@ def test_existing_results_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"revision older.*--again"):
         run(a_drive(tmp_path))
     assert read_result(tmp_path / "mixed4.two-conv-4-8.8.json") == old
-
-
-def test_complete_results_start_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[str] = []
-
-    def emulated(job: WorkerJob, _limit_s: float) -> int:
-        started.append(job.fleet)
-        for series in job.series:
-            for case in series.cases():
-                rows = tuple(Row(case.fleet, case.net, case.batch, p, None, 1.0, {}, 1, (1.0,)) for p in case.plans)
-                empty = job.empty_result([(d.name, d.cores) for d in fleet_named(job.fleet).devices], case.net)
-                write_result(job.path(case), empty.with_net(NetResult(case.net, "a", "b", "c", {}, {}, rows)))
-        return 0
-
-    monkeypatch.setattr(driver, "_emulated", emulated)
-    both = a_drive(tmp_path, choice=Choice("smoke"))
-    assert run(both) == 0
-    assert started == ["mixed4", "straggler2"]
-    told = capsys.readouterr().out
-    assert "fleet mixed4: 1 of 1 cases (two-conv:4:8 batch 8)" in told
-    assert run(both) == 0
-    assert started == ["mixed4", "straggler2"]
-    kept = read_result(tmp_path / "mixed4.two-conv-4-8.8.json")
-    monkeypatch.setattr(driver, "_emulated", lambda *_: 1)
-    assert run(replace(both, again=True)) == 1
-    assert read_result(tmp_path / "mixed4.two-conv-4-8.8.json") == kept, "nothing is lost before its case begins"
-
-
-def cli() -> Any:
-    import typer
-
-    app = typer.Typer()
-    app.command()(validate.main)
-    return app
-
-
-def test_page_reports_the_machine() -> None:
-    here = ground()
-    assert here.torch == torch.__version__
-    assert here.processor
-    assert here.cores >= 1

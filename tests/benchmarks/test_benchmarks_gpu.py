@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu import CASES, COMPILED_CASES, PARTS, Place, Row, found_by, page_of, page_of_none, place_of
+from benchmarks.gpu import CASES, COMPILED_CASES, PARTS, Place, Row, found_by, page_of, page_of_none
 from convoy.model.nets import graph_of
 from tests.conftest import ROOT
 from tests.support import sim
@@ -43,16 +43,6 @@ def test_failed_check_is_a_row_and_the_run_continues(monkeypatch: pytest.MonkeyP
     rows = list(found_by("staging", Place("cpu", simulated=True, environment={})))
     assert [(row.what, row.good) for row in rows] == [("before the error", None), ("ended by an error", False)]
     assert rows[1].found == "ValueError: no such net"
-
-
-@pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
-def test_child_processes_find_the_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/somewhere/packages")
-    try:
-        with place_of(None) as place:
-            assert place.environment["PYTHONPATH"].split(":")[-1] == "/somewhere/packages"
-    finally:
-        sim.load(devices=0)
 
 
 def test_committed_page_is_from_a_gpu_or_says_none_ran() -> None:

@@ -9,29 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import rounds, worker
+from benchmarks import worker
 from benchmarks.configurations import ALONE, SETS, Case
 from benchmarks.hardware import Ground
 from benchmarks.page import Paper, validation_page
 from benchmarks.predictions import Prediction, Predictions, rows_of
-from benchmarks.quiet import others_share, share
 from benchmarks.reference import Reference
 from benchmarks.results import Row, Where, read_result
-from benchmarks.rounds import Pair, Timed, Turn, run_rounds, timed
-from benchmarks.runners import UNCOUNTED_STEPS, AloneRunner, ConvoyRunner, Spent, sgd, train_steps
-from benchmarks.score import error, error_at_measured_speed, ratio_of_pairs
+from benchmarks.rounds import Turn, run_rounds
+from benchmarks.runners import UNCOUNTED_STEPS, ConvoyRunner, Spent, sgd, train_steps
 from benchmarks.worker import WorkerJob, run_fleet
-from convoy.comm.group import AloneGroup, Group
+from convoy.comm.group import Group
 from convoy.data import Images
-from convoy.measure.other_load import read_usage
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.presets import Speeds, named_plan
 from convoy.train.loader import Loader
 from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
-CPU = torch.device("cpu")
 QUICK_S = 1e-4  # of a stretch: these tests look at everything but the precision
 GROUND = Ground("a processor", 2, "Linux 6", "3.11", "2.13", "0.1", "abc")
 
@@ -56,8 +52,7 @@ def plain_losses(net: str, batch: int, steps: int) -> list[float]:
     return [train_steps(model, optimizer, batches, 1) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("net", ["two-conv:4:8", "resnet:8:4"])
+@pytest.mark.parametrize(("net", "plan"), [("two-conv:4:8", "master"), ("resnet:8:4", "sharded")])
 def test_every_turn_of_a_plan_follows_one_device(net: str, plan: str) -> None:
     model = build_net(net, (3, 8, 8), 10)
     graph = trace(model, torch.zeros(1, 3, 8, 8)).graph
@@ -81,20 +76,6 @@ def test_every_turn_of_a_plan_follows_one_device(net: str, plan: str) -> None:
             assert kept == 0, "a resting runner holds no weights"
 
 
-def test_one_device_trains_alone_while_the_others_rest() -> None:
-    model = build_net("two-conv:4:8", (3, 8, 8), 10)
-    runner = AloneRunner(model, images(), 8, step_s=0.1)
-    for _ in range(2):
-        assert runner.wake() == pytest.approx(plain_losses("two-conv:4:8", 8, 1)[0])
-        runner.train(2)
-        runner.rest()
-    idle = AloneRunner(None, images(), 8, step_s=0.1)
-    assert idle.wake() is None
-    idle.train(1000)
-    slow = AloneRunner(model, images(), 8, step_s=8.0)
-    assert slow.wake() is None, "the loss of 2 samples of 8 is not that of the batch"
-
-
 class Clocked:
     """A runner that takes a known time and records its calls."""
 
@@ -113,15 +94,6 @@ class Clocked:
 
     def rest(self) -> None:
         self.story.append("rest")
-
-
-def test_step_time_is_that_of_the_slowest_device() -> None:
-    def work(group: Group) -> float:
-        return timed(group, Turn((row("data", 1.0),), Clocked(0.05 * group.device))).rows_s[0]
-
-    first, second = run_on_threads(2, work)
-    assert first == second
-    assert 0.05 <= first < 2.0
 
 
 def test_concurrent_solo_devices_get_one_row_each() -> None:
@@ -159,62 +131,6 @@ def test_clocks_split_step_time_by_cause() -> None:
     assert found.seen == Where((2.0, 1.0), (0.5, 0.5))
 
 
-def test_case_ends_at_its_limit_after_two_rounds() -> None:
-    said: list[str] = []
-    turns = [Turn((row("data", 1.0),), Clocked(0.02))]
-    (found,) = run_rounds(AloneGroup(CPU), turns, 5, said.append, limit_s=0.001)
-    assert len(found.rounds_s) == 2
-    assert said[-1].endswith("2 rounds of 5")
-
-
-def test_pair_repeats_rounds_until_its_ratio_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of the pair takes 1.1 and 0.9 s in turn, the second half of that in every round but the first: of five ratios
-    4, 2, 2, 2, 2 the standard error is 1.2533 * 0.894 / sqrt(5) / 2 = 25 %, and 10 % after twelve or so. The third has five."""
-    seconds = {
-        "ddp-tuned": itertools.cycle([1.1, 0.9]),
-        "auto": itertools.cycle([0.55, 0.45]),
-        "data": itertools.repeat(1.0),
-    }
-    first = iter([0.275])
-
-    def told(_: Group, turn: Turn) -> Timed:
-        name = turn.rows[0].plan
-        step_s = next(seconds[name])
-        return Timed((next(first, step_s) if name == "auto" else step_s,), (None,), None, step_s)
-
-    monkeypatch.setattr(rounds, "timed", told)
-    turns = [Turn((row(name, 1.0),), Clocked(0.0)) for name in ("ddp-tuned", "data", "auto")]
-    found = run_rounds(AloneGroup(CPU), turns, 5, lambda _: None, pair=Pair(0, 2, known_to=0.1, most=40))
-    ratio, noise = ratio_of_pairs(found[0].rounds_s, found[2].rounds_s)
-    assert ratio == pytest.approx(2)
-    assert noise <= 0.1 * ratio
-    assert [len(each.rounds_s) for each in found] == [13, 5, 13]
-    capped = run_rounds(AloneGroup(CPU), turns, 5, lambda _: None, pair=Pair(0, 1, known_to=1e-9, most=8))
-    assert [len(each.rounds_s) for each in capped] == [8, 8, 5]
-
-
-def test_rounds_alternate_over_all_configurations() -> None:
-    story: list[str] = []
-
-    class Telling(Clocked):
-        def __init__(self, name: str, step_s: float = 0.0) -> None:
-            super().__init__(step_s)
-            self.name = name
-
-        def wake(self) -> float | None:
-            story.append(self.name)
-            return 1.5 if self.name == "a" else None
-
-    # 3 steps of 10 ms are above 1 ms, so c stops after the two rounds that all get.
-    turns = [Turn((row("data", 1.0),), Telling("a")), Turn((row("model", 1.0),), Telling("b"), most_s=60.0)]
-    turns.append(Turn((row("one-device", 1.0),), Telling("c", 0.01), most_s=0.001))
-    rows = run_rounds(AloneGroup(CPU), turns, 3, lambda _: None)
-    assert "".join(story) == "abcabcab"
-    assert [len(each.rounds_s) for each in rows] == [3, 3, 2]
-    assert [each.loss for each in rows] == [1.5, None, None]
-    assert rows[2].median_s >= 0.01
-
-
 def test_rounds_have_enough_steps_and_solo_devices_run_equally_long() -> None:
     where = Where((0.2, 0.2), (0.1, 0.1))
     plans = {"data": Prediction(a_plan().to_json(), 0.3, where, 0.05, "computing on a")}
@@ -231,20 +147,6 @@ def test_rounds_have_enough_steps_and_solo_devices_run_equally_long() -> None:
 def a_plan() -> Any:
     graph = trace(build_net("two-conv:4:8", (3, 8, 8), 10), torch.zeros(1, 3, 8, 8)).graph
     return named_plan("data", graph, 8, Speeds((3.0, 1.0)))
-
-
-def test_time_of_other_programs_is_the_remainder() -> None:
-    # Two cores for 10 s, 12 s of them busy, 7 s of those our own.
-    assert share(12.0, 7.0, 10.0, 2) == pytest.approx(0.25)
-    assert share(6.9, 7.0, 10.0, 2) == 0, "clocks tick in hundredths"
-    begin = read_usage()
-    end = begin.wall_s + 0.2
-    while time.perf_counter() < end:
-        pass
-    now = read_usage()
-    assert now.own_s - begin.own_s > 0
-    assert now.busy_s >= begin.busy_s
-    assert 0 <= others_share(AloneGroup(CPU), begin) <= 1.1
 
 
 # --- the worker, on real processes -----------------------------------------------------------------------------------
@@ -314,13 +216,6 @@ def test_run_is_predicted_then_measured_then_not_repeated(tmp_path: Path) -> Non
     assert (tmp_path / "measured" / "straggler2.two-conv-4-8.toml").exists()
     predicted = [replace(r, rounds_s=(), drifts=(), loss=None, seen=None) for r in rows]
     assert predicted == list(net.rows), "the runs change no prediction"
-
-
-def test_round_times_are_scaled_to_the_measured_speed() -> None:
-    """Predicted 2 s; rounds of 2, 3 and 5 s, on a machine that was 1, 1.5 and 2 times as slow: 2, 2 and 2.5 s then."""
-    row = Row("f", "n", 1, "data", None, 2.0, {}, 1, (2.0, 3.0, 5.0), drifts=(1.0, 1.5, 2.0))
-    assert (error(row), error_at_measured_speed(row)) == (pytest.approx(-1 / 3), 0.0)
-    assert error_at_measured_speed(replace(row, drifts=())) == pytest.approx(-1 / 3)
 
 
 def test_reference_task_reports_the_slowdown() -> None:

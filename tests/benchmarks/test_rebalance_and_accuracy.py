@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks import accuracy_fleet, rebalance
-from benchmarks.overhead import in_turns, steps_of
 from benchmarks.rebalance_score import Run, summarise
 
 # --- rebalancing -----------------------------------------------------------------------------------------------------
@@ -58,15 +57,6 @@ def test_rebalancing_score_covers_response_stability_and_loss() -> None:
     assert not summarise(runs, 10).is_same_curve
 
 
-def test_machine_slowdown_affects_all_four_runs_alike() -> None:
-    """The four trainings alternate step by step. One after the other, machine load changed their ratio by a sixth."""
-    runs = four_runs([2, 6])
-    for run in runs.values():
-        run.step_s = [each * (1.5 if 15 <= step < 45 else 1.0) for step, each in enumerate(run.step_s)]
-    moody = summarise(runs, slow_at=10)
-    assert (moody.back_after, moody.of_best) == (4, pytest.approx(1.0))
-
-
 def test_command_names_the_emulated_fleet_without_local_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the page showed a command without its fleet, which ran a different experiment."""
     monkeypatch.setattr("sys.argv", ["it", "--batch", "16", "-o", "/some/where.json", "--slowdown", "1,1"])
@@ -78,23 +68,7 @@ def test_command_names_the_emulated_fleet_without_local_paths(monkeypatch: pytes
     )
 
 
-def test_runs_with_different_training_are_not_compared() -> None:
-    steps = steps_of("two-conv:4:6", (1, 8, 8), 4)
-    times = in_turns(steps, 2, 0.0)
-    assert {way: len(each) for way, each in times.items()} == {"plain": 2, "alone": 2, "shared": 2, "layer by layer": 2}
-    with pytest.raises(AssertionError):
-        in_turns(steps | {"alone": lambda: 0.0}, 1, 0.0)
-
-
 # --- accuracy on a fleet ---------------------------------------------------------------------------------------------
-
-
-def trained(where: str, seed: int, accuracy: float, **other: Any) -> dict[str, Any]:
-    return {
-        "where": where, "seed": seed, "accuracy": accuracy, "loss": 1.0, "train_s": 10.0, "whole_s": 40.0, "wall_s": 60.0,
-        "date": "2026-01-01T0", "command": "convoy train", "predicted_step_s": None, "measured_step_s": None, "reshares": 0,
-        **other,
-    }  # fmt: skip
 
 
 def test_training_log_is_summarised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,53 +89,3 @@ def test_training_log_is_summarised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["accuracy"], found["loss"], found["train_s"], found["whole_s"]) == (0.6, 1.5, 4.0, 7.0)
     assert (found["predicted_step_s"], found["measured_step_s"]) == (0.5, 0.4)
     assert (found["sent_bytes"], found["reshares"], found["losses"]) == (15, 1, [2.3])
-
-
-def test_accuracies_are_compared_within_seed_noise() -> None:
-    """Deviations of 1 point over three seeds: standard errors of 0.58 points, of their difference 0.82."""
-    within = accuracy_fleet.verdict([0.71, 0.70, 0.69], [0.72, 0.71, 0.70])
-    assert "-1.00 points from that of one device, within twice the standard error" in within
-    assert "(0.82 points)" in within
-    assert "more than twice" in accuracy_fleet.verdict([0.69, 0.68, 0.67], [0.72, 0.71, 0.70])
-
-
-def test_epochs_fit_the_minutes_and_interrupted_runs_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An epoch of 10,240 images takes ten times the 2 s of the pilot; start and tests take 10 s a run."""
-    commands: list[list[str]] = []
-
-    def trains(command: list[str]) -> dict[str, Any]:
-        commands.append(command)
-        pace = {"predicted_step_s": 0.5, "measured_step_s": 0.4} if "emulate" in command else {}
-        if len(commands) == 5:
-            raise KeyboardInterrupt
-        return {
-            key: value
-            for key, value in trained("", 0, 0.7, train_s=2.0, **pace).items()
-            if key not in ("where", "seed")
-        }
-
-    ticks = iter(range(0, 10_000, 12))
-    monkeypatch.setattr(accuracy_fleet, "trained", trains)
-    monkeypatch.setattr(accuracy_fleet.time, "monotonic", lambda: float(next(ticks)))
-    results, page = tmp_path / "it.json", tmp_path / "page.md"
-
-    def go() -> None:
-        accuracy_fleet.main(tmp_path, limit=10_240, seeds="0,1", minutes=6.0, results=results, page=page)
-
-    with pytest.raises(KeyboardInterrupt):
-        go()
-    # 180 s for each of two seeds, less 2 x 10 s, over 2 x 20 s an epoch.
-    assert json.loads(results.read_text())["epochs"] == 4
-    go()
-    seeds = [command[command.index("--seed") + 1] for command in commands[2:]]
-    assert seeds == ["0", "0", "1", "1", "1"], "the fifth was cut off, and begun again"
-    assert all(command[command.index("--epochs") + 1] == "4" for command in commands[2:])
-    text = page.read_text()
-    assert "| fleet | 2 | 70.00%, 70.00% | 70.00% ± 0.00 points | 1.0000 | 40 s | 12 s |" in text
-    assert "| 0 | 256 | 320 | +25.0% | 0 |" in text
-    assert str(tmp_path) not in text, "whose images they are is nobody's business"
-    with pytest.raises(accuracy_fleet.typer.Exit):
-        accuracy_fleet.main(tmp_path, net="resnet:14:16", results=results, page=page)
-    assert "other settings or code" in capsys.readouterr().err

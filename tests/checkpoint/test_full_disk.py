@@ -85,8 +85,10 @@ def test_training_continues_while_the_disk_is_full(tmp_path: Path, monkeypatch: 
     told = found[0][1]
     assert [line.split()[0] for line in told] == ["saved", "WARNING:", "WARNING:", "saved"]
     assert f"cannot write the checkpoint of step 2 into {tmp_path / 'run'}: No space left on device" in told[1]
-    assert "are free there: make room there, or name another folder; " in told[1]
-    assert "000001-step-1 is as it was. Training continues, and the next checkpoint is tried when due" in told[1]
+    assert "are free there: make room there, or name another folder. " in told[1]
+    assert (
+        "Earlier checkpoints are as they were. Training continues, and the next checkpoint is tried when due" in told[1]
+    )
     assert [each for _, each in found] == [told] * 3
 
 
@@ -134,11 +136,11 @@ def test_full_disk_is_a_warning_without_a_callback(tmp_path: Path, monkeypatch: 
     model = nn.Linear(2, 1)
     keeper = Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)
     keeper.begin(resume=False)
-    with pytest.warns(UserWarning, match="no earlier checkpoint is there. Training continues"):
+    with pytest.warns(UserWarning, match="as they were. Training continues"):
         keeper.after_step()
 
 
-@pytest.mark.parametrize("room", [0.0, 0.4, 0.6, 0.99])
+@pytest.mark.parametrize("room", [0.0, 0.6])
 def test_save_checkpoint_on_a_full_disk_leaves_the_last_one(
     room: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,10 +155,10 @@ def test_save_checkpoint_on_a_full_disk_leaves_the_last_one(
             save_checkpoint(run, model, optimizer, Progress(2))
         assert load_checkpoint(run, model, optimizer) == Progress(1)
         assert save_checkpoint(run, model, optimizer, Progress(3)).name == "000002-step-3"
-        return str(caught.value).replace(str(before), "BEFORE")
+        return str(caught.value)
 
     said = [found for found, _ in on_three(run, work)]
     assert said == [said[0]] * 3
     assert f"cannot write the checkpoint of step 2 into {run}: No space left on device ({run}/.draft/" in said[0]
-    assert said[0].endswith("make room there, or name another folder; BEFORE is as it was")
+    assert said[0].endswith("make room there, or name another folder. Earlier checkpoints are as they were")
     assert not (run / ".draft").exists()

@@ -203,7 +203,6 @@ def test_training_survives_a_full_disk_under_the_log(convoy: Callable[..., Outpu
     status, out, err = convoy("train", *TINY, "--epochs", "2", "--log", "/dev/full")
     assert (status, err) == (0, "")
     assert len(re.findall(r"^WARNING: cannot write the log /dev/full \(No space left", out, re.M)) == 1
-    assert re.search(r"^WARNING: the log /dev/full lacks its last \d+ lines: the disk is full", out, re.M)
     assert "epoch 2/2" in out
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
-from convoy.cli import fleet_commands, plan_verbs, simulating
+from convoy.cli import fleet_commands, plan_verbs
 from convoy.config.checks import check
 from convoy.config.run_file import resolve_settings, to_toml
 from convoy.fleet import Fleet, read_fleet
@@ -83,7 +83,7 @@ def mutated_toml(content: bytes, random: Random) -> bytes:
 
 
 def use_fleet(path: Path) -> None:
-    simulating.simulate(path.parent / "out", NET, path, "data", 16, "1,8,8", figures=False)
+    plan_verbs.plan(NET, path, batch=16, image="1,8,8", trace=path.parent / "out")
 
 
 def use_classes(path: Path) -> None:

@@ -15,9 +15,8 @@ from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
 from convoy.runlog.schema import DeviceLine
 from convoy.train.autotune import is_end
-from convoy.train.observer import EpochResult, Evaluation, StepResult
 from convoy.train.rebalance import Balancer, Keep, Reshard, observe
-from convoy.train.record import History
+from convoy.train.record import EpochResult, Evaluation, History, StepResult
 from tests.support.commands import convoy_in_process
 from tests.support.one_device import by_name, graph_of
 

@@ -238,7 +238,6 @@ def test_help_fits_one_screen_and_points_to_the_rest() -> None:
         "devices",
         "fleet",
         "checkpoint",
-        "resume",
         "log",
         "help-all",
     ):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.data.augment import STEPS, augment_steps, read_augment
+from convoy.data.augment import STEPS, Augment, augment_steps
 from convoy.errors import InputError
 from tests.support.data_files import assert_says
 
@@ -19,13 +19,13 @@ def noise(count: int = 9, height: int = 16, width: int = 12, channels: int = 3) 
 
 def copies(x_CHW: Tensor, text: str, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> Tensor:
     """Return many augmented copies of one image."""
-    return read_augment(text, mean, std)(x_CHW.expand(MANY, *x_CHW.shape), range(MANY), 0, 0)
+    return Augment(augment_steps(text), mean, std)(x_CHW.expand(MANY, *x_CHW.shape), range(MANY), 0, 0)
 
 
 @pytest.mark.parametrize("text", [*STEPS, ",".join(STEPS)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_each_image_is_augmented_independently(text: str, dtype: torch.dtype) -> None:
-    augment = read_augment(text, MEAN, STD)
+    augment = Augment(augment_steps(text), MEAN, STD)
     x_NCHW = noise(33, height=15, width=13).to(dtype) * 4 - 2
     before = x_NCHW.clone()
     indices = list(range(100, 133))
@@ -134,4 +134,4 @@ def test_unreadable_augmentation_is_refused(text: str, says: str) -> None:
 @pytest.mark.parametrize("x", [torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.zeros(2, 16)])
 def test_augmentation_refuses_non_images(x: Tensor) -> None:
     with pytest.raises(InputError, match=r"takes floating numbers \(N, C, H, W\), this data set gives torch"):
-        read_augment("flip")(x, [0, 1], 0, 0)
+        Augment(augment_steps("flip"))(x, [0, 1], 0, 0)

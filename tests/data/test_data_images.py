@@ -36,7 +36,7 @@ def test_training_and_test_images_are_normalised_by_the_training_images(pixels: 
         f(x_NCHW[:40].double() / 255, (0, 2, 3)).reshape(3, 1, 1) for f in (torch.mean, population_std)
     )
     for images, part in ((both.train, slice(40)), (both.test, slice(40, 50))):
-        found, y = images.__getitems__(range(len(images)))
+        found, y = images.batch(range(len(images)))
         torch.testing.assert_close(found, (x_NCHW[part].double() / 255 - mean_C11) / std_C11, rtol=1e-12, atol=1e-12)
         assert y.equal(y_N[part])
     assert (both.train.classes, both.train.image_shape, both.name) == (7, (3, 4, 5), "mine")
@@ -55,7 +55,7 @@ def test_a_batch_is_the_stack_of_its_samples(
     pixels: Labelled, dtype: torch.dtype, indices: list[int] | range | torch.Tensor
 ) -> None:
     images = splits(pixels, pixels, dtype).train
-    x_NCHW, y_N = images.__getitems__(indices)
+    x_NCHW, y_N = images.batch(indices)
     assert x_NCHW.shape == (len(indices), 3, 4, 5)
     assert (x_NCHW.dtype, y_N.dtype) == (dtype, torch.int64)
     for row, index in enumerate(indices):

@@ -7,16 +7,11 @@ import importlib
 import re
 import subprocess
 import sys
-import typing
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import convoy
-from docs.conf import nitpick_ignore_regex
 from tests.support.processes import ROOT
 
 DOCS = ROOT / "docs"
@@ -53,38 +48,6 @@ def test_reference_names_are_exported() -> None:
     assert not {name for name in convoy.__all__ if name != "__version__"} - names
 
 
-def _named(name: str) -> Any:
-    """Return the names the reference documents: `convoy.data.Splits`, or `prepare` of the module `convoy`."""
-    *folders, last = name.removeprefix("convoy.").split(".")
-    return getattr(importlib.import_module(".".join(["convoy", *folders])), last)
-
-
-def _classes(hint: Any) -> Iterator[type]:
-    parts = hint if isinstance(hint, list) else typing.get_args(hint)
-    if not parts and isinstance(hint, type):
-        yield hint
-    for each in parts:
-        yield from _classes(each)
-
-
-def test_reference_documents_the_types_it_shows() -> None:
-    """Regression: `Plans` had fields of undocumented types, found only by a full build."""
-    told = re.findall(r"^\.\. auto(\w+):: ([\w.]+)", (DOCS / "reference" / "api.md").read_text(encoding="utf-8"), re.M)
-    objects = [_named(name) for what, name in told if what in ("class", "function")]
-    modules = [vars(importlib.import_module(name)).values() for what, name in told if what == "module"]
-    known, unknown = {id(each) for each in (*objects, *(each for names in modules for each in names))}, set()
-    for each in objects:
-        with suppress(NameError):  # a name that is only imported for type checkers
-            hints = list(typing.get_type_hints(each.__init__ if isinstance(each, type) else each).values())
-            if isinstance(each, type):  # and attributes that its text names
-                shown = set(re.findall(r"^ {8}(\w+)[:,]", each.__doc__ or "", re.M))
-                hints += [hint for name, hint in typing.get_type_hints(each).items() if name in shown]
-            found = [kind for hint in hints for kind in _classes(hint) if id(kind) not in known]
-            unknown |= {f"{kind.__module__}.{kind.__qualname__}" for kind in found}
-    ignored = re.compile("|".join(pattern for _, pattern in nitpick_ignore_regex))
-    assert not {name for name in unknown if name.startswith("convoy.") and not ignored.fullmatch(name)}
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("sphinx", reason="the extra 'docs' is not installed")
@@ -104,10 +67,3 @@ def test_every_exported_name_is_in_the_reference(built: Path) -> None:
     names = {name for name in convoy.__all__ if name != "__version__"}
     missing = {name for name in names if not any(each.split(".")[-1] == name for each in told)}
     assert not missing, f"docs/reference/api.md does not tell of {sorted(missing)}"
-
-
-@pytest.mark.slow
-def test_every_page_is_in_a_table_of_contents(built: Path) -> None:
-    """Sphinx warns of unlisted pages; this checks that none is excluded from the build."""
-    pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
-    assert all((built / page).is_file() for page in pages if "_build" not in page.parts)

@@ -18,7 +18,7 @@ from convoy.runtime.module import Distributed
 from convoy.train import Members
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
-from convoy.train.observer import Observer, StepResult
+from convoy.train.record import Observer, StepResult
 from tests.support import nets
 from tests.train.test_training import Samples, made_optimizer
 

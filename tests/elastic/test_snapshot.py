@@ -5,10 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from convoy.elastic import snapshot
 from convoy.elastic.snapshot import (
     TIMED,
-    SnapshotInterval,
     interval_of,
     newest_whole,
     transfers,
@@ -97,19 +95,11 @@ def test_last_complete_snapshot_is_found(kept: list[dict[int, dict[str, list[Box
 
 @pytest.mark.parametrize(("kept_s", "every"), [(0.0, 1), (0.02, 1), (0.021, 2), (0.1, 5), (1.0, 50)])
 def test_snapshot_interval_costs_two_per_cent(kept_s: float, every: int) -> None:
-    assert interval_of(kept_s, 1.0) == every
+    assert interval_of([kept_s] * TIMED, [1.0] * TIMED) == every
 
 
-def test_median_of_first_steps_sets_the_interval_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr(snapshot.time, "perf_counter", lambda: now_s[0])
-    found = SnapshotInterval()
-    wishes = []
-    for kept_s in (9.0, 0.11, 0.11, 5.0, 0.11, 0.11, 7.0):
-        found.begin_step()
-        now_s[0] += 1.0
-        found.end_step()
-        with found.timing():
-            now_s[0] += kept_s
-        wishes.append(found.every)
-    assert wishes == [None] * TIMED + [6] * 2, "the first memory is new, and one copy was held up"
+def test_median_of_first_steps_sets_the_interval_once() -> None:
+    """The first snapshot allocates its memory, and one copy was held up."""
+    snapshots_s, steps_s = [9.0, 0.11, 0.11, 5.0, 0.11, 7.0, 7.0], [1.0] * 7
+    found = [interval_of(snapshots_s[:count], steps_s[:count]) for count in range(8)]
+    assert found == [1] * TIMED + [6] * 3

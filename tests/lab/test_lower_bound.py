@@ -4,17 +4,12 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from convoy.layout.shares import Shares, apportion
-from convoy.model.graph import Graph, Layer
-from convoy.model.nets import graph_without_weights
-from convoy.model.tracing import trace
-from convoy.plan.device_program import LocalSize, whole_size
+from convoy.model.graph import Graph
+from convoy.plan.device_program import whole_size
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Sharding, Strategy
@@ -23,7 +18,7 @@ from convoy.simulate.compute import Correction, Grid, LayerTimes, MeasuredTimes,
 from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.network import Network
 from convoy.simulate.simulator import simulate
-from lab.lower_bound import lower_bound, table_least_s
+from lab.lower_bound import lower_bound
 from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 from tests.support.stacks import Stack
@@ -134,7 +129,7 @@ def small(rng: random.Random) -> Graph:
     return stack.flatten().linear(rng.choice([10, 200])).graph()
 
 
-@pytest.mark.parametrize("case", most_slow(2, [2, 1, 0, *range(3, 12)]))
+@pytest.mark.parametrize("case", most_slow(1, [2, 1, 0, *range(3, 12)]))
 def test_no_plan_beats_the_lower_bound(case: int) -> None:
     rng = random.Random(case)
     graph, batch = small(rng), rng.choice([4, 12])
@@ -146,103 +141,6 @@ def test_no_plan_beats_the_lower_bound(case: int) -> None:
     found_s = candidates(asked(graph, batch, costs))[0].step_s
     assert bound.step_s <= min(least_s, found_s) * (1 + 1e-9)
     assert bound.step_s > 0
-
-
-@pytest.mark.parametrize("case", most_slow(4, range(8)))
-def test_no_plan_beats_the_bound_on_a_slow_network(case: int) -> None:
-    """Chains of Linears on two similar devices, where an exchange costs about as long as it saves."""
-    rng = random.Random(case)
-    width, batch, rate = rng.choice([50, 100, 200]), 8, rng.choice([1e8, 1e9])
-    graph = Stack((width,)).linear(width).linear(width).linear(width).graph()
-    alone_s = 3 * batch * sum(layer.flop for layer in graph.weighted) / rate
-    # What the last layer's channels make is summed: sent and received together, by a wire of so much each way.
-    wire = batch * width * 4 / 2 / (alone_s * rng.uniform(0.55, 0.65))
-    rates = [rate, rate * rng.uniform(0.9, 1.0)]
-    costs = Costs(Roofline(tuple(Rate(each, 1e15) for each in rates)), network(2, wire))
-    bound = lower_bound(asked(graph, batch, costs))
-    assert bound.wire_s > bound.compute_s, "else this tries nothing of the wire"
-    least_s = min(simulate(lower(plan, graph), graph, costs).step_s for plan in some_plans(rng, graph, batch, rates))
-    assert bound.step_s <= least_s * (1 + 1e-9)
-
-
-class Block(nn.Module):
-    """A residual block after a convolution, with or without batch norm, and a Linear."""
-
-    def __init__(self, width: int, normed: bool) -> None:
-        super().__init__()
-
-        def after(channels: int) -> nn.Module:
-            return nn.BatchNorm2d(channels) if normed else nn.Identity()
-
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), after(width), nn.ReLU())
-        self.inner = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), after(width), nn.ReLU(), nn.AvgPool2d(2))
-        self.shortcut = nn.Sequential(nn.Conv2d(width, width, 1, 2), after(width))
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        y_NCHW = self.stem(x_NCHW)
-        y_NCHW = torch.relu(self.shortcut(y_NCHW) + self.inner(y_NCHW))
-        out: Tensor = self.head(y_NCHW.mean((2, 3)))
-        return out
-
-
-def plans_of_each_layer(
-    rng: random.Random, graph: Graph, batch: int, speeds: list[float], count: int
-) -> Iterator[Plan]:
-    """Yield plans in which every layer has its own strategy and shares, also of samples."""
-    devices = len(speeds)
-    for _ in range(count):
-        layers: dict[str, Strategy] = {}
-        kinds = [*rng.choices(("batch", "one", "filter", "channel"), k=2), "batch"]
-        shares = shares_of(rng, batch, speeds)
-        for layer in graph.weighted:
-            if rng.random() < 0.3:
-                shares = shares_of(rng, batch, speeds)
-            layers[layer.name] = {
-                "batch": Batch(shares),
-                "one": One(rng.randrange(devices)),
-                "filter": Filter(shares_of(rng, layer.channels_out, speeds)),
-                "channel": Channel(shares_of(rng, layer.channels_in, speeds)),
-            }[rng.choice(kinds)]
-        copied = [name for name, strategy in layers.items() if isinstance(strategy, Batch) and rng.random() < 0.5]
-        how = Sharding(shares_of(rng, 100, speeds), rng.choice(("keep", "free")))
-        sums = rng.choice(("direct", "ring", "star", "butterfly"))
-        plan = Plan("by hand", graph.fingerprint, devices, batch, layers, Batch(shares), sums)
-        yield replace(plan, chunks=rng.choice((1, 1, 3)), sharded=dict.fromkeys(copied, how))
-
-
-def with_others(rng: random.Random, plan: Plan, graph: Graph, speeds: list[float]) -> Plan:
-    """Return the plan with strategies for some layers without weights, too."""
-    layers = dict(plan.layers)
-    for layer in graph.layers.values():
-        if layer.kind != "input" and not layer.weighted and rng.random() < 0.35:
-            layers[layer.name] = rng.choice(
-                (
-                    Batch(shares_of(rng, plan.batch, speeds)),
-                    One(rng.randrange(len(speeds))),
-                    Filter(shares_of(rng, layer.shape[0], speeds)),
-                )
-            )
-    return replace(plan, layers=layers)
-
-
-@pytest.mark.parametrize("case", most_slow(3, range(40)))
-def test_no_plan_of_a_branching_net_beats_the_bound(case: int) -> None:
-    """Layers without weights have strategies of their own; batch norms share their statistics."""
-    rng = random.Random(case)
-    width, normed, batch = rng.choice([4, 16, 32]), rng.random() < 0.5, rng.choice([4, 12])
-    graph = graph_without_weights(lambda: Block(width, normed), (3, 8, 8))
-    rates = [rng.choice([1e9, 2e9, 5e9]) for _ in range(rng.choice([2, 2, 3]))]
-    alone_s = 3 * batch * sum(layer.flop for layer in graph.weighted) / max(rates)
-    # An exchange of the largest tensor takes about as long as the arithmetic, or a tenth, or ten times as long.
-    wire = batch * width * 64 * 4 / alone_s * rng.choice([0.1, 0.5, 1.0, 2.0, 10.0])
-    costs = of_rates(rates, wire) if rng.random() < 0.7 else measured(rng, graph, batch, rates, wire)
-    bound = lower_bound(asked(graph, batch, costs))
-    best = candidates(asked(graph, batch, costs))[0]
-    plans = [with_others(rng, plan, graph, rates) for plan in plans_of_each_layer(rng, graph, batch, rates, 20)]
-    plans += [with_others(rng, replace(best.plan, sharded={}), graph, rates) for _ in range(4)]
-    least_s = min(simulate(lower(plan, graph), graph, costs).step_s for plan in plans)
-    assert bound.step_s <= min(least_s, best.step_s) * (1 + 1e-9)
 
 
 def test_a_single_layer_by_hand() -> None:
@@ -275,53 +173,3 @@ def test_traffic_bound_of_a_device_by_hand() -> None:
 
     assert bound_of(1e9) == pytest.approx(0.144, rel=0.01)
     assert bound_of(1e10) == pytest.approx(0.0192, rel=0.02)  # computing alone: 14.4 ms
-
-
-@pytest.mark.parametrize("case", most_slow(10, range(40)))
-def test_no_size_beats_its_fraction_of_the_minimum(case: int) -> None:
-    """Every size of every layer of a small net, inside and beyond grids that may end early on any axis, near corrections
-    and far from them."""
-    rng = random.Random(case)
-    channels, filters, side = rng.choice([2, 6, 16]), rng.choice([2, 4, 12]), rng.choice([1, 2, 5, 9])
-    model = nn.Sequential(
-        nn.Conv2d(channels, filters, 3, padding=1, groups=rng.choice([1, 1, 2])), nn.ReLU(), nn.BatchNorm2d(filters),
-        nn.Flatten(), nn.Linear(filters * side * side, rng.choice([2, 7])),
-    )  # fmt: skip
-    batch, nearest = rng.choice([4, 12, 48]), []  # from 20 samples on a Linear is bound by arithmetic
-    for layer in trace(model, torch.zeros(2, channels, side, side)).graph.layers.values():
-        if layer.kind == "input":
-            continue
-        whole, times = whole_size(layer, batch), drawn_times(rng, layer, batch)
-        least_s, sizes = table_least_s(times, layer, "forward", batch), range(1, batch + 1)
-        rows = [(LocalSize(n, k, whole.inputs), k / whole.outputs) for n in sizes for k in range(1, whole.outputs + 1)]
-        if layer.weighted:
-            rows += [
-                (LocalSize(n, whole.outputs, c), c / whole.inputs) for n in sizes for c in range(1, whole.inputs + 1)
-            ]
-        parts = ((size, part * size.samples / batch) for size, part in rows)
-        nearest.append(min(times.seconds(layer, "forward", size) / (least_s * part) for size, part in parts))
-    assert min(nearest) >= 1 - 1e-9
-    assert min(nearest) < 3, "the bound is not trivial"
-
-
-def drawn_times(rng: random.Random, layer: Layer, batch: int) -> LayerTimes:
-    """Draw random tables with up to two corrections."""
-    whole, noise = whole_size(layer, batch), rng.choice([1.0, 2.0])
-
-    def axis(total: int) -> tuple[int, ...]:
-        return tuple(sorted({1, max(1, total // rng.choice([1, 1, 2, 3]))}))
-
-    def grid(samples: tuple[int, ...], others: tuple[int, ...], axis: Literal["outputs", "inputs"]) -> Grid:
-        seconds = tuple(tuple(n * m * rng.uniform(1 / noise, noise) for m in others) for n in samples)
-        return Grid(samples, others, seconds, axis)
-
-    samples = axis(batch)
-    rows = grid(samples, axis(whole.outputs), "outputs")
-    columns = grid(samples, axis(whole.inputs), "inputs") if layer.weighted else None
-    alone = LayerTimes(rows, rows, columns, columns)
-    beside = [
-        LocalSize(rng.randint(1, batch), rng.randint(1, whole.outputs), whole.inputs)
-        for _ in range(rng.choice([0, 1, 2]))
-    ]
-    corrections = [Correction(s, alone.seconds(layer, "forward", s) * rng.uniform(0.3, 1.6), 1.0) for s in beside]
-    return replace(alone, corrections=tuple(corrections))

@@ -13,11 +13,9 @@ from convoy.comm.group import AloneGroup
 from convoy.errors import PlanError
 from convoy.measure import measure_job as job
 from convoy.measure import planning
-from convoy.measure.energy_meter import EnergyMeter
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.measure.overhead_probe import SyncOverhead
-from convoy.measure.timed_sizes import PlanSize
 from convoy.measure.timing import RoundTimer, Timing
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -77,7 +75,7 @@ class ScriptedTimer(LayerTimer):
 
     def time(self, name: str, size: LocalSize) -> float:
         self.wall.time_s += 1.0
-        self.timings[name, size] = Timing(([1.0] * 6, [1.0] * 6))
+        self.timings[name, size] = Timing([1.0] * 6, [1.0] * 6)
         return 2.0
 
 
@@ -85,7 +83,8 @@ def grids_s(over: float, waits_s: float) -> tuple[float, list[float], float]:
     """Return the seconds that 40 s of grids take, the allowances of the layers, and the seconds of waiting."""
     wall = Wall()
     layers, group = ScriptedTimer(wall, over), Waiting(wall, waits_s)
-    job._time_grids(group, layers, 40.0, EnergyMeter("none"), MeasureOptions("two-conv", wall=wall), lambda _: None)
+    names = list(dict.fromkeys(layers.alike.values()))
+    job._time_grids(group, layers, names, 40.0, wall, lambda _: None)
     return wall.time_s - 100.0, layers.allowed_s, waits_s * group.waits
 
 
@@ -117,7 +116,7 @@ def test_plan_sizes_are_timed_within_the_budget(
     wall = Wall()
     layers: Any = ScriptedTimer(wall)
     name = next(iter(layers.alike))
-    wanted = [PlanSize(name, LocalSize(n, 1, 1), 1.0) for n in (101, 102, 103, 104)]
+    wanted = [(name, (n, 1, 1), 1.0) for n in (101, 102, 103, 104)]
 
     def planned(*_: Any) -> Sequence[Sequence[Any]]:
         wall.time_s += planning_s

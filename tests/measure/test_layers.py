@@ -178,7 +178,7 @@ class Ideal(LayerTimer):
     def time(self, name: str, size: LocalSize) -> float:
         both_s = 1e-6 + 1e-9 * size.samples * size.outputs * size.inputs * self.slower
         assert (name, size) not in self.timings, "a size is timed once a turn"
-        self.timings[name, size] = Timing(([both_s / 2], [both_s / 2]))
+        self.timings[name, size] = Timing([both_s / 2], [both_s / 2])
         return both_s
 
 

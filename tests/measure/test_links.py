@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from convoy.comm.group import Arrived, Group, Message, Pending
-from convoy.fleet import Device, Fleet, Host, NetworkSegment, Nic
+from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.measure.link_probe import WireTimes, measure_links, pairs_to_measure
 from tests.support.threads import run_on_threads
 
@@ -173,16 +173,3 @@ def test_every_pair_of_hosts_is_measured_once() -> None:
     assert speakers == [0, 1, 3]
     assert pairs == [(0, 1), (0, 3), (1, 3), (1, 2), (0, 4)]
     assert pairs_to_measure([0]) == ([], [0])
-
-
-def test_uplink_rate_comes_from_the_links_it_limits() -> None:
-    """Host a is alone behind an uplink that is said to carry 8 MB/s out and 1 GB/s in: 7.5 were measured on the way out; on
-    the way in the NICs are narrower, so nothing is known of the uplink."""
-    wire = measured_wire(Net(host=[0, 1], send=[7.5e6, 20e6], receive=[40e6, 30e6]))
-    segment = NetworkSegment("attic", ("a",), Nic(8e6, 1e9, 1e-4))
-    devices = tuple(Device(n, n, "cpu") for n in "ab")
-    fleet = wire.into(Fleet(tuple(map(Host, "ab")), devices, Nic(50e6, 50e6, 0), segments=(segment,)))
-    (found,) = fleet.segments
-    assert found.uplink.send_bytes_per_s == pytest.approx(7.5e6)
-    assert found.uplink.receive_bytes_per_s == 1e9
-    assert fleet.path("a", "b").bandwidth_bytes_per_s == pytest.approx(7.5e6)

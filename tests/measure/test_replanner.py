@@ -8,7 +8,7 @@ import torch
 
 from convoy.api import distribute, loader
 from convoy.elastic.members import Members
-from convoy.measure.replanner import Replanner
+from convoy.measure.job_plans import Replanner
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import AUTO, Speeds, named_plan

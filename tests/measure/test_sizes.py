@@ -111,7 +111,7 @@ def takes_s(layer: Layer, size: LocalSize) -> float:
 class Synthetic(LayerTimer):
     def time(self, name: str, size: LocalSize) -> float:
         seconds = takes_s(self.traced.graph[name], size)
-        self.timings[name, size] = Timing(([seconds] * LEAST_KNOWN, [2 * seconds] * LEAST_KNOWN))
+        self.timings[name, size] = Timing([seconds] * LEAST_KNOWN, [2 * seconds] * LEAST_KNOWN)
         return 3 * seconds
 
 
@@ -126,7 +126,7 @@ def measured() -> list[Measurement]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("convoy.measure.measure_job.LayerTimer", Synthetic)
         # It trains on one device, and torch's hooks on gradients want a process each for that.
-        patch.setattr("convoy.measure.measure_job.measure_overheads", lambda *_: Overheads())
+        patch.setattr("convoy.measure.measure_job.measure_overheads", lambda *_: (Overheads(), 0.0))
 
         def work(group: Group) -> Measurement:
             options = MeasureOptions(NET, budget_s=60.0, links_budget_s=0.5, slice_s=1e-4)
@@ -172,16 +172,16 @@ def test_grid_sizes_and_small_layers_are_not_timed_again(measured: list[Measurem
     alike = {name: name for name in graph.layers}
     rows = sizes_of_plans(alone, graph, BATCH, alike)
     assert len(rows) == 3
-    on_grid = {(p.layer, p.samples, p.outputs, p.inputs) for p in alone.points_of(alone.fleet.devices[0].name)["3"]}
-    for each in rows[0]:
-        assert (each.layer, each.size.samples, each.size.outputs, each.size.inputs) not in on_grid
-    assert [row.seconds for row in rows[0]] == sorted((row.seconds for row in rows[0]), reverse=True)
+    on_grid = {(p.layer, (p.samples, p.outputs, p.inputs)) for p in alone.layer}
+    assert not {(layer, size) for layer, size, _ in rows[0]} & on_grid
+    assert [seconds for *_, seconds in rows[0]] == sorted((seconds for *_, seconds in rows[0]), reverse=True)
     # Once timed, nothing of these plans is wanted any more.
     names = [d.name for d in alone.fleet.devices]
     more = [
-        LayerPoint(names[d], w.layer, w.size.samples, w.size.outputs, w.size.inputs, 1.0, 1.0, 0.0, beside=True)
-        for d, each in enumerate(rows) for w in each
-    ]  # fmt: skip
+        LayerPoint(names[d], layer, *size, 1.0, 1.0, 0.0, beside=True)
+        for d, each in enumerate(rows)
+        for layer, size, _ in each
+    ]
     again = sizes_of_plans(replace(alone, layer=alone.layer + tuple(more)), graph, BATCH, alike)
     for device, each in enumerate(again):
-        assert not {(w.layer, w.size) for w in each} & {(w.layer, w.size) for w in rows[device]}
+        assert not {row[:2] for row in each} & {row[:2] for row in rows[device]}

@@ -1,8 +1,8 @@
 """Synchronisation overhead of computing devices, and the noise model of devices under a CPU quota."""
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from convoy.simulate.noise import QuotaNoise
 from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
+FREE = Quota()
 
 
 def wire_of(devices: int) -> WireTimes:
@@ -25,17 +26,14 @@ def wire_of(devices: int) -> WireTimes:
     return WireTimes((), (), (Traffic(0.0, 0.0),) * devices)
 
 
-def blocks(alone_s: float, together_s: float, own_s: Sequence[float]) -> Blocks:
-    return Blocks(alone_s=[alone_s] * 5, together_s=[together_s] * 5, own_s=list(own_s))
+def blocks(alone_s: float, together_s: float, tasks_s: Sequence[float]) -> Blocks:
+    return {"alone": [alone_s] * 5, "together": [together_s] * 5, "tasks": list(tasks_s)}
 
 
 def jitter_of(devices: Sequence[Blocks], exchange_s: float = 0.0) -> tuple[float, ...]:
     # Of two devices each sends and receives one message: a round and another message.
     costs = [Overheads(round_s=exchange_s)] * len(devices)
-    return sync_overhead(devices, wire_of(len(devices)), costs, 0).jitter_s
-
-
-# --- jitter ------------------------------------------------------------------------------------------------------------
+    return sync_overhead(devices, [FREE] * len(devices), wire_of(len(devices)), costs, 0).jitter_s
 
 
 def test_jitter_is_time_beyond_slowest_device_and_exchange() -> None:
@@ -53,9 +51,7 @@ def test_steady_devices_have_no_jitter() -> None:
 
 def test_single_interrupted_block_is_ignored() -> None:
     """Of six blocks the lowest and the highest do not count: typical values are 40 and 46 ms."""
-    alone = [0.040, 0.040, 0.040, 0.040, 0.040, 4.0]
-    together = [9.0, 0.046, 0.046, 0.046, 0.046, 0.046]
-    found = Blocks(alone_s=alone, together_s=together, own_s=[0.039, 0.041])
+    found = blocks(0.0, 0.0, (0.039, 0.041)) | {"alone": [0.040] * 5 + [4.0], "together": [9.0] + [0.046] * 5}
     assert jitter_of([found] * 2) == pytest.approx((0.006, 0.006))
 
 
@@ -68,38 +64,23 @@ def test_single_device_has_no_sync_overhead() -> None:
 def test_calls_after_computing_cost_more_than_at_rest() -> None:
     """2 ms of processor after computing, 0.5 at rest; a disturbed block does not count."""
     plain = blocks(0.04, 0.05, (0.04,))
-    found = replace(plain, calls_s=[0.002, 0.002, 9.0], rest_calls_s=[0.0005, 0.0005, 0.7])
-    assert found.call_factor == pytest.approx(4.0)
-    assert replace(found, calls_s=[0.0001] * 3).call_factor == 1.0
-    assert plain.call_factor == 1.0
-    costs = [Overheads(step_s=1.0, round_s=0.01, message_s=0.02)] * 2
-    first, second = sync_overhead([found, plain], wire_of(2), costs, 0).overheads
-    assert (first.step_s, first.round_s, first.message_s) == pytest.approx((1.0, 0.04, 0.08))
-    assert second == costs[1]
+    dearer = plain | {"calls": [0.002, 0.002, 9.0], "rest_calls": [0.0005, 0.0005, 0.7]}
+    cheaper = plain | {"calls": [0.0001] * 3, "rest_calls": [0.0005] * 3}
+    costs = [Overheads(step_s=1.0, round_s=0.01, message_s=0.02)] * 3
+    found = sync_overhead([dearer, plain, cheaper], [FREE] * 3, wire_of(3), costs, 0).overheads
+    assert (found[0].step_s, found[0].round_s, found[0].message_s) == pytest.approx((1.0, 0.04, 0.08))
+    assert found[1:] == (costs[1], costs[2])
 
 
-def test_all_devices_exchange_equally_often_and_get_the_same_result() -> None:
-    def work(group: Group) -> tuple[SyncOverhead, list[int]]:
-        found = measure_sync(group, Clock(CPU), wire_of(3), [Overheads()] * 3, slice_s=1e-6)
-        return found, group.sent_bytes
-
-    rows = run_on_threads(3, work, timeout_s=30.0)
-    assert all(found == rows[0][0] for found, _ in rows)
-    exchanges = 2 * overhead_probe.BLOCKS * overhead_probe.TASKS  # after each task, and at rest
-    assert [sent for _, sent in rows] == [
-        [0 if to == device else overhead_probe.MESSAGE_BYTES * exchanges for to in range(3)] for device in range(3)
-    ]
+# --- under a quota -----------------------------------------------------------------------------------------------------
 
 
-# --- quotas ------------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_quota_there_is_no_noise_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_quota_means_no_noise_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead_probe, "quota_cores", lambda: None)
     assert find_quota(AloneGroup(CPU)) is None
 
 
-def test_a_quota_gives_a_clock_without_its_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quota_gives_a_clock_without_its_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a processor: 3 s of it take 12 s. Several threads and slept slow-downs are timed by the wall clock."""
     monkeypatch.setattr(overhead_probe, "quota_cores", lambda: 0.25)
     monkeypatch.setattr(time, "process_time", lambda: 3.0)
@@ -110,7 +91,7 @@ def test_a_quota_gives_a_clock_without_its_pauses(monkeypatch: pytest.MonkeyPatc
     assert now is not None
     assert now() == 12.0
     assert quota.clock(2.0) is None
-    assert Quota(1.0, limited=False).clock(1.0) is None
+    assert FREE.clock(1.0) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert quota.clock(1.0) is None
 
@@ -126,31 +107,31 @@ def test_cpu_contention_slows_a_device() -> None:
 def test_noise_model_by_hand() -> None:
     """Tasks take 40 ms, after a rest 32. A round of a sum takes 30 ms during computing, 10 at rest; its price is 13: it is 17
     late. The device that varies most is charged with all of it, the other in proportion; one without a quota has no noise."""
-    first = Blocks(
-        1.0, limited=False, alone_s=[0.04] * 5, together_s=[0.04] * 5, own_s=[0.03, 0.05], rested_s=[0.032] * 5,
-        ring_s=[0.010] * 5, overlapped_ring_s=[0.030] * 5,
-    )  # fmt: skip
-    second = replace(first, share=0.25, limited=True, own_s=[0.035, 0.045], overlapped_ring_s=[0.028] * 5)
-    found = sync_overhead([first, second], wire_of(2), [Overheads(round_s=0.013)] * 2, 0)
-    assert found.noise[0] is None
-    assert isinstance(found.noise[1], QuotaNoise)
-    assert (found.noise[1].overlap_delay_s, found.noise[1].rested_s) == pytest.approx((0.0085, 0.008))
-    assert found.noise[1].burst == 4.0
+    rings = {"rested": [0.032] * 5, "ring": [0.010] * 5, "overlapped_ring": [0.030] * 5}
+    first = blocks(0.04, 0.04, (0.03, 0.05)) | rings
+    second = blocks(0.04, 0.04, (0.035, 0.045)) | rings | {"overlapped_ring": [0.028] * 5}
+    quotas = [FREE, Quota(0.25, limited=True)]
+    nothing, noise = sync_overhead([first, second], quotas, wire_of(2), [Overheads(round_s=0.013)] * 2, 0).noise
+    assert nothing is None
+    assert isinstance(noise, QuotaNoise)
+    assert (noise.overlap_delay_s, noise.rested_s, noise.burst) == pytest.approx((0.0085, 0.008, 4.0))
 
 
-def test_quota_adds_rest_and_ring_timings(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quota", [None, Quota(0.5, limited=True)])
+def test_all_devices_time_the_same_exchanges(monkeypatch: pytest.MonkeyPatch, quota: Quota | None) -> None:
+    """After each task and at rest; under a quota also rings, on the lane of gradient sums."""
     monkeypatch.setattr(overhead_probe, "BLOCKS", 2)
-    found: list[Blocks] = []
-    monkeypatch.setattr(overhead_probe, "sync_overhead", lambda rows, *_: found.extend(rows))
 
-    def work(group: Group) -> int:
-        measure_sync(group, Clock(CPU), wire_of(2), [Overheads()] * 2, 1e-6, Quota(0.5, limited=True))
-        return group.sent_bytes[1 - group.device]
+    def work(group: Group) -> tuple[SyncOverhead, int]:
+        found = measure_sync(group, Clock(CPU), wire_of(3), [Overheads()] * 3, 1e-6, quota)
+        return found, sum(group.sent_bytes)
 
-    exchanges = 2 * 2 * overhead_probe.TASKS * overhead_probe.MESSAGE_BYTES
-    assert run_on_threads(2, work) == [exchanges + 2 * 2 * overhead_probe.RINGS * overhead_probe.RING_BYTES] * 2
-    for each in found:
-        assert len(each.rested_s) == len(each.ring_s) == len(each.overlapped_ring_s) == 2
+    rows = run_on_threads(3, work, timeout_s=30.0)
+    exchanges = 2 * 2 * 2 * overhead_probe.TASKS * overhead_probe.MESSAGE_BYTES
+    rings = 0 if quota is None else 2 * 2 * overhead_probe.RINGS * overhead_probe.RING_BYTES
+    assert [sent for _, sent in rows] == [exchanges + rings] * 3
+    assert all(found == rows[0][0] for found, _ in rows)
+    assert all((each is None) == (quota is None) for each in rows[0][0].noise)
 
 
 def test_error_on_the_ring_thread_is_raised() -> None:
@@ -162,4 +143,4 @@ def test_error_on_the_ring_thread_is_raised() -> None:
 
     group = Lost(CPU)
     with pytest.raises(DeviceLostError, match="device 1 was lost"):
-        overhead_probe._time_noise(group, Blocks(), lambda: None, time.perf_counter, 0.0, 64)
+        overhead_probe._time_noise(group, defaultdict(list), lambda: None, time.perf_counter, 0.0, 64)

@@ -149,6 +149,7 @@ def test_power_iteration_and_rounding_are_no_dependence() -> None:
         lambda m: m.middle.options.update(beta=[2.0]),
         lambda m: setattr(m, "middle", nn.Identity()),
         lambda m: setattr(m.middle, "forward", lambda x: x),
+        lambda m: setattr(m.middle, "act", lambda x: x + 1),
     ],
 )
 def test_a_change_of_what_the_trace_has_read_is_refused(change: Callable[[Any], None]) -> None:
@@ -325,3 +326,74 @@ def test_a_buffer_that_forward_makes_is_refused_until_it_is_there() -> None:
         layers_of(model)
     model(torch.zeros(2, 3, 8, 8))
     assert difference(model) < EXACT
+
+
+# --- models that take no random batch of two ----------------------------------------------------------------------------
+
+
+class Films(nn.Module):
+    """Moves a channel of each of four frames back in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        films, y = x.unflatten(0, (len(x) // 4, 4)), torch.zeros_like(x).unflatten(0, (len(x) // 4, 4))
+        y[:, :-1, :1], y[:, :, 1:] = films[:, 1:, :1], films[:, :, 1:]
+        return self.fc(y.flatten(0, 1).mean((2, 3)))
+
+
+class FewShot(nn.Module):
+    """Distances between the queries and the means of two classes, each of two images and two queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        classes = self.fc(x.mean((2, 3))).view(2, 4, 5)
+        return torch.cdist(classes[:, 2:].flatten(0, 1), classes[:, :2].mean(1))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.fc = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.fc(self.gru(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1][-1])
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (Films, (torch.randn(8, 3, 4, 4),)),
+        (FewShot, (torch.randn(8, 3, 4, 4),)),
+        (Packed, (torch.randn(4, 6, 3), torch.tensor([6, 4, 3, 2]))),
+    ],
+)
+def test_a_model_that_takes_no_random_batch_is_called_with_the_example(
+    make: Callable[[], nn.Module], inputs: tuple[Tensor, ...]
+) -> None:
+    torch.manual_seed(0)
+    model, samples = make(), len(inputs[0])
+    plan = named_plan("data", trace(model, inputs).graph, samples, Speeds((2.0, 1.0)))
+
+    def work(group: Group) -> Tensor:
+        here = Distributed(model, plan, group, inputs)
+        y = here(*(part(here, x, i) for i, x in enumerate(inputs)), batch=samples)
+        y.square().sum().backward()
+        return here.gather("fc.weight", here.module.fc.weight.grad)
+
+    model(*inputs).square().sum().backward()
+    for found in run_on_threads(2, work):
+        torch.testing.assert_close(found, model.fc.weight.grad)
+
+
+def test_a_model_that_runs_on_no_batch_is_refused_with_what_was_tried() -> None:
+    model = FewShot()
+    with pytest.raises(
+        InputError, match=r"Called with 2 and 3 random samples of shape \(3, 4, 4\): .*Called with the 6 sam"
+    ):
+        trace(model, torch.zeros(6, 3, 4, 4))

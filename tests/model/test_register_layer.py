@@ -117,7 +117,7 @@ def test_a_rule_may_be_a_function() -> None:
         (Scale(), {"splits": "channels", "parameters": {}}, "does not run in parts of axis 1"),
         (Scale(), {"splits": "channels", "parameters": {"weight": 1}}, "is not 6 equal parts"),
         (Counting(), {"splits": "channels"}, "parts of axis 1"),
-        (Noting(), {"splits": "channels"}, "in its buffer 'mean'"),
+        (Noting(), {"splits": "channels"}, "records the batch in a buffer"),
         (AllFilters(6, 6, 3), {"splits": "filters"}, "other numbers in parts of axis 1"),
         (ScaledConv(6, 6, 3), {"like": nn.Conv2d}, "other numbers as Conv2d computes it"),
     ],

@@ -14,6 +14,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.planner.analytic import CostModel
 from convoy.planner.local_search import LocalSearch
+from convoy.planner.search import Candidate
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
 from convoy.simulate.network import Network
@@ -75,10 +76,10 @@ def test_rejected_variants_are_not_extended() -> None:
     found = list(
         LocalSearch(
             CostModel(asked(graph, 8, costs)), lambda plan: plan.reduce != "direct"
-        ).change_exchanges_and_shares(even)
+        ).change_exchanges_and_shares(Candidate(even, 0.0, 2))
     )
     assert found
-    assert all(plan.reduce == "ring" for _, plan in found)
+    assert all(each.plan.reduce == "ring" for each in found)
 
 
 def slow_receiver() -> Costs:
@@ -97,10 +98,10 @@ def test_units_move_from_the_busiest_device() -> None:
     network = Network((0, 1), wide, wide, wide, ((0.0, 1e-9), (1e-9, 0.0)), (wide, wide), (0.0, 0.0))
     costs = Costs(Roofline((Rate(1e10, 1e12), Rate(1e9, 1e12))), network)
     even = plan_of({"0": Batch((4, 4)), "2": Filter((24, 24)), "5": Channel((384, 384))}, Batch((4, 4)), 2)
-    found = list(search(graph, costs).move_units(even))
-    times = [simulate(lower(even, graph), graph, costs).step_s, *(seconds for seconds, _ in found)]
+    found = list(search(graph, costs).move_units(Candidate(even, 0.0, 2)))
+    times = [simulate(lower(even, graph), graph, costs).step_s, *(each.step_s for each in found)]
     assert all(after < before for before, after in pairwise(times))
-    first, last = found[0][1], found[-1][1]
+    first, last = found[0].plan, found[-1].plan
     assert first.layers["0"] == Batch((5, 3)) or first.layers["2"] == Filter((25, 23))
     filters, features = last.layers["2"], last.layers["5"]
     assert isinstance(filters, Filter)
@@ -109,7 +110,7 @@ def test_units_move_from_the_busiest_device() -> None:
     assert features.shares == tuple(16 * n for n in filters.shares)
     assert last.otherwise == last.layers["0"]
     last.check(graph, 2)
-    assert found[-1][0] == simulate(lower(last, graph), graph, costs).step_s
+    assert found[-1].step_s == simulate(lower(last, graph), graph, costs).step_s
 
 
 def test_slow_messages_favour_all_reduce_with_fewer_rounds() -> None:
@@ -120,10 +121,10 @@ def test_slow_messages_favour_all_reduce_with_fewer_rounds() -> None:
         Roofline((Rate(1e9, 1e9),) * 4), Network((0, 1, 2, 3), wide, wide, wide, far, (wide,) * 4, (0.0,) * 4)
     )
     by_batch = plan_of({}, Batch((2, 2, 2, 2)), 4)
-    found = list(search(graph, costs).change_exchanges_and_shares(by_batch))
-    assert found[0][1] == replace(by_batch, reduce="direct")
+    found = list(search(graph, costs).change_exchanges_and_shares(Candidate(by_batch, 0.0, 4)))
+    assert found[0].plan == replace(by_batch, reduce="direct")
     ring_s = simulate(lower(by_batch, graph), graph, costs).step_s
-    assert ring_s - found[0][0] == pytest.approx(4e-2)
+    assert ring_s - found[0].step_s == pytest.approx(4e-2)
 
 
 def fast_wire(rates: tuple[float, ...], update_s: float = 0.0) -> Costs:
@@ -137,6 +138,6 @@ def test_idle_device_can_hold_a_weight_shard() -> None:
     """Copies of both layers are updated for 1 us an entry: shared out over three devices that is a third of the time."""
     plan = plan_of({}, Batch((4, 4, 0)), 3)
     graph, costs = small_graph(), fast_wire((3e9, 3e9, 3e6), update_s=1e-6)
-    found = list(search(graph, costs).keep_otherwise(plan, (1.0, 1.0, 1.0)))
-    assert all(how.shares[2] > 0 for how in found[-1][1].sharded.values())
-    assert found[-1][0] < found[0][0] < simulate(lower(plan, graph), graph, costs).step_s
+    found = list(search(graph, costs).keep_otherwise(Candidate(plan, 0.0, 3), (1.0, 1.0, 1.0)))
+    assert all(how.shares[2] > 0 for how in found[-1].plan.sharded.values())
+    assert found[-1].step_s < found[0].step_s < simulate(lower(plan, graph), graph, costs).step_s

@@ -13,26 +13,31 @@ from typing import Any
 import pytest
 
 from convoy.errors import InputError
-from convoy.report.chart import MAX_POINTS, Chart, Curve, thinned
-from convoy.report.numbers import in_bytes, plain, seconds, ticks
+from convoy.report.numbers import in_bytes, plain, seconds
 from convoy.report.page import (
-    MAX_PLANS,
+    MAX_POINTS,
+    MAX_ROWS,
     RELOAD_S,
+    Chart,
+    Curve,
     LivePage,
     bands,
     device_names,
+    layer_boxes,
     page_of,
-    shown_plans,
-    system_charts,
+    resource_charts,
+    thinned,
+    ticks,
     write_report,
+    write_step,
 )
 from convoy.report.timeline import KINDS, DrawnEvent, drawn_events, kind_of
 from convoy.runlog.reader import log_of, newest_run, read_log
-from convoy.runlog.schema import Event, LayerEntry
-from convoy.train.observer import EpochResult
+from convoy.runlog.schema import EventRow, LayerEntry, PredictionLine
+from convoy.train.record import EpochResult
 from tests.support.run_logs import END, FLEET, PLAN, PREDICTION, RESHARE, RUN, STEP_S, epoch, layer, whole_run, write
 
-SECTIONS = ["numbers", "curves", "rate", "plan", "step", "devices", "system", "shares", "settings", "versions"]
+SECTIONS = ["numbers", "curves", "rate", "plan", "step", "devices", "resources", "shares", "settings", "versions"]
 
 
 class Elements(html.parser.HTMLParser):
@@ -86,53 +91,29 @@ def part_of(text: str, section: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- reading
 
 
-def test_page_summarises_a_whole_run(tmp_path: Path) -> None:
+def test_step_after_an_evaluation_is_not_timed(tmp_path: Path) -> None:
     record = read_log(write(tmp_path / "run.jsonl", whole_run()))
     timed = [s for s in record.seconds if s is not None]
     assert timed == pytest.approx([STEP_S] * 38), "the first step of each epoch follows an evaluation, or nothing"
     assert record.step_s == pytest.approx(STEP_S)
     assert record.samples_per_s == pytest.approx(64 / STEP_S)
-    assert record.efficiency == pytest.approx(3200 / 7000)
-    assert record.prediction_error == pytest.approx(-0.2)
-    assert record.rates() == [(step, pytest.approx(3200.0)) for step in (*range(1, 20), *range(21, 40))]
-
-
-def test_the_step_after_an_evaluation_is_not_timed(tmp_path: Path) -> None:
-    steps = [row for row in epoch(0) if row["what"] == "step"][:4]
-    for row in steps[2:]:
-        row["s"] += 5.0
-    test = {"what": "evaluation", "step": 2, "epoch": 0, "accuracy": 0.5, "best": True}
-    record = read_log(write(tmp_path / "log", [RUN, *steps[:2], test, *steps[2:]]))
-    assert record.seconds == (None, pytest.approx(STEP_S), None, pytest.approx(STEP_S))
-
-
-def test_rates_are_averaged_over_neighbouring_steps(tmp_path: Path) -> None:
-    """81 steps: each rate is over itself and two neighbours on either side. One step takes 11 times as long."""
-    rows, s = [RUN], 0.0
-    for step in range(82):
-        s += 1.1 if step == 41 else 0.1
-        rows.append({"what": "step", "step": step, "epoch": 0, "loss": 1.0, "samples": 10, "s": s})
-    rates = dict(read_log(write(tmp_path / "log", rows)).rates())
-    assert [rates[step] for step in (1, 38, 39, 43, 44)] == pytest.approx([100, 100, 50 / 1.5, 50 / 1.5, 100])
+    assert record.rates == [(step, pytest.approx(3200.0)) for step in (*range(1, 20), *range(21, 40))]
 
 
 def test_killed_run_makes_a_partial_page(tmp_path: Path) -> None:
     """Cut the log after every kind of line, and within the next one."""
     rows = whole_run()
-    for count in (1, 2, 3, 4, 5, 6, 14, 15, 24, 26, 27, 30, len(rows)):
-        half = json.dumps(rows[min(count, len(rows) - 1)])[:-7]
-        for cut_off in ("", half):
-            text = page(tmp_path, rows[:count], cut_off)
-            assert ("Not finished" in text) == (count < len(rows))
-            assert ("Its last line is incomplete." in text) == (bool(cut_off) and count < len(rows))
+    for count in (1, 2, 3, 4, 5, 14, 15, 24, 26, 27, len(rows)):
+        text = page(tmp_path, rows[:count], json.dumps(rows[min(count, len(rows) - 1)])[:-7])
+        assert ("Not finished" in text) == (count < len(rows))
+        assert ("Its last line is incomplete." in text) == (count < len(rows))
 
 
 def test_missing_data_is_named_with_how_to_get_it(tmp_path: Path) -> None:
     named = [row for row in whole_run() if row["what"] != "prediction"]
-    named[2]["plan"]["name"] = "master"
     text = page(tmp_path, named)
-    assert "Plan master was given, so nothing was predicted: <code>--plan auto</code>" in text
-    assert "No prediction was made for plan master, so there is no timeline." in text
+    assert "Nothing was predicted. <code>--plan auto</code> measures the devices" in text
+    assert "Nothing was predicted for this plan." in text
     for row in named[1]["devices"]:
         row["samples_per_s"] = None
     assert "solo speeds were not measured" in page(tmp_path, named)
@@ -164,49 +145,23 @@ def test_a_resumed_run_counts_the_last_line_of_a_repeated_step(tmp_path: Path) -
     assert [row.step for row in record.steps] == list(range(40))
     assert [each.step for each in record.plans] == [0, 10, 20]
     assert record.prediction is None, "it was for the plan before"
-    assert record.times_s[19:] == pytest.approx([0.4 + 0.02 * n for n in range(21)]), "without the time in between"
     assert "Finished: 40 of 40 steps." in text
-    assert "Devices 1, 2 have nothing to compute." in text
 
 
-def test_every_plan_is_shown_with_its_steps_and_the_current_one_first(tmp_path: Path) -> None:
+def test_current_plan_and_its_prediction_are_drawn(tmp_path: Path) -> None:
     """The summary still compares with the planner's prediction."""
-    now = PREDICTION | {
-        "shares_only": True,
-        "step_s": 0.024,
-        "pass": PREDICTION["pass"] | {"s": 0.024},
-        "bound": "lab2",
-    }
     rows = whole_run()
     text = page(tmp_path, rows)
-    plans, steps = (part_of(text, name) for name in ("plan", "step"))
-    after, before = "From step 10 on: conv2 64/48/16 -&gt; 96/24/8 filters", "Steps 0 to 9: as the run began"
-    assert plans.index(f"<details open><summary>{after}") < plans.index(f"<details><summary>{before}")
-    assert steps.index("Nothing was predicted for these shares.") < steps.index("a micro-batch takes 16 ms")
-    rows.insert(rows.index(RESHARE) + 1, now)
+    assert "The picture shows the shares from step 10 on." in part_of(text, "plan")
+    assert "after step 9: conv2 64/48/16 -&gt; 96/24/8 filters" in part_of(text, "shares")
+    assert "Nothing was predicted for this plan." in part_of(text, "step")
+    times = {"shares_only": True, "step_s": 0.024, "bound": "lab2", "pass": PREDICTION["pass"] | {"s": 0.024}}
+    rows.insert(rows.index(RESHARE) + 1, PREDICTION | times)
     text = page(tmp_path, rows)
-    steps = part_of(text, "step")
-    assert "Simulated from the times measured before the training: a micro-batch takes 24 ms" in steps
-    assert "It is bound by lab2." in steps
-    assert (
-        steps.index("takes 24 ms")
-        < steps.index("<details><summary>Steps 0 to 9</summary>")
-        < steps.index("takes 16 ms")
-    )
+    step = part_of(text, "step")
+    assert "Simulated from the times measured before the training: a micro-batch takes 24 ms" in step
+    assert "The step is limited by lab2." in step
     assert "16 ms a step, -20.0% off" in text
-    assert "<details" not in part_of(page(tmp_path, [row for row in rows if row not in (RESHARE, now)]), "plan")
-
-
-def test_only_first_and_last_of_many_plans_are_drawn(tmp_path: Path) -> None:
-    rows = [row for row in whole_run() if row["what"] != "reshare"]
-    for step in range(30):
-        at = next(place for place, row in enumerate(rows) if row["what"] == "step" and row["step"] == step)
-        rows.insert(at + 1, RESHARE | {"step": step, "reason": f"because {step}"})
-    text = page(tmp_path, rows)
-    summaries = re.findall(r"<summary>([^<]*):", part_of(text, "plan"))
-    assert len(summaries) == MAX_PLANS
-    assert (summaries[0], summaries[-1]) == ("From step 30 on", "Steps 0 to 0")
-    assert part_of(text, "shares").count("<li>after step") == 30
 
 
 def test_measured_joules_per_image_are_shown_with_predicted_ones(tmp_path: Path) -> None:
@@ -224,9 +179,9 @@ def test_measured_joules_per_image_are_shown_with_predicted_ones(tmp_path: Path)
         return html.unescape(re.sub(r"<[^>]+>|\s+", " ", text.partition("Joules/image")[2])[:300])
 
     shown = card("NVML", [10.0, None, 5.0], joules_per_image=0.021)
-    assert re.search(r"0\.02344 .*measured: NVML; RAPL; 0\.021 predicted", shown)
-    shown = card("not available here: no counter", [10.0, None, None])
-    assert re.search(r"– .*measured: not available here: no counter; no prediction: the fleet has no watts", shown)
+    assert re.search(r"0\.02344 .*by NVML; RAPL; 0\.021 predicted", shown)
+    assert "no prediction: the fleet has no watts" in card("NVML", [10.0, None, 5.0])
+    assert card("not available here: no counter", [10.0, None, None]) == ""
     assert "Joules/image" not in page(tmp_path, [RUN, FLEET, PLAN, *epoch(0), metered | {"step": 9, "s": 1.0}])
 
 
@@ -274,14 +229,14 @@ def test_page_is_written_next_to_its_log(tmp_path: Path) -> None:
         write_report(log, tmp_path / "nowhere" / "page.html")
 
 
-def test_folder_of_runs_uses_the_latest(tmp_path: Path) -> None:
+def test_newest_run_of_a_folder_is_found(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no run in"):
         newest_run(tmp_path)
     for name in ("2026-11-20", "2026-11-21"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "log.jsonl", [RUN])
     assert newest_run(tmp_path) == tmp_path / "2026-11-21"
-    with pytest.raises(InputError, match=r"there is no log.jsonl in .*: the latest run in it is .*2026-11-21$"):
+    with pytest.raises(InputError, match=r"there is no log.jsonl in .*: give the folder of a run"):
         log_of(tmp_path)
     with pytest.raises(InputError, match=r"cannot read the log .*none.jsonl: No such file"):
         write_report(tmp_path / "none.jsonl")
@@ -292,22 +247,18 @@ def test_live_page_is_written_after_epochs_and_reloads(tmp_path: Path, monkeypat
     now_s = iter([10.0, 11.0, 20.0, 30.9, 31.0, 32.0])
     monkeypatch.setattr("convoy.report.page.time.monotonic", lambda: next(now_s))
     told: list[str] = []
-    live, target, ended = (
-        LivePage(tmp_path, told.append),
-        tmp_path / "report.html",
-        EpochResult(0, 1.0, 0.5, 1.0, 1.0, 0.1),
-    )
+    live, target = LivePage(tmp_path, told.append), tmp_path / "report.html"
+    ended = EpochResult(0, 1.0, 0.5, 1.0, 1.0, 0.1)
     write(tmp_path / "log.jsonl", [RUN, *epoch(0)])
     live.on_epoch(ended)
-    text = target.read_text()
-    assert f'<meta http-equiv="refresh" content="{RELOAD_S}">' in text
-    assert "Not finished: 20 of 40 steps" in text
-    write(tmp_path / "log.jsonl", whole_run())
+    first = target.read_text()
+    assert f'http-equiv="refresh" content="{RELOAD_S}"' in first
+    write(tmp_path / "log.jsonl", [RUN, *epoch(0), *epoch(1)])
     for _ in range(2):
         live.on_epoch(ended)
-        assert target.read_text() == text, "still within the pause"
+        assert target.read_text() == first
     live.on_epoch(ended)
-    assert "Finished: 40 of 40 steps." in target.read_text()
+    assert "40 of 40 steps" in target.read_text()
     assert 'http-equiv="refresh"' not in write_report(tmp_path).read_text()
     assert told == []
 
@@ -319,6 +270,13 @@ def test_a_live_page_that_cannot_be_written_is_reported_once(tmp_path: Path) -> 
         live.on_epoch(EpochResult(0, 1.0, 0.5, 1.0, 1.0, 0.1))
     (warning,) = told
     assert re.fullmatch(r"WARNING: there is no log.jsonl in .*; training continues without the page", warning)
+
+
+def test_predicted_step_has_a_page_of_its_own(tmp_path: Path) -> None:
+    text = write_step(PredictionLine.model_validate(PREDICTION), tmp_path / "step.html", "a net").read_text()
+    Elements(text)
+    assert "busy 75.0%, waits for messages 25.0%" in text
+    assert "conv2 forward: 6 ms to 10 ms" in text
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
@@ -341,36 +299,35 @@ def test_layers_without_own_work_share_a_row() -> None:
         layer("conv", "conv", "filter", ["3", "1"], flop=9),
         layer("relu", "elementwise", "filter", ["3", "1"]),
         layer("flatten", "flatten", "filter", ["12", "4"]),
-        layer("norm", "norm", "filter", ["3", "1"], sum_bytes=8),
+        layer("norm", "norm", "filter", ["3", "1"], bytes=8),
         layer("drop", "dropout", "filter", ["2", "2"]),
         layer("fc", "linear", "one", ["all", "-"], flop=9),
         layer("mine", "opaque", "one", ["all", "-"], note="no rule knows it"),
     ]
     found = bands([LayerEntry.model_validate(row) for row in rows])
-    names = [[band.lead.layer, *(each.layer for each in band.others)] for band in found]
+    names = [[each.layer for each in band] for band in found]
     assert names == [["conv", "relu", "flatten"], ["norm"], ["drop"], ["fc"], ["mine"]]
 
 
 def test_deep_net_is_grouped_by_equal_shares(tmp_path: Path) -> None:
-    """A hundred convolutions by batch, a move, a Linear by filter: two rows, or one per layer when expanded."""
-    deep = [layer(f"conv{n}", "conv", "batch", ["32", "16", "16"], flop=9, sum_bytes=10) for n in range(100)]
-    move = {"value": "conv99", "from": "split by samples", "to": "copies on 3 devices", "bytes": 512}
-    deep.append(layer("fc", "linear", "filter", ["5", "3", "2"], flop=9, moves=[move]))
+    """Convolutions by batch, a Linear by filter: two rows."""
+    count = MAX_ROWS + 80
+    deep = [layer(f"conv{n}", "conv", "batch", ["32", "16", "16"], flop=9, bytes=10) for n in range(count)]
+    deep.append(layer("fc", "linear", "filter", ["5", "3", "2"], flop=9, bytes=512))
     rows = [row for row in whole_run() if row["what"] != "reshare"]
     rows[2]["layers"] = deep
-    seen, _, folded = page(tmp_path, rows).partition('id="plan"')[2].partition("Layer by layer")
+    seen = part_of(page(tmp_path, rows), "plan")
     assert seen.count('class="layer"') == 2
-    assert "and 99 more, up to conv conv99" in seen
-    assert "Σ 1 kB" in seen
-    assert folded.partition("</details>")[0].count('class="layer"') == 101
+    assert f"and {count - 1} more, up to conv conv{count - 1}" in seen
+    assert "1 kB sent" in seen
 
 
 def test_thin_events_in_a_row_are_drawn_as_one() -> None:
-    events: list[Event] = [(0, "compute", f"l{i} forward", i * 1e-4, (i + 1) * 1e-4, -1, 0) for i in range(1000)]
+    events: list[EventRow] = [(0, "compute", f"l{i} forward", i * 1e-4, (i + 1) * 1e-4, -1, 0) for i in range(1000)]
     events += [(0, "compute", "fc backward", 0.1, 0.5, -1, 0), (0, "compute", "conv backward", 0.5, 1.0, -1, 0)]
     events += [(0, "send", "Move 3", 0.2, 0.4, 1, 2000), (1, "receive", "Move 3", 0.2, 0.4, 0, 2000)]
     (thin, fc, conv) = drawn_events(events, 0, "compute", 1.0)
-    assert (thin.kind, thin.times, thin.label) == ("forward", 1000, "l0 forward … l999 forward")
+    assert (thin.kind, thin.count, thin.label) == ("forward", 1000, "l0 forward … l999 forward")
     assert (thin.start_s, thin.end_s) == pytest.approx((0.0, 0.1))
     assert [(fc.start_s, fc.end_s), (conv.start_s, conv.end_s)] == [(0.1, 0.5), (0.5, 1.0)]
     assert drawn_events(events, 0, "send", 1.0) == [DrawnEvent("send", 0.2, 0.4, "Move 3, 2 kB to device 1")]
@@ -416,7 +373,7 @@ def test_downsampling_keeps_peaks() -> None:
 def test_charts_stay_within_their_frame(ys: list[float]) -> None:
     for from_zero in (True, False):
         curve = Curve("it", [(float(x), y) for x, y in enumerate(ys)], dots=True)
-        (line,) = Chart("it", "It", "step", [curve], (0, len(ys)), from_zero=from_zero).lines
+        (line,) = Chart("it", "It", [curve], (0, len(ys)), from_zero=from_zero).lines
         assert len(line.points) == len(ys)
         assert all(0 <= x <= 1000 and 0 <= y <= 400 for x, y in line.points)
 
@@ -464,14 +421,14 @@ def with_changes() -> list[dict[str, Any]]:
 def test_each_device_keeps_its_number_when_others_leave_and_join(tmp_path: Path) -> None:
     record = read_log(write(tmp_path / "log", with_changes()))
     assert record.ids == (0, 2, 3)
-    (cores,) = [chart for chart in system_charts(record) if chart.name == "cores"]
+    (cores,) = [chart for chart in resource_charts(record) if chart.name == "cores"]
     assert {curve.label: list(curve.points) for curve in cores.curves} == {
         "device 0": [(5, 0.0), (10, 0.0), (15, 0.0), (20, 0.0)], "device 1": [(5, 1.0), (10, 1.0)],
         "device 2": [(5, 2.0), (10, 2.0), (15, 2.0), (20, 2.0)], "device 3": [(20, 3.0)],
     }  # fmt: skip
     names = device_names(record)
     assert [name.rpartition(", ")[2] for name in names] == ["device 0", "device 2", "device 3"]
-    boxes = bands(shown_plans(record)[-1].line.layers)[0].boxes(names, record.ids)
+    boxes = layer_boxes(record.plans[-1].line.layers[0], names, record.ids)
     assert [re.findall(r"on device (\d)", box.title) for box in boxes] == [["0"], ["2"], ["3"]]
     text = part_of(page(tmp_path, with_changes()), "plan")
     assert re.findall(r'class="chip d\d">(\d)<', text) == ["0", "2", "3"]

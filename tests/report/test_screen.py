@@ -9,9 +9,7 @@ from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch
 from convoy.report.screen import LINE_EVERY_S, Screen, Wait
-from convoy.runlog.schema import DeviceLine
-from convoy.train.observer import EpochResult, Evaluation, StepResult
-from convoy.train.record import History
+from convoy.train.record import EpochResult, Evaluation, History, StepResult
 
 
 def history(loss: float, samples_per_s: float = 1234567.8) -> History:
@@ -19,14 +17,6 @@ def history(loss: float, samples_per_s: float = 1234567.8) -> History:
 
 
 FOUR = [("cpu (1 thread)", "attic", slowdown) for slowdown in (6.0, 4.0, 16.0, 8.0)]
-
-
-def uses(compute_s: float, exchange_s: float) -> list[DeviceLine]:
-    return [
-        DeviceLine(device=device, slowdown=slowdown, speed_share=0.25, work_share=0.25, compute_s=compute_s,
-                   exchange_s=exchange_s, sent_bytes=0)
-        for device, (_, _, slowdown) in enumerate(FOUR)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -49,7 +39,7 @@ def test_names_are_printed_unchanged_and_uncut(terminal: bool) -> None:
         [LayerRow("0", "conv", "batch", ("2", "2"), 5, "[/] note")],
         (0.5, 0.5),
     )
-    screen.comparison(history(2.5), history(0.5), FOUR, uses(1, 1), "INEXACT: wire inexact-bf16 rounds")
+    screen.comparison(history(2.5), history(0.5), FOUR, "INEXACT: wire inexact-bf16 rounds")
     text = file.getvalue()
     assert text.count(name) >= 2
     assert "* 0: [/] note" in text
@@ -63,23 +53,10 @@ def test_names_are_printed_unchanged_and_uncut(terminal: bool) -> None:
 @pytest.mark.parametrize(
     ("devices", "samples_per_s", "says"),
     [
-        # Solo speeds of 4/6, 1, 1/4 and 1/2 of the fastest: 2.4 times as fast is the possible.
+        # Solo speeds of 4/6, 1, 1/4 and 1/2 of the fastest: 2.4 times as fast is possible.
         (FOUR, 2000.0, "4 devices trained 2.0 times as fast as the fastest of them alone: 83% of the 2.4 that their "),
-        (
-            [*FOUR[:2], ("cpu (1 thread)", "cellar", 1.0)],
-            1500.0,
-            "3 devices trained 1.5 times as fast as one CPU alone, with the same losses (to 0).",
-        ),
-        (
-            [("cuda:0", "attic", 1.0)] * 2,
-            1500.0,
-            "2 devices trained 1.5 times as fast as one CPU alone, with the same losses (to 0).",
-        ),
-        (
-            FOUR,
-            900.0,
-            "One device alone was faster here. All devices together computed for 36.0 s and exchanged and waited for",
-        ),
+        ([("cuda:0", "attic", 1.0)] * 2, 1500.0, "2 devices trained 1.5 times as fast as one CPU alone, with the same"),
+        (FOUR, 900.0, "One device alone was faster here: a step has too little arithmetic for this network"),
     ],
 )
 def test_a_comparison_ends_with_how_many_times_faster(
@@ -88,7 +65,7 @@ def test_a_comparison_ends_with_how_many_times_faster(
     file = io.StringIO()
     screen = Screen(visible=True)
     screen.console.file = file
-    screen.comparison(history(1.0, samples_per_s), history(1.0, 1000.0), devices, uses(9, 1), "rounding")
+    screen.comparison(history(1.0, samples_per_s), history(1.0, 1000.0), devices, "rounding")
     last = file.getvalue().splitlines()[-1]
     assert says in last
     assert last.endswith(".")
@@ -102,9 +79,10 @@ def test_disabled_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr() == ("", "")
 
 
-def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds() -> None:
+def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, file = [100.0], io.StringIO()
-    with Wait(Console(file=file), "measuring", 60.0, now=lambda: now[0]) as tell:
+    monkeypatch.setattr("convoy.report.screen.time.monotonic", lambda: now[0])
+    with Wait(Console(file=file), "measuring", 60.0) as tell:
         assert file.getvalue() == "measuring, about 1 min 0 s ...\n"
         for second in range(25):
             tell(f"layer [conv1] ({second} of 25)")
@@ -114,9 +92,10 @@ def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds() -> None:
     assert LINE_EVERY_S == 10
 
 
-def test_a_short_wait_prints_nothing() -> None:
+def test_a_short_wait_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     now, file = [0.0], io.StringIO()
-    with Wait(Console(file=file), "planning", first_s=1.0, now=lambda: now[0]) as tell:
+    monkeypatch.setattr("convoy.report.screen.time.monotonic", lambda: now[0])
+    with Wait(Console(file=file), "planning", first_s=1.0) as tell:
         for second in (0.1, 0.9, 2.0, 3.0, 12.5):
             now[0] = second
             tell(f"part {second}")

@@ -18,7 +18,7 @@ from convoy.runlog import loggers
 from convoy.runlog.loggers import Logger, MetricRow, to_mlflow, to_wandb
 from convoy.runlog.reader import read_log
 from convoy.runlog.schema import SystemLine
-from convoy.train.observer import EpochResult, Evaluation, StepResult
+from convoy.train.record import EpochResult, Evaluation, StepResult
 from tests.support.processes import PLACE
 
 load("digits")  # imports scikit-learn, likewise

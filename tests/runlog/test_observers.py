@@ -12,7 +12,7 @@ from convoy.runlog.observers import Meters, Utilization
 from convoy.runlog.schema import SystemLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
-from convoy.train.observer import EpochResult, Evaluation
+from convoy.train.record import EpochResult, Evaluation
 from tests.support.threads import run_on_threads
 
 

@@ -26,7 +26,7 @@ from convoy.train.controller import Rebalancer
 from tests.support import nets, one_device
 from tests.support.compiler import compiler_imported  # noqa: F401 - a fixture
 from tests.support.in_shares import in_shares
-from tests.support.odd_nets import Dropouts
+from tests.support.nets import Dropouts
 from tests.support.one_device import EXACT, Training, by_name, check
 from tests.support.slow import most_slow
 from tests.support.threads import run_on_threads

@@ -2,21 +2,15 @@
 
 import csv
 import json
-import random
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic
-from convoy.layout.layout import Partial
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.model.nets import build_net, graph_of
-from convoy.model.tracing import trace
-from convoy.plan.device_program import LocalSize, whole_size
+from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS as NAMED
 from convoy.plan.presets import Speeds, named_plan
@@ -26,19 +20,16 @@ from convoy.simulate.costs import Costs
 from convoy.simulate.events import Event, Timeline, play
 from convoy.simulate.memory import memory_of
 from convoy.simulate.network import network_of
-from convoy.simulate.power import Power, energy_of
 from convoy.simulate.simulator import programs, simulate
 from studies import figures, figures_fleets, fleets, published
 from studies.__main__ import main
 from studies.catalogue import fleet_of
-from studies.closed_form import plan_times, times_of
+from studies.closed_form import plan_times
 from studies.envelope import costs_at, enveloped
-from studies.envelope import rows_of as envelope_rows
 from studies.fleets import layer_speeds
 from studies.points import Points
 from studies.roofline import roofline_costs
-from studies.sweep import AXES, BASE, PLANS, along, crossover, five_axes, points_at, rows_of, sweep, write_csv
-from studies.terms import ByUnits, Work, named_terms, terms_of
+from studies.sweep import BASE, PLANS, along, crossover, points_at, rows_of, sweep, write_csv
 from tests.support.plan_requests import asked
 from tests.support.slow import most_slow
 
@@ -67,35 +58,10 @@ def residual() -> Graph:
     return Graph("Residual", {layer.name: layer for layer in layers}, ("fc",))
 
 
-def branches() -> Graph:
-    """4x6x6 -> conv 8 in two groups -> ReLU -> conv 3 and conv 5 -> pools to 1x1 -> cat -> Linear 4; ReLU is an output too."""
-
-    def conv(name: str, source: str, filters: int, channels: int, groups: int = 1) -> Layer:
-        weight = {"weight": Parameter(f"{name}.weight", (filters, channels, 3, 3), True)}
-        flop = 2 * filters * channels * 9 * 36
-        return Layer(name, "conv", (source,), (filters, 6, 6), weight, groups=groups, flop=flop)
-
-    layers = [
-        Layer("x", "input", (), (4, 6, 6)),
-        conv("grouped", "x", 8, 2, groups=2),
-        Layer("relu", "elementwise", ("grouped",), (8, 6, 6)),
-        conv("left", "relu", 3, 8),
-        conv("right", "relu", 5, 8),
-        Layer("left_pool", "pool", ("left",), (3, 1, 1)),
-        Layer("right_pool", "pool", ("right",), (5, 1, 1)),
-        Layer("cat", "cat", ("left_pool", "right_pool"), (8, 1, 1), axis=1),
-        Layer("flat", "flatten", ("cat",), (8,)),
-        Layer("fc", "linear", ("flat",), (4,), {"weight": Parameter("fc.weight", (4, 8), True)}, flop=2 * 32),
-    ]
-    return Graph("Branches", {layer.name: layer for layer in layers}, ("fc", "relu"))
-
-
 NETS = {
     "two-conv": graph_of("two-conv:20:33"),
     "alexnet": graph_of("alexnet:64"),
     "residual": residual(),
-    "few filters": graph_of("two-conv:3:5", (3, 8, 8)),
-    "branches": branches(),
 }
 
 
@@ -137,67 +103,12 @@ def test_closed_form_matches_the_replay(net, plan):
         assert closed(NETS[net], plan, devices, batch).step_s[0] == pytest.approx(expected_s, rel=1e-3)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_closed_form_holds_for_more_devices_than_filters_or_samples(plan):
-    """Then some are idle, and readers that differ in number cause moves of their own.
-
-    Here the replay may take a little longer: cards are shared fairly, and after the short messages of a ragged split have
-    ended, the long ones cannot use all of their NIC.
-    """
-    for net, devices, batch in (("few filters", 8, 16), ("residual", 8, 5), ("branches", 4, 16), ("branches", 7, 6)):
-        expected_s = replayed(NETS[net], plan, devices, batch).step_s
-        found_s = closed(NETS[net], plan, devices, batch).step_s[0]
-        assert expected_s * 0.95 < found_s < expected_s * 1.001
-
-
 @pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
 def test_closed_form_matches_every_collective(reduce):
     for devices in (2, 3, 4, 6):
         expected_s = replayed(NETS["two-conv"], "data", devices, 24, reduce).step_s
         found_s = closed(NETS["two-conv"], "data", devices, 24, reduce=reduce).step_s[0]
         assert found_s == pytest.approx(expected_s, rel=1e-3)
-
-
-def test_closed_form_energy_matches_the_replay():
-    """The seconds that all devices compute, summed: ragged shares count each as it is."""
-    graph, power = NETS["two-conv"], Power(10, 100)
-    for plan in PLANS:
-        for devices, batch in ((1, 16), (4, 16), (5, 13)):
-            timeline = replayed(graph, plan, devices, batch)
-            assert closed(graph, plan, devices, batch).busy_device_s[0] == pytest.approx(sum(timeline.compute_s))
-            points = points_at(BASE, devices=devices, batch=batch, flop_per_s=FLOP_PER_S, memory_bytes_per_s=MEMORY,
-                               link_bytes_per_s=LINK, latency_s=LATENCY_S, message_s=0.0)  # fmt: skip
-            (found,) = sweep(graph, points, (plan,))
-            expected = energy_of(timeline, (power,) * devices, batch)
-            assert found.image_j(power)[0] == pytest.approx(expected.image_j, rel=1e-3)
-
-
-def test_closed_form_uses_roofline_seconds():
-    """The formula of `cost.compute.Roofline`, written for arrays: the same for any part of any layer."""
-    draw = random.Random(0)
-    for graph in NETS.values():
-        for plan in ("data", "model"):
-            for term in named_terms(plan, graph).steps:
-                if not isinstance(term, Work):
-                    continue
-                layer, devices, batch = graph[term.layer], draw.randint(1, 6), draw.randint(1, 40)
-                size = whole_size(layer, batch)
-                units = term.place.units if isinstance(term.place, ByUnits) else batch
-                largest = -(-units // devices) / units
-                if isinstance(term.place, ByUnits):
-                    part = LocalSize(batch, round(size.outputs * largest), size.inputs)
-                else:
-                    shares = layer.statistics and min(devices, batch) > 1
-                    part = replace(size, samples=round(batch * largest), shares_statistics=shares)
-                roofline = Roofline((Rate(3e9, 1e9, 0.5),))
-                which = "all" if term.phase == "forward" or term.products == 2 else "input"
-                expected_s = roofline.seconds(0, layer, term.phase, part, which)
-                alone = replace(named_terms(plan, graph), steps=(term,), trained=())
-                points = Points.of(
-                    devices=devices, batch=batch, flop_per_s=3e9, efficiency=0.5, memory_bytes_per_s=1e9,
-                    link_bytes_per_s=1.0,
-                )  # fmt: skip
-                assert times_of(alone, points).compute_s[0] == pytest.approx(expected_s)
 
 
 def test_overlapped_all_reduce_costs_its_uncovered_time():
@@ -209,50 +120,7 @@ def test_overlapped_all_reduce_costs_its_uncovered_time():
     assert hidden.sums_s == pytest.approx([0.0, sums_s - compute_s * 2 / 3])
 
 
-def test_messages_cost_processor_time_each():
-    """Model plan, four devices: each gather has 3 messages out and 3 in on every device, and so has its way back."""
-    graph = NETS["two-conv"]
-    base = points_at(BASE, devices=4, message_s=0.0)
-    spent = points_at(BASE, devices=4, message_s=1.0)
-    # Gathers: of the first pool's output and of the flattened features, both ways; of the outputs, one way.
-    added = plan_times("model", graph, spent).step_s - plan_times("model", graph, base).step_s
-    assert added == pytest.approx(5 * 6)
-    # Data: one gather of the outputs, a ring of 2 * 3 rounds with a message out and one in.
-    added = plan_times("data", graph, spent).step_s - plan_times("data", graph, base).step_s
-    assert added == pytest.approx(6 + 12)
-
-
-def test_terms_refuse_unsupported_plans():
-    graph = NETS["two-conv"]
-    with pytest.raises(InputError, match="3 devices"):
-        terms_of(lower(named_plan("data", graph, 6, Speeds((1.0,) * 3)), graph), graph)
-    steps = lower(named_plan("model", graph, 4, Speeds((1.0,) * 2)), graph)
-    odd = tuple(
-        replace(step, writes=replace(step.writes, layout=Partial((0, 1)))) if step.id == 0 else step
-        for step in steps.steps
-    )
-    with pytest.raises(InputError, match="sums over channels"):
-        terms_of(replace(steps, steps=odd), graph)
-
-
 # --- networks ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("net", ["two-conv:5:7", "alexnet:24"])
-def test_graphs_without_weights_are_those_of_trained_networks(net):
-    """So plans made for one fit the other."""
-    image = (3, 16, 24)
-    with torch.random.fork_rng():
-        traced = trace(build_net(net, image, 7), torch.zeros(2, *image)).graph
-    assert graph_of(net, image, 7).fingerprint == traced.fingerprint
-
-
-def test_other_networks_have_graphs_too():
-    assert {layer.kind for layer in graph_of("resnet:8:2", (3, 8, 8)).layers.values()} >= {"batch_norm", "join"}
-    with pytest.raises(InputError, match="whole numbers"):
-        graph_of("two-conv:5:x")
-    with pytest.raises(InputError, match="two-conv"):
-        graph_of("lenet")
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
@@ -268,11 +136,6 @@ def test_invalid_points_are_refused():
         along("colour")
 
 
-def test_grid_has_every_combination():
-    points = Points.grid(**{**BASE, "devices": [1, 2], "batch": [8, 16, 32]})
-    assert list(zip(points.devices, points.batch, strict=True)) == [(1, 8), (1, 16), (1, 32), (2, 8), (2, 16), (2, 32)]
-
-
 def test_ten_thousand_points_are_evaluated():
     """All plans; every number is finite, and no plan beats as many devices as it has."""
     axes = {"devices": 2.0 ** np.arange(10), "batch": 2.0 ** np.arange(4, 14)}
@@ -284,21 +147,6 @@ def test_ten_thousand_points_are_evaluated():
         assert (each.times.step_s > 0).all()
         # Split weights are updated by many: that alone may help a little beyond the number of devices.
         assert (each.speedup <= points.devices * 1.01).all()
-
-
-def test_speedup_is_over_the_same_device_alone():
-    for each in sweep(NETS["two-conv"], points_at(BASE, devices=1)):
-        assert each.speedup == pytest.approx([1.0])
-
-
-def test_each_axis_changes_the_right_term():
-    swept = five_axes(NETS["two-conv"])
-    assert list(swept) == list(AXES)
-    for axis in ("flop_per_s", "memory_bytes_per_s", "link_bytes_per_s"):
-        for each in swept[axis]:
-            assert (np.diff(each.times.step_s) <= 0).all(), f"more {axis} must not make {each.plan} slower"
-    for each in swept["batch"]:
-        assert (np.diff(each.times.step_s) >= 0).all()
 
 
 def test_data_overtakes_model_at_the_crossover():
@@ -321,11 +169,6 @@ def test_sweep_is_written_as_a_table(tmp_path):
         write_csv(tmp_path / "none" / "t.csv", rows)
     with pytest.raises(InputError, match="one row"):
         write_csv(tmp_path / "t.csv", [])
-
-
-def test_plans_without_a_closed_form_are_refused():
-    with pytest.raises(InputError, match="'auto' has no closed form"):
-        sweep(NETS["two-conv"], points_at(BASE), ("auto",))
 
 
 # --- unequal devices --------------------------------------------------------------------------------------------------
@@ -363,17 +206,6 @@ def test_mixed_fleet_is_simulated():
     assert [row["plan"] for row in rows] == list(names)
     tight = replace(fleet, devices=tuple(replace(d, memory_bytes=1000) for d in fleet.devices))
     assert "mobile-gpu-2" in fleets.too_large(results["data"], tight)[2]
-
-
-def test_slowed_device_takes_proportionally_longer():
-    graph = NETS["two-conv"]
-    fleet = equal_fleet(2)
-    slowed = replace(fleet, devices=(fleet.devices[0], replace(fleet.devices[1], slowdown=4.0)))
-    speeds = layer_speeds(asked(graph, 32, roofline_costs(slowed)))
-    assert speeds.devices[0] / speeds.devices[1] == pytest.approx(4)
-    assert speeds.layers["0"][0] / speeds.layers["0"][1] == pytest.approx(4)
-    plan = fleets.make_plan("data-by-speed", graph, 40, roofline_costs(slowed))
-    assert [layer.shares for layer in [plan.otherwise]] == [(32, 8)]
 
 
 def test_fleet_without_a_roofline_is_refused_with_a_remedy():
@@ -416,31 +248,6 @@ def test_a_prediction_by_hand():
     assert published.predicted(published.CPUS, given) == pytest.approx(2.512, abs=0.002)
 
 
-def test_batch_size_barely_changes_the_speedup():
-    given = published.Assumption(50e9, 125e6)
-    few, many = (published.predicted(published.CPUS, replace(given, batch=batch)) for batch in (32, 1024))
-    assert few == pytest.approx(many, rel=0.01)
-
-
-def test_assumptions_are_tabulated():
-    ranges = {"flop_per_s": (20e9, 200e9), "link_bytes_per_s": (125e6,), "convolution": (0.9, 0.99)}
-    rows = published.table(published.CPUS, ranges)
-    assert [(row["flop_per_s"], row["convolution"]) for row in rows] == [
-        (20e9, 0.9),
-        (20e9, 0.99),
-        (200e9, 0.9),
-        (200e9, 0.99),
-    ]
-    predicted = [row["predicted"] for row in rows]
-    assert predicted[1] == max(predicted)
-    assert all(row["predicted"] < row["free_links"] for row in rows)
-    text = published.summary(published.CPUS, rows)
-    assert text.startswith(
-        f"four CPUs: 3.28x reported; the model says {min(predicted):.2f}x to {max(predicted):.2f}x over 4"
-    )
-    assert "; 1 of them within 10 %" in text
-
-
 # --- traces and pictures ----------------------------------------------------------------------------------------------
 
 
@@ -478,37 +285,7 @@ def test_a_chrome_trace_by_hand(tmp_path):
     assert received[2]["args"] == {"step": 1, "peer": "shed", "bytes": 4000, "bytes_per_s": pytest.approx(2e6)}
 
 
-def test_no_row_of_a_trace_has_events_that_overlap():
-    """A viewer shows only nested events in one row; simultaneous messages would vanish."""
-    timeline = replayed(NETS["two-conv"], "model", 4, 13)
-    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in pictures.to_chrome_trace(timeline, ["a", "b", "c", "d"])["traceEvents"]:
-        if event["ph"] == "X":
-            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    assert sum(map(len, rows.values())) == len(
-        [e for e in timeline.events if e.end_s > e.start_s and e.activity != "wait"]
-    )
-    for spans in rows.values():
-        spans.sort()
-        assert all(stop <= start + 1e-6 for (_, stop), (start, _) in pairwise(spans))
-
-
-def test_unwritable_trace_is_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot write"):
-        pictures.write_chrome_trace(hand_timeline(), tmp_path / "none" / "t.json", ["a", "b", "c"])
-
-
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def test_step_is_plotted(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = pictures.draw(hand_timeline(), tmp_path / "t.png", ["attic", "cellar", "shed"], "a step")
-    assert path.read_bytes().startswith(PNG)
-    empty = Timeline((), 0.0, (0.0,), (0.0,))
-    assert pictures.draw(empty, tmp_path / "empty.png", ["attic"], "nothing").read_bytes().startswith(PNG)
-    with pytest.raises(InputError, match="cannot write"):
-        pictures.draw(hand_timeline(), tmp_path / "t.gpx", ["a", "b", "c"], "a step")
 
 
 def test_all_figures_are_drawn(tmp_path):
@@ -551,28 +328,6 @@ def test_auto_is_the_envelope_of_all_curves(axis, values):
         assert each.step_s <= min(simulate(lower(plan, graph), graph, costs).step_s for plan in plans) * (1 + 1e-9)
 
 
-@pytest.mark.slow
-def test_auto_is_the_envelope_for_short_moves():
-    """Eight devices, a batch of eight: every layer by filters takes half of what `auto` took. The best plans with everything
-    taken to be hidden had pushed those without out of the few that are simulated, and all that was simulated split samples."""
-    graph = graph_of("alexnet:4096")
-    (found,) = enveloped(graph, "batch", (8,))
-    assert found.over_best <= 1 + 1e-9
-
-
-def test_planner_plans_appear_in_figure_and_table(tmp_path):
-    pytest.importorskip("matplotlib")
-    graph = NETS["two-conv"]
-    found = enveloped(graph, "devices", (2, 4096))
-    assert [each.value for each in found] == [2], "of thousands none is planned"
-    (row,) = envelope_rows(found)
-    assert row["step_s"] == found[0].step_s
-    assert row["over_best_curve"] == found[0].over_best
-    with_auto = figures.five_axes_figure(graph, tmp_path / "with.png", auto={"devices": found})
-    without = figures.five_axes_figure(graph, tmp_path / "without.png")
-    assert with_auto.read_bytes() != without.read_bytes()
-
-
 def test_study_runs_without_plots(tmp_path, capsys):
     assert main([str(tmp_path / "new"), "two-conv:4:6", "--no-figures", "--no-published", "--no-auto"]) == 0
     paths = [*(tmp_path / "new").iterdir()]
@@ -580,12 +335,3 @@ def test_study_runs_without_plots(tmp_path, capsys):
     assert sorted(capsys.readouterr().out.splitlines()) == sorted(f"wrote {path}" for path in paths)
     with (tmp_path / "new" / "mixed-fleet.csv").open(newline="") as file:
         assert [row["plan"] for row in csv.DictReader(file)] == [*NAMED, "auto"]
-
-
-def test_study_command_prints_usage(capsys, tmp_path):
-    with pytest.raises(SystemExit) as ended:
-        main([])
-    assert ended.value.code == 2
-    assert "DIR [NET]" in capsys.readouterr().err
-    assert main([str(tmp_path), "lenet:5"]) == 1
-    assert "lenet" in capsys.readouterr().err

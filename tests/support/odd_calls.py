@@ -143,10 +143,10 @@ class Alpha(nn.Module):
 
     def __init__(self, alpha: float = 0.5) -> None:
         super().__init__()
-        self.alpha, self.options = alpha, {"beta": [1.0]}
+        self.alpha, self.options, self.act = alpha, {"beta": [1.0]}, lambda x: x
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.alpha * self.options["beta"][0]
+        return self.act(x * self.alpha * self.options["beta"][0])
 
 
 class Standardised(nn.Conv2d):

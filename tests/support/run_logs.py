@@ -29,26 +29,24 @@ FLEET: Row = {
 
 def layer(name: str, kind: str, strategy: str, parts: list[str], **more: Any) -> Row:
     return {"layer": name, "kind": kind, "strategy": strategy, "parts": parts} | {
-        "note": "", "flop": 0, "moves": [], "sum_bytes": 0, **more
+        "note": "", "flop": 0, "bytes": 0, **more
     }  # fmt: skip
 
 
 def layers(filters: list[str]) -> list[Row]:
-    move = {"value": "conv1", "from": "split by samples", "to": "copies on 3 devices", "bytes": 262144}
     return [
-        layer("conv1", "conv", "batch", ["32", "16", "16"], flop=1000, sum_bytes=5120),
+        layer("conv1", "conv", "batch", ["32", "16", "16"], flop=1000, bytes=5120),
         layer("relu", "elementwise", "batch", ["32", "16", "16"]),
-        layer("conv2", "conv", "filter", filters, flop=9000, moves=[move], note="the first of its kind"),
+        layer("conv2", "conv", "filter", filters, flop=9000, bytes=262144, note="the first of its kind"),
         layer("fc", "linear", "one", ["all", "-", "-"], flop=10),
         layer("gate", "opaque", "copies", ["all", "all", "all"]),
     ]
 
 
-OUTPUTS = [{"value": "fc", "from": "whole on device 0", "to": "copies on 3 devices", "bytes": 5120}]
 PLAN: Row = {
     "what": "plan",
     "plan": {"name": "auto", "devices": 3, "batch": 64, "reduce": "ring", "wire": "exact"},
-    "layers": layers(["64", "48", "16"]), "outputs": OUTPUTS, "work": [0.5, 0.375, 0.125], "inexact": "",
+    "layers": layers(["64", "48", "16"]), "work": [0.5, 0.375, 0.125], "inexact": "",
 }  # fmt: skip
 PREDICTION: Row = {
     "what": "prediction", "step_s": 0.016, "samples_per_s": 4000.0, "limit_samples_per_s": 7000.0,
@@ -65,7 +63,7 @@ PREDICTION: Row = {
     ],
 }  # fmt: skip
 RESHARE: Row = {
-    "what": "reshare", "step": 9, "layers": layers(["96", "24", "8"]), "outputs": OUTPUTS, "work": [0.75, 0.1875, 0.0625],
+    "what": "reshare", "step": 9, "layers": layers(["96", "24", "8"]), "work": [0.75, 0.1875, 0.0625],
     "reason": "conv2 64/48/16 -> 96/24/8 filters: device 1 took 1.6x the balanced time", "plan": {},
 }  # fmt: skip
 END: Row = {"what": "end", "step_s": STEP_S}

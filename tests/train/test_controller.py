@@ -25,9 +25,8 @@ from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
-from convoy.train.observer import Evaluation, Observer
 from convoy.train.rebalance import Keep, Reshard
-from convoy.train.record import History
+from convoy.train.record import Evaluation, History, Observer
 from tests.support import nets
 from tests.support.one_device import EXACT, graph_of, one_trace
 from tests.support.threads import run_on_threads

@@ -15,8 +15,7 @@ from convoy.plan.presets import Speeds
 from convoy.runtime.module import Distributed
 from convoy.train.loader import Loader
 from convoy.train.loop import Recipe, Training, fit
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
-from convoy.train.record import LATE_STEPS, History, LateLosses, Unread, UnreadNumber, lateness
+from convoy.train.record import LATE_STEPS, EpochResult, Evaluation, History, LateLosses, Observer, StepResult, lateness
 from tests.support import nets, sim
 from tests.support.one_device import by_name
 from tests.support.processes import on_processes
@@ -185,12 +184,13 @@ def test_a_repeated_step_counts_once(back: int, monkeypatch: pytest.MonkeyPatch)
 def test_numbers_come_in_order_and_once() -> None:
     losses = LateLosses(1)
     parts = [torch.tensor(1.0), torch.tensor([0.5])]
-    losses.add(Unread(0, 0, UnreadNumber(parts), 6, 0.1))
+    steps = [StepResult(step, 0, torch.nan, 6, 0.1) for step in range(3)]
+    losses.add(steps[0], parts)
     parts[0].fill_(7.0)
     assert list(losses.due()) == []
-    losses.add(Unread(1, 0, 2.0, 6, 0.1))
-    assert [(step.step, loss) for step, loss in losses.due()] == [(0, 1.5)]
-    losses.add(Unread(2, 0, 3.0, 6, 0.1))
+    losses.add(steps[1], [torch.tensor(2.0)])
+    assert [(each.step, each.loss) for each in losses.due()] == [(0, 1.5)]
+    losses.add(steps[2], [torch.tensor(3.0)])
     losses.drop_from(2)
-    assert [(step.step, loss) for step, loss in losses.rest()] == [(1, 2.0)]
-    assert list(losses.rest()) == []
+    assert [(each.step, each.loss) for each in losses.due(late=0)] == [(1, 2.0)]
+    assert list(losses.due(late=0)) == []

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import convoy
 from convoy.comm.group import Group
 from convoy.data import Images
-from convoy.data.augment import Augment, read_augment
+from convoy.data.augment import Augment, augment_steps
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.train.loader import Loader
@@ -35,17 +35,13 @@ def images() -> Images:
 @pytest.fixture(scope="module")
 def augment(images: Images) -> Augment:
     make_importable()
-    return read_augment(STEPS, images.mean, images.std)
+    return Augment(augment_steps(STEPS), images.mean, images.std)
 
 
 @pytest.fixture(scope="module")
 def expected(images: Images, augment: Augment) -> Pictures:
     """Return two epochs on one device, sample by sample."""
-    return {
-        (epoch, i): augment(images.__getitems__([i])[0], [i], SEED, epoch)[0]
-        for epoch in (0, 1)
-        for i in range(SAMPLES)
-    }
+    return {(epoch, i): augment(images.batch([i])[0], [i], SEED, epoch)[0] for epoch in (0, 1) for i in range(SAMPLES)}
 
 
 def pictures(loader: Loader, epochs: int = 2) -> list[Pictures]:
@@ -61,10 +57,8 @@ def assert_same(found: Pictures, expected: Pictures) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_augmentation_differs_between_epochs(
-    images: Images, augment: Augment, expected: Pictures, workers: int
-) -> None:
-    first, second = pictures(Loader(images, BATCH, seed=SEED, augment=augment, workers=workers))
+def test_augmentation_differs_between_epochs(images: Images, expected: Pictures, workers: int) -> None:
+    first, second = pictures(Loader(images, BATCH, seed=SEED, augment=STEPS, workers=workers))
     assert len(first) == len(second) == SAMPLES
     assert_same(first | second, expected)
     assert not any(first[0, i].equal(second[1, i]) for i in range(SAMPLES))
@@ -79,13 +73,13 @@ def net() -> nn.Module:
     [("data", (1, 1, 1, 1), 0), ("data-by-speed", (3, 0, 2, 1), 0), ("model", (1, 1, 1, 1), 0), ("data-by-speed", (2, 1), 2)],
 )  # fmt: skip
 def test_fleets_augment_as_one_device(
-    name: str, speeds: tuple[float, ...], workers: int, images: Images, augment: Augment, expected: Pictures
+    name: str, speeds: tuple[float, ...], workers: int, images: Images, expected: Pictures
 ) -> None:
     plan = named_plan(name, trace(net(), torch.zeros(1, *SHAPE)).graph, BATCH, Speeds(speeds))
 
     def work(group: Group) -> list[tuple[Tensor, Tensor]]:
         part = convoy.distribute(net(), plan, group, torch.zeros(1, *SHAPE))
-        loader = Loader(images, BATCH, part, seed=SEED, augment=augment, workers=workers if group.device else 0)
+        loader = Loader(images, BATCH, part, seed=SEED, augment=STEPS, workers=workers if group.device else 0)
         part.group.agree = lambda _, text: (text,) * plan.devices  # type: ignore[method-assign]  # one after the other
         with _TURN:
             return [batch for _ in range(2) for batch in loader]

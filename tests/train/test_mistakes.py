@@ -296,7 +296,7 @@ class Wrapped:
     ("given", "told"),
     [
         (lambda m, o: (m, o, Prefetching(images(), 5)), "Prefetching overrides iteration.*collate_fn"),
-        (lambda m, o: (m, o, Wrapped()), "a Wrapped as a loader: .*give the DataLoader inside it"),
+        (lambda m, o: (m, o, Wrapped()), "a Wrapped as a loader: .*give DataLoaders, not what wraps them"),
         (lambda m, o: (o, m, shuffled()), "in this order; its model is a SGD"),
         (lambda m, o: (m, shuffled(), o), "in this order; its optimizer is a DataLoader"),
         (

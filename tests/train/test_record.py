@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from convoy.train.observer import EpochResult
-from convoy.train.record import Place, TrainingRecord, Unread
+from convoy.train.record import EpochResult, Place, StepResult, TrainingRecord
 
 
 def trained(steps: int = 7, per_epoch: int = 2, record: TrainingRecord | None = None) -> TrainingRecord:
@@ -80,7 +79,7 @@ def test_divergence_is_undone_and_repeated() -> None:
 
 def test_replay_state_holds_the_current_epoch_only() -> None:
     record = trained(steps=6)
-    unread = [(Unread(6, 3, 8, 0.1, 0.0), 6.0), (Unread(7, 3, 8, 0.1, 0.0), 7.0), (Unread(8, 4, 5, 0.1, 0.0), 8.0)]
+    unread = [StepResult(6, 3, 6.0, 8, 0.1), StepResult(7, 3, 7.0, 8, 0.1), StepResult(8, 4, 8.0, 5, 0.1)]
     for count, begun, losses in [(0, 4, [4, 5]), (2, 6, [6, 7]), (3, 8, [8])]:
         told = record.run_state(unread[:count])
         assert (told["begun"], told["losses"]) == (begun, losses), count

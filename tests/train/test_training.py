@@ -36,7 +36,7 @@ from convoy.train.loop import (
     classification_loss,
     fit,
 )
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
+from convoy.train.record import EpochResult, Evaluation, Observer, StepResult
 from tests.support import nets
 from tests.support.one_device import EXACT, by_name, mixed, one_trace
 from tests.support.threads import run_on_threads

@@ -22,7 +22,6 @@ from torch import nn
 from convoy.errors import InputError
 from convoy.model.entry_points import call, find_callable, import_package
 from convoy.model.nets.builtin import ImageShape
-from convoy.model.tracing.copies import shared_copy
 from convoy.model.tracing.trials import first_line, run_on_random, tensors_of
 
 
@@ -63,7 +62,7 @@ def _check_outputs(text: str, model: nn.Module, image: ImageShape, classes: int)
             with torch.no_grad(), torch.device("meta"):
                 outputs = tensors_of(model(images.to("meta")))
         else:
-            outputs = tensors_of(run_on_random(shared_copy(model), (images,), {}))
+            outputs = tensors_of(run_on_random(model, (images.to("meta"),), {}))
     except Exception as error:
         raise InputError(
             f"net {text!r} does not run on images of {size} ({first_line(error)}): give images of the channels and size that "

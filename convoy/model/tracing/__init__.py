@@ -7,8 +7,7 @@ layers, with their kinds (`supported_layers.py`). `python_state.py` finds the va
 
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import count
@@ -23,12 +22,12 @@ from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, bind_operation, disable_in_place
 from convoy.model.split_rules import register_layer
-from convoy.model.tracing.copies import copied, meta_copy, release, shared_tensors
+from convoy.model.tracing.copies import copied, meta_copy, release, shared_parameters
 from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, hooked, on_weights
 from convoy.model.tracing.layer_builder import LayerBuilder, canonical_keys, dtype_name, whole
 from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable, across, is_batched, meta_inputs, without_batch
-from convoy.model.tracing.python_state import State, StateWatch, modes_of, subtree
-from convoy.model.tracing.tracer import TRACE_LOCK, nodes_of
+from convoy.model.tracing.python_state import State, StateWatch, changed, modes_of, subtree
+from convoy.model.tracing.tracer import TRACE_LOCK, GivenUp, nodes_of
 from convoy.model.tracing.trials import (
     TrialInputs,
     first_line,
@@ -72,31 +71,51 @@ def trace(
         raise InputError("the example must be a batch: tensors whose first axis is the batch; give e.g. x[:2]")
     inner = unwrapped(model)
     _check_parameters(inner)
-    try:
-        local = copied(inner, shared_tensors(inner))
-        local = local if _is_on_meta(local) else local.cpu()
-    except Exception as error:  # an attribute may raise anything when it is copied
-        raise InputError(
-            f"{type(inner).__name__} cannot be copied ({first_line(error)}): what is computed from parameters is no state "
-            "of a module; torch.nn.utils.parametrizations has forms that can be copied. Leave out attributes that "
-            "copy.deepcopy refuses"
-        ) from error
-    _mute(local)
-    if not training or not local.training:  # frozen parts of a model in training stay as they are
-        local.train(training)
-    with TRACE_LOCK, State(dict(local.named_modules())).kept(), warnings.catch_warnings():
+    state = State(dict(inner.named_modules()))
+    with TRACE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model gives its own warnings when it is trained
-        capture = _Capture(local, examples, like)
-        traced = _with_hooks(local, capture.run(), inner)
-    modes = modes_of(local)
-    release(local)
+        before = state.forms()
+        capture = _Capture(partial(_copied, inner, training), examples, like)
+        traced = capture.run()
+        traced = replace(_with_hooks(capture.model, traced, inner), modes=modes_of(capture.model))
+        release(capture.model)
+        names = changed(before, state.forms())
+    if names:
+        raise InputError(
+            f"a forward of {type(inner).__name__} changes {names[0]!r} outside of its module, as did tracing: keep it in an "
+            "attribute of the module"
+        )
     if capture.overwrites and training:
         warnings.warn(
             f"{type(inner).__name__} overwrites its input in forward; distributed, it leaves the tensors that it is given as "
             "they are. Begin forward with x = x.clone(), and one device does so, too",
             stacklevel=2,
         )
-    return replace(traced, modes=modes)
+    return traced
+
+
+def _copied(model: nn.Module, training: bool) -> nn.Module:
+    """Return a copy on the CPU, in training or evaluation, without the user's hooks: they must not see a trace's values."""
+    try:
+        local = copied(model, shared_parameters(model))
+        local = local if _is_on_meta(local) else local.cpu()
+    except Exception as error:  # an attribute may raise anything when it is copied
+        raise InputError(
+            f"{type(model).__name__} cannot be copied ({first_line(error)}): what is computed from parameters is no state "
+            "of a module; torch.nn.utils.parametrizations has forms that can be copied. Leave out attributes that "
+            "copy.deepcopy refuses"
+        ) from error
+    for module in local.modules():
+        kinds = hooked(module)
+        for hooks in (getattr(module, kind) for kind in kinds):
+            for number, hook in list(hooks.items()):
+                if not on_weights(hook):
+                    del hooks[number]
+        if kinds:
+            module.register_forward_hook(lambda *_: None)
+    if not training or not local.training:  # frozen parts of a model in training stay as they are
+        local.train(training)
+    return local
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -132,18 +151,6 @@ def _is_on_meta(model: nn.Module) -> bool:
 # --- hooks -----------------------------------------------------------------------------------------------------------
 
 
-def _mute(model: nn.Module) -> None:
-    """Replace the user's hooks, which must not see the values of a trace, with one that does nothing."""
-    for module in model.modules():
-        kinds = hooked(module)
-        for hooks in (getattr(module, kind) for kind in kinds):
-            for number, hook in list(hooks.items()):
-                if not on_weights(hook):
-                    del hooks[number]
-        if kinds:
-            module.register_forward_hook(lambda *_: None)
-
-
 def _with_hooks(model: nn.Module, traced: TracedModel, original: nn.Module) -> TracedModel:
     """Compute every layer with hooks whole on every device, and never split a parameter with hooks."""
     keys = {key for key, p in original.named_parameters() if any(getattr(p, kind, None) for kind in ON_PARAMETERS)}
@@ -169,19 +176,22 @@ class _Capture:
     """One model in one mode while it becomes a trace.
 
     Args:
-        model: a copy without other users.
+        copy: makes a copy of the model.
         like: see `trace`.
 
     Attributes:
+        model: the present copy. Forwards that are traced or tried may change its Python state, so each trace has a new one.
+        whole: path of a module that stays whole -> why.
         overwrites: whether the model overwrites its inputs.
     """
 
-    def __init__(self, model: nn.Module, examples: Sequence[Tensor], like: TracedModel | None) -> None:
-        self.model, self.examples, self.meta = model, examples, meta_copy(model)
+    def __init__(self, copy: Callable[[], nn.Module], examples: Sequence[Tensor], like: TracedModel | None) -> None:
+        self.copy, self.model, self.examples = copy, copy(), tuple(examples)
+        self.meta = meta_copy(self.model)
         self.specs: list[Spec] = [(tuple(e.shape[1:]), e.dtype) for e in examples]
         self.samples = min(max(len(examples[0]), BATCHES[0]), _MOST_SAMPLES)
         self.overwrites = False
-        self.leaves = set(like.whole) if like is not None else set[str]()
+        self.whole = dict.fromkeys(like.whole if like is not None else (), "")
         self.together: list[set[str]] = []
         self.elsewhere: dict[str, bool] = {}
         if like is not None:
@@ -191,36 +201,32 @@ class _Capture:
             self.together = [{p.key for p in like.graph[n].parameters.values()} for n in regions]
 
     def run(self) -> TracedModel:
-        why: dict[str, str] = {}
         try:
-            if "" in self.leaves:
-                raise Untraceable("it is one layer in the other mode")
-            while True:
+            while "" not in self.whole:
                 try:
-                    traced, more = self._traced(why)
+                    traced, more = self._traced()
+                except GivenUp as found:
+                    more = found.whole
                 except Untraceable as reason:
-                    if not reason.where or reason.where in self.leaves:
+                    if reason.where in self.whole:
                         raise
                     more = {reason.where: str(reason)}
                 if not more:
                     return traced
-                why |= more
-                if "" in more:
-                    raise Untraceable(more[""])
-                self.leaves |= more.keys()
+                self.whole |= more
+                release(self.model)
+                self.model = self.copy()
+            raise Untraceable(self.whole[""] or "it is one layer in the other mode")
         except Untraceable as reason:
             if _is_on_meta(self.model):
                 raise self._needs_weights(str(reason)) from None
+            release(self.model)
+            self.model = self.copy()
             return self._as_one_layer(str(reason))
 
-    def _traced(self, why: Mapping[str, str]) -> tuple[TracedModel, dict[str, str]]:
-        """Return the trace, and path -> reason for further modules that must stay whole.
-
-        Args:
-            why: the same for those that are leaves already.
-        """
-        nodes = nodes_of(self.model, self.meta, self.specs, self.leaves)
-        nodes = replace(nodes, whole={**nodes.whole, **why})
+    def _traced(self) -> tuple[TracedModel, Mapping[str, str]]:
+        """Return the trace, and path -> reason for further modules that must stay whole."""
+        nodes = nodes_of(self.model, self.meta, self.specs, self.whole)
         builder = LayerBuilder(self.model, self.meta, nodes, self.specs, self.together, self.elsewhere, self.samples)
         traced = builder.run()
         self.overwrites = builder.values.overwrites
@@ -251,13 +257,14 @@ class _Capture:
         inputs = {f"input{i}" if i else "input": spec for i, spec in enumerate(self.specs)}
         layers = {n: Layer(n, "input", (), shape, dtype=dtype_name(dtype)) for n, (shape, dtype) in inputs.items()}
         operations: dict[str, Operation] = {name: Operation("input", name) for name in inputs}
-        with FlopCounterMode(display=False) as counter:
-            value, outputs, batched = self._outputs()
-        several = not isinstance(value, Tensor) or batched[0] is not None
+        given, values, sizes, flop = self._results()
+        outputs, batched = self._read_results(values, sizes)
+        several = not isinstance(values[0], Tensor) or batched[0] is not None or given.own
         operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
         if several:
-            form = _result_form(value, count())
-            flat = Operation("function", partial(_flat, type(model).__name__, repr(form)), (Ref(len(inputs)),))
+            form = _result_form(values[0], count())
+            shapes = [t.shape for t in outputs] if given.own else None  # found for this number of samples alone
+            flat = Operation("function", partial(_flat, type(model).__name__, repr(form), shapes), (Ref(len(inputs)),))
             target = Region((operation, flat), (True, True), (len(inputs) + 1,), several=False)
             operation = Operation("region", target, operation.args)
         keys = canonical_keys(model)
@@ -269,9 +276,8 @@ class _Capture:
         layer = Layer(
             "model", "opaque", tuple(inputs), tuple(outputs[0].shape[1:]), parameters, several=several,
             dtype=dtype_name(outputs[0].dtype), random=has_dropout(model),
-            differentiable=any(is_floating(t) for t in outputs), flop=counter.get_total_flops() // sum(BATCHES),
+            differentiable=any(is_floating(t) for t in outputs), flop=flop,
         )  # fmt: skip
-        given = TrialInputs(meta_inputs(self.specs, BATCHES[0]), [True] * len(self.specs), self.samples)
         seen = observe(model, operation, subtree(model), given)
         layers["model"], operations["model"] = whole(layer, seen, why, self.elsewhere), operation
         names: tuple[str, ...] = ("model",)
@@ -287,58 +293,104 @@ class _Capture:
         graph = Graph(type(model).__name__, layers, names)
         return TracedModel(graph, operations, form if several else Ref(0), whole=("",))
 
-    def _outputs(self) -> tuple[Any, list[Tensor], list[tuple[int, ...] | None]]:
-        """Run the model on two batches; return its value for the smaller, its tensors, and `Layer.batch_axes` (None: rows)."""
+    def _results(self) -> tuple[TrialInputs, list[Any], list[int], int]:
+        """Call the model. Return inputs for another call, its results, their batch sizes, and FLOP per sample.
+
+        It is called on random batches of two sizes, which show what follows the batch; or on the example, where it takes no
+        others (films of 8 frames, lengths in descending order).
+        """
+        own, samples = len(self.examples[0]), self.samples
+        tried: list[list[Sequence[Tensor]]] = [
+            [meta_inputs(self.specs, samples) for samples in sizes] for sizes in (BATCHES, (own, 2 * own))
+        ]
+        errors = []
+        tried.append([self.examples])
+        for batches in tried:
+            if batches is tried[-1]:
+                self._check_batch_axis()
+            try:
+                with FlopCounterMode(display=False) as counter:
+                    values = [run_on_random(self.model, batch, {}) for batch in batches]
+            except Exception as error:
+                errors.append(error)
+                samples = own
+                continue
+            given = TrialInputs(batches[0], [True] * len(self.specs), samples, own=len(batches) == 1)
+            sizes = [len(batch[0]) for batch in batches]
+            return given, values, sizes, counter.get_total_flops() // sum(sizes)
+        raise self._does_not_run(errors) from errors[0]
+
+    def _read_results(
+        self, values: Sequence[Any], sizes: list[int]
+    ) -> tuple[list[Tensor], list[tuple[int, ...] | None]]:
+        """Return the tensors of the first result, and their `Layer.batch_axes` (None: rows of the batch)."""
         name = type(self.model).__name__
-        try:
-            values = [run_on_random(self.model, meta_inputs(self.specs, batch), {}) for batch in BATCHES]
-        except Exception as error:
-            raise self._does_not_run(error) from error
-        small, large = (tensors_of(value) for value in values)
-        forms = [repr(_result_form(value, count())) for value in values]  # as text: NaN does not equal itself
-        if not small or forms[0] != forms[1]:
+        small, *others = (tensors_of(value) for value in values)
+        forms = {repr(_result_form(value, count())) for value in values}  # as text: NaN does not equal itself
+        if not small or len(forms) > 1:
             odd = " with something beside tensors that is another one for other batches" if small else ""
             raise InputError(
                 f"{name} returns {type(values[0]).__name__}{odd}: return a tensor, or a nest of tuples, dicts and dataclasses "
                 "of tensors"
             )
-        pairs = list(zip(small, large, strict=True))
-        if any(a.shape != b.shape and not across((a, b)) for a, b in pairs):
+        if not others:
+            return small, [None if t.shape[:1] == (sizes[0],) else () for t in small]
+        pairs = list(zip(small, others[0], strict=True))
+        if any(a.shape != b.shape and not across((a, b), tuple(sizes)) for a, b in pairs):
             raise InputError(
                 f"{name} returns a tensor whose size goes with the batch, but is not that of the batch: return one row per "
                 "sample, one value for the batch, or a value for each pair of samples"
             )
-        return values[0], small, [None if is_batched(pair) else across(pair) for pair in pairs]
+        return small, [None if is_batched(pair, tuple(sizes)) else across(pair, tuple(sizes)) for pair in pairs]
 
-    def _does_not_run(self, error: Exception) -> InputError:
-        start = f"{type(self.model).__name__} does not run on the example ({first_line(error)}): "
+    def _check_batch_axis(self) -> None:
+        shapes = [(tuple(e.shape), e.dtype) for e in self.examples]
+        try:
+            run_on_random(self.model, meta_inputs(shapes, 2), {})
+        except Exception:
+            return
+        raise InputError(
+            f"{type(self.model).__name__} does not run on the example: it is one sample, "
+            f"{' and '.join(str(shape) for shape, _ in shapes)}, without the axis of the batch: give example[None], or one "
+            "batch of the loader"
+        )
+
+    def _does_not_run(self, errors: Sequence[Exception]) -> InputError:
+        name, shapes = type(self.model).__name__, [tuple(e.shape) for e in self.examples]
         norm = next((path for path, module in self.model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
         if norm is not None:
             return InputError(
-                f"{start}{norm!r} is a SyncBatchNorm; all batch norms of a distributed model have the statistics of the whole "
-                "batch: leave convert_sync_batchnorm out"
+                f"{name} does not run on the example: {norm!r} is a SyncBatchNorm; all batch norms of a distributed model have "
+                "the statistics of the global batch: leave convert_sync_batchnorm out"
             )
-        shapes = [(tuple(e.shape), e.dtype) for e in self.examples]
-        with suppress(Exception):
-            run_on_random(self.model, meta_inputs(shapes, 2), {})
-            return InputError(
-                f"{start}it is one sample, {' and '.join(str(shape) for shape, _ in shapes)}, without the axis of the batch: "
-                "give example[None], or one batch of the loader"
-            )
+        samples = " and ".join(str(shape[1:]) for shape in shapes)
+        hooks = ", without the hooks of its modules" if any(hooked(m) for m in self.model.modules()) else ""
         return InputError(
-            f"{start}it was given {BATCHES[0]} and {BATCHES[1]} samples of random numbers with the shapes of the example; give "
-            "one batch of each of its inputs, as its forward takes them"
+            f"{name} does not run on the example. Called with {BATCHES[0]} and {BATCHES[1]} random samples of shape "
+            f"{samples}{hooks}: {first_line(errors[0])}. Called with the {shapes[0][0]} samples of the example{hooks}: "
+            f"{first_line(errors[-1])}. Give one batch of each of its inputs, as its forward takes them"
+            + ("; forward cannot read what a hook has recorded: return it, or keep it in a variable" if hooks else "")
         )
 
 
-def _flat(model: str, form: str, value: Any) -> list[Tensor]:
-    """Return the tensors that a model returned, and refuse outputs that are not tensors and differ between calls."""
+def _flat(model: str, form: str, shapes: Sequence[torch.Size] | None, value: Any) -> list[Tensor]:
+    """Return the tensors that a model returned, and refuse other results than when it was distributed.
+
+    Args:
+        shapes: of the tensors, where they may not follow the batch; None: any.
+    """
+    found = tensors_of(value)
     if repr(_result_form(value, count())) != form:
         raise InputError(
             f"{model} returned something other than tensors that it did not return when it was distributed: a number, a text "
             "or another nest. Return tensors, or compute it from what the model returns"
         )
-    return tensors_of(value)
+    if shapes is not None and shapes != [t.shape for t in found]:
+        raise InputError(
+            f"{model} returned tensors of {[*map(tuple, (t.shape for t in found))]}, and of {[*map(tuple, shapes)]} for the "
+            "example: it runs with the example's batch size alone, so give every batch that size (drop_last=True)"
+        )
+    return found
 
 
 def _result_form(value: Any, number: Iterator[int]) -> Any:

@@ -1,9 +1,9 @@
-"""Copies of models: with the user's hooks, and with weights that share the original's memory until one of both is written."""
+"""Copies of models that share the parameters' memory, and trials that do not write to it."""
 
 import copy
 import functools
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 
 from convoy.errors import InputError
 from convoy.model.tracing.hooks import KINDS, on_weights
-
-_LOCK = threading.Lock()
-"""torch makes a storage copy-on-write without its own lock."""
 
 
 def copied(model: nn.Module, tensors: Mapping[int, Any] | None = None) -> nn.Module:
@@ -46,51 +43,39 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy whose parameters and buffers take no memory until they, or the original's, are written."""
-    return copy.deepcopy(model, shared_tensors(model))
+    """Return a deep copy whose parameters share the original's memory. Run it inside `written`."""
+    return copy.deepcopy(model, shared_parameters(model))
 
 
-def shared_tensors(model: nn.Module) -> dict[int, Any]:
-    """Return id -> tensor for the parameters and buffers of such a copy: a memo for `copy.deepcopy`."""
-    memo: dict[int, Any] = {}
+def shared_parameters(model: nn.Module) -> dict[int, Any]:
+    """Return id -> parameter for such a copy: a memo for `copy.deepcopy`."""
+    plain = (p for p in model.parameters() if type(p) is nn.Parameter)
+    return {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in plain}
+
+
+@contextmanager
+def written(tensors: Iterable[Tensor]) -> Iterator[Callable[[], bool]]:
+    """Give tensors other memory inside the block, so that calls do not write to theirs. Yield a function: did they write?"""
+    held = [(t, t.data) for t in {id(t): t for t in tensors}.values()]
+    for t, data in held:
+        t.data = data.clone()
+    try:
+        yield lambda: not all(torch.equal(t.data, data) for t, data in held)
+    finally:
+        for t, data in held:
+            if not t.is_leaf:
+                t.detach_()  # a buffer that took in a tensor with a gradient
+            t.data = data
+
+
+def release(model: nn.Module) -> None:
+    """Let go of the parameters of a copy without users, which may be in a reference cycle until Python collects it."""
     for p in model.parameters():
-        if type(p) is nn.Parameter:
-            memo[id(p)] = nn.Parameter(shared(p), p.requires_grad)
-    for b in model.buffers():
-        if type(b) is Tensor and b.is_leaf:
-            memo[id(b)] = shared(b).requires_grad_(b.requires_grad)
-    return memo
-
-
-def shared(t: Tensor) -> Tensor:
-    """Return a tensor of the same numbers that takes no memory until one of both is written.
-
-    Tensors that torch cannot share so are copied at once: on other devices than the CPU, of memory of numpy or of a mapped
-    file, or with a torch without such copies, which are not part of its public interface.
-    """
-    if t.device.type == "cpu" and t.layout is torch.strided and t.numel():
-        with _LOCK:
-            try:
-                return torch._lazy_clone(t.detach())
-            except (RuntimeError, AttributeError):
-                pass
-    return t.detach().clone()
-
-
-def is_shared(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors share memory that neither has written."""
-    if a.shape != b.shape or a.stride() != b.stride() or not (_is_cow(a) and _is_cow(b)):
-        return False
-    return bool(torch._C._data_address(a) == torch._C._data_address(b))  # type: ignore[attr-defined]
-
-
-def _is_cow(t: Tensor) -> bool:
-    asked = getattr(torch._C, "_is_cow_tensor", None)
-    return asked is not None and t.device.type == "cpu" and t.layout is torch.strided and bool(asked(t))
+        p.data = p.detach().new_empty(0)
 
 
 def timed_copy(model: nn.Module) -> nn.Module:
-    """Return a shared copy of a model whose layers are to be timed.
+    """Return a copy of a model whose layers are to be timed.
 
     Raises:
         InputError: the model is on the meta device.
@@ -100,11 +85,4 @@ def timed_copy(model: nn.Module) -> nn.Module:
             f"the layers of a {type(model).__name__} on the meta device cannot be timed: give the plan as a file, or speeds "
             "for a plan by name, or for auto the fleet file of `convoy measure`"
         )
-    return shared_copy(model)
-
-
-def release(model: nn.Module) -> None:
-    """Free the memory of a shared copy without users, which may be in a reference cycle until Python collects it."""
-    for t in (*model.parameters(), *model.buffers()):
-        if _is_cow(t):
-            t.data = t.detach().new_empty(0)
+    return copy.deepcopy(model)

@@ -445,22 +445,22 @@ def is_form(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(made, type) and (hasattr(made, "_fields") or is_dataclass(made))
 
 
-def is_batched(pair: tuple[Any, Any]) -> bool:
+def is_batched(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> bool:
     """Return whether two evaluations differ exactly in their first axis, as the batch sizes do."""
     small, large = pair
     if not (isinstance(small, Tensor) and isinstance(large, Tensor)) or small.dim() == 0 or small.dim() != large.dim():
         return False
-    return (small.shape[0], large.shape[0]) == BATCHES and small.shape[1:] == large.shape[1:]
+    return (small.shape[0], large.shape[0]) == sizes and small.shape[1:] == large.shape[1:]
 
 
-def across(pair: tuple[Any, Any]) -> tuple[int, ...]:
+def across(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> tuple[int, ...]:
     """Return the axes along which two evaluations differ as the batch sizes do; () if one differs otherwise."""
     small, large = pair
     if small.dim() != large.dim():
         return ()
     extents = enumerate(zip(small.shape, large.shape, strict=True))
     differing = [(axis, each) for axis, each in extents if each[0] != each[1]]
-    return tuple(axis for axis, _ in differing) if all(each == BATCHES for _, each in differing) else ()
+    return tuple(axis for axis, _ in differing) if all(each == sizes for _, each in differing) else ()
 
 
 def without_batch(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:

@@ -1,10 +1,9 @@
-"""Python state: values beside tensors that the code of modules reads, and whether they have changed.
+"""Python state: the values beside tensors that the code of modules reads, and whether they have changed.
 
 torch.fx runs a forward once and keeps the values that Python had then. So a forward that changes such a value, or reads one
 that cannot be compared, is not traced through. Values that a trace has read are compared again before every step.
 """
 
-import copy
 import functools
 import inspect
 import logging
@@ -15,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
@@ -30,11 +29,17 @@ from convoy.model.tracing.supported_layers import replaced_by_hand
 
 REGISTERED = " (parameters, buffers and submodules)"
 """Ends the name of the value that lists these of a module."""
-_OF_TORCH = frozenset(vars(nn.Module())) | {"training"}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, Enum)
+_OF_TORCH = frozenset(vars(nn.Module())) | {"training", "_flat_weights", "_flat_weight_refs"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, Enum, CodeType)
 _CONSTANT = (type, ModuleType, re.Pattern, range, slice, logging.Logger, logging.LoggerAdapter, np.dtype, np.generic)
-_HIDDEN = (random.Random, torch.Generator, fx.Proxy)
+_UNREADABLE = (random.Random, torch.Generator, fx.Proxy)
 _CONTAINERS = (list, tuple, deque, dict, MappingProxyType, set, frozenset)
+_PARTS: Mapping[type, tuple[str, ...]] = {
+    FunctionType: ("__code__", "__defaults__", "__closure__"),
+    MethodType: ("__self__", "__func__"),
+    CellType: ("cell_contents",),
+    functools.partial: ("func", "args", "keywords"),
+}
 _DEEPEST = 12
 _MISSING = "<nothing>"
 
@@ -86,7 +91,7 @@ def _inner(value: Any) -> list[tuple[Any, Any]]:
     Raises:
         Hidden: they cannot be read.
     """
-    if isinstance(value, _HIDDEN) or hasattr(type(value), "__next__"):
+    if isinstance(value, _UNREADABLE) or hasattr(type(value), "__next__"):
         raise Hidden(f"a {type(value).__qualname__}")
     if isinstance(value, dict | MappingProxyType):
         return [(repr(key), each) for key, each in value.items()]
@@ -96,14 +101,8 @@ def _inner(value: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(value))
     if isinstance(value, weakref.ref):  # to the weights of an LSTM, for example
         return [("object", value())]
-    if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        held = [(name, found) for name, cell in cells if (found := _contents(cell)) is not _MISSING]
-        return [("defaults", value.__defaults__), ("code", value.__code__.co_name), *held]
-    if isinstance(value, MethodType):
-        return [("self", value.__self__), ("function", value.__func__)]
-    if isinstance(value, functools.partial):
-        return [("function", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if names := _PARTS.get(type(value)):
+        return [(name, _attribute(value, name)) for name in names]
     if isinstance(value, BuiltinFunctionType):
         owner = value.__self__
         return [] if owner is None or isinstance(owner, type | ModuleType) else [("self", owner)]
@@ -122,10 +121,10 @@ def _inner(value: Any) -> list[tuple[Any, Any]]:
     return [*held, *getattr(value, "__dict__", {}).items()]
 
 
-def _contents(cell: CellType) -> Any:
+def _attribute(value: Any, name: str) -> Any:
     try:
-        return cell.cell_contents
-    except ValueError:
+        return getattr(value, name)
+    except ValueError:  # an empty cell
         return _MISSING
 
 
@@ -138,28 +137,7 @@ _BY_NAME = {"getattr", "vars", "__dict__", "eval", "exec"}
 """Code with such a name may read any attribute of its module."""
 _ASKS = {"is_grad_enabled", "is_inference_mode_enabled", "is_inference"}
 
-
-@dataclass(frozen=True)
-class _Place:
-    """A value outside of modules: a global variable, an attribute of a class, a variable of an enclosing function."""
-
-    name: str
-    holder: "dict[str, Any] | type | CellType"
-    key: str
-
-    def found(self) -> Any:
-        if isinstance(self.holder, CellType):
-            return _contents(self.holder)
-        held = vars(self.holder) if isinstance(self.holder, type) else self.holder
-        return held.get(self.key, _MISSING)
-
-    def put(self, value: Any) -> None:
-        if isinstance(self.holder, CellType):
-            self.holder.cell_contents = value
-        elif isinstance(self.holder, type):
-            setattr(self.holder, self.key, value)
-        else:
-            self.holder[self.key] = value
+Getter = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -169,14 +147,15 @@ class _Code:
     Attributes:
         names: of attributes and variables.
         any: it may read attributes of its module by other names, too.
-        places: values outside of modules.
+        outside: name -> getter of a value outside of modules: a global variable, an attribute of a class, a variable of an
+            enclosing function.
         clock: a clock or random source that is named, or "".
         function: an autograd.Function that is named, or "".
     """
 
     names: frozenset[str] = frozenset()
     any: bool = False
-    places: tuple[_Place, ...] = ()
+    outside: Mapping[str, Getter] = field(default_factory=dict)
     clock: str = ""
     function: str = ""
 
@@ -201,8 +180,9 @@ def _code_of(module: nn.Module) -> _Code:
     classes = [c for c in type(module).__mro__ if _is_users(c)]
     more = _names_in([f for each in kept if (f := _function(each)) is not None], classes)
     function = code.function or more.function or next(filter(None, map(_autograd_function, kept)), "")
-    places, clock = (*code.places, *more.places), code.clock or more.clock
-    return _Code(code.names | more.names, code.any, places, clock, function)
+    return _Code(
+        code.names | more.names, code.any, {**code.outside, **more.outside}, code.clock or more.clock, function
+    )
 
 
 def _is_users(thing: Any) -> bool:
@@ -227,9 +207,23 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
+def _outside_of(function: FunctionType, names: set[str], classes: Sequence[type]) -> Iterator[tuple[str, Getter]]:
+    """Yield the values outside of modules that a function names."""
+    holders = [(f"{c.__module__}.{c.__qualname__}", vars(c)) for c in classes]
+    holders.append((function.__module__, function.__globals__))  # type: ignore[arg-type]
+    for value in [function.__globals__.get(n) for n in names]:
+        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _NO_USERS:
+            holders.append((value.__name__, vars(value)))  # type: ignore[arg-type]
+    for home, held in holders:
+        yield from ((f"{home}.{n}", functools.partial(held.get, n, _MISSING)) for n in names if n in held)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        home = f"{function.__module__}.{function.__qualname__}.{name}"
+        yield home, functools.partial(_attribute, cell, "cell_contents")
+
+
 def _names_in(functions: Sequence[FunctionType], classes: Sequence[type]) -> _Code:
     names: set[str] = set()
-    places: dict[str, _Place] = {}
+    outside: dict[str, Getter] = {}
     clock = function_of_autograd = ""
     waiting, done = list(functions), set[CodeType]()
     while waiting:
@@ -239,33 +233,22 @@ def _names_in(functions: Sequence[FunctionType], classes: Sequence[type]) -> _Co
         done.add(function.__code__)
         own = _names(function.__code__)
         names |= own
-        home = function.__module__
-        rows = [_Place(f"{c.__module__}.{c.__qualname__}.{n}", c, n) for c in classes for n in own if n in vars(c)]
-        rows += [_Place(f"{home}.{n}", function.__globals__, n) for n in own if n in function.__globals__]
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        rows += [_Place(f"{home}.{function.__qualname__}.{n}", cell, n) for n, cell in cells]
-        while rows:
-            place = rows.pop()
-            value = place.found()
+        for name, get in _outside_of(function, own, classes):
+            value = get()
             function_of_autograd = function_of_autograd or _autograd_function(value)
-            if isinstance(value, ModuleType):
-                if value.__name__ in _CLOCKS:
-                    clock = clock or value.__name__
-                elif value.__name__.partition(".")[0] not in _NO_USERS:
-                    found = [n for n in own if n in vars(value) and not isinstance(vars(value)[n], ModuleType)]
-                    rows += [_Place(f"{value.__name__}.{n}", vars(value), n) for n in found]
+            source = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if source in _CLOCKS and isinstance(value, ModuleType | BuiltinFunctionType):
+                clock = clock or value.__name__
             elif (called := _function(value)) is not None:
                 waiting.append(called)
-            elif isinstance(value, BuiltinFunctionType) and value.__module__ in _CLOCKS:
-                clock = clock or value.__name__
-            else:
+            elif not isinstance(value, ModuleType):
                 # Methods of the user's class, or of an object of one, that are called by these names.
                 cls = value if isinstance(value, type) else type(value)
                 methods = [vars(c).get(n) for c in cls.__mro__ if _is_users(c) for n in (*own, "__call__")]
                 waiting += [f for method in methods if (f := _function(method)) is not None]
                 if not isinstance(value, type) and value is not _MISSING:
-                    places[place.name] = place
-    return _Code(frozenset(names), False, tuple(places.values()), clock, function_of_autograd)
+                    outside[name] = get
+    return _Code(frozenset(names), False, outside, clock, function_of_autograd)
 
 
 class State:
@@ -277,15 +260,17 @@ class State:
 
     Attributes:
         names: of attributes and variables in the code.
-        places: name -> value outside of modules.
+        outside: name -> getter of a value outside of modules.
         function: an autograd.Function that the code names, or "".
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], others: Mapping[str, nn.Module] | None = None) -> None:
         self._rows = [(path, module, _code_of(module)) for path, module in modules.items()]
-        self.names = frozenset[str]().union(*(code.names for _, _, code in self._rows))
-        self.places = {place.name: place for _, _, code in self._rows for place in code.places}
-        self.function = next((code.function for _, _, code in self._rows if code.function), "")
+        codes = [code for _, _, code in self._rows]
+        self.names = frozenset[str]().union(*(code.names for code in codes))
+        self.outside = {name: get for code in codes for name, get in code.outside.items()}
+        self.function = next((code.function for code in codes if code.function), "")
+        self._clock = next((code.clock for code in codes if code.clock), "")
         if others:
             self._rows += [(path, m, _Code(self.names)) for path, m in others.items() if path not in modules]
 
@@ -301,15 +286,12 @@ class State:
 
     def hidden(self) -> str:
         """Return a value that is read and cannot be compared, or ""."""
-        for _, _, code in self._rows:
-            if code.clock:
-                return code.clock
-        for name, value in self._values():
+        for name, value in () if self._clock else self._values():
             try:
                 form_of(value)
             except Hidden as what:
                 return f"{name!r}, which is {what}"
-        return ""
+        return self._clock
 
     def attributes(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Yield the name of each attribute, with the dictionary that holds it and its key there."""
@@ -324,67 +306,17 @@ class State:
         yield from ((name, held[key]) for name, held, key in self.attributes())
         for path, module, _ in self._rows:
             yield f"{path}{REGISTERED}", (*module._parameters, *module._buffers, *module._modules)
-        yield from ((name, place.found()) for name, place in self.places.items())
+        yield from ((name, get()) for name, get in self.outside.items())
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore attributes and values outside of modules afterwards."""
-        before = [(place, place.found()) for place in self.places.values()]
-        held: dict[int, tuple[Any, Any]] = {}
-        for _, value in before:
-            _snapshot(value, held, tensors=True)
-        for _, module, _ in self._rows:
-            _snapshot(vars(module), held, tensors=False)  # a copy without other users: its tensors do not matter
-        try:
-            yield
-        finally:
-            for holder, contents in held.values():
-                _restore(holder, contents)
-            for place, value in before:
-                if place.found() is not value:
-                    place.put(value)
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the names of the values that differ between two results of `State.forms`."""
+    return [name for name in {**before, **after} if before.get(name, _MISSING) != after.get(name, _MISSING)]
 
 
 def subtree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:
     """Return a submodule and all modules in it, by their paths in the model."""
     return dict(model.get_submodule(path).named_modules(prefix=path))
-
-
-def _snapshot(value: Any, held: dict[int, tuple[Any, Any]], *, tensors: bool, depth: int = 0) -> None:
-    """Add the containers, objects and tensors in a value to `held`, each with a copy of its contents."""
-    if id(value) in held or depth > _DEEPEST:
-        return
-    if isinstance(value, Tensor):
-        if tensors and not value.is_meta and not isinstance(value, nn.Parameter):
-            held[id(value)] = (value, value.detach().clone())
-        return
-    if isinstance(value, nn.Module) and not tensors:
-        return  # has its own row
-    try:
-        inner = _inner(value)
-    except Hidden:
-        return
-    if isinstance(value, list | dict | set | deque):
-        held[id(value)] = (value, copy.copy(value))
-    elif hasattr(value, "__dict__") and not callable(value):
-        held[id(value)] = (vars(value), dict(vars(value)))
-    for _, each in inner:
-        if not isinstance(each, _PLAIN):
-            _snapshot(each, held, tensors=tensors, depth=depth + 1)
-
-
-def _restore(holder: Any, before: Any) -> None:
-    def items(value: Any) -> Any:
-        if isinstance(value, dict):
-            return [(key, id(each)) for key, each in value.items()]
-        return value if isinstance(value, set) else [*map(id, value)]
-
-    if isinstance(holder, Tensor):
-        if not torch.equal(holder, before):
-            holder.data.copy_(before)
-    elif items(holder) != items(before):
-        holder.clear()
-        (holder.extend if isinstance(holder, list | deque) else holder.update)(before)
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -407,7 +339,7 @@ class _TorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def random_kept(*, of_torch: bool = True) -> Iterator[Callable[[], bool]]:
-    """Restore the random states of torch (CPU), Python and NumPy afterwards; yield a function: were they used?
+    """Restore the random states of torch (CPU), Python and NumPy at the end. Yield a function: were they used?
 
     Args:
         of_torch: also report whether torch's generator was used.
@@ -428,7 +360,7 @@ def random_kept(*, of_torch: bool = True) -> Iterator[Callable[[], bool]]:
         torch.set_rng_state(torch_own)
 
 
-# --- while it trains -------------------------------------------------------------------------------------------------
+# --- during training -------------------------------------------------------------------------------------------------
 
 
 def modes_of(model: nn.Module) -> dict[str, bool]:
@@ -459,19 +391,17 @@ class StateWatch:
         self._modes = [(path, named[path], training) for path, training in modes.items()]
         self._lengths = [(path, m, len(vars(m)), replaced_by_hand(m), path in through) for path, m in named.items()]
         self._submodules = [(path, m._modules, dict(m._modules)) for path, m in through.items()]
-        rows: list[tuple[str, Any, str, Any]] = [(name, held, key, held[key]) for name, held, key in state.attributes()]
-        dropouts = [(path, vars(m)) for path, m in named.items() if "Dropout" in type(m).__name__]
+        rows: list[tuple[str, Any, str]] = [*state.attributes()]
         # A dropout of nothing counts as a layer without random numbers.
-        rows += [(f"{path}.p", held, "p", held["p"]) for path, held in dropouts if held.get("p") == 0]
+        dropouts = [(f"{path}.p", vars(m)) for path, m in named.items() if "Dropout" in type(m).__name__]
+        rows += [(name, held, "p") for name, held in dropouts if held.get("p") == 0]
         # Plain values are compared by identity first, which is quick.
-        self._attributes = [
-            (name, held, key, value if isinstance(value, _PLAIN) else _MISSING, _form(value))
-            for name, held, key, value in rows
-        ]
-        self._outside = [(name, place, _form(place.found())) for name, place in state.places.items()]
+        values = [(*row, row[1][row[2]]) for row in rows]
+        self._attributes = [(*row, v if isinstance(v, _PLAIN) else _MISSING, _form(v)) for *row, v in values]
+        self._outside = [(name, get, _form(get())) for name, get in state.outside.items()]
 
     def check(self) -> None:
-        """Refuse to go on after a change.
+        """Refuse to continue after a change.
 
         Raises:
             InputError: an attribute, a submodule or a mode is not what it was when the model was distributed.
@@ -495,8 +425,8 @@ class StateWatch:
             found = held.get(key, self)
             if found is not value and _form(found) != form:
                 raise _changed(name)
-        for name, place, form in self._outside:
-            if _form(place.found()) != form:
+        for name, get, form in self._outside:
+            if _form(get()) != form:
                 raise _changed(name, outside=True)
 
 
@@ -520,8 +450,7 @@ def refuse_changes(what: str, modules: Mapping[str, nn.Module], call: Callable[.
     def checked(*args: Any, **kwargs: Any) -> Any:
         before = state.forms()
         y = call(*args, **kwargs)
-        if (after := state.forms()) != before:
-            name = next(n for n in (*before, *after) if before.get(n, _MISSING) != after.get(n, _MISSING))
+        for name in changed(before, state.forms()):
             raise InputError(
                 f"the forward of layer {what!r} changed {name!r}, which it did not when the model was distributed: one device "
                 "computes this layer, and the others would keep the old value. Change it in every call, or not at all"

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from convoy.errors import InputError
-from convoy.model.split_rules import is_registered
+from convoy.model.split_rules import MODULES
 from convoy.model.tracing.effects import batch_norm_of, counted_norm, has_effect, mutates, unsupported_in_place, written
 from convoy.model.tracing.node_values import Sizes, Spec, Untraceable
-from convoy.model.tracing.python_state import State, random_kept, subtree
+from convoy.model.tracing.python_state import State, changed, random_kept, subtree
 from convoy.model.tracing.supported_layers import chosen_forward, has_hooks, replaced_by_hand
 from convoy.model.tracing.trials import first_line
 
@@ -54,32 +54,46 @@ class Nodes:
     constants: dict[str, Tensor] = field(default_factory=dict)
 
 
-def nodes_of(model: nn.Module, meta: nn.Module, specs: Sequence[Spec], leaves: Collection[str] = ()) -> Nodes:
-    """Trace a model's forward. The model's state is left as it was.
+class GivenUp(Exception):  # noqa: N818 - the next trace knows more
+    """Submodules whose forward torch.fx cannot follow were found: trace a new copy of the model, and keep them whole.
+
+    Attributes:
+        whole: path -> why.
+    """
+
+    def __init__(self, whole: Mapping[str, str]) -> None:
+        super().__init__()
+        self.whole = whole
+
+
+def nodes_of(model: nn.Module, meta: nn.Module, specs: Sequence[Spec], leaves: Mapping[str, str]) -> Nodes:
+    """Trace a model's forward, which may change its Python state.
 
     Args:
-        meta: a copy of the model on the meta device.
+        model: a copy that no trace has run.
+        meta: a copy on the meta device.
         specs: of the inputs; other arguments keep their defaults. The calls hold for these sizes.
-        leaves: paths of submodules to keep whole.
+        leaves: path of a submodule to keep whole -> why.
 
     Raises:
+        GivenUp: more submodules must stay whole.
         Untraceable: torch.fx cannot follow the model's own forward.
         InputError: the model takes another number of inputs.
     """
     with TRACE_LOCK, torch.enable_grad():
         tracer = _Tracer(model, meta, leaves)
         tracer.inputs = dict(zip(_input_names(model, len(specs)), specs, strict=True))
+        failed: Exception | None = None
         try:
             with random_kept(), tracer.following(model), _ConcreteTensors(model, tracer.sizes):
                 tracer.trace(model)
         except Exception as error:
-            raise Untraceable(_why(error)) from None
-    # Names count the nodes of a graph. In a new graph they do not count those of forwards that were given up.
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in tracer.graph.nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
-        copies[node].meta = node.meta
+            failed = error
+        if tracer.given_up:
+            raise GivenUp(tracer.given_up)
+        if failed is not None:
+            raise Untraceable(_why(failed)) from None
+    graph = tracer.graph
     # The layer of a batch norm counts its batches, in training and once: so must the forward, and nothing else may.
     counted = Counter(path for node in graph.nodes if (path := counted_norm(model, node)) is not None)
     norms = Counter(path for node in graph.nodes if (path := batch_norm_of(model, node)) is not None)
@@ -117,12 +131,12 @@ def _input_names(model: nn.Module, inputs: int) -> tuple[str, ...]:
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, model: nn.Module, meta: nn.Module, leaves: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, meta: nn.Module, leaves: Mapping[str, str]) -> None:
         super().__init__()
-        self.leaves, self.sizes = leaves, Sizes(model, meta)
+        self.root, self.sizes = model, Sizes(model, meta)
         self.inputs: dict[str, Spec] = {}
         self.seen: list[str] = []
-        self.whole: dict[str, str] = {}
+        self.whole, self.given_up = dict(leaves), dict[str, str]()
         self.traced_func_name = chosen_forward(model) or "forward"
         names = State(subtree(model)).names
         self.types_asked = "is_tensor" in names or ("isinstance" in names and "Tensor" in names)
@@ -133,8 +147,8 @@ class _Tracer(fx.Tracer):
         self._autocasts = _autocasts()
 
     @contextmanager
-    def following(self, module: nn.Module) -> Iterator[None]:
-        """Check that a trace loses nothing of what a forward does inside; restore the Python state.
+    def following(self, module: nn.Module, path: str = "") -> Iterator[None]:
+        """Check that a trace loses nothing of what a forward does inside. Python state that it changes stays changed.
 
         Raises:
             Untraceable: it changes Python state, or reads what cannot be compared.
@@ -146,17 +160,18 @@ class _Tracer(fx.Tracer):
             raise Untraceable(f"its forward reads {reads}")
         if own.function:
             raise Untraceable(f"its forward calls {own.function}, which has its own backward")
-        state = State(subtree(module))
+        state = State(subtree(self.root, path))
         before, buffers = state.forms(), [id(b) for m in module.modules() for b in m._buffers.values()]
-        with state.kept(), random_kept(of_torch=False) as drawn:
+        with random_kept(of_torch=False) as drawn:
             yield
             if drawn():
                 raise Untraceable("its forward draws random numbers of its own")
             if [id(b) for m in module.modules() for b in m._buffers.values()] != buffers:
                 raise Untraceable("its forward assigns a buffer")
-            after = state.forms()
-        if changed := [repr(key) for key in {**before, **after} if before.get(key) != after.get(key)]:
-            raise Untraceable(f"its forward changes {', '.join(changed[:3])}")
+        # Modules in it whose trace was given up are called live.
+        names = changed(before, state.forms())
+        if names := [repr(name) for name in names if not name.startswith(tuple(f"{p}." for p in self.given_up))]:
+            raise Untraceable(f"its forward changes {', '.join(names[:3])}")
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch.fx patches nn.Module for all threads: a model that another thread runs is not part of this trace.
@@ -171,35 +186,24 @@ class _Tracer(fx.Tracer):
         self._is_leaf = why is not None or (not is_parametrized(m) and super().is_leaf_module(m, path))
         if self._is_leaf:
             return super().call_module(m, forward, args, kwargs)
-        nodes, constants, seen = len(self.graph.nodes), len(self.tensor_attrs), len(self.seen)
         stack = self.module_stack.copy()
         try:
             self.seen.append(path)
-            with self.following(m):
+            with self.following(m, path):
                 return super().call_module(m, forward, args, kwargs)
         except Exception as error:  # whatever a forward does with a proxy
-            self.whole[path] = _why(error)
-        # Give up what was traced of it, and call it as it is.
-        given_up = list(self.graph.nodes)[nodes:]
-        for node in reversed(given_up):
-            self.graph.erase_node(node)
-        for key, proxy in list(self._parameters.items()):
-            if proxy.node in given_up:
-                del self._parameters[key]
-        for tensor, name in list(self.tensor_attrs.items())[constants:]:
-            delattr(self.root, name)
-            del self.tensor_attrs[tensor]
-        del self.seen[seen:]
+            self.given_up[path] = _why(error)
+        # The rest of this trace only shows which other modules must stay whole.
         self.module_stack, self._is_leaf = stack, True
         return super().call_module(m, forward, args, kwargs)
 
     def _why_whole(self, m: nn.Module, path: str) -> str | None:
         """Return why a module stays whole before its forward is tried ("": nothing to say); None where it may be followed."""
-        if path in self.leaves:
-            return ""
+        if path in self.whole or path in self.given_up:
+            return self.whole.get(path, "")
         if name := replaced_by_hand(m):
             return f"its {name} was replaced by hand"
-        if is_registered(m):
+        if type(m) in MODULES:
             return ""
         return "it has hooks" if has_hooks(m) else None
 
@@ -336,7 +340,7 @@ def _in_place(name: str) -> Callable[[Any, Any], Any]:
         pair = x.tracer.sizes.pair(x.node)
         if pair is not None and not isinstance(pair[0], Tensor):
             return NotImplemented
-        return x.tracer.create_proxy("call_function", getattr(operator, f"i{name}"), (x, y), {}, name=name)
+        return x.tracer.create_proxy("call_function", getattr(operator, f"i{name}"), (x, y), {})
 
     return call
 

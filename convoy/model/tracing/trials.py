@@ -6,8 +6,8 @@ Functions and modules of torch keep nothing in Python, so one comparison shows w
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy.errors import InputError
 from convoy.model.graph import Cut, Layer
 from convoy.model.operation import Operation, call_operation
-from convoy.model.tracing.copies import is_shared, shared, shared_copy
-from convoy.model.tracing.python_state import REGISTERED, State, random_kept
+from convoy.model.tracing.copies import release, shared_copy, written
+from convoy.model.tracing.python_state import REGISTERED, State, changed, random_kept
 
 _PARTS = ((2, 3), (1, 4))
 """A batch of five is computed together and in these parts."""
@@ -40,15 +40,19 @@ class TrialInputs:
         batched: per input, whether it has a batch axis.
         samples: number of samples for the user's Python.
         registered: the layer's class was registered.
+        own: `like` is the user's example, and is used as it is.
     """
 
     like: Sequence[Tensor]
     batched: Sequence[bool]
     samples: int = 2
     registered: bool = False
+    own: bool = False
 
     def random(self, samples: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return random inputs; floating-point ones have `dtype` if given."""
+        if self.own:
+            return [t.detach().cpu().clone() for t in self.like]
         own = torch.Generator().manual_seed(samples)
         made = [random_like(t, own, samples if b else None) for t, b in zip(self.like, self.batched, strict=True)]
         return [t.to(dtype) if dtype is not None and is_floating(t) else t for t in made]
@@ -77,7 +81,7 @@ class Observation:
 
 
 def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module], inputs: TrialInputs) -> Observation:
-    """Call a layer once, forward and backward.
+    """Call a layer once, forward and backward. Python state that it changes stays changed.
 
     Args:
         model: a copy without other users.
@@ -86,8 +90,8 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
     state = State(modules)
     hidden, before = state.hidden(), state.forms()
     parameters = [p for m in modules.values() for p in m.parameters(recurse=False)]
-    held = [(t, shared(t)) for t in (*parameters, *(b for m in modules.values() for b in m.buffers(recurse=False)))]
-    with random_kept() as drawn, torch.enable_grad(), state.kept():
+    buffers = [b for m in modules.values() for b in m.buffers(recurse=False)]
+    with random_kept() as drawn, torch.enable_grad(), written([*parameters, *buffers]) as wrote:
         given = [t.requires_grad_() if is_floating(t) else t for t in inputs.random(inputs.samples)]
         # A copy of each, since autograd forbids in-place calls on leaves.
         copies = [t.clone() if t.requires_grad else t for t in given]
@@ -95,27 +99,22 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
             outputs = tensors_of(call_operation(model, operation, copies, inputs.samples))
         except Exception:  # it does not run on random numbers: its changes are unknown
             return Observation(changes="its state, perhaps", hidden=hidden, draws=drawn(), writes=True)
-        draws, after = drawn() or bool(state.names & _RANDOM_FUNCTIONS), state.forms()
-        writes = not all(is_shared(t, old) or torch.equal(t, old) for t, old in held)
-        known = {id(t) for t, _ in held}
-        writes |= any(id(b) not in known for m in modules.values() for b in m._buffers.values() if b is not None)
-        _refuse_unregistered(outputs, [*given, *(t for t, _ in held)])
+        draws, names = drawn() or bool(state.names & _RANDOM_FUNCTIONS), changed(before, state.forms())
+        known = {id(b) for b in buffers}
+        writes = wrote() or any(id(b) not in known for m in modules.values() for b in m.buffers(recurse=False))
+        _refuse_unregistered(outputs, [*given, *parameters, *buffers])
         if any(x._version == 0 and not torch.equal(x, t) for t, x in zip(given, copies, strict=True)):
             raise InputError(
                 f"the forward of {', '.join(operation.modules) or operation.target} changes its input through .data, where "
                 "other layers would not see it: change a clone(), or the input itself, without .data"
             )
         no_gradient_to = _no_gradient_to(outputs, given, parameters)
-    for t, _ in held:
-        if not t.is_leaf:
-            t.detach_()  # a buffer that took in a tensor with a gradient
-    changed = [name for name in (*before, *after) if before.get(name) != after.get(name)]
-    if made := next((name.removesuffix(REGISTERED) for name in changed if name.endswith(REGISTERED)), None):
+    if made := next((name.removesuffix(REGISTERED) for name in names if name.endswith(REGISTERED)), None):
         raise InputError(
             f"the forward of module {made or 'the model itself'!r} makes or removes parameters, buffers or submodules: call "
             "the model once on a batch before it is distributed; if it does so in every call, make them in __init__"
         )
-    return Observation(repr(changed[0]) if changed else "", hidden, draws, writes, no_gradient_to)
+    return Observation(repr(names[0]) if names else "", hidden, draws, writes, no_gradient_to)
 
 
 def _refuse_unregistered(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
@@ -182,19 +181,13 @@ def per_sample(
     if norm is not None and (norm.training or norm.running_mean is None):
         return SampleUse(f"its {type(norm).__name__} looks at the whole batch{_WHOLE}")
     try:
-        with random_kept(), torch.no_grad():
-            buffers = _buffer_changes(model, operation, inputs, modules)
-            with _without_dropout(modules):
-                found = _in_parts(model, operation, inputs, None)
+        buffers = _buffer_changes(model, operation, inputs, modules)
+        found = _in_parts(model, operation, inputs, paths, None)
     except Exception as error:
         return SampleUse(f"it cannot take samples one by one ({first_line(error)}){_WHOLE}")
     if found.dependence and not found.overwrites:
-        try:
-            held = precise()
-            with random_kept(), torch.no_grad(), _without_dropout([held.get_submodule(path) for path in paths]):
-                found = _in_parts(held, operation, inputs, torch.float64)
-        except Exception:  # it has no float64
-            return found
+        with suppress(Exception):  # it has no float64
+            found = _in_parts(precise(), operation, inputs, paths, torch.float64)
     if not buffers or found.dependence:
         return found
     return SampleUse("" if buffers == "alike" else f"it records the batch in a buffer{_WHOLE}", each=True)
@@ -203,21 +196,36 @@ def per_sample(
 def _buffer_changes(model: nn.Module, operation: Operation, inputs: TrialInputs, modules: Sequence[nn.Module]) -> str:
     """Return "" where a call changes no buffer, "alike" where it does so alike for every batch, else "by batch"."""
     parameters = [p for module in modules for p in module.parameters()]
-    held = [*parameters, *(b for module in modules for b in module.buffers())]
-    before, left = [shared(t) for t in held], []
+    buffers, left = [b for module in modules for b in module.buffers()], []
     for samples in (2, 3):
-        call_operation(model, operation, inputs.random(samples), samples)
-        left.append([t.clone() for t in held])
-        for t, old in zip(held, before, strict=True):
-            if not torch.equal(t, old):
-                t.data.copy_(old)
-    if all(map(torch.equal, left[0], before)):
-        return ""
-    same_weights = all(map(torch.equal, left[0][: len(parameters)], before))
-    return "alike" if same_weights and all(map(is_close, *left)) else "by batch"
+        with random_kept(), torch.no_grad(), written(parameters) as weights, written(buffers) as wrote:
+            call_operation(model, operation, inputs.random(samples), samples)
+            if weights():
+                return "by batch"
+            if not wrote():
+                return ""
+            left.append([b.clone() for b in buffers])
+    return "alike" if all(map(is_close, *left)) else "by batch"
 
 
-def _in_parts(model: nn.Module, operation: Operation, inputs: TrialInputs, dtype: torch.dtype | None) -> SampleUse:
+def _in_parts(
+    model: nn.Module, operation: Operation, inputs: TrialInputs, paths: Sequence[str], dtype: torch.dtype | None
+) -> SampleUse:
+    """Compare a batch of five with its parts, without dropout."""
+    modules = [m for path in paths for m in model.get_submodule(path).modules()]
+    modes = {m: m.training for m in modules}
+    try:
+        for m in modules:
+            m.training = False
+        held = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+        with random_kept(), torch.no_grad(), written(held):
+            return _compared(model, operation, inputs, dtype)
+    finally:
+        for m, training in modes.items():
+            m.training = training
+
+
+def _compared(model: nn.Module, operation: Operation, inputs: TrialInputs, dtype: torch.dtype | None) -> SampleUse:
     def called(given: Sequence[Tensor], samples: int) -> list[Tensor]:
         return tensors_of(call_operation(model, operation, given, samples))
 
@@ -248,18 +256,6 @@ def _in_parts(model: nn.Module, operation: Operation, inputs: TrialInputs, dtype
         if not equal([t[1:] for t in together], [t[1:] for t in called(poisoned, 5)]):
             return depends
     return SampleUse()
-
-
-@contextmanager
-def _without_dropout(modules: Sequence[nn.Module]) -> Iterator[None]:
-    modes = {m: m.training for module in modules for m in module.modules()}
-    try:
-        for module in modules:
-            module.eval()
-        yield
-    finally:
-        for m, training in modes.items():
-            m.training = training
 
 
 def has_dropout(module: nn.Module) -> bool:
@@ -357,20 +353,23 @@ def check_cuts(
 
 
 def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Run a module without other users on random inputs; return its outputs on the meta device (shapes and dtypes only)."""
-    with random_kept(), torch.no_grad(), State(dict(module.named_modules())).kept():
+    """Run a copy of a module, on random inputs in the place of meta tensors. Return its outputs on the meta device."""
+    made = shared_copy(module)
+    with random_kept(), torch.no_grad(), written([*made.parameters(), *made.buffers()]):
         given = on_random((args, kwargs))
-        value = module(*given[0], **given[1])
+        value = made(*given[0], **given[1])
         for t, own in zip(tensors_of([args, kwargs]), tensors_of(list(given)), strict=True):
             if own._version:
                 t.zero_()  # so the version of an argument shows that it was overwritten
-    return map_tensors(value, lambda t: t.to("meta"))
+        value = map_tensors(value, lambda t: t.to("meta"))
+    release(made)
+    return value
 
 
 def on_random(value: Any) -> Any:
-    """Return the same nest with random tensors."""
+    """Return the same nest with random tensors in the place of meta tensors."""
     own = torch.Generator().manual_seed(0)
-    return map_tensors(value, lambda t: random_like(t, own))
+    return map_tensors(value, lambda t: random_like(t, own) if t.is_meta else t.detach().cpu().clone())
 
 
 def random_like(like: Tensor, generator: torch.Generator, batch: int | None = None) -> Tensor:

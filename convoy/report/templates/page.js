@@ -69,10 +69,7 @@
     box.className = "tip";
     box.setAttribute("role", "status");
     const head = document.createElement("b");
-    const place = (at) => {
-      const value = left + (at / WIDTH) * (right - left);
-      return `${svg.dataset.x} ${svg.dataset.x === "step" ? whole.format(value) : plain(value)}`;
-    };
+    const place = (at) => `step ${whole.format(left + (at / WIDTH) * (right - left))}`;
     head.textContent = place(x);
     box.append(head);
     for (const [line, own, y] of rows) {

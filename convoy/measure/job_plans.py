@@ -1,8 +1,8 @@
-"""Plans again when the devices of a running job change, with the times that rebalancing has measured."""
+"""Holds the plans of a job (`Plans`), and plans again when its devices change (`Replanner`)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 from convoy.comm.control_messages import from_first
 from convoy.plan.lower import lower
@@ -12,10 +12,54 @@ from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.replan import NewPlan, plan_anew
 from convoy.planner.request import PlanRequest
 from convoy.runtime.module import Distributed
+from convoy.simulate.interval import Within, around
 from convoy.simulate.simulator import seconds_by_phase
 from convoy.simulate.table import Measurement
 from convoy.train import rebalance
 from convoy.train.controller import Rebalancer
+
+
+@dataclass(frozen=True, slots=True)
+class Plans(Sequence[Plan]):
+    """The best plan, followed by plans that are predicted to be nearly as fast.
+
+    Attributes:
+        request: the plans' request, with the knowledge about the devices.
+        step_s: each plan's predicted seconds per micro-batch; empty if nothing was predicted.
+        spread: for each plan, the factor within which nine of ten measurements lie.
+        notes: lines for the user about the measurement.
+    """
+
+    plans: tuple[Plan, ...]
+    request: PlanRequest = field(compare=False)
+    step_s: tuple[float, ...] = ()
+    spread: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def speeds(self) -> Speeds:
+        """Solo throughput of each device in samples/s, or the given speeds."""
+        assert self.request.fleet.speeds is not None
+        return self.request.fleet.speeds
+
+    def replanner(self, rebalancer: Rebalancer | None = None) -> "Replanner":
+        """Return a planner for changed devices: `Members(model, optimizer, replan=plans.replanner())`."""
+        return Replanner(self.request, rebalancer)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
+    def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
+        return self.plans[index]
+
+    def predicted(self, plan: Plan) -> tuple[float, Within] | None:
+        """Return a plan's predicted seconds per micro-batch and their interval; None if it is not one of these plans."""
+        rows = zip(self.plans, self.step_s, self.spread, strict=False)
+        return next(((step_s, around(step_s, spread)) for each, step_s, spread in rows if each == plan), None)
 
 
 class Replanner:
@@ -86,19 +130,16 @@ class Replanner:
 
 
 def expect_measured(part: Distributed, measured: Measurement | None) -> None:
-    """Give every device its layers' measured seconds, used to divide a fused segment's measured time.
+    """Give every device its layers' measured seconds, used to divide a fused segment's measured time. All devices call it.
 
     Args:
-        measured: None: divide by the layers' arithmetic instead. All devices call it.
+        measured: None: divide by the layers' arithmetic instead.
     """
-    graph = part.traced[True].graph
-    steps = part.steps(part.plan.batch)
+    graph, steps = part.traced[True].graph, part.steps(part.plan.batch)
 
-    def table() -> list[dict[str, float]]:
-        if measured is None:
-            return [{} for _ in range(part.group.devices)]
-        return seconds_by_phase(steps, graph, measured.costs(graph).times)
+    def tables() -> list[dict[str, float]]:
+        return [] if measured is None else seconds_by_phase(steps, graph, measured.costs(graph).times)
 
-    mine = from_first(part.group, "layer times", table)[part.group.device]
-    if mine:
+    if rows := from_first(part.group, "layer times", tables):
+        mine = rows[part.group.device]
         part.expect(lambda layer, phase, _: mine.get(f"{phase} {layer.name}", 0.0))
