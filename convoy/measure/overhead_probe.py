@@ -334,11 +334,7 @@ def measure_sync(
 
 
 def sync_overhead(
-    devices: Sequence[Blocks],
-    quotas: Sequence[Quota],
-    wire: WireTimes,
-    overheads: Sequence[Overheads],
-    ring_bytes: int,
+    devices: Sequence[Blocks], quotas: Sequence[Quota], wire: WireTimes, overheads: Sequence[Overheads], ring_bytes: int
 ) -> SyncOverhead:
     """Compute the synchronisation costs from the times of all devices."""
     costs = []
