@@ -33,7 +33,7 @@ def show(measured: Measurement, console: Console) -> None:
 
 
 def remarks(measured: Measurement) -> list[str]:
-    """Return remarks on uncertain measurements: other programs ran, or times did not repeat."""
+    """Return a line for each reason why the measurement is uncertain: other programs ran, or times did not repeat."""
     lines = []
     loaded = [(each.other_load, each.device) for each in measured.device if each.other_load]
     if loaded:
