@@ -97,7 +97,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves with axes, and their positions in a template.
+    """Curves with axes, placed in a drawing.
 
     Attributes:
         name: part of element ids, unique on a page.
@@ -166,7 +166,7 @@ class Chart:
 
 
 def time_axis(step_s: float) -> tuple[str, list[Tick]]:
-    """Return the unit of the time axis of a step, and its ticks."""
+    """Return the unit and the ticks of the time axis of a step."""
     unit, size = unit_of(step_s)
     return unit, [(at * size / step_s, plain(at, 3)) for at in ticks(0.0, step_s / size, 4)]
 
@@ -181,7 +181,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Return about `MAX_POINTS` points: the lowest and the highest of each neighbourhood, to keep peaks."""
+    """Return at most about `MAX_POINTS` points. Keep the lowest and the highest of neighbouring points, so that peaks stay."""
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / MAX_POINTS)
@@ -293,7 +293,7 @@ def settings_of(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def summary_of(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return name, value and note of the most important numbers."""
+    """Return the most important numbers: name, value, explanation."""
     losses = [epoch.loss for epoch in record.epochs if epoch.loss is not None]
     predicted, limit = record.prediction, record.limit_samples_per_s
     rate, step_s = record.samples_per_s, record.step_s
@@ -361,7 +361,7 @@ def resource_charts(record: RunRecord) -> list[Chart]:
 
 
 def _shares(record: RunRecord) -> Chart:
-    """Return the chart of each device's share of the arithmetic over the steps."""
+    """Return a chart of each device's share of the arithmetic, by step."""
     points: dict[int, list[Point]] = {}
     ends = [each.step for each in record.plans[1:]] + [record.steps_done]
     for each, end in zip(record.plans, ends, strict=False):
@@ -436,7 +436,7 @@ def work_boxes(work: Sequence[float], ids: Sequence[int]) -> list[Box]:
 
 
 def _parts(layer: LayerEntry) -> list[float]:
-    """Return the widths of the boxes, one per device."""
+    """Return each device's fraction of a layer."""
     counts = [float(part) if part.isdigit() else float(part == "all") for part in layer.parts]
     return [round(count / (sum(counts) or 1.0), 4) for count in counts]
 

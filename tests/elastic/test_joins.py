@@ -38,7 +38,7 @@ from convoy.train.loader import Loader
 from convoy.train.loop import Training, accuracy, fit
 from convoy.train.record import Observer, StepResult
 from lab.chaos import TIGHT, Case, build, make_data, make_net, whole_state
-from tests.support.poisoned import Poisoned
+from tests.support.losses import Poisoned
 from tests.support.torch_seed import torch_seed
 
 CPU = torch.device("cpu")

@@ -31,6 +31,7 @@ from convoy.simulate.simulator import simulate
 from tests.planner.test_planner import costs_of
 from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_shard
 from tests.support import nets
+from tests.support.described_fleets import asked
 from tests.support.device_programs import handled
 from tests.support.local_shards import DEVICES, every_layout
 from tests.support.one_device import (
@@ -44,7 +45,6 @@ from tests.support.one_device import (
     part,
     traffic_of,
 )
-from tests.support.plan_requests import asked
 from tests.support.threads import run_on_threads
 
 BF16: CommDtype = "inexact-bf16"
