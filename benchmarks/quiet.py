@@ -4,7 +4,7 @@ import json
 import os
 
 from convoy.comm.group import Group
-from convoy.measure.other_load import Reading, read_usage
+from convoy.measure.device_info import Reading, read_usage
 
 
 def others_share(group: Group, begin: Reading) -> float:

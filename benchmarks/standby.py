@@ -41,7 +41,7 @@ from convoy.elastic.members import Members
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from convoy.fleet import Device, Fleet, Host, Nic
-from convoy.measure.other_load import read_usage
+from convoy.measure.device_info import read_usage
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.plan.plan import Plan

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 import convoy
 from benchmarks.quiet import others_share
 from convoy.files import write_whole
+from convoy.measure.device_info import read_usage
 from convoy.measure.measure_job import MeasureOptions, measure_job
-from convoy.measure.other_load import read_usage
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan

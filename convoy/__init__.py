@@ -16,7 +16,7 @@ _MODULES = ("api", "checkpoint", "data", "errors", "train")
 
 _HOMES = {
     "convoy.api": ("prepare", "is_first", "print", "make_plan", "distribute", "loader"),
-    "convoy.launch.notebook": ("notebook",),
+    "convoy.launch.local": ("notebook",),
     "convoy.elastic.entrance": ("join",),
     "convoy.train.loss": ("loss",),
     "convoy.model.tracing": ("register_layer",),
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from convoy.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
     from convoy.elastic.entrance import join
     from convoy.errors import ConvoyError, DeviceLostError, InputError
-    from convoy.launch.notebook import notebook
+    from convoy.launch.local import notebook
     from convoy.model.tracing import register_layer
     from convoy.plan.plan import Plan
     from convoy.runlog.recorder import record
@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """Load the magics, for `%load_ext convoy`."""
-    import_module("convoy.launch.notebook").load_ipython_extension(shell)
+    import_module("convoy.launch.local").load_ipython_extension(shell)
 
 
 def __dir__() -> list[str]:

@@ -4,16 +4,14 @@
 
     options.py         the typer app, options shared by verbs, and options made from the list of settings
     scripts.py         run
-    training.py        train, join, leave, stop, demo
+    training.py        train, join, leave, stop, demo, report
     measuring.py       measure
-    plan_verbs.py      plan, predict
-    simulating.py      simulate, report
+    plan_verbs.py      plan, predict, simulate
     fleet_commands.py  emulate, doctor; fleet init, show, setup, key
 
     train_job.py       starts `convoy train` on one device, at the start of a job or joining it (joining.py)
     train_session.py   runs the training that train_parts.py builds
     reporter.py        screen, log and loggers of a training
-    admitting.py       admits joining devices
 
 The verbs import torch and the work only when they run, so that --help is quick.
 """
@@ -26,7 +24,7 @@ from types import FrameType
 
 # isort: off
 # Each adds its verbs; --help lists them in this order.
-from convoy.cli import scripts, training, measuring, plan_verbs, simulating, fleet_commands  # noqa: F401
+from convoy.cli import scripts, training, measuring, plan_verbs, fleet_commands  # noqa: F401
 
 # isort: on
 from convoy.cli.options import app
@@ -90,9 +88,7 @@ def _explained(error: Exception) -> str:
         return f"{str(error.format_message()).rstrip('.')}; {path} --help lists its options"
     first = (str(error).splitlines() or [""])[0]
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "allocate memory" in first:
-        return (
-            f"there is not enough memory ({first or 'nothing could be allocated'}): give a smaller batch, net or image"
-        )
+        return f"there is not enough memory ({first or type(error).__name__}): give a smaller batch, net or image"
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         _drop_output()
         return f"the output cannot be written ({error.strerror}): make room there, or send it elsewhere"

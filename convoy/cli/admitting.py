@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from convoy._version import __version__
-from convoy.api import Plans
 from convoy.cli.joining import Invitation
 from convoy.cli.reporter import Reporter
 from convoy.comm.connection import Fields
@@ -59,10 +58,8 @@ class TrainAdmission(ScriptAdmission):
         plan, now = self.model.plan, tuple(members)
         found, gain = with_joining_device(replace(self.replan.request, fleet=known), plan, now, device)
         if gain is not None and gain <= 1:
-            return "spare", (
-                f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it; this is "
-                "predicted again when the devices change"
-            )
+            slower = f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it"
+            return "spare", f"{slower}; this is predicted again when the devices change"
         assert known.speeds is not None
         self.replan.prepared = plan, now, tuple(sorted({*now, device})), known.speeds, found
         return "wanted", ""
@@ -112,7 +109,6 @@ def join_addresses(addresses: Sequence[tuple[str, int]]) -> str:
 def build_members(
     admission: TrainAdmission,
     training: Training,
-    plans: Plans,
     invitation: Invitation | None,
     known: FleetKnowledge | None,
 ) -> Members | None:
@@ -155,13 +151,7 @@ def build_members(
         screen.lines([f"  {reason}", *([f"  {planned}"] if planned else [])])
         update_offer()
 
-    every, price = (1 if settings.spare == "every-step" else None), plans.spare
-    if price is not None:
-        every = every or price.every
-        if price.overfull:
-            screen.line(
-                f"WARNING: not enough memory for recovery snapshots: {'; '.join(price.overfull)}. --spare none turns them off"
-            )
+    every = 1 if settings.spare == "every-step" else None
     others = [each for each in (training.schedule, training.scaler) if each is not None]
     members = Members(
         model, training.optimizer, others=others, every=every, replan=replan, tell=on_change,

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.tree import Tree
 
-from convoy.cli.options import PATH, SECONDS, app, in_job
+from convoy.cli.options import app, argument, flag, in_job, option, path_of
 from convoy.errors import InputError
 from convoy.fleet import Fleet, Nic, read_fleet
 
@@ -15,18 +15,10 @@ from convoy.fleet import Fleet, Nic, read_fleet
 @app.command(context_settings={"allow_interspersed_args": False})
 @app.command("rehearse", hidden=True, context_settings={"allow_interspersed_args": False})  # its name until 0.1
 def emulate(
-    fleet: Annotated[
-        Path, typer.Argument(**PATH, help="Fleet file (TOML): hosts, their NICs, devices with their cores.")
-    ],
-    command: Annotated[
-        list[str], typer.Argument(help="Program and arguments, run once per device; write -- before it.")
-    ],
-    limit_s: Annotated[
-        float, typer.Option("--limit", help="Time after which the command is ended.", **SECONDS)
-    ] = 3600.0,
-    goes_on: Annotated[
-        bool, typer.Option("--goes-on", help="Let the others continue if a device is lost, as convoy train can.")
-    ] = False,
+    fleet: Annotated[Path, argument("FLEET", "Fleet file: hosts, NICs, devices with their cores.", parser=path_of)],
+    command: Annotated[list[str], argument("COMMAND", "Program and arguments, run per device; write -- before it.")],
+    limit_s: Annotated[float, option("TIME", "Time after which the command is ended.", "--limit")] = 3600.0,
+    goes_on: Annotated[bool, flag("Let the others continue if a device is lost.", "--goes-on")] = False,
 ) -> None:
     """Run a command on every device of an emulated fleet (Linux, root).
 
@@ -45,13 +37,9 @@ def emulate(
 
 @app.command()
 def doctor(
-    fleet: Annotated[
-        Path | None, typer.Option(help="Fleet file: hosts by name, expected speeds of links and devices.", **PATH)
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write all facts and findings to this file (JSON).", **PATH)
-    ] = None,
-    wait: Annotated[float, typer.Option(help="Time to wait for hosts that have not connected.", **SECONDS)] = 30.0,
+    fleet: Annotated[Path | None, option("PATH", "Fleet file: hosts, expected speeds of links and devices.")] = None,
+    json_file: Annotated[Path | None, option("PATH", "Also write facts and findings to this file.", "--json")] = None,
+    wait: Annotated[float, option("TIME", "Time to wait for hosts that have not connected.")] = 30.0,
     case: Annotated[str | None, typer.Option(hidden=True)] = None,  # set when started over ssh (JSON)
 ) -> None:
     """Examine this machine, or all machines of a job, before any training.
@@ -74,13 +62,9 @@ app.add_typer(fleet_app, name="fleet")
 
 @fleet_app.command()
 def init(
-    hosts: Annotated[
-        list[str], typer.Argument(help="Machines as ssh reaches them: name, user@name, name:port; . is this machine.")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The fleet file to write.", **PATH)] = Path(
-        "fleet.toml"
-    ),
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    hosts: Annotated[list[str], argument("HOST...", "As ssh reaches them: name, user@name, name:port; . is this one.")],
+    output: Annotated[Path, option("PATH", "The fleet file to write.", "--output", "-o")] = Path("fleet.toml"),
+    force: Annotated[bool, flag("Replace an existing file.", "--force")] = False,
 ) -> None:
     """Write a fleet file by asking each host over ssh for its processor, GPUs, memory and NIC.
 
@@ -105,29 +89,26 @@ def init(
 
 
 @fleet_app.command()
-def show(fleet: Annotated[Path, typer.Argument(help="Fleet file.", **PATH)]) -> None:
+def show(fleet: Annotated[Path, argument("FLEET", "Fleet file.", parser=path_of)]) -> None:
     """Draw a fleet file: its hosts, devices and links."""
     _show(read_fleet(fleet))
 
 
 def _show(fleet: Fleet) -> None:
-    count = len(fleet.devices)
-    tree = Tree(f"{count} device{'s' * (count > 1)} on {len(fleet.hosts)} host{'s' * (len(fleet.hosts) > 1)}")
+    devices, hosts = len(fleet.devices), len(fleet.hosts)
+    tree = Tree(f"{devices} device{'s' * (devices > 1)} on {hosts} host{'s' * (hosts > 1)}")
     for host in fleet.hosts:
-        user = "" if host.user is None else f"{host.user}@"
-        port = "" if host.ssh_port is None else f":{host.ssh_port}"
-        address = [] if host.address is None else [f"({user}{host.address}{port})"]
         nic = host.card or fleet.network
-        branch = tree.add("  ".join([host.name, *address, *([] if nic is None else [_rates(nic)])]))
+        address = f"  ({host.address})" if host.address else ""
+        branch = tree.add(f"{host.name}{address}{f'  {_rates(nic)}' if nic else ''}")
         for index in fleet.devices_on(host.name):
             device = fleet.devices[index]
-            kind = device.kind if device.class_name is None else f"{device.class_name} ({device.kind})"
             facts = [
                 f"{index}: {device.name}",
-                kind,
-                "" if device.cores is None else f"{device.cores:g} cores",
-                "" if device.memory_bytes is None else f"{device.memory_bytes / 1e9:.3g} GB",
-                "" if device.peak_flop_per_s is None else f"{device.peak_flop_per_s / 1e12:.3g} TFLOP/s at most",
+                device.kind if device.class_name is None else f"{device.class_name} ({device.kind})",
+                f"{device.cores:g} cores" if device.cores else "",
+                f"{device.memory_bytes / 1e9:.3g} GB" if device.memory_bytes else "",
+                f"{device.peak_flop_per_s / 1e12:.3g} TFLOP/s at most" if device.peak_flop_per_s else "",
                 "" if device.slowdown == 1 else f"made {device.slowdown:g} times slower",
             ]
             branch.add(", ".join(filter(None, facts)))
@@ -154,35 +135,19 @@ def _rate(bytes_per_s: float) -> str:
 @fleet_app.command()
 @app.command(hidden=True)  # its place until 0.1
 def setup(
-    fleet: Annotated[Path, typer.Option(help="Fleet file with an address for each host.", **PATH)],
-    into: Annotated[
-        str,
-        typer.Option(
-            help="Folder on the hosts, for all projects; relative to the home folder unless it starts with /."
-        ),
-    ] = "convoy",
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="File or folder of the project to send although git ignores it; may be repeated.", **PATH),
-    ] = None,
-    requirements: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of package names: send only these and their dependencies, at the versions here.", **PATH
-        ),
-    ] = None,
-    wheels: Annotated[Path | None, typer.Option(help="Folder of wheels that are sent and preferred.", **PATH)] = None,
+    fleet: Annotated[Path, option("PATH", "Fleet file with an address for each host.")],
+    into: Annotated[str, option("FOLDER", "Folder on the hosts; relative to the home folder, or absolute.")] = "convoy",
+    data: Annotated[list[Path] | None, option("PATH", "Send this although git ignores it; may be repeated.")] = None,
+    requirements: Annotated[Path | None, option("PATH", "Package names: send only these and their needs.")] = None,
+    wheels: Annotated[Path | None, option("PATH", "Folder of wheels that are sent and preferred.")] = None,
     index: Annotated[
         str | None,
-        typer.Option(
-            help="Package index of the hosts; none: only --wheels. Default: each host's own, and PyTorch's for torch.",
-            envvar="CONVOY_INDEX",
+        option(
+            "URL", "Package index of the hosts; none: only --wheels. Default: each host's own.", envvar="CONVOY_INDEX"
         ),
     ] = None,
-    print_lines: Annotated[bool, typer.Option("--print", help="Print the commands, and run none of them.")] = False,
-    doctor: Annotated[
-        bool | None, typer.Option(help="Examine the fleet at the end. Default: if packages were installed.")
-    ] = None,
+    print_lines: Annotated[bool, flag("Print the commands, and run none of them.", "--print")] = False,
+    doctor: Annotated[bool | None, flag("Examine the fleet at the end. Default: if packages were installed.")] = None,
 ) -> None:
     """Install this machine's packages and this folder's files on the hosts of a fleet.
 
@@ -199,9 +164,7 @@ def setup(
 
 @fleet_app.command()
 @app.command(hidden=True)  # its place until 0.1
-def key(
-    file: Annotated[Path, typer.Argument(help="File to write; only you can read it.", **PATH)],
-) -> None:
+def key(file: Annotated[Path, argument("FILE", "File to write; only you can read it.", parser=path_of)]) -> None:
     """Make the key of a job on several machines that torchrun, srun or mpirun starts.
 
     Copy the file to every machine (scp -p keeps its mode). Pass it with --job-key FILE, or to a script of your own in the

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from convoy.comm.connection import Fields
 from convoy.comm.group import Group
-from convoy.config.option_types import AUTO_DEVICE
 from convoy.config.run_file import RunSettings, resolve_settings
-from convoy.config.train_options import FIELDS, Settings, key_of
+from convoy.config.train_options import AUTO_DEVICE, FIELDS, Settings, key_of
 from convoy.elastic.entrance import Entrance
 from convoy.errors import InputError
 from convoy.files import parse_toml
@@ -26,11 +25,7 @@ from convoy.planner.knowledge import FleetKnowledge
 
 @dataclass(frozen=True)
 class Invitation:
-    """A running job's reply to a join request.
-
-    Attributes:
-        offer: from the job's `convoy.cli.admitting.TrainAdmission`.
-    """
+    """A running job's reply to a join request; `TrainAdmission` makes the offer."""
 
     entrance: Entrance
     offer: Fields
@@ -77,14 +72,12 @@ def measured_alone(
     """Measure this device alone, as the job measured its devices."""
     if not offer["timed"]:
         return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,), measured=False))
-    traced, batch = trace(model, example), settings.micro_batch
+    traced, batch, precision = trace(model, example), settings.micro_batch, settings.precision
     with random_state_kept(group.torch_device):
         if not offer["measured"]:
-            speeds = measure_speeds(group, traced, model, batch, slowdown, settings.precision)
+            speeds = measure_speeds(group, traced, model, batch, slowdown, precision)
             return FleetKnowledge(ids=(0,), speeds=speeds)
-        options = MeasureOptions(
-            settings.net, budget_s=settings.budget_s, slowdown=slowdown, precision=settings.precision
-        )
+        options = MeasureOptions(settings.net, budget_s=settings.budget_s, slowdown=slowdown, precision=precision)
         measured = measure_job(group, traced, model, batch, options)
         # Speeds follow from the layers' times.
         return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,)), measured=measured)

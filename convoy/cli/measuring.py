@@ -7,29 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.options import PATH, HelpAll, Print, SettingsCommand, app, in_job, with_settings
+from convoy.cli.options import app, in_job, option, with_settings
 from convoy.comm.job_key import choose
 from convoy.config.train_options import Settings
 from convoy.errors import InputError
-from convoy.files import write_whole
 from convoy.fleet import Fleet
 
 
-@app.command(cls=SettingsCommand)
+@app.command()
 @with_settings(
     "data", "data_dir", "image_size", "net", "devices", "batch", "slowdown", "precision", "budget_s", "timeout_s", "job_key",
     "trust_network", "port", budget_s=60.0,
 )  # fmt: skip
 def measure(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Fleet file to write: devices, links, times of layers.", **PATH)
-    ],
-    fleet: Annotated[
-        Path | None,
-        typer.Option(help="Fleet file to start from; hosts with addresses are started over ssh.", **PATH),
-    ] = None,
-    print_lines: Print = False,
-    _help_all: HelpAll = False,
+    output: Annotated[Path, option("PATH", "Fleet file to write: devices, links, times of layers.", "--output", "-o")],
+    fleet: Annotated[Path | None, option("PATH", "Fleet file to start from; see convoy train --fleet.")] = None,
     **given: Any,
 ) -> None:
     """Measure this fleet: layers on each device, links between hosts.
@@ -42,12 +34,11 @@ def measure(
     one_of_job = in_job()
     settings = resolve_settings(None, given).settings
     choose(settings.job_key, settings.trust_network, os.environ)
-    if not one_of_job and (fleet is not None or print_lines):
-        from convoy.launch.fleet_command import fleet_to_start, measure_on_fleet
+    if not one_of_job:
+        from convoy.launch.fleet import measure_on_fleet, startable
 
-        if (hosts := fleet_to_start(fleet, print_lines)) is not None:
-            named = given["devices"] is not None
-            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], named, print_lines, port=settings.port))
+        if fleet is not None and (hosts := startable(fleet)) is not None:
+            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], given["devices"] is not None, settings.port))
     if one_of_job or len(settings.device_names) == 1:
         measure_device(output, settings, fleet)
         return
@@ -68,10 +59,7 @@ def check_measure(output: Path, settings: Settings, fleet: Path | None) -> None:
     check_output("--output", output)
     described, count = _described(fleet), len(settings.device_names)
     if described is not None and len(described.devices) != count:
-        raise InputError(
-            f"--devices {count}, but the fleet file has {len(described.devices)}: give --devices {len(described.devices)}, or "
-            "another fleet"
-        )
+        raise InputError(f"--devices {count}, but the fleet file has {len(described.devices)}: give the same number")
     build_model(settings, load_images(settings))
 
 
@@ -86,9 +74,6 @@ def _described(path: Path | None) -> Fleet | None:
 def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None:
     """Measure as one device of a job. Device 0 prints, and replaces the output at the end.
 
-    Args:
-        settings: of a training; uses data, net, devices, batch, slowdown, precision, time limit and budget.
-
     Raises:
         InputError, DataError, MismatchError, DeviceLostError: the output is unchanged.
     """
@@ -99,6 +84,7 @@ def measure_device(output: Path, settings: Settings, fleet: Path | None) -> None
     from convoy.comm.environment import imposed_slowdown
     from convoy.comm.processes import join
     from convoy.config.checks import check, check_output
+    from convoy.files import write_whole
     from convoy.measure.measure_job import MeasureOptions, measure_job
     from convoy.model.tracing import trace
     from convoy.report.measured import show

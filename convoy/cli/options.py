@@ -2,17 +2,17 @@
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from convoy._version import __version__
-from convoy.config.option_types import a_path, seconds
-from convoy.config.train_options import FIELDS, extra_of, key_of, kind_of
+from convoy.config.train_options import FIELDS, a_path, extra_of, key_of, kind_of
 from convoy.errors import InputError, shown
+from convoy.fleet.units import quantity
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,60 +39,51 @@ def in_job() -> bool:
     return is_one_of_job(os.environ)
 
 
-def path_of(text: str) -> Path:
-    try:
-        return Path(a_path(text))
-    except InputError as error:
-        raise typer.BadParameter(str(error)) from None
+def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser of an option's text, whose errors name the option."""
 
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text) if isinstance(text, str) else text  # a default is parsed already
+        except InputError as error:
+            raise typer.BadParameter(f"{shown(text)}: {error}") from None
 
-def seconds_of(text: str | float) -> float:
-    try:
-        return float(seconds(text))
-    except InputError as error:
-        raise typer.BadParameter(f"{shown(str(text))}: {error}") from None
+    return parsed
 
 
 def help_of(name: str) -> str:
     return str(FIELDS[name].description)
 
 
-PATH: Mapping[str, Any] = {"parser": path_of, "metavar": "PATH"}
-SECONDS: Mapping[str, Any] = {"parser": seconds_of, "metavar": "TIME"}  # 30, 450 ms, 2 min
+path_of = _parser(lambda text: Path(a_path(text)))
+_KINDS: dict[str, dict[str, Any]] = {
+    "PATH": {"parser": path_of},
+    "TIME": {"parser": _parser(lambda text: quantity(text, "s"))},  # 30, 450 ms, 2 min
+    "RATE": {"parser": _parser(lambda text: quantity(text, "bytes_per_s"))},  # 1 Gbit/s, 110 MB/s
+    "N": {"min": 1, "max": 10**9},
+}
 
-Print = Annotated[bool, typer.Option("--print", help="Print a line for each host of --fleet; start nothing.")]
+
+def option(metavar: str, meaning: str, *names: str, **more: Any) -> Any:
+    """Return an option of a verb. PATH, TIME, RATE and N are parsed and checked."""
+    return typer.Option(*names, help=meaning, metavar=metavar, **_KINDS.get(metavar, {}) | more)
 
 
-class SettingsCommand(TyperCommand):
-    """A verb with settings as options. `--help` lists common ones with their defaults; `--help-all` lists all."""
+def flag(meaning: str, *names: str) -> Any:
+    return typer.Option(*names, help=meaning)
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        parts: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            if (row := parameter.get_help_record(ctx)) is None:
-                continue
-            (call, text), name = row, str(parameter.name)
-            if name not in FIELDS:
-                part = "Options" if parameter.param_type_name == "option" else "Arguments"
-                call = call.removesuffix(" <Path>")
-            elif ctx.meta.get("all"):
-                part = extra_of(name)["panel"]
-            elif extra_of(name)["often"]:
-                sentence, _, default = text.partition("  [default: ")
-                part, call = "Options", call.split(" / ")[0]
-                text = sentence.split(". ")[0].rstrip(".") + (f"  [{default}" if default else "")
-            else:
-                continue
-            parts.setdefault(part, []).append((call, text))
-        for title, rows in parts.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
+
+def argument(metavar: str, meaning: str, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=meaning, **more)
 
 
 def _show_all(ctx: typer.Context, wanted: bool) -> None:
     if wanted:
-        ctx.meta["all"] = True
-        print(ctx.get_help())
+        formatter = ctx.make_formatter()
+        for panel, names in groupby(FIELDS, lambda name: extra_of(name)["panel"]):
+            with formatter.section(panel):
+                formatter.write_dl([(f"--{key_of(name)}", help_of(name) + _default_of(name)) for name in names])
+        print(f"{formatter.getvalue()}\nA switch is turned off by --no-NAME.")
         raise typer.Exit
 
 
@@ -101,35 +92,37 @@ HelpAll = Annotated[
 ]
 
 
+def _default_of(name: str, **defaults: Any) -> str:
+    value = defaults.get(name, FIELDS[name].default)
+    return "" if value in (None, False) else f"  [default: {value}]"
+
+
 def with_settings(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add an option to a verb for each named setting, or for all. An option not given is None: a run file may set it.
+
+    `--help` shows the first sentence of each text, and of all settings only the common ones.
 
     Args:
         defaults: of this verb, where they differ from the settings'.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        options = []
+        parameters = [p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
         for name in names or FIELDS:
             kind = kind_of(name)
             metavar = {Path: "PATH", int: "N", float: "X", str: "TEXT"}.get(kind)
-            # Parse a path as text, to refuse an empty one: as a Path it would be the current folder.
-            kind = str if kind in (tuple, Path) else kind
-            default = defaults.get(name, FIELDS[name].default)
             option = typer.Option(
                 *([] if kind is bool else [f"--{key_of(name)}"]),
-                help=help_of(name) + ("" if default is None or kind is bool else f"  [default: {default}]"),
+                help=help_of(name).split(". ")[0].rstrip(".") + _default_of(name, **defaults).replace("default: ", ""),
+                hidden=not names and not extra_of(name)["often"],
                 show_default=False,
-                **(SECONDS if name.endswith("_s") else {"metavar": metavar}),
+                **({"metavar": "TIME"} | _KINDS["TIME"] if name.endswith("_s") else {"metavar": metavar}),
             )
-            annotation: Any = Annotated[kind | None, option]
-            options.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation
-                )
-            )
-        verb.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+            # Parse a path as text, to refuse an empty one: as a Path it would be the current folder.
+            given: Any = Annotated[(str if kind in (tuple, Path) else kind) | None, option]
+            own, place = defaults.get(name), inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, place, default=own, annotation=given))
+        verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return verb
 
     return decorate

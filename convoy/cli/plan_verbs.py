@@ -3,98 +3,69 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from convoy.cli.options import (
-    PATH,
-    app,
-    help_of,
-)
-from convoy.config.option_types import numbers
+from convoy.cli.options import app, argument, flag, help_of, option
+from convoy.config.train_options import numbers
 from convoy.errors import InputError, shortened, shown
-from convoy.files import write_whole
+from convoy.files import unwritable, write_whole
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import device_class, device_classes
-from convoy.fleet.units import Dimension, quantity
 from convoy.layout.comm_dtype import parse_comm_dtype
 
 if TYPE_CHECKING:  # these import torch
     from convoy.planner.knowledge import FleetKnowledge
+    from convoy.planner.prediction import PlanPrediction
     from convoy.planner.request import PlanRequest
     from convoy.report.screen import Wait
 
-Batch = Annotated[int, typer.Option(help=help_of("batch"), min=1, max=10**9)]
-Image = Annotated[str, typer.Option(help="Channels, height, width of the images.")]
-Classes = Annotated[int, typer.Option(help="Classes.", min=1, max=10**9)]
-Optimizer = Annotated[str, typer.Option(help="Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")]
-Outputs = Annotated[
-    str,
-    typer.Option(
-        help="Where the model's outputs are: everywhere, or where-computed: with their samples, for convoy.loss in Python."
-    ),
-]
+NetName = argument("NET", "Net, as for convoy train: two-conv:K1:K2, torchvision:NAME, ...")
+FleetFile = option("PATH", "Fleet file, measured for this net by `convoy measure`, or described.")
+Batch = Annotated[int, option("N", help_of("batch"))]
+Image = Annotated[str, option("C,H,W", "Channels, height, width of the images.")]
+Classes = Annotated[int, option("N", "Classes.")]
+Optimizer = Annotated[str, option("TEXT", "Optimizer, for the memory of its state: sgd, sgd-momentum or adam.")]
+Outputs = Annotated[str, option("TEXT", "Where the outputs are: everywhere, or where-computed (for convoy.loss).")]
 
 MAX_PIXELS = 8192  # per side of an image
 MAX_NAMED = 64  # devices in `--on`
 
 
-@dataclass(frozen=True, slots=True)
-class PlanQuestion:
-    """A net and its planning options from the command line."""
+def image_sizes(text: str) -> tuple[int, int, int]:
+    """Parse channels, height and width. Raises InputError if they are invalid."""
+    try:
+        channels, height, width = sizes = numbers(text)
+    except ValueError:  # no numbers, or not three
+        sizes = ()
+    if not sizes or not all(size in range(1, MAX_PIXELS + 1) for size in sizes):
+        raise InputError(f"--image {shortened(text)}: give three whole numbers of 1 to {MAX_PIXELS}, e.g. 3,32,32")
+    return int(channels), int(height), int(width)
 
-    net: str
-    image: str
-    classes: int
-    batch: int
-    optimizer: str = "sgd-momentum"
-    wire: str = "exact"
-    outputs: str = "everywhere"
-    micro_batches: int = 1
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Channels, height and width. Raises InputError if `image` is invalid."""
-        try:
-            sizes = numbers(self.image)
-        except InputError as error:
-            raise InputError(f"--image {shown(self.image)}: {error}") from None
-        if len(sizes) != 3 or not all(size in range(1, MAX_PIXELS + 1) for size in sizes):
-            raise InputError(
-                f"--image {shortened(self.image)}: give channels, height and width, whole numbers of 1 to {MAX_PIXELS}, e.g. "
-                "3,32,32"
-            )
-        channels, height, width = map(int, sizes)
-        return channels, height, width
+def check_question(
+    net: str, image: str, classes: int, batch: int, optimizer: str, *, wire: str = "exact", outputs: str
+) -> Callable[["FleetKnowledge"], "PlanRequest"]:
+    """Check a net and its planning options before torch is imported. Return a function that builds the planning request.
 
-    def check(self) -> None:
-        """Check the options that need no torch. Raises InputError."""
-        from convoy.config.checks import check_net
-        from convoy.plan.plan import parse_outputs
+    Both raise InputError; the function also raises MismatchError and PlanError, as `PlanRequest` and `graph_of` do.
+    """
+    from convoy.config.checks import check_net
+    from convoy.plan.plan import parse_outputs
 
-        check_net(self.net)
-        _ = self.sizes
-        parse_comm_dtype(self.wire)
-        parse_outputs(self.outputs)
+    check_net(net)
+    sizes, comm_dtype, place = image_sizes(image), parse_comm_dtype(wire), parse_outputs(outputs)
 
-    def request(self, fleet: "FleetKnowledge") -> "PlanRequest":
-        """Build the net, and return the planning request for one micro-batch.
-
-        Raises InputError, MismatchError and PlanError as `PlanRequest` and `graph_of` do.
-        """
+    def build(fleet: "FleetKnowledge") -> "PlanRequest":
         from convoy.model.nets import graph_of
-        from convoy.plan.plan import parse_outputs
         from convoy.planner.request import PlanRequest
 
-        graph = graph_of(self.net, self.sizes, self.classes)
-        wire, outputs = parse_comm_dtype(self.wire), parse_outputs(self.outputs)
-        whole = PlanRequest(graph, self.batch, fleet, optimizer=self.optimizer, wire=wire, outputs=outputs)
-        return whole.split(self.micro_batches)
+        graph = graph_of(net, sizes, classes)
+        return PlanRequest(graph, batch, fleet, optimizer=optimizer, wire=comm_dtype, outputs=place)
+
+    return build
 
 
 @contextmanager
@@ -111,32 +82,31 @@ def _waiting(text: str) -> Iterator["Wait"]:
 
 @app.command()
 def plan(
-    net: Annotated[str, typer.Argument(help="Net, as for convoy train: two-conv:K1:K2, torchvision:NAME, ...")],
-    fleet: Annotated[
-        Path, typer.Option(help="Fleet file, measured for this net by `convoy measure`, or described.", **PATH)
-    ],
+    net: Annotated[str, NetName],
+    fleet: Annotated[Path, FleetFile],
     batch: Batch = 64,
     image: Image = "3,32,32",
     classes: Classes = 10,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the chosen plan to this file (JSON).", **PATH)
+        Path | None, option("PATH", "Write the chosen plan to this file (JSON).", "--output", "-o")
     ] = None,
     optimizer: Optimizer = "sgd-momentum",
-    wire: Annotated[str, typer.Option(help=help_of("wire"))] = "exact",
+    wire: Annotated[str, option("TEXT", help_of("wire"))] = "exact",
     outputs: Outputs = "everywhere",
-    accumulate: Annotated[
-        int, typer.Option(min=1, help="Micro-batches per step, each with an equal part of the batch.")
-    ] = 1,
+    accumulate: Annotated[int, option("N", "Equal micro-batches per step.")] = 1,
+    trace: Annotated[Path | None, option("PATH", "Folder for a trace and a picture of each plan's step.")] = None,
 ) -> None:
     """Predict every plan on a fleet, measured or described, and choose one.
 
     It prints step time, efficiency, traffic, memory, joules and bottleneck of each plan. Plans that exceed a device's
-    memory are marked, and never chosen.
+    memory are marked, and never chosen. A trace (JSON) shows when each device computes, sends and receives: open it in
+    Perfetto or chrome://tracing.
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
-    question = PlanQuestion(net, image, classes, batch, optimizer, wire, outputs, accumulate)
-    question.check()
+    build = check_question(net, image, classes, batch, optimizer, wire=wire, outputs=outputs)
+    if trace is not None and (why := unwritable(trace)):
+        raise InputError(f"cannot make the folder {shown(trace)}: {why}; give one that can be made")
     from convoy.config.checks import check_output
     from convoy.planner.knowledge import FleetKnowledge
     from convoy.planner.prediction import predict_all
@@ -147,11 +117,14 @@ def plan(
         check_output("--output", output)
     known = FleetKnowledge.from_file(fleet)
     with _waiting(f"planning {net}") as show:
-        request = question.request(known)
+        request = build(known).split(accumulate)
         show("predicting plans")
         rows, counts = predict_all(request)
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
     show_all(console, rows, request, counts)
+    if trace is not None:
+        for row in rows:
+            _write_trace(trace, row, request, f"{net}, plan {row.plan.name}, batch {row.plan.batch}")
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
         several = f" --accumulate {accumulate}" if accumulate > 1 else ""
@@ -160,26 +133,31 @@ def plan(
         )
 
 
+def _write_trace(folder: Path, row: "PlanPrediction", request: "PlanRequest", title: str) -> None:
+    from convoy.report.page import write_step
+    from convoy.report.timeline import write_chrome_trace
+    from convoy.runlog.writer import prediction_line
+
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"wrote {write_chrome_trace(row.timeline, folder / f'{row.plan.name}.json', request.names)}")
+    print(f"wrote {write_step(prediction_line(row, request), folder / f'{row.plan.name}.html', title)}")
+
+
 @app.command()
 def predict(
-    net: Annotated[
-        str | None, typer.Argument(help="Net, as for convoy train: torchvision:NAME, two-conv:K1:K2, ...")
-    ] = None,
+    net: Annotated[str | None, NetName] = None,
     on: Annotated[
-        str | None,
-        typer.Option(
-            help="Device classes, one per machine: laptop-cpu,2xrtx3060; + puts several into one: rtx3060+rtx3090."
-        ),
+        str | None, option("CLASSES", "Devices, one per machine: laptop-cpu,2xrtx3060,rtx3060+rtx3090.")
     ] = None,
-    fleet: Annotated[Path | None, typer.Option(help="Fleet file instead, described or measured.", **PATH)] = None,
+    fleet: Annotated[Path | None, FleetFile] = None,
     batch: Batch = 64,
     image: Image = "3,224,224",
     classes: Classes = 1000,
-    link: Annotated[str, typer.Option(help="Speed of each machine's NIC, with --on: 1Gbit, 110MB/s.")] = "1Gbit",
-    latency: Annotated[str, typer.Option(help="One-direction latency between machines, with --on.")] = "100us",
+    link: Annotated[float, option("RATE", "Speed of each machine's NIC, with --on.", show_default="1Gbit")] = 125e6,
+    latency: Annotated[float, option("TIME", "From machine to machine, with --on.", show_default="100us")] = 1e-4,
     optimizer: Optimizer = "sgd-momentum",
     outputs: Outputs = "everywhere",
-    list_them: Annotated[bool, typer.Option("--list", help="List the device classes and stop.")] = False,
+    list_them: Annotated[bool, flag("List the device classes and stop.", "--list")] = False,
 ) -> None:
     """Predict whether a fleet would pay, before anything is installed.
 
@@ -196,39 +174,20 @@ def predict(
         return
     if net is None:
         raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")
-    question = PlanQuestion(net, image, classes, batch, optimizer, outputs=outputs)
-    question.check()
-    rate, delay_s = _quantity("--link", link, "bytes_per_s"), _quantity("--latency", latency, "s")
-    if on is not None and fleet is None:
-        described, measured = fleet_on(on, rate, delay_s), None
-    elif fleet is not None and on is None:
-        from convoy.simulate.table import read_fleet_file
-
-        described, measured = read_fleet_file(fleet)
-    else:
-        raise InputError(
-            "give the fleet, once: --on laptop-cpu,rtx3060 (`convoy predict --list` has the names), or --fleet FILE"
-        )
+    build = check_question(net, image, classes, batch, optimizer, outputs=outputs)
+    if (on is None) == (fleet is None):
+        raise InputError("give the fleet, once: --on laptop-cpu,rtx3060 (--list has the names), or --fleet FILE")
     from convoy.planner.knowledge import FleetKnowledge
     from convoy.planner.payoff import forecast
     from convoy.report.plans import show_forecast
     from convoy.report.screen import Screen
+    from convoy.simulate.table import read_fleet_file
 
+    described, measured = (fleet_on(on or "", link, latency), None) if fleet is None else read_fleet_file(fleet)
     with _waiting(f"predicting {net}") as show:
-        found = forecast(question.request(FleetKnowledge(described, measured)), show)
+        found = forecast(build(FleetKnowledge(described, measured)), show)
     took_s = time.perf_counter() - begin_s
-    show_forecast(Screen(visible=True).console, found, described, net, question.sizes, took_s)
-
-
-def _quantity(option: str, text: str, dimension: Dimension) -> float:
-    """Parse an option's positive number with its unit. Raises InputError if it is invalid."""
-    try:
-        number = quantity(text, dimension)
-    except InputError as error:
-        raise InputError(f"{option} {shown(text)}: {error}") from None
-    if number <= 0:
-        raise InputError(f"{option} {shown(text)}: give more than 0")
-    return number
+    show_forecast(Screen(visible=True).console, found, described, net, image_sizes(image), took_s)
 
 
 def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
@@ -238,10 +197,7 @@ def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:
         found = re.fullmatch(r"\s*(?:(\d{1,3})\s*[x*]\s*)?(\S.*?)\s*", part)
         names = [] if found is None else [name.strip() for name in found[2].split("+")]
         if found is None or not all(names) or found[1] == "0":
-            raise InputError(
-                f"--on {text!r}: give classes of devices with commas between them, e.g. "
-                "laptop-cpu,2xrtx3060,rtx3090+rtx3090"
-            )
+            raise InputError(f"--on {text!r}: give classes of devices, e.g. laptop-cpu,2xrtx3060,rtx3090+rtx3090")
         machines += [names] * int(found[1] or 1)
     total = sum(map(len, machines))
     if total > MAX_NAMED:

@@ -74,14 +74,13 @@ class Reporter(ExitStack):
             self.log.run(options, sources=dict(self.run.sources), images=self.images, epoch_steps=steps)
         name = None if folder is None else folder.name
         shown = {key_of(name): value for name, value in settings.model_dump(mode="json").items()}
-        loggers: list[Logger] = []
+        self.loggers = []
         if settings.tensorboard is not None:
-            loggers.append(to_tensorboard(settings.tensorboard, done, tell))
+            self.loggers.append(self.enter_context(to_tensorboard(settings.tensorboard, done, tell)))
         if settings.wandb is not None:
-            loggers.append(to_wandb(settings.wandb, name, shown, folder, tell))
+            self.loggers.append(self.enter_context(to_wandb(settings.wandb, name, shown, folder, tell)))
         if settings.mlflow is not None:
-            loggers.append(to_mlflow(settings.mlflow, name, shown, tell))
-        self.loggers = [self.enter_context(logger) for logger in loggers]
+            self.loggers.append(self.enter_context(to_mlflow(settings.mlflow, name, shown, tell)))
         if settings.page and directory is not None:
             from convoy.report.page import LivePage  # imports jinja2, which only a page needs
 
@@ -97,19 +96,15 @@ class Reporter(ExitStack):
         """Print each device's share of each layer; with `--explain`, also every step and device program."""
         settings, screen, plan, graph = self.run.settings, self.screen, self.part.plan, self.part.traced[True].graph
         work, count = self._work(), settings.accumulate
-        idle = [str(device) for device, share in enumerate(work) if not share]
-        if settings.plan == "auto" and idle:
-            screen.line(
-                f"auto leaves device{'s' * (len(idle) > 1)} {', '.join(idle)} idle: using it would slow steps down."
-            )
+        if settings.plan == "auto" and 0 in work:
+            idle = ", ".join(str(device) for device, share in enumerate(work) if not share)
+            screen.line(f"auto leaves idle: device {idle}. With it steps would take longer.")
         screen.plan(plan, layer_rows(plan, graph), work)
         if settings.explain:
             screen.programs(plan, graph, count)
         if count > 1:
-            screen.line(
-                f"A step of {settings.batch} samples has {count} micro-batches of {settings.micro_batch}; gradients are "
-                "all-reduced in the last."
-            )
+            parts = f"{count} micro-batches of {settings.micro_batch}"
+            screen.line(f"A step of {settings.batch} samples has {parts}; gradients are all-reduced in the last.")
 
     def _work(self) -> Sequence[float]:
         return work_shares(self.part.steps(self.run.settings.micro_batch), self.part.traced[True].graph)

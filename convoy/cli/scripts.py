@@ -2,16 +2,17 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.options import PATH, app, in_job, with_settings
+from convoy.cli.options import app, argument, flag, in_job, option, with_settings
 from convoy.comm.environment import JOIN
 from convoy.comm.job_key import KEY_FILE, choose
-from convoy.config.option_types import read_address
 from convoy.config.run_file import resolve_settings
+from convoy.config.train_options import Settings, read_address
 from convoy.errors import InputError
 from convoy.machine.launch_env import hidden
 
@@ -19,36 +20,15 @@ from convoy.machine.launch_env import hidden
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 @with_settings("devices", "fleet", "job_key", "trust_network", "port", "listen")
 def run(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="A Python script and its own arguments.")
-    ] = None,
-    module: Annotated[
-        str | None, typer.Option("--module", "-m", help="Run a module instead of a script, as python -m does.")
-    ] = None,
+    arguments: Annotated[list[str] | None, argument("SCRIPT.PY [ARGS]...", "A script and its own arguments.")] = None,
+    module: Annotated[str | None, option("NAME", "Run a module, as python -m does.", "--module", "-m")] = None,
     print_for: Annotated[
-        str | None,
-        typer.Option(
-            "--print",
-            help="Start nothing; print a launcher for the fleet. shell: a line for each host; slurm: a file for sbatch; "
-            "kubernetes: a JobSet for kubectl, with --image.",
-        ),
+        str | None, option("KIND", "Only print a launcher for the fleet: shell, slurm or kubernetes.", "--print")
     ] = None,
-    image: Annotated[
-        str | None, typer.Option(help="For --print kubernetes: the container image that has Convoy and the script.")
-    ] = None,
-    logs: Annotated[
-        Path | None, typer.Option(help="Folder for the output of devices 1, 2, ...; otherwise it is dropped.", **PATH)
-    ] = None,
-    goes_on: Annotated[
-        bool, typer.Option("--goes-on", help="Let the others continue if a device is lost; needs convoy.train.Members.")
-    ] = False,
-    join: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Join the running job of the same script, started with --listen."),
-    ] = None,
-    doctor: Annotated[
-        bool, typer.Option("--doctor", help="Examine the machines first; start only if there are no errors.")
-    ] = False,
+    image: Annotated[str | None, option("IMAGE", "For kubernetes: container image with Convoy and the script.")] = None,
+    logs: Annotated[Path | None, option("PATH", "Folder for the output of devices 1, 2, ...")] = None,
+    goes_on: Annotated[bool, flag("Continue if a device is lost; needs convoy.train.Members.", "--goes-on")] = False,
+    join: Annotated[str | None, option("HOST:PORT", "Join the job of the same script, started with --listen.")] = None,
     **given: Any,
 ) -> None:
     """Run your own script on every device, one process each, as one job.
@@ -62,81 +42,73 @@ def run(
     """
     argv = ["-m", module, *(arguments or [])] if module is not None else arguments or []
     if not argv:
-        raise InputError(
-            "nothing to run: give a script and its arguments, e.g. convoy run --devices 4 train.py --lr 0.1"
-        )
+        raise InputError("nothing to run: give a script and its arguments, e.g. convoy run --devices 4 train.py")
     if module is None and not os.path.isfile(argv[0]):
         raise InputError(
             f"the script {argv[0]} is not there: give the path of a Python file; options of convoy run go before it, those "
             "of the script after it"
         )
     settings = resolve_settings(None, given).settings
-    one_of_job, listen, fleet = in_job(), settings.listen, settings.fleet
+    one_of_job, listen = in_job(), settings.listen
     choose(settings.job_key, settings.trust_network, os.environ)
-    if listen is not None or join is not None:
-        if (listen and join) or print_for is not None or (join is not None and (fleet is not None or one_of_job)):
-            raise InputError(
-                "--listen and --join: give one of them, --join with one device of this machine, and neither with --print"
-            )
-        for address in str(listen or join).split(","):
-            read_address(address)
-        option = "--join" if listen is None else "--listen"
-        os.environ[JOIN if listen is None else "CONVOY_LISTEN"] = str(listen or join)
-        if not one_of_job:  # in a job the launcher has done this
-            if not os.environ.get(KEY_FILE):
-                raise InputError(
-                    f"{option} without --job-key: joining devices prove themselves by it; make one with `convoy fleet key "
-                    "FILE`, and give it on both machines"
-                )
-            if listen is not None:
-                line = f"convoy run --join {listen} --job-key FILE"
-                print(f"Others may join: {line}, with the same script and arguments", flush=True)
+    if (listen and join) or ((listen or join) and print_for is not None) or (join and (settings.fleet or one_of_job)):
+        raise InputError(
+            "--listen and --join: give one of them, --join with one device of this machine, and neither with --print"
+        )
+    if listen or join:
+        _open_to_joining(listen, join, one_of_job)
     if one_of_job:
         _become(argv, hidden(os.environ))
-    from convoy.launch.host_job import JobOptions, memory_environment
+    from convoy.launch.host_job import JobOptions
 
     options = JobOptions(port=settings.port, logs=logs, goes_on=goes_on or listen is not None)
-    if fleet is not None or print_for is not None or image is not None:
-        from convoy.launch.fleet_command import fleet_to_start, script_on_fleet
+    if settings.fleet is not None or print_for is not None or image is not None:
+        from convoy.launch.fleet import script_on_fleet, startable
         from convoy.setup.setup import sent_modules
 
-        started = fleet_to_start(fleet, print_for is not None or image is not None)
-        if started is None:
-            raise InputError(
-                f"--fleet {fleet}: its hosts have no address, so there is nothing to start by ssh: give each its `address`, "
-                "or start this machine's devices with --devices"
-            )
-        if settings.devices != "auto":
-            raise InputError(
-                f"--devices {settings.devices} with --fleet: the file names the devices; leave --devices out"
-            )
-        files = sent_modules(started, Path.cwd())
-        _examine(doctor, fleet)
+        if (fleet := startable(settings.fleet)) is None:
+            raise InputError("--fleet and --print need a fleet file with an `address` in each [[host]] section")
+        if given["devices"] is not None:
+            raise InputError(f"--devices {settings.devices} with --fleet: the file names the devices; leave it out")
+        files = sent_modules(fleet, Path.cwd())
         raise typer.Exit(
-            script_on_fleet(started, argv, options, print_for=print_for, image=image, files=files, listen=listen)
+            script_on_fleet(fleet, argv, options, print_for=print_for, image=image, files=files, listen=listen)
         )
-    _examine(doctor, None)
+    raise typer.Exit(_run_here(argv, settings, options, joins=join is not None))
+
+
+def _open_to_joining(listen: str | None, join: str | None, one_of_job: bool) -> None:
+    """Set the variables of a job that devices may join, or of a device that joins. Refuse them without a key."""
+    for address in str(listen or join).split(","):
+        read_address(address)
+    os.environ[JOIN if listen is None else "CONVOY_LISTEN"] = str(listen or join)
+    if one_of_job:  # the launcher has checked and printed the rest
+        return
+    if not os.environ.get(KEY_FILE):
+        raise InputError(
+            f"{'--listen' if listen else '--join'} without --job-key: joining devices prove themselves by it; make one with "
+            "`convoy fleet key FILE`, and give it on both machines"
+        )
+    if listen is not None:
+        line = f"convoy run --join {listen} --job-key FILE"
+        print(f"Others may join: {line}, with the same script and arguments", flush=True)
+
+
+def _run_here(argv: Sequence[str], settings: Settings, options: Any, *, joins: bool) -> int:
+    """Run the script on devices of this machine. Return the exit status, if there are several."""
+    from convoy.launch.host_job import memory_environment
+    from convoy.launch.local import launch_local
+
     names = settings.device_names
-    if join is not None and len(names) > 1:
+    if joins and len(names) > 1:
         raise InputError(f"--devices {settings.devices} with --join: one device joins at a time; repeat the command")
     if len(names) == 1:
         device = {} if names == ("auto",) else {"CONVOY_DEVICE": names[0]}
         _become(argv, os.environ | memory_environment(os.environ) | device)
-    from convoy.launch.local import launch_local
-
     host = "127.0.0.1" if settings.listens_at is None else settings.listens_at[0]
-    raise typer.Exit(launch_local(argv, names, options=options, host=host, command=(sys.executable,), script=True))
+    return launch_local(argv, names, options=options, host=host, command=(sys.executable,), script=True)
 
 
-def _examine(wanted: bool, fleet: Path | None) -> None:
-    """Run the doctor if wanted, and exit if it finds errors."""
-    if wanted:
-        from convoy.doctor.doctor import run_doctor
-
-        if status := run_doctor(fleet, None, 60.0):
-            raise typer.Exit(status)
-
-
-def _become(argv: list[str], environment: dict[str, str]) -> None:
+def _become(argv: Sequence[str], environment: dict[str, str]) -> None:
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *argv], environment)

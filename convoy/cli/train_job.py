@@ -1,6 +1,5 @@
 """Starts `convoy train` on one device, at the start of a job or joining a running one."""
 
-import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -72,8 +71,7 @@ def run_joining_device(
     Args:
         addresses: of the job's devices.
         device: to compute on; None: chosen as for a job with one device.
-        own: settings of this device alone, by name.
-        accepted: functions outside of the working folder that the job may name as its net or data.
+        own, accepted: as in `run_of`.
 
     Raises:
         InputError, MismatchError: there is no such training, it does not admit this device, or another version started it.
@@ -109,27 +107,18 @@ def _check_same_settings(settings: Settings, group: Group) -> None:
 
 
 def _check_resume(settings: Settings) -> None:
-    """Check on device 0, from the files alone, that the run can be resumed.
-
-    Raises:
-        InputError: as `Checkpointer.begin`; or the run is complete.
-    """
+    """Check on device 0, from the files alone, that the run can be saved and resumed. Raise InputError if not."""
     if settings.checkpoint is None:
         return
-    folder = run_folder(settings.checkpoint)
-    start = starting_point(settings.checkpoint, settings.resume)
-    if os.path.isdir(folder):
+    start, folder = starting_point(settings.checkpoint, settings.resume), run_folder(settings.checkpoint)
+    if folder.is_dir():
         try:
             with holding(folder):
                 pass
         except OSError as error:
-            raise InputError(
-                f"cannot write into {folder}: {error.strerror}; name a folder that you may write"
-            ) from None
-    if start is None:
-        return
-    path, manifest = find_checkpoint(start)
-    check_settings(path, manifest, settings.lasting)
-    done = manifest.progress.epoch
-    if done >= settings.epochs:
-        raise InputError(f"the run in {folder} is complete: {done} epochs are done; give --epochs above {done}")
+            raise InputError(f"cannot write into {folder}: {error.strerror}; name another folder") from None
+    if start is not None:
+        path, manifest = find_checkpoint(start)
+        check_settings(path, manifest, settings.lasting)
+        if (done := manifest.progress.epoch) >= settings.epochs:
+            raise InputError(f"the run in {folder} is complete: {done} epochs are done; give --epochs above {done}")

@@ -29,9 +29,8 @@ from convoy.train.record import History
 
 
 def load_images(settings: Settings) -> Splits:
-    splits = load(
-        settings.data, settings.data_dir, image_size=settings.image_size, test_fraction=settings.test_fraction
-    )
+    size, fraction = settings.image_size, settings.test_fraction
+    splits = load(settings.data, settings.data_dir, image_size=size, test_fraction=fraction)
     return splits if settings.limit is None else splits.first(settings.limit)
 
 
@@ -40,16 +39,13 @@ def agreed_images(settings: Settings, group: Group, screen: Screen) -> Splits:
     if settings.net.partition(":")[0] in PER_PIXEL:
         raise InputError(
             f"--net {settings.net} gives a class for every pixel, and these images have one label each: train it in Python, "
-            "with convoy.loss; convoy measure accepts it, and so do plan, predict and simulate with --outputs where-computed"
+            "with convoy.loss"
         )
     splits = load_images(settings)
     count = len(splits.train)
     if settings.batch > count:
-        raise InputError(
-            f"--batch {settings.batch} with {count} training images: a step cannot have more images than that; give --batch "
-            f"{count} or less"
-        )
-    if settings.augment is not None:
+        raise InputError(f"--batch {settings.batch} with {count} training images: give --batch {count} or less")
+    if settings.augment is not None:  # try it once
         augment = Augment(augment_steps(settings.augment), splits.train.mean, splits.train.std)
         augment(example_of(splits), [0], settings.seed, 0)
     if found := difference(group.agree("data", splits.fingerprint)):

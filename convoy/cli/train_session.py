@@ -27,16 +27,16 @@ from convoy.comm.control_messages import from_first, gather
 from convoy.comm.environment import imposed_slowdown
 from convoy.comm.group import Group
 from convoy.config.run_file import RunSettings
-from convoy.config.train_options import Settings
 from convoy.machine.process import handle_signals
 from convoy.measure.job_plans import expect_measured
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.report.measured import remarks
 from convoy.report.screen import Screen, Wait
 from convoy.runlog.directory import RunDirectory, make_directory, paths_of
 from convoy.train.controller import Rebalancer
-from convoy.train.loop import fit
+from convoy.train.loop import Training, fit
 
 
 @dataclass(frozen=True)
@@ -53,50 +53,28 @@ class Job:
     stack: ExitStack
     invitation: Invitation | None = None
 
-    @property
-    def settings(self) -> Settings:
-        return self.run.settings
-
 
 def train_job(job: Job) -> FinishedTraining:
     """Train as one device of the job."""
-    settings, group, screen, stack = job.settings, job.group, job.screen, job.stack
-    joins = job.invitation is not None
+    settings, group, screen = job.run.settings, job.group, job.screen
     splits = agreed_images(settings, group, screen)
     model, example = build_model(settings, splits), example_of(splits)
     slowdown = settings.slowdowns[group.device] * imposed_slowdown()
-    plans = _make_plans(settings, group, screen, model, example, slowdown)
+    plans = _make_plans(job, model, example, slowdown)
     part = distribute(
         model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
     )
     expect_measured(part, plans.request.fleet.measured)
-    rows = gather(group, "fleet", [str(group.torch_device), os.uname().nodename, torch.get_num_threads()])
-    devices = [
-        (f"{device} ({threads} thread{'s' * (threads > 1)})", host, times)
-        for (device, host, threads), times in zip(rows, settings.slowdowns, strict=True)
-    ]
+    devices = _devices(job)
     screen.fleet(devices, plans.speeds)
     train, test = build_loaders(settings, splits, part)
     training = build_training(settings, part, train)
     training.tell = screen.line
-    checkpointer, done = None, Progress()
-    if settings.checkpoint is not None:
-        checkpointer = Checkpointer(
-            settings.checkpoint, part, training.optimizer, every=settings.checkpoint_steps, schedule=training.schedule,
-            scaler=training.scaler, settings=settings.lasting, tell=lambda line: screen.line(f"  {line}"),
-        )  # fmt: skip
-        stack.callback(checkpointer.close)
-        if not joins:
-            done = checkpointer.begin(settings.resume)
-            torch.manual_seed(settings.seed + done.step)  # dropout must not repeat the first steps' random numbers
-        done = checkpointer.progress
-    if job.invitation is None:
-        row = from_first(group, "directory of the run", lambda: paths_of(make_directory(settings)))
-    else:
-        row = job.invitation.offer["directory"]
-    directory = None if row is None else RunDirectory(Path(row[0]), None if row[1] is None else Path(row[1]))
+    checkpointer = _checkpointer(job, training)
+    done = Progress() if checkpointer is None else checkpointer.progress
+    directory = _directory(job)
     reporter = Reporter(job.run, part, plans, devices, screen, directory, train.samples, done.step)
-    stack.enter_context(reporter)
+    job.stack.enter_context(reporter)
     reporter.show_plan()
     title = f"{group.devices} device{'s' * (group.devices > 1)}, plan {part.plan.name}"
     samples_done = done.epoch * train.samples + done.batch * settings.batch
@@ -105,29 +83,18 @@ def train_job(job: Job) -> FinishedTraining:
         reporter.observe(bar)
         rebalancer = None
         if settings.rebalances:
-            if len(plans) > 1:
-                screen.line(
-                    f"{len(plans)} plans are predicted to take nearly as long: training tries each for some steps."
-                )
             rebalancer = Rebalancer(part, training.optimizer, tell=reporter.on_decision, others=plans[1:])
         replan = plans.replanner(rebalancer)
-        known = None
-        if job.invitation is not None:
-            print("measures itself while the others train", flush=True)
-            known = measured_alone(job.invitation.offer, settings, model, example, group, slowdown)
-        elif group.devices == 1 and settings.listen is not None:
-            asked = {"timed": True, "measured": settings.plan == AUTO}
-            alone = measured_alone(asked, settings, model, example, group, slowdown)
-            replan.known = replace(replan.known, speeds=alone.speeds, measured=alone.measured)
+        known = _own_knowledge(job, model, example, slowdown)
+        if known is not None and job.invitation is None:
+            replan.known = replace(replan.known, speeds=known.speeds, measured=known.measured)
         admission = TrainAdmission(part, splits.fingerprint, replan, reporter)
-        members = build_members(admission, training, plans, job.invitation, known)
+        members = build_members(admission, training, job.invitation, known)
         with nullcontext() if members is None else handle_signals(members):
             history = fit(training, train, test, settings.epochs, reporter.observers, rebalancer, checkpointer, members)
     usage = partial(reporter.usage, time.perf_counter() - start_s)
-    if members is None:
-        uses = usage()
-    else:
-        uses = members.repeated(usage)
+    uses = usage() if members is None else members.repeated(usage)
+    if members is not None:
         members.close()
     screen.usage(uses, history)
     screen.best(history)
@@ -136,15 +103,13 @@ def train_job(job: Job) -> FinishedTraining:
     return FinishedTraining(history, splits, trained, uses, plans[0].inexact, directory)
 
 
-def _make_plans(
-    settings: Settings, group: Group, screen: Screen, model: nn.Module, example: Tensor, slowdown: float
-) -> Plans:
+def _make_plans(job: Job, model: nn.Module, example: Tensor, slowdown: float) -> Plans:
     """Return the plan and its alternatives. The devices are measured if the settings ask for it."""
+    settings, group, screen = job.run.settings, job.group, job.screen
     measures = settings.plan == AUTO and settings.fleet is None
+    title = "measuring the devices and planning" if measures else "planning"
     if settings.plan != AUTO:
         title = "every device times the model's layers"
-    else:
-        title = "measuring the devices and planning" if measures else "the planner reads the fleet"
     is_quick = settings.speeds is not None or group.devices == 1
     about_s = settings.budget_s if measures else None
     with nullcontext(lambda *_: None) if is_quick else Wait(screen.console, title, about_s) as progress:
@@ -158,4 +123,53 @@ def _make_plans(
     measured = plans.request.fleet.measured
     for line in [*plans.notes, *([] if measured is None else remarks(measured))]:
         screen.line(line)
+    if settings.rebalances and len(plans) > 1:
+        screen.line(f"{len(plans)} plans are predicted to take nearly as long: training tries each for some steps.")
     return plans
+
+
+def _devices(job: Job) -> list[tuple[str, str, float]]:
+    """Return kind, host and slowdown of each device."""
+    own = [str(job.group.torch_device), os.uname().nodename, torch.get_num_threads()]
+    rows = zip(gather(job.group, "fleet", own), job.run.settings.slowdowns, strict=True)
+    return [
+        (f"{device} ({threads} thread{'s' * (threads > 1)})", host, times) for (device, host, threads), times in rows
+    ]
+
+
+def _checkpointer(job: Job, training: Training) -> Checkpointer | None:
+    """Return the checkpointer, if the settings name a folder. Continue from its checkpoint if this is a resumed run."""
+    settings = job.run.settings
+    if settings.checkpoint is None:
+        return None
+    checkpointer = Checkpointer(
+        settings.checkpoint, training.model, training.optimizer, every=settings.checkpoint_steps, schedule=training.schedule,
+        scaler=training.scaler, settings=settings.lasting, tell=lambda line: job.screen.line(f"  {line}"),
+    )  # fmt: skip
+    job.stack.callback(checkpointer.close)
+    if job.invitation is None:
+        done = checkpointer.begin(settings.resume)
+        torch.manual_seed(settings.seed + done.step)  # dropout must not repeat the first steps' random numbers
+    return checkpointer
+
+
+def _directory(job: Job) -> RunDirectory | None:
+    """Return the folder of the run's log, the same on every device, because each may have to continue the log."""
+    if job.invitation is None:
+        settings = job.run.settings
+        row = from_first(job.group, "directory of the run", lambda: paths_of(make_directory(settings)))
+    else:
+        row = job.invitation.offer["directory"]
+    return None if row is None else RunDirectory(Path(row[0]), None if row[1] is None else Path(row[1]))
+
+
+def _own_knowledge(job: Job, model: nn.Module, example: Tensor, slowdown: float) -> FleetKnowledge | None:
+    """Measure this device if it joins a job, or is alone and others may join it."""
+    settings, invitation = job.run.settings, job.invitation
+    if invitation is not None:
+        print("measures itself while the others train", flush=True)
+        return measured_alone(invitation.offer, settings, model, example, job.group, slowdown)
+    if job.group.devices == 1 and settings.listen is not None:
+        asked = {"timed": True, "measured": settings.plan == AUTO}
+        return measured_alone(asked, settings, model, example, job.group, slowdown)
+    return None

@@ -1,4 +1,4 @@
-"""Defines the verbs train, join, leave, stop and demo."""
+"""Defines the verbs train, join, leave, stop, demo and report."""
 
 import os
 import signal
@@ -11,33 +11,21 @@ from typing import Annotated, Any
 import psutil  # type: ignore[import-untyped]
 import typer
 
-from convoy.cli.options import (
-    PATH,
-    SECONDS,
-    HelpAll,
-    Print,
-    SettingsCommand,
-    app,
-    help_of,
-    in_job,
-    path_of,
-    with_settings,
-)  # fmt: skip
+from convoy.cli.options import HelpAll, app, argument, help_of, in_job, option, path_of, with_settings
 from convoy.comm.job_key import KEY_FILE, choose
+from convoy.config.train_options import read_address
 from convoy.errors import ConvoyError, InputError
 from convoy.machine import roster
 from convoy.machine.process import END, LEAVE
 from convoy.machine.roster import JobProcess
 
 
-@app.command(cls=SettingsCommand)
+@app.command()
 @with_settings()
 def train(
     run: Annotated[
-        Path | None,
-        typer.Argument(parser=path_of, metavar="RUN.TOML", help="Settings in a file: options without the dashes."),
+        Path | None, argument("RUN.TOML", "Settings in a file: options without the dashes.", parser=path_of)
     ] = None,
-    print_lines: Print = False,
     _help_all: HelpAll = False,
     **given: Any,
 ) -> None:
@@ -53,24 +41,19 @@ def train(
     one_of_job = in_job()
     resolved = resolve_settings(run, given)
     settings = resolved.settings
-    choose(settings.job_key, settings.trust_network, os.environ)
-    if not one_of_job and (settings.fleet is not None or print_lines):
-        from convoy.launch.fleet_command import fleet_to_start, train_on_fleet
-
-        if (fleet := fleet_to_start(settings.fleet, print_lines)) is not None:
-            raise typer.Exit(train_on_fleet(resolved, fleet, print_lines))
     devices = settings.device_names
+    choose(settings.job_key, settings.trust_network, os.environ)
     if not one_of_job:
-        from convoy.config import checks
+        from convoy.config.checks import check, check_outputs, check_places
+        from convoy.launch.fleet import startable, train_on_fleet
 
+        if (fleet := startable(settings.fleet)) is not None:
+            raise typer.Exit(train_on_fleet(resolved, fleet))
         if settings.listen is not None and not os.environ.get(KEY_FILE):
-            raise InputError(
-                "--listen without --job-key: joining devices prove themselves by it; make one with `convoy fleet key FILE`, "
-                "and give it here"
-            )
-        checks.check(settings)
-        checks.check_places(settings)
-        checks.check_outputs(settings)
+            raise InputError("--listen without --job-key: make a key with `convoy fleet key FILE`, and give it here")
+        check(settings)
+        check_places(settings)
+        check_outputs(settings)
         print(f"Starting {len(devices)} device{'s' * (len(devices) > 1)} ...", flush=True)
     if one_of_job or len(devices) == 1:
         from convoy.cli.train_job import run_device
@@ -92,21 +75,14 @@ def train(
 
 @app.command()
 def join(
-    job: Annotated[
-        str, typer.Argument(metavar="HOST:PORT,...", help="Addresses of the job's devices, as the job prints them.")
-    ],
-    job_key: Annotated[Path | None, typer.Option("--job-key", help=help_of("job_key"), **PATH)] = None,
+    job: Annotated[str, argument("HOST:PORT,...", "Addresses of the job's devices, as the job prints them.")],
+    job_key: Annotated[Path | None, option("PATH", help_of("job_key"), "--job-key")] = None,
     device: Annotated[
-        str | None, typer.Option(help="Device to compute on: cuda:0 or cpu; default: the first GPU, or the CPU.")
+        str | None, option("NAME", "Device to compute on: cuda:0 or cpu. Default: the first GPU.")
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data set, if it differs here.", **PATH)] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints, if this device has to write them.", **PATH)
-    ] = None,
-    accept: Annotated[
-        list[str] | None,
-        typer.Option(help="A PACKAGE.MODULE:CALLABLE outside of this folder that the job may name as net or data."),
-    ] = None,
+    data_dir: Annotated[Path | None, option("PATH", "Folder of the data set, if it differs here.")] = None,
+    checkpoint: Annotated[Path | None, option("PATH", "Folder for checkpoints, if this device writes them.")] = None,
+    accept: Annotated[list[str] | None, option("NAME", "A MODULE:FUNCTION elsewhere that may be net or data.")] = None,
 ) -> None:
     """Join a running training.
 
@@ -118,29 +94,22 @@ def join(
     """
     choose(job_key, False, os.environ)
     from convoy.cli.train_job import run_joining_device
-    from convoy.config.option_types import read_address
 
-    own = {"data_dir": data_dir, "checkpoint": checkpoint}
-    addresses = [read_address(text) for text in job.split(",")]
-    run_joining_device(
-        addresses, device, {name: value for name, value in own.items() if value is not None}, accept or ()
-    )
+    own = {name: path for name, path in (("data_dir", data_dir), ("checkpoint", checkpoint)) if path is not None}
+    run_joining_device([read_address(text) for text in job.split(",")], device, own, accept or ())
 
 
 # --- leave and stop: signal the devices of this machine, and wait until they have ended ---------------------------------------
 
 
-JobName = Annotated[
-    str | None,
-    typer.Argument(metavar="JOB", help="Its folder (runs/...) or HOST:PORT; needed if several jobs run here."),
-]
-Wait = Annotated[float, typer.Option(help="How long the devices may take.", **SECONDS)]
+JobName = Annotated[str | None, argument("JOB", "Its folder (runs/...) or HOST:PORT; needed if several jobs run here.")]
+Wait = Annotated[float, option("TIME", "How long the devices may take.")]
 
 
 @app.command()
 def leave(
     job: JobName = None,
-    device: Annotated[list[int] | None, typer.Option(help="Only this device; may be repeated.")] = None,
+    device: Annotated[list[int] | None, option("ID", "Only this device; may be repeated.")] = None,
     wait: Wait = 60.0,
 ) -> None:
     """Remove this machine's devices from a running job after the current step. The others continue.
@@ -169,22 +138,16 @@ def stop(job: JobName = None, wait: Wait = 60.0) -> None:
     training = [row for row in here if row.members]
     _signal(training, END)
     _signal([row for row in here if not row.members], LEAVE)  # the others end with it
-    after = (
-        "asked to end after the step, on all machines"
-        if training
-        else "ended at once; it did not train yet, or could not end after a step (--spare none, a script without Members)"
-    )
-    print(f"{_title(here)}: {after}", flush=True)
+    how = "asked to end after the step, on all machines" if training else "ended at once: it could not end after a step"
+    print(f"{_title(here)}: {how}", flush=True)
     _wait_for(here, wait)
 
 
 def of_job(rows: Sequence[JobProcess], job: str | None) -> list[JobProcess]:
     """Return the rows of one job. Raises InputError if there is none, or if several match."""
     if not rows:
-        raise InputError(
-            f"no job of user {os.geteuid()} runs on this machine ({os.uname().nodename}): run this on one of the "
-            "job's machines, as the user who started the job"
-        )
+        user = f"user {os.geteuid()} runs on this machine ({os.uname().nodename})"
+        raise InputError(f"no job of {user}: run this on one of the job's machines, as the user who started it")
     named = [row for row in rows if job is None or row.is_named(job)]
     count = len({row.job for row in named})
     if count == 1:
@@ -196,24 +159,22 @@ def of_job(rows: Sequence[JobProcess], job: str | None) -> list[JobProcess]:
 
 def leaving(here: Sequence[JobProcess], devices: Sequence[int]) -> list[JobProcess]:
     """Return the named devices of a job, or all on this machine. Raises InputError if they cannot leave."""
-    ids = [row.device for row in here]
+    ids, title = [row.device for row in here], _title(here)
     if unknown := [device for device in devices if device not in ids]:
         raise InputError(
-            f"--device {unknown[0]}: the devices of {_title(here)} on this machine are {', '.join(map(str, ids))}; run convoy "
+            f"--device {unknown[0]}: the devices of {title} on this machine are {', '.join(map(str, ids))}; run convoy "
             "leave on the machines of the others"
         )
     rows = [row for row in here if not devices or row.device in devices]
     if fixed := [row for row in rows if not row.members]:
         raise InputError(
-            f"{_names(fixed)} of {_title(here)} cannot leave: it has not begun to train, or the others could not continue "
-            "without it (--spare none, a script without convoy.train.Members); `convoy stop` ends the job"
+            f"{_names(fixed)} of {title} cannot leave: it has not begun to train, or the others could not continue without "
+            "it (--spare none, a script without convoy.train.Members); `convoy stop` ends the job"
         )
     members = rows[0].members
     if {row.device for row in rows} >= set(members):
-        raise InputError(
-            f"no device of {_title(here)} would be left: its devices are {', '.join(map(str, members))}; `convoy stop` ends "
-            "it, with a checkpoint if it saves them"
-        )
+        left = f"no device of {title} would be left: its devices are {', '.join(map(str, members))}"
+        raise InputError(f"{left}; `convoy stop` ends it")
     return rows
 
 
@@ -232,9 +193,8 @@ def _wait_for(rows: Sequence[JobProcess], wait_s: float) -> None:
     if left:
         pids = [process.pid for process in left]
         raise ConvoyError(
-            f"{_names([row for row in rows if row.pid in pids])} did not end within {wait_s:g} s: a step, or the work "
-            "between two steps, takes longer. Wait, or end it at once, which loses the steps since the last checkpoint: "
-            f"kill -9 {' '.join(map(str, pids))}"
+            f"{_names([row for row in rows if row.pid in pids])} did not end within {wait_s:g} s: a step takes longer. Wait, "
+            f"or end it at once and lose the steps since the last checkpoint: kill -9 {' '.join(map(str, pids))}"
         )
 
 
@@ -254,8 +214,8 @@ DEMO_EPOCHS = 16  # about 20 s on the four and 40 s on one, to 93 % test accurac
 
 @app.command()
 def demo(
-    plan: Annotated[str, typer.Option(help=help_of("plan"))] = "data-by-speed",
-    epochs: Annotated[int, typer.Option(help=help_of("epochs"))] = DEMO_EPOCHS,
+    plan: Annotated[str, option("TEXT", help_of("plan"))] = "data-by-speed",
+    epochs: Annotated[int, option("N", help_of("epochs"))] = DEMO_EPOCHS,
 ) -> None:
     """Train one CNN on four local processes of unequal speed, then on the fastest of them alone."""
     fleet = f"--plan {plan} --devices 4 --slowdown {DEMO_SLOWDOWN}"
@@ -264,3 +224,24 @@ def demo(
     print(f"$ convoy train {' '.join(options)}\n", flush=True)
     sys.argv[1:] = ["train", *options]
     raise typer.Exit(app(args=sys.argv[1:], standalone_mode=False) or 0)
+
+
+@app.command()
+def report(
+    run: Annotated[
+        Path | None, argument("RUN", "Folder or log of a run. Default: the latest in runs.", parser=path_of)
+    ] = None,
+    output: Annotated[Path | None, option("PATH", "HTML file. Default: next to the log.", "--output", "-o")] = None,
+) -> None:
+    """Write the HTML page of a run.
+
+    It has the curves, throughput with prediction and limit, the plan, one step, and each device. The page needs no network.
+    The page of an unfinished run shows its data so far.
+
+    Example: convoy report runs/2026-11-21-19.37.45-two-conv-50-500
+    """
+    from convoy.report.page import write_report
+    from convoy.runlog.directory import runs_folder
+    from convoy.runlog.reader import newest_run
+
+    print(f"wrote {write_report(run or newest_run(runs_folder()), output)}")

@@ -8,8 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from convoy.comm.environment import imposed_slowdown
-from convoy.config.option_types import AUTO_DEVICE
-from convoy.config.train_options import NO_LOG, Settings
+from convoy.config.train_options import AUTO_DEVICE, NO_LOG, Settings
 from convoy.data import check as check_data
 from convoy.data import folder_of
 from convoy.errors import InputError, shortened, shown, unknown_name
@@ -39,14 +38,12 @@ def check_places(settings: Settings) -> None:
     for option, path in (("--data", folder), ("--data-dir", settings.data_dir)):
         if path is not None and not os.path.isdir(path):
             raise InputError(f"{option} {path} is no folder: give an existing one")
-    for option, text in (("--net", settings.net), ("--data", settings.data)):
+    for option, text in (("--net", settings.net), ("--data", settings.data if folder is None else "")):
         name = text.partition(":")[0].split(".")[0]
-        if not names_callable(text) or (option == "--data" and folder is not None):
+        if not names_callable(text) or name in sys.modules or find_spec(name) is not None:
             continue
-        if name not in sys.modules and find_spec(name) is None and PathFinder.find_spec(name, [os.getcwd()]) is None:
-            raise InputError(
-                f"{option} {text}: there is no module {name!r}; name one that is installed or in the working folder"
-            )
+        if PathFinder.find_spec(name, [os.getcwd()]) is None:
+            raise InputError(f"{option} {text}: there is no module {name!r}, installed or in the working folder")
     for name in dict.fromkeys(settings.device_names):
         if name not in (AUTO_DEVICE, "cpu"):
             from convoy.machine.accelerator import check_device
@@ -58,26 +55,10 @@ def check(settings: Settings) -> None:
     """Refuse settings that contradict each other or the devices."""
     check_data(settings.data, settings.data_dir, settings.image_size, settings.test_fraction)
     check_net(settings.net)
-    count, slowdowns, speeds, memory = len(settings.device_names), settings.slowdowns, settings.speeds, settings.memory
     imposed_slowdown()
+    _check_devices(settings)
     if settings.listen is not None and not settings.recovers:
         raise InputError("--listen with --spare none: no device can join such a training; leave one out")
-    if len(slowdowns) != count or not 1 <= min(slowdowns) <= max(slowdowns) <= MAX_SLOWDOWN:
-        raise InputError(
-            f"--slowdown {_listed(slowdowns)}: give one factor of 1 or more, up to {MAX_SLOWDOWN:g}, for each of the {count} "
-            f"devices, e.g. --slowdown {_listed((1.0,) * count)}"
-        )
-    if speeds is not None and (len(speeds) != count or not 1e-12 <= min(speeds) <= max(speeds) <= 1e12):
-        raise InputError(
-            f"--speeds {_listed(speeds)}: give one positive number for each of the {count} devices, e.g. --speeds 4,2,1,1, "
-            "from 1e-12 to 1e12"
-        )
-    if memory is not None and len(memory) not in (1, count):
-        raise InputError(f"--memory has {len(memory)} values: give one for all devices, or one for each of the {count}")
-    if memory is not None and settings.fleet is not None:
-        raise InputError(
-            "--memory with --fleet: write memory_bytes of each device into the fleet file, and leave --memory out"
-        )
     if settings.batch % settings.accumulate:
         some = [str(n) for n in range(1, min(settings.batch, 1024)) if not settings.batch % n]
         raise InputError(
@@ -90,30 +71,42 @@ def check(settings: Settings) -> None:
         check_kinds(settings.precision, settings.device_names)
     for option, given in (("--checkpoint-steps", settings.checkpoint_steps), ("--resume", settings.resume)):
         if given and settings.checkpoint is None:
-            raise InputError(
-                f"{option} without --checkpoint: name the folder of the run's checkpoints: --checkpoint DIR"
-            )
+            raise InputError(f"{option} without --checkpoint: name the folder of the run's checkpoints")
     if settings.resume and settings.compare:
-        raise InputError("--compare with --resume: one device would start from the beginning; leave one of them out")
+        raise InputError("--compare with --resume: one device would start from the beginning; leave one out")
     if settings.page and settings.log == NO_LOG:
         raise InputError("--page with --log none: the page is made of the log; leave one of them out")
-    _check_plan(settings, count)
+    if settings.fleet is not None and settings.plan != AUTO:
+        raise InputError(
+            f"--fleet {settings.fleet} with --plan {settings.plan}: if its hosts have no addresses, only --plan auto reads "
+            "the file; add --plan auto, or give every host its address"
+        )
+    if settings.plan not in (*PLANS, AUTO):
+        _check_plan_file(settings)
 
 
-def _check_plan(settings: Settings, count: int) -> None:
-    plan = settings.plan
-    if settings.fleet is not None and plan != AUTO:
+def _check_devices(settings: Settings) -> None:
+    """Compare the numbers of slowdowns, speeds and memory sizes with the number of devices."""
+    count, slowdowns, speeds, memory = len(settings.device_names), settings.slowdowns, settings.speeds, settings.memory
+    if len(slowdowns) != count or not 1 <= min(slowdowns) <= max(slowdowns) <= MAX_SLOWDOWN:
         raise InputError(
-            f"--fleet {settings.fleet} with --plan {plan}: if its hosts have no addresses, only --plan auto reads the file; "
-            "add --plan auto, or give every host its address, to train there over ssh, or leave --fleet out"
+            f"--slowdown {_listed(slowdowns)}: give one factor of 1 or more, up to {MAX_SLOWDOWN:g}, for each of the {count} "
+            f"devices, e.g. --slowdown {_listed((1.0,) * count)}"
         )
-    if settings.speeds is not None and plan == AUTO:
+    if speeds is not None and settings.plan == AUTO:
+        raise InputError("--speeds with --plan auto, which measures every layer: leave it out, or name a plan")
+    if speeds is not None and (len(speeds) != count or not 1e-12 <= min(speeds) <= max(speeds) <= 1e12):
         raise InputError(
-            f"--speeds {_listed(settings.speeds)} with --plan auto, which needs the times of every layer: leave it out, or "
-            "name a plan"
+            f"--speeds {_listed(speeds)}: give one positive number for each of the {count} devices, from 1e-12 to 1e12"
         )
-    if plan in (*PLANS, AUTO):
-        return
+    if memory is not None and len(memory) not in (1, count):
+        raise InputError(f"--memory has {len(memory)} values: give one for all devices, or one for each of the {count}")
+    if memory is not None and settings.fleet is not None:
+        raise InputError("--memory with --fleet: write memory_bytes of each device into the fleet file instead")
+
+
+def _check_plan_file(settings: Settings) -> None:
+    plan, count = settings.plan, len(settings.device_names)
     if not (plan.endswith(".json") or os.path.isfile(plan)):
         raise unknown_name("plan", plan, [*PLANS, AUTO, "a plan file (….json)"])
     saved = Plan.load(Path(plan))
@@ -125,8 +118,7 @@ def _check_plan(settings: Settings, count: int) -> None:
         )
     if count != saved.devices:
         raise InputError(
-            f"--devices {count}, but the plan {plan} is for {saved.devices}: give --devices {saved.devices}, or make a new "
-            "plan"
+            f"--devices {count}, but the plan {plan} is for {saved.devices}: give --devices {saved.devices}, or another plan"
         )
 
 

@@ -1,38 +1,161 @@
-"""Lists the settings of a training. The command line, run files and `--explain` are generated from this list."""
+"""Lists the settings of a training, and parses their values. The command line and run files are generated from this list."""
 
 import importlib
+import importlib.util
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from convoy.config.option_types import (
-    Devices,
-    File,
-    Listen,
-    Numbers,
-    Seconds,
-    Sizes,
-    Wire,
-    checked_by,
-    device_names,
-    listen_address,
-    needs,
-    one_of,
-)  # fmt: skip
+from convoy.errors import InputError, shortened, shown
+from convoy.fleet.units import quantity
 from convoy.layout.collectives import Reduce
-from convoy.layout.comm_dtype import CommDtype
+from convoy.layout.comm_dtype import CommDtype, parse_comm_dtype
 from convoy.plan.presets import AUTO, PLANS
 
-MAX_NUMBER = 1e10
-"""Upper bound of a setting without its own: more is a typing error."""
+MAX_DEVICES = 1024  # more processes on one machine are a typing error
+MAX_NUMBER = 1e10  # upper bound of a setting without its own: more is a typing error
 
 NO_LOG = Path("none")
 """Value of `log` for no log."""
+
+AUTO_DEVICE, ALL = "auto", "all"
+"""As `--devices`: every GPU of this machine, or its CPU if there is none; every GPU and the CPU. As one device's name, `auto`
+is the best for its rank."""
+
+# ----------------------------------------------------------------------------- parsers: each raises InputError
+
+
+def numbers(value: Any) -> tuple[float, ...]:
+    """Parse comma-separated numbers, or a list."""
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        if isinstance(parts, list | tuple) and not any(isinstance(part, bool) for part in parts):
+            return tuple(float(part) for part in parts)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise InputError("give numbers with commas between them, e.g. 1,1,2,4")
+
+
+def seconds(value: Any) -> Any:
+    """Parse seconds from text: 450 ms, 2 min, 30. Return other types unchanged."""
+    return quantity(value, "s") if isinstance(value, str) else value
+
+
+def sizes(value: Any) -> Any:
+    """Parse comma-separated byte sizes: 6 GB,8 GB."""
+    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int | float) else value
+    found = tuple(quantity(part, "bytes") for part in parts) if isinstance(parts, list | tuple) else (0.0,)
+    if not found or min(found) < 1:
+        raise InputError("give a memory above zero, or one for each device: 6 GB or 6 GB,8 GB")
+    return found
+
+
+def device_names(text: str) -> tuple[str, ...]:
+    """Parse `--devices`: a number, names, `auto` or `all`. Under torchrun, WORLD_SIZE gives the number."""
+    named = tuple(part.strip() for part in text.split(","))
+    is_number = text.isdecimal()
+    if (processes := os.environ.get("WORLD_SIZE", "")).isdecimal():
+        count = int(processes)
+        return named if len(named) == count and not is_number and text != ALL else (AUTO_DEVICE,) * count
+    if text == ALL or (text == AUTO_DEVICE and not os.environ.get("CONVOY_DEVICE")):
+        here: tuple[str, ...] = _imported("convoy.machine.accelerator:local_devices")()
+        chosen = here if text == ALL else here[:-1]
+        return chosen if len(chosen) > 1 else (AUTO_DEVICE,)
+    if is_number:
+        if len(text) > 9 or not 1 <= int(text) <= MAX_DEVICES:
+            raise InputError(
+                f"--devices {shortened(text)}: give a number from 1 to {MAX_DEVICES}, or their names: cuda:0,cpu"
+            )
+        return ("cpu",) * int(text) if int(text) > 1 else (AUTO_DEVICE,)
+    if not all(named) or any(name[0] in "-+." for name in named):
+        raise InputError(f"--devices {shown(text)}: give a number, or names with commas between them: cuda:0,cpu")
+    return named
+
+
+def _devices_text(value: Any) -> Any:
+    """Convert a run file's number or list to the text of `--devices`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else value
+
+
+def a_path(value: Any) -> Any:
+    """Refuse an empty path, which would mean the current folder."""
+    if isinstance(value, str) and not value.strip():
+        raise InputError("give a path: this is empty; the current folder is .")
+    return value
+
+
+def read_address(text: str) -> tuple[str, int]:
+    """Parse HOST:PORT, as a job prints it."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(f"{shown(text)} is no address of a job: give HOST:PORT, e.g. 192.168.1.5:7000")
+    host = host.strip("[]")
+    if host in ("0.0.0.0", "::", "*"):
+        raise InputError(f"{shown(text)} means all addresses of this machine, but others need one: give that")
+    return host, int(port)
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """Parse HOST:PORT or HOST. Port 0 means a free one."""
+    return read_address(text) if ":" in text else (read_address(f"{text}:1")[0], 0)
+
+
+def _imported(home: str) -> Any:
+    """Return `module:name`. These modules import torch: import them only to check a value, so that --help is quick."""
+    module, _, name = home.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _one_of(home: str) -> AfterValidator:
+    """Check a name against the choices in `module:name`."""
+
+    def check(name: str) -> str:
+        if name not in (choices := _imported(home)):
+            raise InputError(f"choose one of {', '.join(sorted(choices))}")
+        return name
+
+    return AfterValidator(check)
+
+
+def _checked_by(home: str) -> AfterValidator:
+    """Check a text by calling `module:function`."""
+
+    def check(text: str) -> str:
+        _imported(home)(text)
+        return text
+
+    return AfterValidator(check)
+
+
+def _needs(package: str) -> AfterValidator:
+    """Refuse a setting if its package is not installed."""
+
+    def check(value: Any) -> Any:
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:  # W&B keeps its files in a folder "wandb", which is no package
+            raise InputError(f"{package} is not installed: pip install 'convoy-train[{package}]', or leave it out")
+        return value
+
+    return AfterValidator(check)
+
+
+Seconds = Annotated[float, BeforeValidator(seconds)]
+Sizes = Annotated[tuple[float, ...], BeforeValidator(sizes)]
+File = Annotated[Path, BeforeValidator(a_path), Field(strict=False)]
+Numbers = Annotated[tuple[float, ...], BeforeValidator(numbers)]
+Devices = Annotated[str, BeforeValidator(_devices_text)]
+Wire = BeforeValidator(lambda value: parse_comm_dtype(value) if isinstance(value, str) else value)
+Listen = Annotated[str, _checked_by(f"{__name__}:listen_address")]
+
+# ------------------------------------------------------------------------------------------------ the list
 
 
 def _setting(panel: str, default: Any, meaning: str, *, here: bool = False, often: bool = False, **rules: Any) -> Any:
@@ -56,7 +179,7 @@ _data = partial(_setting, DATA)
 _fleet = partial(_setting, "Devices and plan")
 _step = partial(_setting, TRAINING)
 _test = partial(_setting, "Tests while training")
-_output = partial(_setting, "Output")
+_output = partial(_setting, "Output", here=True)
 
 
 class Settings(BaseModel):
@@ -68,123 +191,86 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    data: Annotated[str, checked_by("convoy.data:check")] = _data(
+    data: Annotated[str, _checked_by("convoy.data:check")] = _data(
         "digits",
-        "Images by name, folder:PATH or MODULE:FUNCTION. By name: digits (ships with scikit-learn), fashion-mnist, "
-        "cifar10, cifar100. folder:PATH or a path: a folder of JPEG or PNG images per class, in train and val, or with a part "
-        "held out. MODULE:FUNCTION: returns a torch Dataset, or two.",
+        "Images by name, folder:PATH or MODULE:FUNCTION. By name: digits, fashion-mnist, cifar10, cifar100. The function "
+        "returns a torch Dataset, or two.",
         often=True,
     )
     data_dir: File | None = _data(
-        None,
-        "Folder with the files of a data set by name. Default: a cache folder, filled by download and checked.",
-        here=True,
-        often=True,
+        None, "Folder of a data set's files. Default: a cache, filled by download.", here=True, often=True
     )
-    image_size: int | None = _data(
-        None, "Resize the images of a folder to squares of this side, in pixels.", ge=1, le=8192
-    )
+    image_size: int | None = _data(None, "Resize a folder's images to this side, in pixels.", ge=1, le=8192)
     test_fraction: float | None = _data(
         None, "Part of each class to hold out for tests, if the data has no test images. Default: 0.2.", gt=0, lt=1
     )
-    augment: Annotated[str, checked_by("convoy.data.augment:augment_steps")] | None = _data(
+    augment: Annotated[str, _checked_by("convoy.data.augment:augment_steps")] | None = _data(
         None,
-        "Augment training images, differently in every epoch, e.g. crop,flip. Also crop[:PADDING], resized-crop[:AREA], "
-        "jitter[:STRENGTH], cutout[:SIDE], erase[:PROBABILITY], with commas between them.",
+        "Augment training images, e.g. crop,flip. Steps: crop[:PADDING], flip, resized-crop[:AREA], jitter[:STRENGTH], "
+        "cutout[:SIDE], erase[:PROBABILITY].",
     )
     limit: int | None = _data(None, "Use only the first N training images.", ge=1)
     workers: int = _data(0, "Processes per device that load batches ahead; 0: none.", here=True, ge=0, le=256)
     net: str = _data(
         "two-conv:50:500",
-        "Net by name, or MODULE:FUNCTION. Built in: two-conv:K1:K2 (filters), alexnet:F "
-        "(features), resnet:DEPTH:WIDTH and others. torchvision:NAME and timm:NAME need pip install 'convoy-train[models]'. "
-        "package.module:function returns an nn.Module.",
+        "Net by name, or MODULE:FUNCTION. Built in: two-conv:K1:K2 (filters), alexnet:F, resnet:DEPTH:WIDTH and others; "
+        "torchvision:NAME and timm:NAME need pip install 'convoy-train[models]'.",
         often=True,
     )
 
     plan: str = _fleet(
         "data-by-speed",
-        "Plan by name, auto, or a plan file. data: even parts of the batch, as PyTorch DDP. "
-        "data-by-speed: parts of the batch by measured speed. sharded: the same, with weights and optimizer state in shards "
-        "by speed. master: filters of the convolutions by speed, the rest on the fastest device (Marques 2018). model: every "
-        "weighted layer by filter, evenly (Castello 2021). hybrid: convolutions by batch, fully connected layers by filter "
-        "(Jin 2018). auto: the planner measures the devices and chooses.",
+        "Plan by name, auto, or a plan file. data: the batch evenly, as PyTorch DDP. data-by-speed: the batch by measured "
+        "speed. sharded: also weights and optimizer state. master: filters of convolutions, the rest on the fastest device. "
+        "model: filters of every layer. hybrid: convolutions by batch, the rest by filter. auto: the planner chooses.",
         often=True,
     )
     devices: Devices = _fleet(
-        "auto",
-        "Devices here: auto, all, a number, or names. auto: every GPU, or the CPU if there is none. all: the GPUs "
-        "and the CPU. Names: cuda:0,cpu. A number of processes on the CPU: 4. Ignored under torchrun, srun and mpirun.",
+        AUTO_DEVICE,
+        "Devices here: auto, all, a number, or names. auto: every GPU, or the CPU. all: GPUs and CPU. 4: four CPU "
+        "processes. Names: cuda:0,cpu. Ignored under torchrun, srun and mpirun.",
         here=True,
         often=True,
     )
-    slowdown: Numbers | None = _fleet(
-        None, "Slow each device down by a factor, e.g. 1,1,2,4: unequal devices on one machine."
-    )
+    slowdown: Numbers | None = _fleet(None, "Slow each device down by a factor, e.g. 1,1,2,4.")
     speeds: Numbers | None = _fleet(None, "Speeds per device instead of measured ones, e.g. 4,4,2,1.")
-    reduce: Reduce | None = _fleet(
-        None,
-        "All-reduce algorithm: ring, butterfly, direct or star. Default: butterfly for hybrid, "
-        "ring for the other named plans; auto chooses, a plan file says.",
-    )
+    reduce: Reduce | None = _fleet(None, "All-reduce: ring, butterfly, direct or star. Default: as the plan says.")
     wire: Annotated[CommDtype | None, Wire] = _fleet(
         None,
-        "Number format of sent activations and gradients: exact or inexact-bf16. inexact-bf16 (short: bf16) halves the bytes, "
-        "rounds to 8 bits and does not quite train like one device. Default: exact, or as the plan file says.",
+        "Format of sent activations and gradients: exact, or inexact-bf16: half the bytes. Default: as the plan says.",
     )
     rebalance: bool | None = _fleet(
-        None,
-        "Change the shares while training if a device is faster or slower than predicted. With --plan auto also try other "
-        "plans with nearly the same predicted step time. Default: with --plan auto on CPUs; on a GPU, timing a layer means "
-        "waiting for its kernels.",
+        None, "Change the shares if a device is faster or slower than predicted. Default: with --plan auto on CPUs."
     )
     compile: bool = _fleet(
-        False,
-        "Run layers through torch.compile where that is faster. The first steps try it; numbers are equal up to rounding. It "
-        "needs a C++ compiler such as g++ (on GPUs Triton).",
+        False, "Run layers through torch.compile where that is faster. It needs a C++ compiler, or Triton on GPUs."
     )
     memory: Sizes | None = _fleet(
-        None,
-        "Memory that each device may use, e.g. 6 GB, or 6 GB,8 GB. Plan auto respects it, and GPUs refuse to allocate more. "
-        "Default: all of it; with a fleet file, its memory_bytes.",
+        None, "Memory per device, e.g. 6 GB, or 6 GB,8 GB. Default: all, or the fleet file's memory_bytes."
     )
-    tf32: bool | None = _fleet(
-        None,
-        "Let GPUs round float32 to TF32 (10 bits) in matrix products and convolutions. Default: as torch does, in "
-        "convolutions only.",
-    )
-    deterministic: bool = _fleet(
-        False, "Use only deterministic algorithms of torch. A layer that has none is an error."
-    )
+    tf32: bool | None = _fleet(None, "Let GPUs round float32 to TF32. Default: as torch does, in convolutions only.")
+    deterministic: bool = _fleet(False, "Use only deterministic algorithms of torch. A layer without one is an error.")
     fleet: File | None = _fleet(
         None,
-        "Fleet file; its hosts are started over ssh. Hosts without addresses are not: then only --plan auto reads its times. "
-        "Default: measure now.",
+        "Fleet file; its hosts are started over ssh. Without addresses it is for --plan auto.",
         here=True,
         often=True,
     )
     budget_s: Seconds = _fleet(20.0, "Approximate time for measuring, with --plan auto.", here=True, gt=0, le=1e6)
     spare: Literal["auto", "every-step", "none"] = _fleet(
         "auto",
-        "How often to keep a snapshot, so that the others continue if a device is lost. every-step: after each step, with "
-        "copies of sharded parameters in another device's memory. auto: as often as costs at most 2 % of the time; the steps "
-        "since are repeated. none: no snapshots; a lost device ends the training.",
+        "How often to keep a snapshot, so that the others continue if a device is lost. auto: as often as costs at most 2 % "
+        "of the time. none: a lost device ends the training.",
     )
     job_key: File | None = _fleet(
-        None,
-        "Key file of the job, made by `convoy fleet key`. Needed under torchrun, srun and mpirun on several machines. Devices "
-        "that this command starts need none.",
-        here=True,
+        None, "Key file of a job that torchrun, srun or mpirun starts on several machines.", here=True
     )
     trust_network: bool = _fleet(
-        False,
-        "Neither authenticate nor encrypt connections. Anyone who reaches the machines' ports can read and end the job.",
-        here=True,
+        False, "No authentication, no encryption. Anyone who reaches the ports can read and end the job.", here=True
     )
     listen: Listen | None = _fleet(
         None,
-        "Let further devices join: the address of this machine to connect to. E.g. 192.168.1.5:7000 or 192.168.1.5; with "
-        "--fleet, of the machine of device 0. It needs --job-key. Default: no device may join.",
+        "Let devices join at HOST or HOST:PORT of this machine (with --fleet, of device 0). Needs --job-key.",
         here=True,
     )
     port: int | None = _fleet(None, "Rendezvous port of the processes; default: a free one.", here=True, ge=0, le=65535)
@@ -192,33 +278,25 @@ class Settings(BaseModel):
 
     epochs: int = _step(1, "Passes over the training images.", often=True, ge=1)
     batch: int = _step(64, "Global batch: samples per step.", often=True, ge=1)
-    accumulate: int = _step(
-        1, "Micro-batches per step: less memory, the same numbers. Batch norm alone sees one micro-batch.", ge=1
-    )
-    optimizer: Annotated[str, one_of("convoy.train.loop:OPTIMIZERS")] = _step("sgd", "sgd, adam or adamw.", often=True)
+    accumulate: int = _step(1, "Micro-batches per step: less memory, the same numbers (except of batch norm).", ge=1)
+    optimizer: Annotated[str, _one_of("convoy.train.loop:OPTIMIZERS")] = _step("sgd", "sgd, adam or adamw.", often=True)
     lr: float = _step(0.01, "Learning rate, or the highest of a schedule.", often=True, gt=0)
     momentum: float = _step(0.9, "Momentum of sgd.", ge=0)
     weight_decay: float = _step(0.0, "Weight decay.", ge=0)
-    schedule: Annotated[str, one_of("convoy.train.loop:SCHEDULES")] = _step(
+    schedule: Annotated[str, _one_of("convoy.train.loop:SCHEDULES")] = _step(
         "constant",
-        "constant, cosine, step or one-cycle. cosine: down to 0. step: multiplied by --drop-factor "
-        "after every --drop-epochs. one-cycle: up from 1/25, then down to nearly 0.",
+        "constant, cosine, step or one-cycle. step: times --drop-factor after every --drop-epochs. one-cycle: up from 1/25.",
         often=True,
     )
-    warmup_epochs: float = _step(
-        0.0, "Epochs in which the learning rate first rises linearly. For one-cycle 0 means 30 % of the steps.", ge=0
-    )
+    warmup_epochs: float = _step(0.0, "Epochs of linear warm-up. For one-cycle 0 means 30 % of the steps.", ge=0)
     drop_epochs: int = _step(30, "Epochs between two drops, for --schedule step.", ge=1)
     drop_factor: float = _step(0.1, "Factor of the learning rate at a drop, for --schedule step.", gt=0, le=1)
     clip_norm: float | None = _step(None, "Clip the norm of all gradients, over all devices, to this.", gt=0)
     label_smoothing: float = _step(0.0, "Part of each label that is spread over all classes, e.g. 0.1.", ge=0, lt=1)
-    ema: float | None = _step(
-        None, "Keep a moving average of the weights with this decay per step, e.g. 0.999. Tests use it.", ge=0, lt=1
-    )
-    precision: Annotated[str, one_of("convoy.runtime.precision:PRECISIONS")] = _step(
+    ema: float | None = _step(None, "Test a moving average of the weights, with this decay per step.", ge=0, lt=1)
+    precision: Annotated[str, _one_of("convoy.runtime.precision:PRECISIONS")] = _step(
         "float32",
-        "Layers compute in float32, bf16 or fp16. fp16 has loss scaling and needs GPUs. Weights and all-reduce stay "
-        "float32, and so does the traffic, unless --wire says otherwise.",
+        "Layers compute in float32, bf16 or fp16. Weights and all-reduce stay float32. fp16 scales the loss and needs GPUs.",
         often=True,
     )
     seed: int = _step(0, "Seed of the initial weights and of the order of the images.", ge=0, le=2**32 - 1)
@@ -227,56 +305,23 @@ class Settings(BaseModel):
     evaluate_steps: int | None = _test(None, "Test after every N steps, too.", ge=1)
 
     checkpoint: File | None = _output(
-        None,
-        "Save the run in this folder after every epoch. The last three checkpoints and the best one are kept.",
-        here=True,
+        None, "Save the run in this folder after every epoch; --resume continues it. The last three and the best are kept.",
         often=True,
-    )
-    checkpoint_steps: int | None = _output(None, "Save a checkpoint after every N steps, too.", ge=1)
-    resume: bool = _output(
-        False, "Continue from the latest checkpoint. On any devices, by any plan, with the same numbers.", often=True
-    )
-    on_nan: Literal["warn", "stop"] = _output(
-        "warn", "At the first NaN or infinite loss: warn, or stop with exit status 2."
-    )
-    compare: bool = _output(
-        False, "Then train the same net in plain PyTorch on one CPU, slowed down like the fastest device.", here=True
-    )
-    explain: bool = _output(
-        False,
-        "Print every setting with its source, and the step list: every computation, move and all-reduce of one step.",
-        here=True,
-    )
-    save_run: File | None = _output(None, "Write all settings to this run file (TOML).", here=True)
-    save_plan: File | None = _output(None, "Write the plan to this file (JSON).", here=True)
+    )  # fmt: skip
+    checkpoint_steps: int | None = _output(None, "Save a checkpoint after every N steps, too.", here=False, ge=1)
+    resume: bool = _output(False, "Continue from the latest checkpoint, on any devices.", here=False)
+    on_nan: Literal["warn", "stop"] = _output("warn", "At the first NaN or infinite loss: warn, or stop.", here=False)
+    compare: bool = _output(False, "Then train in plain PyTorch on one CPU, slowed down like the fastest device.")
+    explain: bool = _output(False, "Print every setting with its source, and every operation of a step.")
+    save_run: File | None = _output(None, "Write all settings to this run file (TOML).")
+    save_plan: File | None = _output(None, "Write the plan to this file (JSON).")
     log: File | None = _output(
-        None,
-        "Log file; none: no log. It has a JSON object per line. Default: log.jsonl in the folder of --checkpoint, or in a new "
-        "folder in runs (or $CONVOY_RUNS), with run.toml, plan.json and fleet.toml.",
-        here=True,
-        often=True,
+        None, "Log file; none: no log. Default: in the folder of --checkpoint, or in a new one in runs.", often=True
     )
-    page: bool = _output(
-        False,
-        "Write the page of `convoy report` after every epoch. An open browser reloads it.",
-        here=True,
-    )
-    tensorboard: Annotated[File, needs("tensorboard")] | None = _output(
-        None,
-        "Folder for TensorBoard: loss, accuracy, learning rate, samples/s. Needs pip install 'convoy-train[tensorboard]'.",
-        here=True,
-    )
-    wandb: Annotated[str, needs("wandb")] | None = _output(
-        None,
-        "Project of Weights & Biases: the same numbers, and each device's usage. Needs pip install 'convoy-train[wandb]'; "
-        "without a network: WANDB_MODE=offline.",
-        here=True,
-    )
-    mlflow: Annotated[str, needs("mlflow")] | None = _output(
-        None,
-        "MLflow: the address of a tracking server, or sqlite:///FILE. Needs pip install 'convoy-train[mlflow]'.",
-        here=True,
-    )
+    page: bool = _output(False, "Write the page of `convoy report` after every epoch.")
+    tensorboard: Annotated[File, _needs("tensorboard")] | None = _output(None, "Folder for TensorBoard.")
+    wandb: Annotated[str, _needs("wandb")] | None = _output(None, "Project of Weights & Biases.")
+    mlflow: Annotated[str, _needs("mlflow")] | None = _output(None, "MLflow: address of a server, or sqlite:///FILE.")
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -323,7 +368,7 @@ class Settings(BaseModel):
         shown = self.model_dump(mode="json", include={name for name in FIELDS if not extra_of(name)["here"]})
         if self.plan not in (*PLANS, AUTO):
             shown["plan"] = "a file"
-        if importlib.import_module("convoy.data").folder_of(self.data) is not None:
+        if _imported("convoy.data:folder_of")(self.data) is not None:
             shown["data"] = "a folder"
         return shown
 

@@ -23,8 +23,7 @@ from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.launch.survey import Answer, ask_one
 from convoy.machine.accelerator import finish, local_devices, memory_of, pick_device
-from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of
-from convoy.measure.other_load import quota_cores
+from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, quota_cores
 
 Severity = Literal["error", "warning", "note"]
 

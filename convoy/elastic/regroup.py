@@ -1,4 +1,4 @@
-"""Form the next generation from the devices that remain after a loss or join.
+"""Form the next generation of devices when one is lost or joins.
 
 Each device has a health server that outlives the groups. It checks, several times within the allowed silence, that the next
 device answers. `elastic/agreement.py` makes the decisions.

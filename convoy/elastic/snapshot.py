@@ -32,7 +32,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 NUMBERS: Name = ("", "numbers")
 
 
-# --- transfers of snapshot parts after a loss ------------------------------------------------------------------------
+# --- transfers of snapshot parts after a lost device -------------------------------------------------------------------
 
 Boxes = Mapping[str, Sequence[Box]]
 """The parts of each tensor on one device, by key."""

@@ -16,8 +16,7 @@ from convoy.files import parse_toml, read_text
 from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.fleet.units import Dimension, quantity
 
-KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu")
-"""Device types of torch. Other words are accepted too, unless they look like a misspelt one of these."""
+KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu")  # of torch; another is accepted unless it looks misspelt
 
 Text = Annotated[str, Strict()]
 Truth = Annotated[bool, Strict()]
@@ -25,13 +24,9 @@ _Number = Annotated[float, Strict()]
 _Whole = Annotated[int, Strict()]
 CLOSED = ConfigDict(extra="forbid")
 
-LEAST, MOST = 1e-12, 1e21
-"""Range of a fleet's numbers, in SI units: sums and quotients of numbers beyond it may overflow."""
-
+LEAST, MOST = 1e-12, 1e21  # of a fleet's numbers, in SI units: sums and quotients of others may overflow
 MAX_SLOWDOWN = 10_000.0  # a device that is slower than this would not finish its first step
-
 MAX_LATENCY_S = 1e6
-
 MOST_LINES = 20  # findings of one file that are shown
 
 
@@ -59,20 +54,16 @@ _Bytes = Annotated[int, _in("bytes", whole=True)]
 
 def _plain_name(name: str, owner: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise InputError(
-            f"name = {shown(name)} of {owner}: a name is 1 to 64 letters, digits, dots, dashes and underscores, "
-            "starting with a letter or digit; rename it"
-        )
+        rule = "a name is 1 to 64 letters, digits, dots, dashes and underscores, starting with a letter or digit"
+        raise InputError(f"name = {shown(name)} of {owner}: {rule}; rename it")
 
 
 def _in_range(owner: str, row: object, *names: str, least: float = LEAST, most: float = MOST) -> None:
     for name in names:
         value = getattr(row, name)
         if value is not None and not least <= value <= most:
-            raise InputError(
-                f"{name} = {shown(value)} of {owner}: must be a finite number, at least {least:g} and at most {most:g}; "
-                "correct it"
-            )
+            rule = f"must be a finite number, at least {least:g} and at most {most:g}"
+            raise InputError(f"{name} = {shown(value)} of {owner}: {rule}; correct it")
 
 
 @dataclass(frozen=True)
@@ -121,15 +112,16 @@ class Host:
     def __post_init__(self) -> None:
         _plain_name(self.name, "a host")
         owner = f"host {self.name!r}"
-        for field, word in (("address", self.address), ("user", self.user)):
+        for field in ("address", "user"):
+            word = getattr(self, field)
             # A leading dash would make it an option of ssh.
             if word is not None and not re.fullmatch(r"(?!-)[!-~]+", word):
                 raise InputError(
-                    f"{field} = {shown(word)} of {owner}: it has no blanks and no dash in front; correct it, or leave it out"
+                    f"{field} = {shown(word)} of {owner}: it has no blanks and no dash in front; correct it"
                 )
-        if self.ssh_port is not None and not 1 <= self.ssh_port <= 65535:
-            raise InputError(f"ssh_port = {shown(self.ssh_port)} of {owner}: a port is from 1 to 65535; correct it")
-        for field, path in (("python", self.python), ("folder", self.folder)):
+        _in_range(owner, self, "ssh_port", least=1, most=65535)
+        for field in ("python", "folder"):
+            path = getattr(self, field)
             if path is not None and not (path and path.isprintable()):
                 raise InputError(f"{field} = {shown(path)} of {owner}: give a path, or leave the line out")
 
@@ -258,8 +250,10 @@ class Fleet:
         """Read the sections of a parsed file. Raises InputError as `from_toml`."""
         # `convoy.simulate.table` reads what `convoy measure` adds for predictions.
         own = {name: value for name, value in sections.items() if name != "measured"}
+        if isinstance(rows := own.get("device"), list):
+            own["device"] = [_device_as_now(row, f"device[{index}]") for index, row in enumerate(rows)]
         try:
-            file = _FILE.validate_python(_as_now(own))
+            file = _FILE.validate_python(own)
             return cls(
                 hosts=file.host, devices=file.device, network=file.network, links=file.link, segments=file.segment
             )
@@ -293,20 +287,16 @@ class Fleet:
         return nic
 
     def path(self, source: str, target: str) -> Link:
-        """Return the path from host to host: as measured, or the slowest of the NICs and uplinks, with the higher
-        latency of the NICs and that of the uplinks."""
+        """Return the path from host to host: as measured, or with the lowest rate of NICs and uplinks, and the sum of the
+        uplinks' latencies and the higher one of the NICs."""
         self._host(source), self._host(target)
         for link in self.links:
             if (link.source, link.target) == (source, target):
                 return link
         sender, receiver = (WITHIN_HOST,) * 2 if source == target else (self.nic(source), self.nic(target))
         out, into = self.uplinks(source, target)
-        rates = [
-            sender.send_bytes_per_s,
-            *(uplink.send_bytes_per_s for uplink in out),
-            *(uplink.receive_bytes_per_s for uplink in into),
-            receiver.receive_bytes_per_s,
-        ]
+        rates = [each.send_bytes_per_s for each in (sender, *out)]
+        rates += [each.receive_bytes_per_s for each in (receiver, *into)]
         late_s = max(sender.latency_s, receiver.latency_s) + sum(uplink.latency_s for uplink in (*out, *into))
         return Link(source, target, bandwidth_bytes_per_s=min(rates), latency_s=late_s)
 
@@ -315,7 +305,7 @@ class Fleet:
         sender, receiver = self.segment_of(source), self.segment_of(target)
         if sender == receiver:
             return (), ()
-        return tuple(s.uplink for s in (sender,) if s), tuple(s.uplink for s in (receiver,) if s)
+        return (sender.uplink,) if sender else (), (receiver.uplink,) if receiver else ()
 
     def segment_of(self, host: str) -> NetworkSegment | None:
         return next((segment for segment in self.segments if host in segment.hosts), None)
@@ -325,13 +315,10 @@ class Fleet:
         kept = tuple(device for index, device in enumerate(self.devices) if index in devices)
         used = {device.host for device in kept}
         hosts = tuple(host for host in self.hosts if host.name in used)
-        segments = (
-            replace(s, hosts=tuple(host for host in s.hosts if host in used))
-            for s in self.segments
-            if {*s.hosts} & used
-        )
         links = tuple(link for link in self.links if {link.source, link.target} <= used)
-        return replace(self, hosts=hosts, devices=kept, links=links, segments=tuple(segments))
+        parts = [(segment, tuple(host for host in segment.hosts if host in used)) for segment in self.segments]
+        segments = tuple(replace(segment, hosts=left) for segment, left in parts if left)
+        return replace(self, hosts=hosts, devices=kept, links=links, segments=segments)
 
     def devices_on(self, host: str) -> tuple[int, ...]:
         """Return the indices of the devices of a host, in order."""
@@ -355,21 +342,13 @@ def _figures(known: DeviceClass) -> dict[str, Any]:
     return {"memory_bytes": int(known.memory_bytes.value), **{name: getattr(known, name).value for name in names}}
 
 
-def _as_now(sections: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the sections of a file with the keys of today, and with the catalogue's figures of devices that name a class."""
-    rows = sections.get("device")
-    if not isinstance(rows, list):
-        return sections
-    now = [_device_as_now(row, f"device[{i}]") if isinstance(row, dict) else row for i, row in enumerate(rows)]
-    return {**sections, "device": now}
-
-
-def _device_as_now(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _device_as_now(row: Any, place: str) -> Any:
+    """Return a device's section with the keys of today, and with the catalogue's figures of its class."""
+    if not isinstance(row, dict):
+        return row
     # Older files have the longer name. In a file with both, the old one is an unknown key.
-    if "memory_bytes_per_s" in row:
-        row = dict(row)
-    else:
-        row = {"memory_bytes_per_s" if k == "memory_bandwidth_bytes_per_s" else k: v for k, v in row.items()}
+    old = {} if "memory_bytes_per_s" in row else {"memory_bandwidth_bytes_per_s": "memory_bytes_per_s"}
+    row = {old.get(key, key): value for key, value in row.items()}
     name = row.pop("class", None)
     if not isinstance(name, str):
         return row if name is None else row | {"class_name": name}
@@ -448,9 +427,7 @@ def _table(value: Nic | Host | NetworkSegment | Device | Link) -> tomlkit.items.
 def _unique(section: str, names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise InputError(
-                f"{section}[{index}] {name!r} is there twice: each {section} has a name of its own; rename"
-            )
+            raise InputError(f"{section}[{index}] {name!r} is there twice: each {section} has another name; rename")
 
 
 def _check_hosts(fleet: Fleet) -> None:
@@ -468,9 +445,9 @@ def _check_hosts(fleet: Fleet) -> None:
     for index, segment in enumerate(fleet.segments):
         for name in segment.hosts:
             if name in of_segment:
+                where = f"{name!r} is in segment[{of_segment[name]}], too"
                 raise InputError(
-                    f"segment[{index}].hosts: {name!r} is in segment[{of_segment[name]}], too: a host is in one segment at "
-                    "most; take it out of one of them"
+                    f"segment[{index}].hosts: {where}: a host is in one segment at most; take it out of one"
                 )
             of_segment[name] = index
     with_device = {device.host for device in fleet.devices}
@@ -478,7 +455,7 @@ def _check_hosts(fleet: Fleet) -> None:
         if host.name not in with_device:
             raise InputError(f"host[{index}] {host.name!r} has no device: add a [[device]] to it, or remove the host")
         if len(fleet.hosts) > 1 and fleet.network is None and host.card is None:
+            rule = f"with {len(fleet.hosts)} hosts each needs one"
             raise InputError(
-                f"host[{index}] {host.name!r} has no NIC: with {len(fleet.hosts)} hosts each needs one; "
-                "add a [network] section for all, or a `card` to this host"
+                f"host[{index}] {host.name!r} has no NIC: {rule}; add a [network] section, or a `card` here"
             )

@@ -26,16 +26,7 @@ from convoy.comm.environment import resolve, route_to
 from convoy.comm.job_key import KEY_FILE, TRUST, JobKey
 from convoy.errors import ConvoyError, InputError
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
-from convoy.launch.supervisor import (
-    Interrupts,
-    Output,
-    Signalled,
-    Sink,
-    Start,
-    Supervisor,
-    by_line,
-    decoded,
-)
+from convoy.launch.supervisor import Interrupts, Output, Signalled, Sink, Start, Supervisor, by_line, decoded
 
 BEAT_S = 5.0  # seconds between two heartbeats of the launcher
 SILENCE_S = 60.0  # after this silence a host ends its devices: a network failure may close no connection
@@ -76,38 +67,26 @@ class Agent:
         ):
             devices.watch(self._files[0], by_line(self._take_line), lambda: self._orders.append(None))
             try:
-                while (order := self._next(devices)) is not None:
-                    match order["convoy"]:
-                        case "check":  # version, both addresses of the connection, digests of files
-                            client, _, server, _ = (os.environ.get("SSH_CONNECTION") or "   ").split(" ")
-                            digests = {name: digest(Path(name)) for name in order["files"]}
-                            self._send(
-                                "here",
-                                version=__version__,
-                                client=client,
-                                server=server,
-                                folder=os.getcwd(),
-                                digests=digests,
-                            )
-                        case "meet":
-                            address, port = meeting_point(order["peers"], order["port"])
-                            self._send("met", address=address, port=port)
-                        case "start":
-                            self._start(devices, order)
-                            self._wait(devices, order)
-                            return 0
-                        case "end":
-                            return 0
+                while (order := self._next(devices)) is not None and order["convoy"] != "end":
+                    if order["convoy"] == "check":  # version, both addresses of the connection, digests of files
+                        client, _, server, _ = (os.environ.get("SSH_CONNECTION") or "   ").split(" ")
+                        digests = {name: digest(Path(name)) for name in order["files"]}
+                        addresses = {"client": client, "server": server}
+                        self._send("here", version=__version__, folder=os.getcwd(), digests=digests, **addresses)
+                    elif order["convoy"] == "meet":
+                        address, port = meeting_point(order["peers"], order["port"])
+                        self._send("met", address=address, port=port)
+                    elif order["convoy"] == "start":
+                        self._start(devices, order)
+                        self._wait(devices, order)
+                        break
             except ConvoyError as error:
                 self._send("refused", text=str(error))
                 return 2
             except Signalled as interrupted:
                 if interrupted.after_step:  # the machine may be shutting down, with the connection already closed
                     with suppress(Signalled):
-                        devices.end_after_step(
-                            len(devices.running),
-                            lambda: any(each and not each.get("after_step") for each in self._orders),
-                        )
+                        devices.end_after_step(len(devices.running), self._ends_now)
                 return interrupted.status
         return 0
 
@@ -156,6 +135,9 @@ class Agent:
         devices.listen(lambda: self._orders or over() or time.monotonic() > self._received_s + SILENCE_S)
         return self._orders.popleft() if self._orders else None
 
+    def _ends_now(self) -> bool:
+        return any(each and not each.get("after_step") for each in self._orders)
+
     def _take_line(self, line: bytes) -> None:
         self._received_s = time.monotonic()
         order = from_line(line)
@@ -195,10 +177,8 @@ def meeting_point(peers: Sequence[str], port: int | None) -> tuple[str, int]:
         try:
             probe.bind(target)
         except OSError as error:
-            raise InputError(
-                f"the devices cannot meet at {host} port {port}: {error.strerror}; give another --port, or none for a free "
-                "one"
-            ) from None
+            why = f"the devices cannot meet at {host} port {port}: {error.strerror}"
+            raise InputError(f"{why}; give another --port, or none for a free one") from None
         return host, int(probe.getsockname()[1])
 
 

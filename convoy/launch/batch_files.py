@@ -11,10 +11,9 @@ from convoy.comm.job_key import KEY_FILE
 from convoy.errors import InputError
 from convoy.launch.host_job import HostJob, memory_environment, rank_variables
 
-SECRET = "convoy-job-key"
-"""The cluster's secret with one file, job.key: `kubectl create secret generic convoy-job-key --from-file=job.key`."""
-
-_KEY_FOLDER = "/etc/convoy"
+SECRET, _KEY_FOLDER = "convoy-job-key", "/etc/convoy"
+"""The cluster's secret with the file job.key (`kubectl create secret generic convoy-job-key --from-file=job.key`), and its
+folder in the pods."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,7 @@ def line_to_paste(job: HostJob, command: Command, total: int, address: str) -> s
     shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", **command.further}
     exports = [f"{name}={shlex.quote(value)}" for name, value in shared.items() if name not in ("RANK", "LOCAL_RANK")]
     exports += [f"{name}=${{{name}:-{value}}}" for name, value in memory_environment({}).items()]
-    on_cpu = job.names.count("cpu")
-    if on_cpu > 1:  # divide that machine's cores
-        exports.append(f"OMP_NUM_THREADS=$(( ($(getconf _NPROCESSORS_ONLN) + {on_cpu - 1}) / {on_cpu} ))")
+    exports += _threads("getconf _NPROCESSORS_ONLN", job.names.count("cpu"))
     call = shlex.join([job.host.python or command.python, "-m", "convoy", *command.argv])
     starts = []
     for local, (rank, name, own) in enumerate(zip(job.ranks, job.names, job.own, strict=True)):
@@ -61,6 +58,11 @@ def line_to_paste(job: HostJob, command: Command, total: int, address: str) -> s
     return f"( cd {shlex.quote(job.host.folder or command.folder)} && export {' '.join(exports)} && {run} )"
 
 
+def _threads(count: str, on_cpu: int) -> list[str]:
+    """Return the variable that divides a machine's cores between its CPU devices. `count` prints the number of cores."""
+    return [f"OMP_NUM_THREADS=$(( ($({count}) + {on_cpu - 1}) / {on_cpu} ))"] if on_cpu > 1 else []
+
+
 # ------------------------------------------------------------------------------------------------------------- Slurm
 
 
@@ -69,9 +71,7 @@ def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
 
     Host names are the names of Slurm's nodes. Hosts may have different numbers of devices: with `--distribution=arbitrary`
     each task runs on the node in its line of SLURM_HOSTFILE, and takes the device with its number
-    (https://slurm.schedmd.com/srun.html). The job gets whole nodes with all their memory and GPUs. `convoy run` removes the
-    task's rank variables (such as SLURM_PROCID) from the script's environment; SLURM_JOB_ID and the others stay. The default
-    port is derived from the job id.
+    (https://slurm.schedmd.com/srun.html). The job gets whole nodes. The default port is derived from the job id.
 
     Raises:
         InputError: the hosts have different Pythons or folders; all nodes must have the same.
@@ -81,14 +81,20 @@ def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
     if len(pythons) > 1 or len(folders) > 1:
         raise InputError(
             f"the hosts have different programs or folders ({', '.join(sorted(pythons | folders))}): a Slurm job has one "
-            "program and one folder on all nodes; give all hosts the same `python` and `folder`"
+            "`python` and one folder on all nodes"
         )
     nodes = [job.host.name for job in jobs]
     rows = sorted((rank, job, local) for job in jobs for local, rank in enumerate(job.ranks))
     argv = list(command.argv)
     if len(rows) == 1:  # Convoy does not treat a step of one task as a job, so name its device
         argv[1:1] = ["--devices", jobs[0].names[0]]
-    cases = [f"  {rank}) export {_task_variables(job, local)} ;;" for rank, job, local in rows]
+    cases = []
+    for rank, job, local in rows:
+        own = {"CONVOY_DEVICE": job.names[local], **job.own[local]}
+        exports = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
+        if "OMP_NUM_THREADS" not in own:
+            exports += _threads("nproc", job.names.count("cpu"))
+        cases.append(f"  {rank}) export {' '.join(exports)} ;;")
     memory = " ".join(f"{name}={value}" for name, value in memory_environment({}).items())
     port = {} if command.port is None else {"MASTER_PORT": str(command.port)}
     shared = {"MASTER_ADDR": nodes[0], **port, **command.further}
@@ -97,34 +103,19 @@ def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
     task = "\n".join(["case $SLURM_PROCID in", *cases, "esac", f"exec {call}"])
     # One number applies to all nodes. --exclusive adds the other GPUs of a node.
     gpus = min(_gpus(job) for job in jobs)
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            "#SBATCH --job-name=convoy",
-            f"#SBATCH --nodelist={','.join(nodes)}",
-            f"#SBATCH --nodes={len(nodes)}",
-            f"#SBATCH --ntasks={len(rows)}",
-            "#SBATCH --exclusive",
-            "#SBATCH --mem=0",
-            *([f"#SBATCH --gres=gpu:{gpus}"] if gpus else []),
-            f"cd {shlex.quote(folders.pop())} || exit 1",
-            f"export {memory} TORCH_CPP_LOG_LEVEL=ERROR",
-            *(f"export {name}={shlex.quote(value)}" for name, value in shared.items()),
-            "SLURM_HOSTFILE=$(mktemp) && export SLURM_HOSTFILE && trap 'rm -f \"$SLURM_HOSTFILE\"' EXIT",
-            f"printf '%s\\n' {placed} > \"$SLURM_HOSTFILE\"  # the node of each task",
-            f"srun --distribution=arbitrary --cpu-bind=none --kill-on-bad-exit=1 bash -c {shlex.quote(task)}",
-            "",
-        ]
-    )
-
-
-def _task_variables(job: HostJob, local: int) -> str:
-    own = {"CONVOY_DEVICE": job.names[local], **job.own[local]}
-    exports = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
-    on_cpu = job.names.count("cpu")
-    if on_cpu > 1 and "OMP_NUM_THREADS" not in own:
-        exports.append(f"OMP_NUM_THREADS=$(( ($(nproc) + {on_cpu - 1}) / {on_cpu} ))")
-    return " ".join(exports)
+    options = [f"nodelist={','.join(nodes)}", f"nodes={len(nodes)}", f"ntasks={len(rows)}", "exclusive", "mem=0"]
+    options += [f"gres=gpu:{gpus}"] if gpus else []
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{option}" for option in ("job-name=convoy", *options)),
+        f"cd {shlex.quote(folders.pop())} || exit 1",
+        f"export {memory} TORCH_CPP_LOG_LEVEL=ERROR",
+        *(f"export {name}={shlex.quote(value)}" for name, value in shared.items()),
+        "SLURM_HOSTFILE=$(mktemp) && export SLURM_HOSTFILE && trap 'rm -f \"$SLURM_HOSTFILE\"' EXIT",
+        f"printf '%s\\n' {placed} > \"$SLURM_HOSTFILE\"  # the node of each task",
+        f"srun --distribution=arbitrary --cpu-bind=none --kill-on-bad-exit=1 bash -c {shlex.quote(task)}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _gpus(job: HostJob) -> int:
@@ -150,15 +141,12 @@ def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> 
     """
     for job in jobs:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?", job.host.name):
-            raise InputError(
-                f"host {job.host.name!r}: a job in Kubernetes is named after it, in at most 32 small letters, digits and "
-                "dashes; rename the host in the fleet file, as the node is named"
-            )
+            rule = "in Kubernetes it has at most 32 small letters, digits and dashes"
+            raise InputError(f"host {job.host.name!r}: {rule}; rename the host in the fleet file, as the node is named")
     total, address = sum(len(job.ranks) for job in jobs), f"{name}-{jobs[0].host.name}-0-0.{name}"
+    # By default /dev/shm has 64 MB: loader workers need more.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    mounts: list[dict[str, Any]] = [
-        {"name": "shm", "mountPath": "/dev/shm"}
-    ]  # 64 MB by default: loader workers need more
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     if KEY_FILE in command.further:
         command = replace(command, further={**command.further, KEY_FILE: f"{_KEY_FOLDER}/job.key"})
         volumes.append({"name": "key", "secret": {"secretName": SECRET, "defaultMode": 0o400}})

@@ -41,6 +41,12 @@ class Ending:
         """The status in a shell: 128 + n after signal n."""
         return self.status if self.status >= 0 else 128 - self.status
 
+    @property
+    def lost_peer(self) -> DeviceLostError | None:
+        """The lost device that the last line of a script's traceback names."""
+        found = re.match(r"\S*DeviceLostError: (device (\d+) .*)", self.lines[-1]) if self.lines else None
+        return None if found is None or self.status < 0 else DeviceLostError(int(found[2]), found[1])
+
 
 def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None, *, goes_on: bool = False) -> int:
     """Print the errors that the terminal has not shown yet. Return the exit status of the job.
@@ -63,36 +69,23 @@ def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None
         return PIPE_STATUS
     if goes_on and bad and bad[-1].status == ERROR_STATUS and not any(ending.in_startup for ending in bad):
         bad, host_lost = [ending for ending in bad if ending.status == ERROR_STATUS], None
-    killed = [ending for ending in bad if ending.status < 0]
-    crashed = [ending for ending in bad if ending.status not in (0, ERROR_STATUS)]
-    # A traceback that names another lost device is not the cause. Device 0's traceback is not known here.
-    crashed.sort(key=lambda ending: 2 if _lost_peer(ending) is not None else ending.device == 0)
-    for cause in (*killed, *crashed):
-        peer = _lost_peer(cause) if cause.status > 0 else None
-        raise peer or DeviceLostError(cause.device, _failure_text(cause))
+    if crashed := [ending for ending in bad if ending.status != ERROR_STATUS]:
+        # A traceback that names another lost device is not the cause. Device 0's traceback is not known here.
+        cause = min(crashed, key=lambda each: (each.status > 0, each.lost_peer is not None, each.device == 0))
+        raise cause.lost_peer or DeviceLostError(cause.device, _failure_text(cause))
     if host_lost is not None:
         raise host_lost
-    for line in _unprinted(bad):
-        print(line, file=sys.stderr)
+    _print_errors(bad)
     return ERROR_STATUS if bad else 0
 
 
-def _lost_peer(ending: Ending) -> DeviceLostError | None:
-    """Return the lost device named in the last line of a script's traceback, if any."""
-    if ending.lines and (found := re.match(r"\S*DeviceLostError: (device (\d+) .*)", ending.lines[-1])):
-        return DeviceLostError(int(found[2]), found[1])
-    return None
-
-
 def _failure_text(ending: Ending) -> str:
-    how = f"device {ending.device} ({ending.name})"
+    how = f"device {ending.device} ({ending.name}) ended with exit status {ending.status}"
     if ending.status < 0:
-        known = -ending.status in set(signal.Signals)
-        how += f" was killed by {signal.Signals(-ending.status).name if known else f'signal {-ending.status}'}"
-        if -ending.status == signal.SIGKILL:
+        name = next((each.name for each in signal.Signals if each == -ending.status), f"signal {-ending.status}")
+        how = f"device {ending.device} ({ending.name}) was killed by {name}"
+        if ending.status == -signal.SIGKILL:
             how += ". If nobody killed it, its machine ran out of memory: give this device a smaller share"
-    else:
-        how += f" ended with exit status {ending.status}"
     if ending.device == 0:
         return f"{how}. Its own output is above"
     if not ending.lines:
@@ -101,30 +94,17 @@ def _failure_text(ending: Ending) -> str:
     return f"{how}. The end of its error output:\n{last}"
 
 
-def _unprinted(bad: Sequence[Ending]) -> tuple[str, ...]:
-    """Return each printed error that the terminal has not shown, once.
-
-    Device 0 has printed its error, which is the error of all devices or names a lost device.
-    """
+def _print_errors(bad: Sequence[Ending]) -> None:
+    """Print each error that the terminal has not shown, once: device 0 has printed its own."""
     devices: dict[str, list[str]] = {}
     for ending in bad:
         if ending.device != 0:
-            devices.setdefault(_message(ending.lines), []).append(f"device {ending.device} ({ending.name})")
-    if any(ending.device == 0 for ending in bad):
-        if len(devices) == 1:
-            return ()
-        # A message that starts with a device's name reports a loss that device 0 has already printed.
-        devices = {text: names for text, names in devices.items() if not text.startswith("device ")}
+            text = "\n".join(["", *ending.lines[-SHOWN_LINES:]]).rpartition("\nerror: ")[2].strip("\n")
+            text = text or "it ended with exit status 2 and no message"
+            devices.setdefault(text, []).append(f"device {ending.device} ({ending.name})")
     only = len(devices) == 1
-    return tuple(
-        f"error: {text}" if only and len(names) > 1 else f"error on {' and '.join(names)}: {text}"
-        for text, names in devices.items()
-    )
-
-
-def _message(lines: Sequence[str]) -> str:
-    """Return the text after the last ``error:``; all kept lines if there is none."""
-    for start in range(len(lines) - 1, -1, -1):
-        if lines[start].startswith("error: "):
-            return "\n".join([lines[start].removeprefix("error: "), *lines[start + 1 :]])
-    return "\n".join(lines[-SHOWN_LINES:]) or "it ended with exit status 2 and no message"
+    for text, names in devices.items():
+        # Device 0 has printed the error of all devices. It has also reported a loss, which starts with a device's name.
+        if not any(ending.device == 0 for ending in bad) or not (only or text.startswith("device ")):
+            title = "error" if only and len(names) > 1 else f"error on {' and '.join(names)}"
+            print(f"{title}: {text}", file=sys.stderr)

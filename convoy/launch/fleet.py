@@ -1,7 +1,9 @@
-"""Starts a job on every host of a fleet, and waits for its end."""
+"""Starts a job on every host of a fleet, and waits for its end. One function per verb returns the exit status."""
 
 import math
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -12,20 +14,26 @@ from dataclasses import fields
 from pathlib import Path
 
 from convoy._version import __version__
-from convoy.comm.environment import is_own
-from convoy.comm.job_key import key_to_start
-from convoy.errors import DeviceLostError, InputError, MismatchError
+from convoy.comm.environment import is_own, resolve, route_to
+from convoy.comm.job_key import key_to_start, variables_to_paste
+from convoy.config.checks import check
+from convoy.config.run_file import RunSettings
+from convoy.config.train_options import key_of
+from convoy.errors import DeviceLostError, InputError, MismatchError, unknown_name
 from convoy.fleet import Fleet, read_fleet
 from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
+from convoy.launch.batch_files import Command, jobset, line_to_paste, sbatch_file
 from convoy.launch.exit_status import Ending, conclude
 from convoy.launch.host_job import DEFAULTS, HostJob, JobOptions, host_jobs
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupts, Signalled, Start, Supervisor, by_line
+from convoy.plan.presets import AUTO, PLANS
 
 ANSWER_S = 60.0  # limit for a host's answer; ssh usually gives up earlier
-_TRANSFER_S = 5.0  # seconds for the last messages of a host, after its devices have ended
+PASTED_PORT = 29_500  # rendezvous port of printed launchers: a free port cannot be found in advance
+PRINTED = ("shell", "slurm", "kubernetes")  # formats of `convoy run --print`
 
-_KEPT_LINES = 20
+_TRANSFER_S = 5.0  # seconds for the last messages of a host, after its devices have ended
 
 
 def startable(path: Path | None) -> Fleet | None:
@@ -38,14 +46,119 @@ def startable(path: Path | None) -> Fleet | None:
         return None
     fleet = read_fleet(path)
     without = [host.name for host in fleet.hosts if host.address is None]
-    if len(without) == len(fleet.hosts):
-        return None
-    if without:
+    if without and len(without) < len(fleet.hosts):
         raise InputError(
             f"{path}: hosts {', '.join(without)} have no address, the others have: give every host the `address` by which ssh "
             "reaches it, to start all of them from here, or none"
         )
-    return fleet
+    return None if without else fleet
+
+
+def train_on_fleet(run: RunSettings, fleet: Fleet) -> int:
+    """Run `convoy train` on every device of a fleet. The hosts get the settings as options, not the run file."""
+    settings = run.settings
+    _refuse_devices(run.sources["devices"] != "default", fleet)
+    names = ",".join(name for job in host_jobs(fleet) for name in job.names)
+    planned = settings.plan == AUTO
+    check(settings.model_copy(update={"devices": names, "fleet": settings.fleet if planned else None}))
+    argv, files = ["train"], [] if settings.plan in (*PLANS, AUTO) else [Path(settings.plan)]
+    for name, source in run.sources.items():
+        value, key = getattr(settings, name), key_of(name)
+        # The fleet file started the hosts; only the planner reads it again.
+        if source == "default" or value is None or (name == "fleet" and not planned):
+            continue
+        if isinstance(value, bool):
+            argv.append(f"--{key}" if value else f"--no-{key}")
+        else:
+            argv += [f"--{key}", ",".join(map(repr, value)) if isinstance(value, tuple) else str(value)]
+    if planned and settings.fleet is not None:
+        files.append(settings.fleet)
+    options = JobOptions(port=settings.port, goes_on=settings.recovers, silence_s=settings.timeout_s)
+    return _start(fleet, argv, options, files)
+
+
+def measure_on_fleet(fleet: Fleet, path: Path, argv: Sequence[str], devices_given: bool, port: int | None) -> int:
+    """Run `convoy measure` on every device of a fleet. `argv` is the command line, starting with the verb."""
+    _refuse_devices(devices_given, fleet)
+    return _start(fleet, argv, JobOptions(port=port), [path])
+
+
+def _refuse_devices(given: bool, fleet: Fleet) -> None:
+    if given:
+        raise InputError(
+            f"--devices with a fleet file, which names its {len(fleet.devices)} devices: leave --devices out"
+        )
+
+
+def _start(fleet: Fleet, argv: Sequence[str], options: JobOptions, files: Sequence[Path]) -> int:
+    first = host_jobs(fleet)[0].host
+    if not is_own(str(first.address)):
+        print(f"Device 0 is on host {first.name}: the job writes its files there.", flush=True)
+    return run_on_fleet(fleet, argv, options, files=files)
+
+
+def script_on_fleet(
+    fleet: Fleet,
+    script: Sequence[str],
+    options: JobOptions = DEFAULTS,
+    *,
+    print_for: str | None = None,
+    image: str | None = None,
+    files: Sequence[Path] = (),
+    listen: str | None = None,
+) -> int:
+    """Run `convoy run` on every device of a fleet.
+
+    Args:
+        script: arguments of `python`: a script, or -m and a module, with options.
+        print_for: one of PRINTED: print its file or lines, and start nothing.
+        image: container image for Kubernetes.
+        files: more files that must be the same on every host.
+        listen: HOST:PORT on device 0's host for join requests.
+    """
+    if os.path.isabs(script[0]) and Path.cwd() in Path(script[0]).parents:
+        script = [os.path.relpath(script[0]), *script[1:]]  # hosts may have another path to the folder
+    if print_for not in (None, *PRINTED):
+        raise unknown_name("--print", print_for, PRINTED)
+    if (image is None) == (print_for == "kubernetes"):
+        raise InputError(
+            "--print kubernetes and --image go together: give the container image that has Convoy and the script, e.g. "
+            "--image registry.lab/convoy:1"
+        )
+    own = [] if script[0] == "-m" else [Path(script[0])]
+    argv = ["run", *([] if listen is None else ["--listen", listen]), *(["--"] if own else []), *script]
+    if print_for is None:
+        return _start(fleet, argv, options, [*own, *(path for path in files if path not in own)])
+    further = variables_to_paste(os.environ)
+    if not further and len(fleet.hosts) > 1:
+        print(
+            "note: the devices need a key: make one with `convoy fleet key FILE`, copy it to every host, and add "
+            "--job-key FILE here (or --trust-network)",
+            file=sys.stderr,
+        )
+    jobs, port = host_jobs(fleet), options.port or PASTED_PORT
+    if print_for == "slurm":
+        print(sbatch_file(jobs, Command(argv, options.port, sys.executable, os.getcwd(), further)), end="")
+    elif image is not None:
+        name = f"convoy-{secrets.token_hex(3)}"  # unique in the cluster
+        print(jobset(jobs, Command(argv, port, further=further), name, image), end="")
+    else:
+        address, command = _meeting_address(jobs), Command(argv, port, sys.executable, os.getcwd(), further)
+        for job in jobs:
+            line = line_to_paste(job, command, len(fleet.devices), address)
+            print(f"# on host {job.host.name} ({job.host.address})\n{line}")
+    return 0
+
+
+def _meeting_address(jobs: Sequence[HostJob]) -> str:
+    """Return the address of device 0's host, as far as this machine knows it."""
+    first, *others = (str(job.host.address) for job in jobs)
+    if not others:
+        return "127.0.0.1"
+    return route_to(others[0], 9) if is_own(first) else str(resolve(first, 9, socket.SOCK_STREAM)[0][1][0])
+
+
+# ------------------------------------------------------------------------------------------- the job on its hosts
 
 
 def run_on_fleet(
@@ -100,20 +213,19 @@ class _Session:
     def __init__(self, processes: Supervisor, job: HostJob, take: Callable[["_Session", Message | None], None]) -> None:
         """Start the process. `take` receives every message. Raise InputError if there is no such program."""
         self.job, host = job, job.host
+        self.title = f"host {host.name} ({host.address})"
         self.local = is_own(str(host.address))
         self.terminal = (os.dup(1), os.dup(2)) if self.local and 0 in job.ranks else None
-        folder = None
-        if self.local:
-            command = [host.python or sys.executable, "-m", "convoy.launch.agent"]
-            folder = str(Path.home() / host.folder) if host.folder else None
-        else:
+        folder = str(Path.home() / host.folder) if self.local and host.folder else None
+        command = [host.python or sys.executable, "-m", "convoy.launch.agent"]
+        if not self.local:
             command = ssh_call(ssh_program(os.environ), host, agent_command(host, sys.executable, os.getcwd()))
 
         def take_line(line: bytes) -> None:
             if (message := from_line(line)) is not None:
                 take(self, message)
             else:
-                self._process.tail(line + b"\n")
+                self._process.keep(line + b"\n")
 
         try:
             self._process = processes.start(
@@ -132,18 +244,14 @@ class _Session:
                 os.close(file)
 
     @property
-    def title(self) -> str:
-        return f"host {self.job.host.name} ({self.job.host.address})"
-
-    @property
     def problem(self) -> str:
         """Why the process ended, and the remedy."""
-        lines = [line for line in self._process.tail.lines() if line][-_KEPT_LINES:]
+        lines = [line for line in self._process.lines() if line]
         last = f": {' | '.join(lines[-3:])}" if lines else ""
         status = self._process.popen.returncode
         if self.local:
             return f"it ended with status {status}{last}; correct its python and folder"
-        fix = remedy(self.job.host, "\n".join(lines), sys.executable, os.getcwd())
+        fix = remedy(self.job.host, "\n".join(lines[-20:]), sys.executable, os.getcwd())
         return f"ssh ended with status {status}{last}; {fix}"
 
     def send(self, kind: str, **fields: object) -> None:
@@ -158,18 +266,21 @@ class _Session:
 
 
 class _Hosts:
-    """The sessions with all hosts of a fleet, starting with device 0's. Leaving the context ends all processes."""
+    """The sessions with all hosts of a fleet, starting with device 0's. Leaving the context ends all processes.
+
+    Attributes:
+        running: devices whose end was not reported yet.
+    """
 
     def __init__(self, jobs: Sequence[HostJob], options: JobOptions, interrupts: Interrupts) -> None:
         self.endings: list[Ending] = []
         self.lost: DeviceLostError | None = None
         self.running = {rank for job in jobs for rank in job.ranks}
-        """Devices whose end was not reported yet."""
-        self._sessions: list[_Session] = []
-        self._processes = Supervisor(
-            interrupts, lambda ending: self._inbox.append((self._session(ending.device), None))
-        )
+        self._sessions: dict[int, _Session] = {}  # by first rank
         self._inbox: deque[tuple[_Session, Message | None]] = deque()  # None: end of messages
+        self._processes = Supervisor(
+            interrupts, lambda ending: self._inbox.append((self._sessions[ending.device], None))
+        )
         self._jobs, self._goes_on = jobs, options.goes_on
         self._end_s = options.grace_s + 2 * TERMINATE_S + _TRANSFER_S
         self._deadline_s = math.inf
@@ -178,7 +289,7 @@ class _Hosts:
     def __enter__(self) -> "_Hosts":
         try:
             for job in self._jobs:
-                self._sessions.append(_Session(self._processes, job, lambda *got: self._inbox.append(got)))
+                self._sessions[job.ranks[0]] = _Session(self._processes, job, lambda *got: self._inbox.append(got))
         except BaseException:
             self.__exit__()
             raise
@@ -186,20 +297,18 @@ class _Hosts:
 
     def __exit__(self, *_: object) -> None:
         with self._processes, suppress(Signalled):
-            for session in self._sessions:
+            for session in self._sessions.values():
                 session.hang_up()
             # After an error or a second Ctrl-C, do not wait until the agents have ended their devices.
             self._processes.listen(lambda: not self._processes.running, 0.5 if self.running else _TRANSFER_S)
-
-    def _session(self, rank: int) -> _Session:
-        return next(each for each in self._sessions if each.job.ranks[0] == rank)
 
     def prepare(self, files: Sequence[Path], port: int | None) -> tuple[str, int]:
         """Compare versions and files on all hosts before any device starts.
 
         Return the rendezvous: the address of device 0's host on its route to the others, and a free port.
         """
-        answers = self._ask(self._sessions, "check", "here", files=[str(path) for path in files])
+        sessions = list(self._sessions.values())
+        answers = self._ask(sessions, "check", "here", files=[str(path) for path in files])
         versions = {session.title: answer["version"] for session, answer in answers.items()}
         if found := ", ".join(f"{each} on {title}" for title, each in versions.items() if each != __version__):
             raise MismatchError(
@@ -208,17 +317,16 @@ class _Hosts:
             )
         problems = []
         for path in files:
-            own_digest = digest(path)
             for session, answer in answers.items():
-                if (other_digest := answer["digests"][str(path)]) != own_digest:
-                    what = "is not there" if other_digest is None else "is another file there"
+                if (other := answer["digests"][str(path)]) != digest(path):
+                    what = "is not there" if other is None else "is another file there"
                     problems.append(
                         f"{session.title}: {path} {what}, in {answer['folder']}: all hosts need it at the same path; "
                         "`convoy fleet setup` brings it, or copy it"
                     )
         if problems:
             raise InputError("\n".join(problems))
-        first, *others = self._sessions
+        first, *others = sessions
         # A host's address is that of its ssh server; this machine's is the client address of the connection.
         known = [answers[first]["client"] if session.local else answers[session]["server"] for session in others]
         peers = [address or str(session.job.host.address) for address, session in zip(known, others, strict=True)]
@@ -232,29 +340,24 @@ class _Hosts:
         for session in sessions:
             session.send(question, **fields)
         answers: dict[_Session, Message] = {}
-        problems: dict[_Session, str] = {}
+        problems = dict.fromkeys(sessions, f"did not answer within {ANSWER_S:g} s")
         deadline_s = time.monotonic() + ANSWER_S
-        while len(answers) + len(problems) < len(sessions):
-            got = self._next(deadline_s)
-            if got is None:
-                silent = [session for session in sessions if session not in answers and session not in problems]
-                problems |= dict.fromkeys(silent, f"did not answer within {ANSWER_S:g} s")
-                break
+        waiting = set(sessions)
+        while waiting and (got := self._next(deadline_s)) is not None:
             session, message = got
-            if message is None:
-                problems[session] = session.problem
-            elif message["convoy"] == "refused":
-                problems[session] = str(message["text"])
+            if message is None or message["convoy"] == "refused":
+                problems[session] = session.problem if message is None else str(message["text"])
+                waiting.discard(session)
             elif message["convoy"] == answer:
                 answers[session] = message
+                problems.pop(session)
+                waiting.discard(session)
         if problems:
-            raise InputError(
-                "\n".join(f"{session.title}: {problems[session]}" for session in self._sessions if session in problems)
-            )
+            raise InputError("\n".join(f"{session.title}: {problem}" for session, problem in problems.items()))
         return {session: answers[session] for session in sessions}
 
     def start(self, **order: object) -> None:
-        for session in self._sessions:
+        for session in self._sessions.values():
             job = session.job
             own = {"ranks": job.ranks, "names": job.names, "own": job.own, "titles": [*map(job.title, job.ranks)]}
             session.send("start", **order, **own, terminal=session.terminal)
@@ -265,9 +368,9 @@ class _Hosts:
             self._take(*got)
 
     def end(self, *, interrupt: bool = False, after_step: bool = False) -> None:
-        """Tell all hosts to end their devices before a deadline: interrupted first, or after the step."""
+        """Let all hosts end their devices before a deadline: interrupted first, or after the step."""
         self._deadline_s = time.monotonic() + self._end_s + after_step * LEAVE_S
-        for session in self._sessions:
+        for session in self._sessions.values():
             session.send("end", interrupt=interrupt, after_step=after_step, started=len(self.running))
 
     def _take(self, session: _Session, message: Message | None) -> None:
@@ -292,9 +395,8 @@ class _Hosts:
         self.running -= left
         if left and self.lost is None and self._deadline_s == math.inf:
             rank = min(left)
-            self.lost = DeviceLostError(
-                rank, f"device {rank} ({session.job.title(rank)}) was lost with its host: {why}"
-            )
+            title = f"device {rank} ({session.job.title(rank)})"
+            self.lost = DeviceLostError(rank, f"{title} was lost with its host: {why}")
         return bool(left) and not self._goes_on
 
     def _next(self, deadline_s: float) -> tuple[_Session, Message | None] | None:
@@ -302,7 +404,7 @@ class _Hosts:
         while True:
             now_s = time.monotonic()
             if now_s >= self._beat_s:
-                for session in self._sessions:
+                for session in self._sessions.values():
                     session.send("beat")
                 self._beat_s = now_s + BEAT_S
             if self._processes.listen(lambda: self._inbox, min(self._beat_s, deadline_s) - now_s):

@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # the agent on a host needs no fleet, and should not load the
 CONVOY_COMMAND = (sys.executable, "-m", "convoy")
 
 MALLOC_NAMES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-_CHOSEN = (*MALLOC_NAMES, "GLIBC_TUNABLES", "LD_PRELOAD")
-_LARGEST_BYTES = str(2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -92,16 +90,9 @@ def _own_variables(device: "Device") -> dict[str, str]:
 
 
 def device_environments(
-    base: Mapping[str, str],
-    ranks: Sequence[int],
-    names: Sequence[str],
-    *,
-    total: int,
-    address: str,
-    port: int,
-    hosted: bool = False,
-    own: Sequence[Mapping[str, str]] = (),
-) -> list[dict[str, str]]:
+    base: Mapping[str, str], ranks: Sequence[int], names: Sequence[str], *, total: int, address: str, port: int,
+    hosted: bool = False, own: Sequence[Mapping[str, str]] = (),
+) -> list[dict[str, str]]:  # fmt: skip
     """Return the full environment of each device that one machine starts.
 
     Args:
@@ -134,26 +125,19 @@ def device_environments(
 
 
 def rank_variables(rank: int, local: int, total: int, local_total: int, address: str, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(total),
-        "LOCAL_WORLD_SIZE": str(local_total),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": total, "LOCAL_WORLD_SIZE": local_total}
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
 def memory_environment(base: Mapping[str, str]) -> dict[str, str]:
     """Return variables that make a device reuse the memory of freed tensors, unless `base` sets them.
 
-    glibc's malloc returns freed blocks of 32 MB or more to the kernel, which zeroes new pages for the next step: a tenth of
-    a step of two-conv 150:800 with 52 samples. Large thresholds keep them. PyTorch requests huge pages (2 MB instead of
-    4 KB) for large tensors; without them, the gradients of a wide Linear took a third of a step. Both read their variables
+    glibc's malloc returns freed blocks of 32 MB or more to the kernel, which zeroes new pages for the next step. Large
+    thresholds keep them. PyTorch requests huge pages (2 MB instead of 4 KB) for large tensors. Both read their variables
     once at startup, so the launcher must set them.
     """
-    chosen = any(base.get(name) for name in _CHOSEN)
-    malloc = {} if chosen else dict.fromkeys(MALLOC_NAMES, _LARGEST_BYTES)
+    chosen = any(base.get(name) for name in (*MALLOC_NAMES, "GLIBC_TUNABLES", "LD_PRELOAD"))
+    malloc = {} if chosen else dict.fromkeys(MALLOC_NAMES, str(2**31 - 1))  # the largest number
     return {"THP_MEM_ALLOC_ENABLE": base.get("THP_MEM_ALLOC_ENABLE", "1"), **malloc}
 
 

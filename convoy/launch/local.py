@@ -1,22 +1,28 @@
-"""Starts all devices of this machine as child processes, and ends them together."""
+"""Starts all devices of this machine as child processes, and ends them together. Also runs a notebook's cell as a script:
+`%%convoy --devices 4`, after `%load_ext convoy`.
+"""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from convoy.comm.environment import LISTENER, listen_at
 from convoy.comm.job_key import key_to_start
-from convoy.errors import InputError
-from convoy.launch.exit_status import conclude
+from convoy.errors import ConvoyError, InputError
+from convoy.launch.exit_status import Ending, conclude
 from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_environments, log_of
-from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, to_stdout
+from convoy.launch.supervisor import Interrupts, Output, Signalled, Start, Supervisor, decoded, to_stdout
 from convoy.machine.launch_env import hidden
 
 KILLED_GRACE_S = 0.5  # seconds for the others to end by themselves after a device was killed
+CELL_GRACE_S = 10.0  # seconds for the devices of a notebook's cell to end by themselves after an interrupt
 
 
 def launch_local(
@@ -80,17 +86,8 @@ def launch_local(
             else:
                 listener.close()
             processes.listen(lambda: processes.over(options.goes_on, options.silence_s))
-            if (
-                script
-                and len(devices) > 1
-                and not any(ending.status for ending in processes.endings)
-                and not store.num_keys()
-            ):
-                print(
-                    f"note: the script joined no job, so each of the {len(devices)} processes ran all of it by itself: call "
-                    "convoy.prepare (or convoy.join) in it",
-                    file=sys.stderr,
-                )
+            if script and len(devices) > 1:
+                _warn_if_none_joined(processes.endings, store)
             # A killed device is the cause: errors of the others would add nothing.
             killed = any(ending.status < 0 for ending in processes.endings)
             processes.end(min(KILLED_GRACE_S, options.grace_s) if killed else options.grace_s)
@@ -107,3 +104,48 @@ def launch_local(
         finally:
             del store  # closes the store even if an exception keeps this frame
     return conclude(processes.endings, goes_on=options.goes_on)
+
+
+def _warn_if_none_joined(endings: Sequence[Ending], store: Any) -> None:
+    if not any(ending.status for ending in endings) and not store.num_keys():
+        print(
+            f"note: the script joined no job, so each of the {len(endings)} processes ran all of it by itself: call "
+            "convoy.prepare (or convoy.join) in it",
+            file=sys.stderr,
+        )
+
+
+def notebook(source: str, options: str = "") -> None:
+    """Run Python source as a script on several devices of this machine or a fleet, and print the output of device 0.
+
+    The source is a separate program without the notebook's variables, because threads and devices of the notebook's process
+    cannot be shared. Return results as files.
+
+    Args:
+        options: of `convoy run`, such as "--devices 4" or "--fleet lab.toml".
+
+    Raises:
+        ConvoyError: the script failed; the reason has been printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="convoy-cell-") as folder:
+        script = Path(folder) / "cell.py"
+        script.write_text(source, encoding="utf-8")
+        command = [sys.executable, "-m", "convoy", "run", *shlex.split(options), str(script)]
+        to_cell = decoded(lambda text: print(text, end="", flush=True))  # a cell shows only the output of this process
+        start = Start(device=0, name="cell", command=command, stdout=to_cell, stderr=to_cell, own_session=True)
+        with Interrupts() as interrupts, Supervisor(interrupts) as processes:
+            process = processes.start(start)
+            try:
+                processes.listen(lambda: not processes.running)
+            except Signalled:
+                process.popen.send_signal(signal.SIGINT)
+                processes.listen(lambda: not processes.running, CELL_GRACE_S)
+                raise KeyboardInterrupt from None
+        status = process.popen.returncode
+    if status:
+        raise ConvoyError(f"the cell ended with status {status} on its devices; the reason is printed above")
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register `%%convoy` in a notebook (`%load_ext convoy`)."""
+    shell.register_magic_function(lambda line, cell: notebook(cell, line), magic_kind="cell", magic_name="convoy")

@@ -11,48 +11,33 @@ from collections.abc import Mapping, Sequence
 from convoy.errors import InputError
 from convoy.fleet import Host
 
-CONNECT_S = 10
-ALIVE_S, ALIVE_TIMES = 5, 3
-"""Interval of ssh's keep-alive messages to a silent host, and the number of unanswered messages before it gives up."""
-
 _OPTIONS = (
     "BatchMode=yes",  # never ask for a password
-    f"ConnectTimeout={CONNECT_S}",
-    f"ServerAliveInterval={ALIVE_S}",
-    f"ServerAliveCountMax={ALIVE_TIMES}",
+    "ConnectTimeout=10",
+    "ServerAliveInterval=5",  # seconds; after three messages without an answer ssh gives up
+    "ServerAliveCountMax=3",
     "ForwardX11=no",
     "ControlMaster=no",  # a master would outlive the job and keep its files open
 )
 
-_REMEDIES = (
-    (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its host key has changed. If you know why, remove the old key: ssh-keygen -R {address}",
-    ),
-    (
-        r"Host key verification failed",
-        "this machine does not know its host key: connect once by hand and compare the fingerprint: {call}",
-    ),
-    (
-        r"Permission denied \(",
-        "it does not accept your key: copy your key to it (ssh-copy-id {target}), name another user in its [[host]], or set "
-        "the key in ~/.ssh/config",
-    ),
-    (r"Could not resolve hostname", "correct its address in the fleet file, or add a Host to ~/.ssh/config"),
-    (
-        r"Connection refused|timed out|No route to host|Network is unreachable|Connection closed|Connection reset",
-        "check that the machine is on, its address and ssh_port are right, and its ssh server runs: {call}",
-    ),
-    (
-        r"No module named '?convoy",
-        "{python} there has no Convoy: install it, as `convoy fleet setup` does, or name another `python` in its [[host]]",
-    ),
-    (r"\bcd:", "the folder {folder} is not there: make it, or name its `folder` in its [[host]]"),
-    (
-        r"not found|No such file or directory|Permission denied",
-        "{python} cannot be run there: install it, or name its `python` in its [[host]]",
-    ),
-)  # fmt: skip
+_HOST_KEY = "this machine does not know its host key: connect once by hand and compare the fingerprint: {call}"
+_OWN_KEY = "it does not accept your key: copy it (ssh-copy-id {target}), or name another `user` in its [[host]]"
+_SILENT = "check that the machine is on, its address and ssh_port are right, and its ssh server runs: {call}"
+_NO_CONVOY = (
+    "{python} there has no Convoy: install it, as `convoy fleet setup` does, or name another `python` in its [[host]]"
+)
+_REMEDIES = {
+    r"IDENTIFICATION HAS CHANGED": "its host key has changed. If you know why: ssh-keygen -R {address}",
+    r"Host key verification failed": _HOST_KEY,
+    r"Permission denied \(": _OWN_KEY,
+    r"Could not resolve hostname": "correct its address in the fleet file, or add a Host to ~/.ssh/config",
+    r"refused|timed out|No route to host|Network is unreachable|Connection closed|Connection reset": _SILENT,
+    r"No module named '?convoy": _NO_CONVOY,
+    r"\bcd:": "the folder {folder} is not there: make it, or name its `folder` in its [[host]]",
+    r"not found|No such file|Permission denied": "{python} cannot be run there: name its `python` in its [[host]]",
+    r"": "try it by hand: {call}",
+}
+"""Remedies by a pattern of the output; the first that matches counts."""
 
 
 def ssh_program(environment: Mapping[str, str]) -> list[str]:
@@ -61,9 +46,7 @@ def ssh_program(environment: Mapping[str, str]) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise InputError(
-            f"CONVOY_SSH={text!r}: no command line ({error}); give a program and options, e.g. 'ssh -F FILE'"
-        ) from None
+        raise InputError(f"CONVOY_SSH={text!r}: no command line ({error}); give e.g. 'ssh -F FILE'") from None
 
 
 def ssh_call(program: Sequence[str], host: Host, command: str) -> list[str]:
@@ -79,15 +62,6 @@ def ssh_words(program: Sequence[str], host: Host) -> list[str]:
     return [*program, "-T", *options, *user, *port]
 
 
-def by_hand(host: Host) -> str:
-    """Return the command line for a person to type."""
-    return shlex.join(["ssh", *([] if host.ssh_port is None else ["-p", str(host.ssh_port)]), _target(host)])
-
-
-def _target(host: Host) -> str:
-    return str(host.address) if host.user is None else f"{host.user}@{host.address}"
-
-
 def agent_command(host: Host, python: str, folder: str) -> str:
     """Return the command for a host's login shell. It uses only quotes, && and exec, which all common shells support."""
     start = shlex.join([host.python or python, "-m", "convoy.launch.agent"])
@@ -96,8 +70,9 @@ def agent_command(host: Host, python: str, folder: str) -> str:
 
 def remedy(host: Host, printed: str, python: str, folder: str) -> str:
     """Return the remedy for an unusable host, from the output of ssh and the host's shell."""
-    text = next((text for pattern, text in _REMEDIES if re.search(pattern, printed)), "try it by hand: {call}")
+    target = str(host.address) if host.user is None else f"{host.user}@{host.address}"
+    call = shlex.join(["ssh", *([] if host.ssh_port is None else ["-p", str(host.ssh_port)]), target])
+    text = next(text for pattern, text in _REMEDIES.items() if re.search(pattern, printed))
     return text.format(
-        address=host.address, target=_target(host), call=by_hand(host), python=host.python or python,
-        folder=host.folder or folder,
-    )  # fmt: skip
+        address=host.address, target=target, call=call, python=host.python or python, folder=host.folder or folder
+    )

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -25,12 +25,12 @@ from convoy.machine.process import END, LEAVE_TOO
 TERMINATE_S = 2.0  # seconds between SIGTERM and SIGKILL
 KILL_S = 5.0  # seconds that the kernel may take to end a killed process
 LEAVE_S = 60.0  # seconds for devices to finish their step after SIGTERM
-LOOK_S = 2.0  # seconds between two searches for stopped devices
 POLL_S = 0.1  # seconds between two checks for ended processes and signals
 
 TAIL_BYTES = CHUNK_BYTES = 65_536
-LAST_CHUNKS = 16
-"""Chunks read from a pipe after its process has ended: more than a pipe holds. A grandchild could write forever."""
+LAST_CHUNKS = (
+    16  # read from a pipe after its process has ended; more than a pipe holds. A grandchild could write forever
+)
 
 Sink = Callable[[bytes], None]
 """Receives output in chunks. An empty chunk marks the end."""
@@ -47,10 +47,8 @@ class Signalled(Exception):  # noqa: N818 - it is a request, not an error
         self.signum = signum
         self.status = 128 + signum
 
-    @property
-    def after_step(self) -> bool:
-        """Whether devices finish their step first. Ctrl-C and a closed terminal also reach devices, and end all at once."""
-        return self.signum is signal.SIGTERM
+        # Devices finish their step first. Ctrl-C and a closed terminal also reach devices, and end all at once.
+        self.after_step = signum is signal.SIGTERM
 
     def text(self, count: int) -> str:
         """Describe what happens to `count` devices."""
@@ -91,20 +89,6 @@ class Interrupts:
 # ------------------------------------------------------------------------------------------------------------- sinks
 
 
-class Tail:
-    """A sink that keeps the last `TAIL_BYTES`."""
-
-    def __init__(self) -> None:
-        self._kept = bytearray()
-
-    def __call__(self, chunk: bytes) -> None:
-        self._kept += chunk
-        del self._kept[:-TAIL_BYTES]
-
-    def lines(self) -> tuple[str, ...]:
-        return tuple(self._kept.decode(errors="replace").splitlines())
-
-
 def decoded(write: Callable[[str], object]) -> Sink:
     """Return a sink that decodes UTF-8 for `write`. A character may be split over two chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -136,22 +120,6 @@ def to_stdout(chunk: bytes) -> None:
     sys.stdout.flush()
 
 
-def _log_sink(path: Path) -> Sink:
-    """Return a sink that writes a new file. Raise InputError if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("wb").close()
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; give another folder for the logs, or none") from None
-
-    def write(chunk: bytes) -> None:
-        # Reopened for each chunk, so that nothing is lost if this process is killed. A full disk ends the log, not the job.
-        with suppress(OSError), path.open("ab") as file:
-            file.write(chunk)
-
-    return write
-
-
 # --------------------------------------------------------------------------------------------------------- processes
 
 
@@ -165,7 +133,7 @@ class Start:
         key: the job's key, sent through a pipe, never in an argument or variable.
         own_session: Ctrl-C in the terminal reaches only the launcher, which then ends the process. Its children
             get the same signals.
-        log: a file for a copy of its output, unless the output goes to the terminal.
+        log: a file for its output, instead of `stdout` and `stderr`.
     """
 
     device: int
@@ -188,20 +156,30 @@ class Process:
     """A started process.
 
     Attributes:
-        pipes: its output pipes, each with its sinks.
+        pipes: its output pipes, each with its sink.
         stopped: the supervisor ended it.
+        stopped_since_s: when it was first seen stopped (SIGSTOP, a debugger); None: it runs.
     """
 
     start: Start
     popen: subprocess.Popen[bytes]
-    tail: Tail = field(default_factory=Tail)
-    pipes: dict[IO[bytes], list[Sink]] = field(default_factory=dict)
+    pipes: dict[IO[bytes], Sink] = field(default_factory=dict)
     stopped: bool = False
     ended: bool = False
+    stopped_since_s: float | None = None
+    _tail: bytearray = field(default_factory=bytearray)
 
-    @property
-    def device(self) -> int:
-        return self.start.device
+    def keep(self, chunk: bytes) -> None:
+        """Keep the last `TAIL_BYTES` of output."""
+        self._tail += chunk
+        del self._tail[:-TAIL_BYTES]
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the last lines of the kept output, or of the log."""
+        with suppress(OSError):
+            if self.start.log is not None:
+                self.keep(self.start.log.read_bytes()[-TAIL_BYTES:])
+        return tuple(self._tail.decode(errors="replace").splitlines())
 
 
 class Supervisor:
@@ -220,8 +198,6 @@ class Supervisor:
         self._processes: list[Process] = []
         self._selector = selectors.DefaultSelector()
         self._lifeline: tuple[int, int] | None = None
-        self._looked_s = -LOOK_S
-        self._stopped_since_s: dict[Process, float] = {}
 
     def __enter__(self) -> "Supervisor":
         return self
@@ -253,29 +229,25 @@ class Supervisor:
             self._lifeline = self._lifeline or os.pipe()
             variables["CONVOY_PARENT_PIPE"] = str(self._lifeline[0])
             pass_fds.append(self._lifeline[0])
-        stdout, stderr = start.stdout, start.stderr
-        copy = None if start.log is None else _log_sink(start.log)
-        if copy is not None and stdout == subprocess.DEVNULL:
-            stdout = copy
-        piped = [subprocess.PIPE if callable(out) or out == "keep" else out for out in (stdout, stderr)]
-        key_pipe = None if start.key is None else hand_over(start.key.pem)
-        if key_pipe is not None:
-            variables[KEY_PIPE] = str(key_pipe)
-            pass_fds.append(key_pipe)
-        try:
+        outputs = [start.stdout, start.stderr]
+        with ExitStack() as opened:
+            if start.log is not None:
+                outputs = [opened.enter_context(_new_log(start.log)).fileno()] * 2
+            if start.key is not None:
+                key_pipe = hand_over(start.key.pem)
+                opened.callback(os.close, key_pipe)
+                variables[KEY_PIPE] = str(key_pipe)
+                pass_fds.append(key_pipe)
+            piped = [subprocess.PIPE if callable(out) or out == "keep" else out for out in outputs]
             popen = subprocess.Popen(
                 start.command, env=variables, cwd=start.folder, stdin=start.stdin, stdout=piped[0], stderr=piped[1],
                 pass_fds=pass_fds, start_new_session=start.own_session,
             )  # fmt: skip
-        finally:
-            if key_pipe is not None:
-                os.close(key_pipe)
         process = Process(start, popen)
         self._processes.append(process)
-        for pipe, out in ((popen.stdout, stdout), (popen.stderr, stderr)):
+        for pipe, out in zip((popen.stdout, popen.stderr), outputs, strict=True):
             if pipe is not None:
-                sink = out if callable(out) else process.tail
-                process.pipes[pipe] = [sink] if copy in (None, sink) else [sink, copy]
+                process.pipes[pipe] = out if callable(out) else process.keep
                 os.set_blocking(pipe.fileno(), False)
                 self._selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._read(process, pipe))
         return process
@@ -348,15 +320,10 @@ class Supervisor:
 
         With `goes_on`, kill devices that are stopped (SIGSTOP, a debugger) for `silence_s`.
         """
-        now_s, last_s = time.monotonic(), self._looked_s
-        if goes_on and now_s - last_s >= LOOK_S:
-            # After a longer pause this process was stopped too (Ctrl-Z), so the recorded times are invalid.
-            before = self._stopped_since_s if now_s - last_s < 2 * LOOK_S else {}
-            self._looked_s = now_s
-            self._stopped_since_s = {each: before.get(each, now_s) for each in self.running if _is_stopped(each)}
-            for process, since_s in self._stopped_since_s.items():
-                if last_s - since_s >= silence_s - LOOK_S:
-                    process.popen.kill()
+        for process in self.running if goes_on else ():
+            process.stopped_since_s = (process.stopped_since_s or time.monotonic()) if _is_stopped(process) else None
+            if process.stopped_since_s is not None and time.monotonic() > process.stopped_since_s + silence_s:
+                process.popen.kill()
         failed = any(ending.in_startup or (ending.status != 0 and not goes_on) for ending in self.endings)
         return failed or not self.running
 
@@ -370,9 +337,9 @@ class Supervisor:
                     if not self._read(process, pipe):
                         break
             process.ended = True
-            killed, lines = status < 0 and not process.stopped, process.tail.lines()
-            in_startup = killed and not _members(process)[0]
-            ending = Ending(process.device, process.start.name, status, process.stopped, lines, in_startup)
+            killed = status < 0 and not process.stopped
+            in_startup, start = killed and not _members(process)[0], process.start
+            ending = Ending(start.device, start.name, status, process.stopped, process.lines(), in_startup)
             self.endings.append(ending)
             self._on_end(ending)
 
@@ -383,20 +350,25 @@ class Supervisor:
             chunk = os.read(pipe.fileno(), CHUNK_BYTES)
         except BlockingIOError:
             return False
-        sinks = process.pipes[pipe]
+        process.pipes[pipe](chunk)
         if not chunk:
             del process.pipes[pipe]
             self._selector.unregister(pipe)
-        for sink in sinks:
-            sink(chunk)
         return bool(chunk)
 
 
-def _is_stopped(process: Process) -> bool:
+def _new_log(path: Path) -> IO[bytes]:
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; give another folder for the logs, or none") from None
+
+
+def _is_stopped(process: Process) -> bool:
+    with suppress(psutil.Error):
         return bool(psutil.Process(process.popen.pid).status() == psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False
+    return False
 
 
 def _members(*processes: Process) -> list[tuple[int, ...]]:

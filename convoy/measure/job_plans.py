@@ -11,7 +11,6 @@ from convoy.plan.presets import Speeds
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.replan import NewPlan, plan_anew
 from convoy.planner.request import PlanRequest
-from convoy.planner.snapshot_cost import SparePrice
 from convoy.runtime.module import Distributed
 from convoy.simulate.interval import Within, around
 from convoy.simulate.simulator import seconds_by_phase
@@ -28,7 +27,6 @@ class Plans(Sequence[Plan]):
         request: the plans' request, with the knowledge about the devices.
         step_s: each plan's predicted seconds per micro-batch; empty if nothing was predicted.
         spread: for each plan, the factor within which nine of ten measurements lie.
-        spare: the cost of snapshots for recovery with the first plan; None if unknown.
         notes: lines for the user about the measurement.
     """
 
@@ -36,7 +34,6 @@ class Plans(Sequence[Plan]):
     request: PlanRequest = field(compare=False)
     step_s: tuple[float, ...] = ()
     spread: tuple[float, ...] = ()
-    spare: SparePrice | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -46,11 +43,7 @@ class Plans(Sequence[Plan]):
         return self.request.fleet.speeds
 
     def replanner(self, rebalancer: Rebalancer | None = None) -> "Replanner":
-        """Return a planner for changed devices: `Members(model, optimizer, replan=plans.replanner())`.
-
-        Args:
-            rebalancer: corrects measured times.
-        """
+        """Return a planner for changed devices: `Members(model, optimizer, replan=plans.replanner())`."""
         return Replanner(self.request, rebalancer)
 
     def __len__(self) -> int:
@@ -137,19 +130,16 @@ class Replanner:
 
 
 def expect_measured(part: Distributed, measured: Measurement | None) -> None:
-    """Give every device its layers' measured seconds, used to divide a fused segment's measured time.
+    """Give every device its layers' measured seconds, used to divide a fused segment's measured time. All devices call it.
 
     Args:
-        measured: None: divide by the layers' arithmetic instead. All devices call it.
+        measured: None: divide by the layers' arithmetic instead.
     """
-    graph = part.traced[True].graph
-    steps = part.steps(part.plan.batch)
+    graph, steps = part.traced[True].graph, part.steps(part.plan.batch)
 
-    def table() -> list[dict[str, float]]:
-        if measured is None:
-            return [{} for _ in range(part.group.devices)]
-        return seconds_by_phase(steps, graph, measured.costs(graph).times)
+    def tables() -> list[dict[str, float]]:
+        return [] if measured is None else seconds_by_phase(steps, graph, measured.costs(graph).times)
 
-    mine = from_first(part.group, "layer times", table)[part.group.device]
-    if mine:
+    if rows := from_first(part.group, "layer times", tables):
+        mine = rows[part.group.device]
         part.expect(lambda layer, phase, _: mine.get(f"{phase} {layer.name}", 0.0))

@@ -102,9 +102,6 @@ class WireTimes:
         return result
 
 
-# --- timed messages ------------------------------------------------------------------------------------------------------
-
-
 class Stage(NamedTuple):
     """Messages of one size, timed at one end: seconds of each with its acknowledgement, and processor seconds."""
 
@@ -182,9 +179,6 @@ class TimedMessages:
         large = stage(size, count(fastest_s + longer_s))
         stage(0, 0)
         return [small, large]
-
-
-# --- rates and latencies ---------------------------------------------------------------------------------------------------
 
 
 def pairs_to_measure(host: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:

@@ -17,11 +17,18 @@ from convoy._version import __version__
 from convoy.comm.control_messages import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.fleet import Fleet
-from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices
-from convoy.measure.energy_meter import meter_of, once_each
+from convoy.measure.device_info import (
+    NOTICED,
+    DeviceInfo,
+    describe_device,
+    fit,
+    fleet_of,
+    host_indices,
+    read_usage,
+    slowed_by_others,
+)
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.link_probe import measure_links
-from convoy.measure.other_load import NOTICED, read_usage, slowed_by_others
 from convoy.measure.overhead_probe import find_quota, loss_shapes, measure_overheads, measure_sync
 from convoy.measure.timed_sizes import first_allowance_s, sizes_of_plans, timing_s
 from convoy.measure.timing import SLICE_S, TURN_ROUNDS, Now, Progress, RoundTimer, plain_torch
@@ -33,17 +40,14 @@ from convoy.simulate.costs import Overheads
 from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
 BUDGET_S = 60.0
-LINKS_FRACTION = 0.25
-"""The fraction of a budget for the links."""
+LINKS_FRACTION = 0.25  # the fraction of a budget for the links
 
-GRID_FRACTION = 2 / 3
-"""The fraction of the layers' seconds for the grids; the rest is for the sizes that plans use."""
+GRID_FRACTION = 2 / 3  # the fraction of the layers' seconds for the grids; the rest is for the sizes that plans use
 
 OTHER_SLICES, POINT_SLICES, POINTS = 550, 10, 7
 """Slices for everything but layers and links; slices per size of a layer; sizes of a layer with short calls."""
 
-SHORTEST_S = 2e-3
-"""The shortest slice: enough for some calls of a short layer."""
+SHORTEST_S = 2e-3  # the shortest slice: enough for some calls of a short layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +116,9 @@ def measure_job(
     layers = LayerTimer(traced, model, batch, timer, TURN_ROUNDS, options.precision)
     names = list(dict.fromkeys(layers.alike.values()))
     slice_s = timer.slice_s = options.slice_s or slice_of(layers_s, len(names))
-    begin, meter = read_usage(), meter_of(device)
+    begin = read_usage()
     grids_s = max(0.0, layers_s - OTHER_SLICES * slice_s) * GRID_FRACTION
-    meter.joules()
     _time_grids(group, layers, names, grids_s, options.wall, progress)
-    joules, usage_s = meter.joules(), read_usage().wall_s - begin.wall_s
-    watts = None if joules is None else joules / max(usage_s, 1e-9)
-    powers = once_each(*zip(*gather(group, "energy of layers", [meter.key, meter.source, watts]), strict=True))
     slowed = slowed_by_others(group, "load during layers", begin)
 
     wire = measure_links(group, host_indices(fleet), share, budget_s=links_s, progress=progress)
@@ -132,11 +132,10 @@ def measure_job(
     costs = tuple(
         DeviceCosts(
             device=device.name, send_s_per_byte=traffic.send_s_per_byte, receive_s_per_byte=traffic.receive_s_per_byte,
-            jitter_s=jitter_s, noise=noise, other_load=slow - 1 if slow > NOTICED else 0.0, measured_w=power[0],
-            measured_by=power[1], **asdict(overhead), **row,
+            jitter_s=jitter_s, noise=noise, other_load=slow - 1 if slow > NOTICED else 0.0, **asdict(overhead), **row,
         )
-        for device, traffic, jitter_s, noise, overhead, slow, power, row in zip(
-            fleet.devices, wire.traffic, sync.jitter_s, sync.noise, sync.overheads, slowed, powers,
+        for device, traffic, jitter_s, noise, overhead, slow, row in zip(
+            fleet.devices, wire.traffic, sync.jitter_s, sync.noise, sync.overheads, slowed,
             gather(group, "costs of a step", own), strict=True,
         )
     )  # fmt: skip
@@ -172,9 +171,6 @@ def _agree(group: Group, traced: TracedModel, batch: int, options: MeasureOption
         check_same([each[name] for each, _ in rows], f"started with another {name}")
     agree_on_precision(group, traced.graph, options.precision)
     return str(rows[0][1])
-
-
-# --- layers --------------------------------------------------------------------------------------------------------------
 
 
 def _time_grids(

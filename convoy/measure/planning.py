@@ -1,19 +1,29 @@
-"""Measures the devices of a job, and plans on device 0."""
+"""Measures the devices of a job, and plans on device 0.
 
+Measurements are kept in the user's cache folder, or in the folder that CONVOY_CACHE names. If that is empty, nothing is kept.
+"""
+
+import hashlib
+import json
 import math
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
-from convoy.comm.control_messages import agree_on_modes, from_first
+from convoy._version import __version__
+from convoy.comm.control_messages import agree_on_modes, from_first, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, PlanError
-from convoy.machine.accelerator import random_state_kept
-from convoy.measure.cache import keep_measured, known_fleet
-from convoy.measure.device_info import describe_device, fleet_of
+from convoy.files import parse_json, read_text, write_whole
+from convoy.machine.accelerator import hardware_name, modes, random_state_kept
+from convoy.measure.device_info import DeviceInfo, describe_device, fit, fleet_of, host_indices, quota_cores
 from convoy.measure.job_plans import Plans
 from convoy.measure.layer_timer import measure_speeds
 from convoy.measure.measure_job import MeasureOptions, measure_job
@@ -26,7 +36,6 @@ from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.prediction import check_alone, choose, predict_plan
 from convoy.planner.request import PlanOptions, PlanRequest
-from convoy.planner.snapshot_cost import SparePrice, spare_price
 from convoy.simulate.memory import MemoryLimits
 
 __all__ = ["Plans", "PlansOptions", "make_plans"]
@@ -37,8 +46,9 @@ BUDGET_S = 20.0
 UNCERTAIN = 2.0
 """A prediction is too uncertain to choose by if the high end of its interval exceeds this multiple of the low end."""
 
-FALLBACK = "data-by-speed"
-"""The plan if the devices' times stay too uncertain."""
+MOST_BYTES = 32 << 20  # of all kept measurements together; older ones are removed
+
+FALLBACK = "data-by-speed"  # the plan if the devices' times stay too uncertain
 
 
 class PlansOptions(PlanOptions, total=False):
@@ -143,9 +153,6 @@ def _print(group: Group, options: PlansOptions, *lines: str) -> None:
         print(f"convoy: {line}", file=sys.stderr, flush=True)
 
 
-# --- the plan "auto" ---------------------------------------------------------------------------------------------------
-
-
 def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequest, options: PlansOptions) -> Plans:
     """Measure the devices unless their times are known; plan on device 0; send the plans to all.
 
@@ -178,14 +185,13 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
     if not row["is_certain"]:
         does = f"the plan is {FALLBACK}" if row["fell_back"] else "this plan may be slow"
         notes.append(f"the measured times varied too much to choose by: {does}; end what else runs on the devices")
-    elif path is not None and known.measured is None and measured is not None and group.device == 0:
-        keep_measured(path, measured)
+    elif path is not None and known.measured is None and group.device == 0:
+        keep(path, FleetKnowledge(measured=measured))
     _print(group, options, *row["lines"], *notes)
     return Plans(
         tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"]),
         replace(request, fleet=replace(request.fleet, speeds=Speeds(tuple(row["speeds"])))),
         tuple(row["step_s"]), tuple(row["spread"]),
-        SparePrice(**row["spare"] | {name: tuple(row["spare"][name]) for name in ("memory_bytes", "overfull")}),
         tuple(notes),
     )  # fmt: skip
 
@@ -211,7 +217,7 @@ def _choice(request: PlanRequest, falls_back: bool) -> dict[str, Any]:
     rate, low, high, solo = (f"{float(f'{each:.3g}'):,.10g}" for each in rates)
     return {
         "plans": [row.plan.to_json() for row in rows], "step_s": [row.step_s for row in rows],
-        "spread": [row.spread for row in rows], "speeds": speeds, "spare": asdict(spare_price(first, request)),
+        "spread": [row.spread for row in rows], "speeds": speeds,
         "is_certain": is_certain, "fell_back": fell_back,
         "lines": [
             f"plan auto: {computes} of the arithmetic{alone}",
@@ -233,3 +239,77 @@ def _alone(group: Group, request: PlanRequest, known: FleetKnowledge, slowdown: 
     process_bytes = max(0, own.process_bytes - 4 * sum(layer.entries for layer in request.graph.layers.values()))
     check_alone(request, plan, MemoryLimits.of(known.described or fleet_of([own]), [process_bytes]))
     return Plans((plan,), replace(request, fleet=replace(request.fleet, speeds=speeds)))
+
+
+def known_fleet(
+    group: Group, request: PlanRequest, model: str, options: PlanOptions
+) -> tuple[FleetKnowledge, Path | None]:
+    """Return what device 0 knows of the fleet, and the file that keeps a measurement; None: nothing is kept.
+
+    Without a fleet file, CONVOY_FLEET names the description of an emulated fleet to measure.
+
+    Args:
+        model: its modules as text. Kept times are only valid for the same model, batch, devices and versions.
+
+    Raises:
+        InputError, MismatchError: see `FleetKnowledge.of_job` and `fit`.
+    """
+    file, precision, device = options.get("fleet"), options.get("precision", "float32"), group.torch_device
+    own = describe_device(device, options.get("slowdown", 1.0))
+    rows = gather(group, "machines", [asdict(own), hardware_name(device), quota_cores(), modes()])
+
+    def read() -> list[Any]:
+        if file is not None:
+            return [FleetKnowledge.of_job(file, request.graph, group.devices, precision).to_json(), None]
+        emulated = os.environ.get("CONVOY_FLEET")
+        described = FleetKnowledge.from_file(Path(emulated)).described if emulated else None
+        infos = [DeviceInfo(**info) for info, *_ in rows]
+        fleet = fleet_of(infos) if described is None else fit(described, infos)
+        devices = [[info.name, info.kind, info.cores, info.slowdown] for info in infos]
+        key = [
+            request.graph.fingerprint, [layer.dtype for layer in request.graph.layers.values()], model, request.batch,
+            precision, options.get("budget_s"), devices, [row[1:] for row in rows], host_indices(fleet),
+            described and described.to_toml(), str(torch.__version__), __version__,
+        ]  # fmt: skip
+        path = None if group.devices == 1 else cache_file(key)
+        measured = None if path is None else load_kept(path).measured
+        if measured is not None:  # other programs may use more memory now
+            pairs = zip(measured.fleet.devices, fleet.devices, strict=True)
+            now = tuple(replace(old, memory_bytes=new.memory_bytes) for old, new in pairs)
+            measured = replace(measured, fleet=replace(measured.fleet, devices=now))
+        return [FleetKnowledge(described, measured).to_json(), path and str(path)]
+
+    row, path = from_first(group, "fleet to measure", read)
+    return FleetKnowledge.from_json(row), None if path is None else Path(path)
+
+
+def cache_file(key: object) -> Path | None:
+    """Return the file for everything that times depend on, a JSON value; None if nothing is kept."""
+    folder = os.environ.get("CONVOY_CACHE")
+    if folder is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        try:
+            folder = str((root if root.is_absolute() else Path.home() / ".cache") / "convoy" / "measured")
+        except RuntimeError:  # no home directory
+            return None
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return Path(folder) / f"{name}.json" if folder else None
+
+
+def load_kept(path: Path) -> FleetKnowledge:
+    """Return the kept measurement; without one that can be read, nothing is known."""
+    with suppress(InputError, ValueError, TypeError, KeyError):
+        return FleetKnowledge.from_json(parse_json(read_text(path, "the measurement", "")))
+    return FleetKnowledge()
+
+
+def keep(path: Path, known: FleetKnowledge) -> None:
+    """Write a measurement, and remove the oldest files above `MOST_BYTES`. A folder that cannot be written is ignored."""
+    with suppress(InputError, OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(known.to_json()))
+        kept_bytes = 0
+        for each in sorted(path.parent.glob("*.json"), key=lambda each: -each.stat().st_mtime):
+            kept_bytes += each.stat().st_size
+            if kept_bytes > MOST_BYTES:
+                each.unlink()

@@ -29,8 +29,7 @@ ENDS_SLICES = 175
 POINT_LIMIT_S = 1.5
 """A size that would take longer is not timed; its time is extrapolated from smaller ones (`convoy.simulate.compute`)."""
 
-CANDIDATES = 3
-"""Number of best plans whose sizes are timed, because new times may change their order."""
+CANDIDATES = 3  # number of best plans whose sizes are timed, because new times may change their order
 
 LEAST_FRACTION = 0.01
 """A plan's size is timed only if the layer takes more than this fraction of the device's compute time."""
@@ -126,9 +125,6 @@ def first_allowance_s(graph: Graph, names: Sequence[str], budget_s: float) -> fl
     total_flop = sum(graph[name].flop for name in names) or 1
     weights = [(6.0 if graph[name].weighted else 1.0) + 30 * graph[name].flop / total_flop for name in names]
     return budget_s * weights[0] / sum(weights)
-
-
-# --- the sizes of plans --------------------------------------------------------------------------------------------------
 
 
 PlanSize = tuple[str, tuple[int, int, int], float]

@@ -23,11 +23,9 @@ Progress = Callable[[str], object]
 SLICE_S = 0.02
 """Seconds of calls timed together: twice a quota's usual period, since a short call contains a whole pause or none."""
 
-ROUNDS, TURN_ROUNDS = 5, 2
-"""Rounds of a workload that is timed once, and per turn if it is timed in several turns."""
+ROUNDS, TURN_ROUNDS = 5, 2  # rounds of a workload that is timed once, and per turn if it is timed in several turns
 
-KNOWN_TO, LEAST_KNOWN = 0.02, 6
-"""Times count as known at this relative standard error and this number of rounds."""
+KNOWN_TO, LEAST_KNOWN = 0.02, 6  # times count as known at this relative standard error and this number of rounds
 
 MOST_ROUNDS, MOST_CALLS = 50, 10_000
 LONG = 15.0  # a call of this many slices spans enough periods of a quota and runs only twice
@@ -267,11 +265,7 @@ class RoundTimer:
         return (now() - start_s) / count
 
 
-# --- accelerators ------------------------------------------------------------------------------------------------------
-
-
-MOST_QUEUED = 100
-"""The most calls queued together: an accelerator's queue holds about a thousand kernels."""
+MOST_QUEUED = 100  # the most calls queued together: an accelerator's queue holds about a thousand kernels
 
 PLUG_SIDE, MOST_PLUG_SIDE, PLUG_S, MOST_PLUG_S = 512, 8192, 3e-4, 0.05
 """Matrix sides to try; seconds that one product should take (launching it takes the host 1e-5); most seconds of products."""
@@ -327,9 +321,6 @@ def device_now(device: torch.device) -> Now:
 
 def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
-
-
-# --- statistics --------------------------------------------------------------------------------------------------------
 
 
 ERROR_OF_SPREAD = 0.21

@@ -2,7 +2,7 @@
 
 For a snapshot, each device copies its shards of weights and optimizer state in memory, and all devices confirm it. State
 that only one device holds is sent to the next one during later steps. A snapshot every k steps divides these costs by k,
-and after a loss at most k steps are repeated.
+and after a lost device at most k steps are repeated.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,6 @@ from markupsafe import Markup
 from convoy._version import __version__
 from convoy.errors import InputError
 from convoy.files import write_whole
-from convoy.measure.energy_meter import ABSENT
 from convoy.report import timeline
 from convoy.report.numbers import in_bytes, percent, plain, seconds, unit_of
 from convoy.runlog.reader import RunRecord, log_of, read_log
@@ -98,7 +97,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves with axes, and their positions in a template.
+    """Curves with axes, placed in a drawing.
 
     Attributes:
         name: part of element ids, unique on a page.
@@ -167,7 +166,7 @@ class Chart:
 
 
 def time_axis(step_s: float) -> tuple[str, list[Tick]]:
-    """Return the unit of the time axis of a step, and its ticks."""
+    """Return the unit and the ticks of the time axis of a step."""
     unit, size = unit_of(step_s)
     return unit, [(at * size / step_s, plain(at, 3)) for at in ticks(0.0, step_s / size, 4)]
 
@@ -182,7 +181,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Return about `MAX_POINTS` points: the lowest and the highest of each neighbourhood, to keep peaks."""
+    """Return at most about `MAX_POINTS` points. Keep the lowest and the highest of neighbouring points, so that peaks stay."""
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / MAX_POINTS)
@@ -294,7 +293,7 @@ def settings_of(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def summary_of(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return name, value and note of the most important numbers."""
+    """Return the most important numbers: name, value, explanation."""
     losses = [epoch.loss for epoch in record.epochs if epoch.loss is not None]
     predicted, limit = record.prediction, record.limit_samples_per_s
     rate, step_s = record.samples_per_s, record.step_s
@@ -317,12 +316,11 @@ def summary_of(record: RunRecord) -> list[tuple[str, str, str]]:
         ("Training time", seconds(sum(line.train_s for line in record.epochs) or None),
          f"{len(record.epochs)} epochs, {len(record.steps):,} steps"),
     ]  # fmt: skip
-    sources = {by for line in record.system for by in line.joules_by if not by.startswith("counted")}
-    if sources:
+    if record.joules_per_image is not None:
+        sources = {by for line in record.system for by in line.joules_by if not by.startswith("counted")}
         expected = predicted and predicted.joules_per_image
         compared = f"{plain(expected)} predicted" if expected else "no prediction: the fleet has no watts"
-        by = "; ".join(sorted(each for each in sources if each.startswith(ABSENT)) or sorted(sources))
-        cards.append(("Joules/image", plain(record.joules_per_image), f"measured: {by}; {compared}"))
+        cards.append(("Joules/image", plain(record.joules_per_image), f"by {'; '.join(sorted(sources))}; {compared}"))
     return cards
 
 
@@ -363,7 +361,7 @@ def resource_charts(record: RunRecord) -> list[Chart]:
 
 
 def _shares(record: RunRecord) -> Chart:
-    """Return the chart of each device's share of the arithmetic over the steps."""
+    """Return a chart of each device's share of the arithmetic, by step."""
     points: dict[int, list[Point]] = {}
     ends = [each.step for each in record.plans[1:]] + [record.steps_done]
     for each, end in zip(record.plans, ends, strict=False):
@@ -438,7 +436,7 @@ def work_boxes(work: Sequence[float], ids: Sequence[int]) -> list[Box]:
 
 
 def _parts(layer: LayerEntry) -> list[float]:
-    """Return the widths of the boxes, one per device."""
+    """Return each device's fraction of a layer."""
     counts = [float(part) if part.isdigit() else float(part == "all") for part in layer.parts]
     return [round(count / (sum(counts) or 1.0), 4) for count in counts]
 

@@ -37,7 +37,7 @@ BASIS: Mapping[Basis | None, str] = {
 def show_all(
     console: Console, rows: Sequence[PlanPrediction], request: PlanRequest, counts: Sequence[tuple[int, float]] = ()
 ) -> None:
-    """Print all predicted plans, and the last one, which is chosen, in detail.
+    """Print all predicted plans, and details of the chosen one, which is the last.
 
     Args:
         counts: throughput by number of devices, the fastest first.
@@ -71,7 +71,7 @@ def show_all(
 
 
 def _show_predictions(console: Console, rows: Sequence[PlanPrediction], request: PlanRequest) -> None:
-    """Print a row per plan. Compare the last one, which is chosen, with the fastest device."""
+    """Print a row per plan. Compare the chosen one, which is the last, with the fastest device."""
     speeds, names = request.speeds.devices, request.names
     columns = ("step", "nine of ten", "samples/s", "of the sum", "traffic", "memory", "J/image", "devices")
     print_table(
@@ -102,7 +102,7 @@ def between(within: Within) -> str:
 
 
 def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
-    """Print each device's work, traffic, memory and energy in a step. Messages and the loss keep devices without work busy."""
+    """Print each device's arithmetic, traffic, memory and energy in a step. Idle devices handle messages and the loss."""
     work = work_shares(lower(row.plan, request.graph), request.graph)
     limits, powers = request.limits, request.power or [None] * len(work)
     limited = [None if limit is None else in_bytes(limit) for limit in limits.limits_bytes]
@@ -220,7 +220,7 @@ def _answer(found: Forecast) -> str:
 
 
 def _show_changes(show: Callable[[str], None], found: Forecast, fleet: Fleet) -> None:
-    """Print from which batch and link on the fleet pays off."""
+    """Print the smallest batch and the slowest link at which the fleet pays off."""
     smallest = (
         "no size that fits the fastest device" if found.from_batch is None else f"{found.from_batch:,} samples or more"
     )

@@ -1,4 +1,4 @@
-"""Prints the fleet, the plan, progress and usage of `convoy train`. Plain lines if there is no terminal."""
+"""Prints the fleet, the plan, progress and usage of `convoy train`: plain lines if there is no terminal."""
 
 import os
 import time
@@ -53,9 +53,9 @@ def print_table(
 
 
 class Wait:
-    """A display of the current task: a spinner on a terminal; elsewhere a line at once, then one every ten seconds.
+    """A display of the current task: a spinner on a terminal, otherwise a line every ten seconds.
 
-    Call it with the current task.
+    Call it with the name of the task.
 
     Args:
         about_s: expected seconds; None: unknown.
@@ -93,7 +93,7 @@ class Wait:
 
 
 class Screen:
-    """The console of one device; those of the other devices are invisible."""
+    """The console of one device. Only that of device 0 is visible."""
 
     def __init__(self, visible: bool, console: Console | None = None) -> None:
         self.visible = visible
@@ -145,7 +145,7 @@ class Screen:
             self.line(f"INEXACT: {plan.inexact}.")
 
     def programs(self, plan: Plan, graph: Graph, accumulate: int) -> None:
-        """Print the step list, for several micro-batches that of the last, and every device program."""
+        """Print the step list of the last micro-batch, and every device program."""
         steps = lower(plan, graph, micro_batch=[*micro_batches(accumulate)][-1])
         self.lines(step_lines(steps))
         for program in compile_all(steps, graph):
@@ -165,7 +165,7 @@ class Screen:
 
     @contextmanager
     def progress(self, title: str, epochs: int, samples: int, seen: int = 0, tests: int = 0) -> Iterator["Bar"]:
-        """Show a progress bar with training loss, samples/s and time left; lines if there is no terminal.
+        """Show a progress bar with training loss, samples/s and time left. Without a terminal, print lines.
 
         Args:
             samples: per epoch.
@@ -185,7 +185,7 @@ class Screen:
             yield Bar(self, progress, title, epochs, samples, seen)
 
     def usage(self, uses: Sequence[DeviceLine], history: History) -> None:
-        """Print a row per device: its share, and its seconds by activity, which add up to those in the title."""
+        """Print for each device its share, and its seconds by activity. They add up to those in the title."""
         train_s, wall_s = sum(epoch.train_s for epoch in history.epochs), max(use.wall_s or 0.0 for use in uses)
         rows = []
         for use in uses:

@@ -83,7 +83,7 @@ def new_folder(net: str) -> Path:
 
 
 def write_files(directory: RunDirectory | None, settings: Settings, plan: Plan, measured: Measurement | None) -> None:
-    """Write settings, plan and measurement into the run's folder, and to --save-run and --save-plan. InputError."""
+    """Write settings, plan and measurement into the run's folder, and to --save-run and --save-plan. May raise InputError."""
     folder = None if directory is None else directory.folder
     texts = {settings.save_run: to_toml(settings), settings.save_plan: plan.to_json()}
     if folder is not None:

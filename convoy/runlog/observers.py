@@ -23,7 +23,7 @@ SYSTEM_EVERY_S = 5.0
 
 
 class StepTimer(Observer):
-    """A timer of steps of `batch` samples, from the end of the previous step; not of the first step after an evaluation."""
+    """A timer of steps of `batch` samples, from the end of the previous step. It skips the first step after an evaluation."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -49,7 +49,7 @@ class StepTimer(Observer):
         self.last_s = now_s
 
     def restart(self) -> None:
-        """Start again after a change of plan or shares; ignore the step of the change."""
+        """Forget earlier steps after a change of plan or shares, and skip the step of the change."""
         self._since = len(self.seconds)
         self.last_s = None
 

@@ -73,7 +73,7 @@ class RunRecord:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The steps that the log has."""
+        """The first step in the log, and the one after the last."""
         return (self.steps[0].step, self.steps[-1].step + 1) if self.steps else (0, 1)
 
     @property
@@ -195,7 +195,7 @@ def _parse(number: int, text: str) -> schema.Line | None:
 
 
 def _record(record: RunRecord, lines: list[schema.Line]) -> RunRecord:
-    """Add the lines to an empty record. A resumed run, and devices that leave or join, replace what came after."""
+    """Add the lines to an empty record. After a resume, or when devices leave or join, the later lines count."""
     steps: dict[int, tuple[schema.StepLine, float | None]] = {}
     tests: dict[int, schema.EvaluationLine] = {}
     epochs: dict[int, schema.EpochLine] = {}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
 
 Number = Annotated[float | None, BeforeValidator(lambda v: v if not isinstance(v, float) or math.isfinite(v) else None)]
-"""None if unknown or not finite, such as the loss of a diverged training: JSON has no NaN."""
+"""A number; None if it is unknown or not finite, because JSON has no NaN."""
 
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0)]
@@ -69,7 +69,7 @@ class LayerEntry(_Model):
     @model_validator(mode="before")
     @classmethod
     def _read_old(cls, fields: Any) -> Any:
-        """Add up the bytes of old logs, which had gradient sums and moves apart."""
+        """Add up the bytes of old logs, which listed gradient sums and moves separately."""
         if isinstance(fields, dict) and "sum_bytes" in fields:
             return {"bytes": fields["sum_bytes"] + sum(move["bytes"] for move in fields.get("moves", ()))} | fields
         return fields
@@ -219,7 +219,7 @@ class ReshardLine(_Model):
 
 
 class MembersLine(_Model):
-    """Devices left or joined: these train after `step` steps. Later steps in the log are repeated."""
+    """The devices that train after `step` steps, because some left or joined. Later steps in the log are repeated."""
 
     what: Literal["members"] = "members"
     step: Count

@@ -144,7 +144,7 @@ class RunLog(Observer):
 
 
 def _open(path: Path, *, resumed: bool) -> int:
-    """Open a log for appending. Keep its complete lines if the run is resumed; otherwise empty it."""
+    """Open a log for appending. If the run is resumed, keep its complete lines; otherwise empty it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:
         os.set_blocking(handle, True)

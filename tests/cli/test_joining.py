@@ -13,8 +13,8 @@ from convoy.cli.admitting import TrainAdmission, join_addresses
 from convoy.cli.joining import run_of
 from convoy.comm.environment import LISTENER
 from convoy.comm.processes import JoinedGroup
-from convoy.config.option_types import read_address
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
+from convoy.config.train_options import read_address
 from convoy.elastic.regroup import home_at, member_address
 from convoy.errors import InputError
 from convoy.measure.job_plans import Replanner

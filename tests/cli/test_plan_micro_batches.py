@@ -27,7 +27,7 @@ def tight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_micro_batch_count_in_the_refusal_fits(tight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(PlanError, match=r"Make a step of (\d+) micro-batches .*, which fits: \S+ s a step") as caught:
+    with pytest.raises(PlanError, match=r"Make a step of (\d+) micro-batches") as caught:
         plan_verbs.plan(NET, tight, **QUESTION)
     wanted = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
     plan = tmp_path / "plan.json"

@@ -1,5 +1,6 @@
 """`convoy predict`, and `convoy plan` for a described fleet."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,28 @@ def test_plan_answers_for_a_described_fleet(
     assert "a roofline: the devices' peaks" in out
     assert "nine of ten steps take" in out
     assert plan.is_file()
+
+
+def test_plan_writes_a_valid_trace_and_a_picture_of_each_plan(tmp_path: Path) -> None:
+    """Complete events have a name, pid, tid, ts and dur in microseconds; metadata names every process and thread."""
+    path, folder = tmp_path / "fleet.toml", tmp_path / "deep" / "traces"
+    path.write_text(FLEET)
+    plan_verbs.plan("two-conv:8:16", path, trace=folder)
+    assert {file.stem for file in folder.glob("*.json")} == {file.stem for file in folder.glob("*.html")}
+    assert {"auto", "data", "hybrid"} <= {file.stem for file in folder.iterdir()}
+    assert "Predicted step" in (folder / "auto.html").read_text()
+    events = json.loads((folder / "hybrid.json").read_text())["traceEvents"]
+    named = {
+        (e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]
+    }
+    for event in (each for each in events if each["ph"] == "X"):
+        assert event["ts"] >= 0
+        assert event["dur"] > 0
+        assert ("thread_name", event["pid"], event["tid"]) in named
+    assert [named["process_name", device, 0] for device in range(2)] == ["a-cpu", "b-cpu"]
+    assert {"compute", "send", "receive"} <= set(named.values())
+    with pytest.raises(InputError, match="cannot make the folder"):
+        plan_verbs.plan("two-conv:8:16", path, trace=path / "traces")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,14 @@ def test_losing_both_copies_of_a_shard_returns_to_the_checkpoint() -> None:
     assert "from the checkpoint of step 2" in found.fates[0].told[0]
 
 
+def test_leaving_costs_no_step() -> None:
+    found = run(Case(9, 3, "model", epochs=1, blows=(Blow(0, "term", 3, 4),)))
+    assert (found.short, [fate.ended for fate in found.fates]) == ("", ["left", "done", "done"])
+    assert found.apart < TIGHT
+    assert len(found.fates[1].told) == 1
+    assert "repeated" not in found.fates[1].told[0]
+
+
 def groups() -> int:
     return sum(type(each) in (Members, JoinedGroup) for each in gc.get_objects())
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,19 @@ from convoy.comm.processes import meet
 from convoy.comm.store import close_store, host_store
 from convoy.elastic.admission import AdmissionThread, ScriptAdmission, Verdict, facts_of
 from convoy.elastic.entrance import Entrance
-from convoy.elastic.members import JoinOptions, LeftError, Members, StoppedError
+from convoy.elastic.members import JoinOptions, LeftError, Members, StoppedError, may_leave
 from convoy.elastic.regroup import Home, Membership
 from convoy.errors import ConvoyError, InputError
 from convoy.runlog.reader import read_log
 from convoy.runtime.module import Distributed
+from convoy.runtime.precision import GradScaler
 from convoy.train.adopt import AdoptedLoader
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, accuracy, fit
 from convoy.train.record import Observer, StepResult
 from lab.chaos import TIGHT, Case, build, make_data, make_net, whole_state
+from tests.support.losses import Poisoned
 from tests.support.torch_seed import torch_seed
 
 CPU = torch.device("cpu")
@@ -226,12 +228,9 @@ def check(job: Job, names: Sequence[str]) -> None:
     assert len(job.results["0"][0]) == len(losses)
 
 
-FAST = [("data", "adam", 1, 1), ("hybrid", "adam", 2, 1), ("model", "sgd", 2, 3)]
-SLOW = [("data-by-speed", "sgd", 2, 3), ("sharded", "adam", 2, 1), ("master", "sgd", 2, 1), ("model", "adam", 3, 1)]
-
-
 @pytest.mark.parametrize(
-    ("plan", "optimizer", "devices", "every"), [*FAST, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+    ("plan", "optimizer", "devices", "every"),
+    [("data", "adam", 1, 1), ("model", "sgd", 2, 3), pytest.param("hybrid", "adam", 2, 1, marks=pytest.mark.slow)],
 )
 def test_joining_devices_change_no_number(plan: str, optimizer: str, devices: int, every: int) -> None:
     job = Job(Case(3, devices, plan, optimizer, epochs=3, every=every), ["first", "second"])
@@ -244,6 +243,39 @@ def test_joining_devices_change_no_number(plan: str, optimizer: str, devices: in
     check(job, [*map(str, range(devices)), "first", "second"])
     assert sum("joined" in line for line in job.told["0"]) == 2, job.told
     assert re.match(rf"joined as device \d+; {devices + 1} train after step ", job.told["first"][0])
+
+
+@dataclass
+class Scaled(Job):
+    """A training with loss scaling that skips some steps."""
+
+    def made(self, model: nn.Module, part: Distributed | None) -> tuple[Training, Any, Any]:
+        training, train, test = super().made(model, part)
+        scaler = GradScaler(model, init_scale=8.0, growth_interval=2)
+        return Poisoned(**{**vars(training), "scaler": scaler}), train, test
+
+
+ALL = Case(
+    12, 2, "sharded", "adam", epochs=3, average=True, accumulate=2, clip_norm=1.0, schedule="step", rebalance=True, every=3
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [replace(ALL, rebalance=False, every=1), pytest.param(replace(ALL, plan="model"), marks=pytest.mark.slow)]
+)
+def test_averages_scales_and_micro_batches_continue_when_a_device_joins(case: Case) -> None:
+    job = Scaled(case, ["first"])
+    job.expected = dict.fromkeys(range(2, 7), "first")
+    with started(job, case.devices) as threads:
+        join_job(job, "first", threads)
+    check(job, ["0", "1", "first"])
+    assert any("joined" in line for line in job.told["0"]), job.told
+
+
+def test_neighbours_leave_one_after_another() -> None:
+    assert may_leave([True, True, False]) == [1]
+    assert may_leave([True, False, True, False]) == [0, 2]
+    assert may_leave([True, True]) == [], "a job that ends"
 
 
 def test_a_joined_device_continues_when_all_others_leave() -> None:

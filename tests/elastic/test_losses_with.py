@@ -19,9 +19,8 @@ from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import RateCurve, Recipe, Training, build_schedule, fit
 from lab.chaos import TIGHT, Case, make_data, make_net, whole_state
-from tests.support.losses import Device, with_losses
+from tests.support.losses import Device, Poisoned, with_losses
 from tests.support.one_device import one_trace
-from tests.support.poisoned import Poisoned
 from tests.support.torch_seed import torch_seed
 
 CASE = Case(seed=11, devices=3)

@@ -23,7 +23,6 @@ from lab.chaos import (
     TIGHT,
     Blow,
     Case,
-    Outcome,
     alone,
     compared,
     make_data,
@@ -41,48 +40,29 @@ def train(group: Group, row: dict[str, Any], folder: str) -> None:
     work(Case(**{**row, "blows": tuple(Blow(**each) for each in row["blows"])}), Path(folder), group)
 
 
-def outcome(case: Case, folder: Path) -> Outcome:
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        losses, state = alone(case)
-    finally:
-        torch.set_num_threads(threads)
-    results = on_processes(case.devices, "tests.elastic.test_members:train", asdict(case), str(folder))
-    assert len(results) == case.devices
-    return compared(case, folder, losses, state, [])
-
-
 @pytest.mark.parametrize(
     ("plan", "optimizer", "devices", "blows", "every"),
     most_slow(
-        4,
+        2,
         [
-            ("data", "adam", 2, {0: (3, 8)}, 1),
-            ("data-by-speed", "sgd", 3, {0: (4, 6), 1: (11, 2)}, 3),
             ("sharded", "adam", 3, {0: (6, 7)}, 1),
             ("model", "adam", 3, {0: (3, 9), 2: (9, 21)}, 1),
-            ("data", "sgd", 3, {1: (5, 3)}, 1),
-            ("sharded", "sgd", 3, {2: (7, 4)}, 3),
-            ("master", "sgd", 3, {2: (6, 15)}, 1),
+            ("data-by-speed", "sgd", 3, {0: (4, 6), 1: (11, 2)}, 3),
             ("hybrid", "sgd", 4, {3: (2, 5), 0: (8, 12), 1: (14, 2)}, 1),
         ],
     ),
 )
-def test_killed_devices_change_no_number(
+def test_killed_processes_change_no_number(
     plan: str, optimizer: str, devices: int, blows: dict[int, tuple[int, int]], every: int, tmp_path: Path
 ) -> None:
+    """Chaos shows the same on threads; here the processes really end."""
     rows = tuple(Blow(device, "kill", step, call) for device, (step, call) in blows.items())
     case = Case(7, devices, plan, optimizer, every=every, blows=rows)
-    found = outcome(case, tmp_path)
+    losses, state = alone(case)
+    on_processes(case.devices, "tests.elastic.test_members:train", asdict(case), str(tmp_path))
+    found = compared(case, tmp_path, losses, state, [])
     assert found.apart < TIGHT
     assert len(found.told) == len(blows), "every device was to be lost while the others trained"
-
-
-def test_a_rebalanced_training_continues_after_a_loss(tmp_path: Path) -> None:
-    found = outcome(Case(3, 3, "hybrid", "sgd", rebalance=True, blows=(Blow(0, "kill", 10, 4),)), tmp_path)
-    assert found.apart < TIGHT
-    assert len(found.told) == 1
 
 
 def wait_for(text: str, path: Path, process: subprocess.Popen[bytes]) -> None:
@@ -171,13 +151,11 @@ def own_loop(
 @pytest.mark.parametrize(
     ("plan", "victims"),
     most_slow(
-        3,
+        2,
         [
             ("data", {"0": [6, 1]}),  # at the beginning of an epoch, or in the test before
-            ("data", {"1": [0, 4]}),  # while the first state is kept
             ("model", {"0": [4, 12], "2": [11, 30]}),
-            ("data", {"1": [7, 4]}),
-            ("data", {"2": [6, 6]}),
+            ("data", {"1": [0, 4]}),  # during the first snapshot
             ("sharded", {"1": [5, 9], "0": [12, 2]}),
         ],
     ),
@@ -198,10 +176,9 @@ def test_a_script_repeats_the_step_with_the_same_batch(
             assert row["weights"][key] == pytest.approx(weights, rel=TIGHT, abs=TIGHT)
 
 
-@pytest.mark.parametrize(("plan", "call"), [("data", 2), ("model", 6)])
-def test_a_loss_in_a_test_before_the_first_step_is_recovered(plan: str, call: int, tmp_path: Path) -> None:
-    alone = on_processes(1, "tests.elastic.test_members:own_loop", plan, {}, "", True)[0]
-    results = on_processes(3, "tests.elastic.test_members:own_loop", plan, {"1": [0, call]}, str(tmp_path), True)
+def test_a_loss_in_a_test_before_the_first_step_is_recovered(tmp_path: Path) -> None:
+    alone = on_processes(1, "tests.elastic.test_members:own_loop", "model", {}, "", True)[0]
+    results = on_processes(3, "tests.elastic.test_members:own_loop", "model", {"1": [0, 6]}, str(tmp_path), True)
     assert results[1] is None, "who was to be killed was not"
     for row in results[::2]:
         assert row["tests"] == alone["tests"]
@@ -211,17 +188,3 @@ def test_a_loss_in_a_test_before_the_first_step_is_recovered(plan: str, call: in
 def test_shards_lost_before_they_were_copied_end_the_job(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"model shards of lost device 1: no step was finished, start it again"):
         on_processes(3, "tests.elastic.test_members:own_loop", "model", {"1": [0, 1]}, str(tmp_path))
-
-
-@pytest.mark.parametrize("kind", most_slow(1, ["term", "stop"]))
-def test_silent_device_is_removed_and_leaving_costs_no_step(kind: str) -> None:
-    command = [sys.executable, "-c", f"""
-from lab.chaos import Blow, Case, TIGHT, run
-found = run(Case(9, 3, "model", "sgd", blows=(Blow(0, {kind!r}, 6, 4),)))
-assert found.apart < TIGHT, found
-assert found.statuses == [1, 0, 0], found
-assert len(found.told) == 1, found
-assert {kind!r} == "stop" or "repeated" not in found.told[0], found
-"""]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr

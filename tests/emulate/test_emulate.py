@@ -160,60 +160,23 @@ def test_every_device_finds_its_host_and_torchruns_environment(tmp_path: Path) -
         assert seen[index]["rate"] == [rate]
 
 
-# Device 1 sends to device 0, then device 0 to device 1. The receiver takes the time from first to last byte.
-TRAFFIC = """
-import os, pathlib, socket, sys, time
-mine, size = int(os.environ["RANK"]), int(sys.argv[1])
-def connected():
-    for _ in range(200):
-        try: return socket.create_connection((os.environ["MASTER_ADDR"], 5000), timeout=20)
-        except OSError: time.sleep(0.05)
-if mine == 0:
-    with socket.create_server((os.environ["MASTER_ADDR"], 5000)) as server: peer = server.accept()[0]
-else: peer = connected()
-peer.settimeout(20)
-for receiver in (0, 1):
-    if mine != receiver:
-        peer.sendall(bytes(size)); peer.recv(1)
-    else:
-        left = size - len(peer.recv(1)); start_s = time.perf_counter()
-        while left: left -= len(peer.recv(min(left, 1 << 20)))
-        pathlib.Path(sys.argv[2], str(receiver)).write_text(str(time.perf_counter() - start_s))
-        peer.sendall(b"x")
-peer.close()
-"""
+def test_rates_are_limited_where_traffic_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host's own end sends, the switch's end of its cable is what it receives. An uplink is a cable between two bridges."""
+    limits: dict[tuple[str, str], str] = {}
 
+    def call(_program: str, *words: str) -> str:
+        if "qdisc" in words:
+            limits[words[1].rpartition("-")[2], words[words.index("dev") + 1]] = words[words.index("rate") + 1]
+        return ""
 
-def transfer_s(folder: Path, network: Nic, size_bytes: int, first: Nic | None = None) -> list[float]:
-    """Return the seconds of a transfer to device 0 and of one to device 1."""
-    fleet = fleet_of([None, None], network)
-    if first is not None:
-        fleet = replace(fleet, hosts=(replace(fleet.hosts[0], card=first), fleet.hosts[1]))
-    command = [*python(TRAFFIC), str(size_bytes), str(folder)]
-    assert emulate(fleet, command, timeout_s=HANG_S, output=io.StringIO()) == 0
-    return [float((folder / str(index)).read_text()) for index in (0, 1)]
-
-
-@needs_root
-def test_send_and_receive_rates_are_independent(tmp_path: Path) -> None:
-    slow_in = transfer_s(tmp_path, FAST, 2_000_000, first=Nic(125e6, 5e6, 0))
-    assert slow_in[0] > 0.35
-    assert slow_in[1] < slow_in[0] / 2
-    slow_out = transfer_s(tmp_path, FAST, 2_000_000, first=Nic(5e6, 125e6, 0))
-    assert slow_out[1] > 0.35
-    assert slow_out[0] < slow_out[1] / 2
-
-
-@needs_root
-def test_uplink_traffic_is_limited_to_its_rate(tmp_path: Path) -> None:
-    """2 MB out of the segment at 5 MB/s are 0.4 s; in, they have the NICs' 125 MB/s."""
-    two = fleet_of([None, None])
-    segment = NetworkSegment("east", (two.hosts[0].name,), Nic(5e6, 125e6, 0))
-    command = [*python(TRAFFIC), "2000000", str(tmp_path)]
-    assert emulate(replace(two, segments=(segment,)), command, timeout_s=HANG_S, output=io.StringIO()) == 0
-    into, out = (float((tmp_path / str(index)).read_text()) for index in (0, 1))
-    assert out > 0.35
-    assert into < out / 2
+    monkeypatch.setattr(namespaces, "call", call)
+    segment = NetworkSegment("east", ("b",), Nic(1e6, 2e6, 0))
+    nics = {"a": Nic(3e6, 4e6, 0), "b": Nic(5e6, 1e12, 0)}
+    namespaces.shape(namespaces.wire(RunName(1, 2), ["a", "b"], [segment]), nics.__getitem__)
+    assert limits == {
+        ("a", "eth0"): "24000000bit", ("_switch", "port1"): "32000000bit", ("b", "eth0"): "40000000bit",
+        ("_switch", "in1"): "8000000bit", ("_switch", "out1"): "16000000bit",
+    }  # fmt: skip
 
 
 @needs_root
@@ -228,27 +191,14 @@ def test_emulated_hosts_use_the_usual_congestion_control(tmp_path: Path, monkeyp
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["reno\n"] * 2
 
 
-BUSY = """
-import os, pathlib, sys, time
-start_s, own_s = time.monotonic(), time.process_time()
-while time.monotonic() < start_s + 1.5: pass
-obtained = (time.process_time() - own_s) / (time.monotonic() - start_s)
-pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(obtained))
-"""
-
-
 @needs_root
-def test_device_gets_only_its_cores(tmp_path: Path) -> None:
-    # Never more than the quota and a period's remainder. On a busy machine it may be less: three tries for the ratio.
-    for _ in range(3):
-        command = [*python(BUSY), str(tmp_path)]
-        assert emulate(fleet_of([0.8, 0.1]), command, timeout_s=HANG_S, output=io.StringIO()) == 0
-        fast, slow = (float((tmp_path / str(index)).read_text()) for index in (0, 1))
-        assert slow < 0.15
-        assert fast < 0.9
-        if fast > 1.5 * slow > 0.03:
-            return
-    pytest.fail(f"0.8 cores gave {fast:.2f} processor seconds a second, 0.1 cores gave {slow:.2f}")
+def test_devices_get_their_cores_as_quotas() -> None:
+    controller = emulated_machine.cpu_controller()
+    with emulated_machine.groups(controller, RunName.mine(), [0.8, 0.1, None]) as groups:
+        names = ["cpu.max"] if controller.version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        found = [" ".join((group / name).read_text().strip() for name in names) for group in groups]
+    assert found[:2] == ["8000 10000", "1000 10000"]
+    assert found[2].split()[0] in ("max", "-1")
 
 
 @needs_root
@@ -522,10 +472,9 @@ def test_the_controller_is_found_among_mounts(tmp_path: Path) -> None:
     assert version_1 == emulated_machine.CpuController(1, Path("/c/cpu,cpuacct"))
 
 
-@pytest.mark.parametrize("bytes_per_s", [1e3, 1e5, 12.5e6, 50e6, 125e6, 1.25e9, 5e9])
+@pytest.mark.parametrize("bytes_per_s", [1e3, 12.5e6, 125e6, 5e9])
 def test_token_bucket_holds_a_whole_packet(bytes_per_s: float) -> None:
-    """The story: 62,500 bytes at 1 Gbit/s were less than a 64 KiB packet. The kernel cut every packet up in the
-    processor, and a ring of four hosts reached half the rate, though one transfer alone reached all of it."""
+    """Regression: with a smaller bucket the kernel cut every packet up, and a ring of four hosts reached half the rate."""
     bucket = namespaces.bucket(bytes_per_s)
     assert bucket is not None
     assert bucket.rate_bit_per_s == 8 * bytes_per_s
@@ -533,10 +482,6 @@ def test_token_bucket_holds_a_whole_packet(bytes_per_s: float) -> None:
     assert frames >= 2
     assert bucket.burst_bytes >= bucket.packet_bytes + 66 * frames
     assert bucket.burst_bytes <= max(1e-3 * bytes_per_s, 6000), "a millisecond of the link, or a few frames"
-
-
-def test_very_fast_links_are_not_limited() -> None:
-    assert namespaces.bucket(1e12) is None
 
 
 def test_names_distinguish_live_and_dead_runs() -> None:

@@ -19,7 +19,7 @@ from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.network import Network
 from convoy.simulate.simulator import simulate
 from lab.lower_bound import lower_bound
-from tests.support.plan_requests import asked
+from tests.support.described_fleets import asked
 from tests.support.slow import most_slow
 from tests.support.stacks import Stack
 

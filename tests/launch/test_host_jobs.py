@@ -14,9 +14,8 @@ from convoy.config.run_file import resolve_settings
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic, read_fleet
 from convoy.launch.agent import from_line, meeting_point, to_line
-from convoy.launch.fleet import startable
-from convoy.launch.fleet_command import train_on_fleet
-from convoy.launch.host_job import JobOptions, device_environments, host_jobs
+from convoy.launch.fleet import startable, train_on_fleet
+from convoy.launch.host_job import MALLOC_NAMES, JobOptions, device_environments, host_jobs, memory_environment
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import by_line
 from tests.support.commands import TINY, convoy_in_process
@@ -168,10 +167,8 @@ def test_all_settings_are_forwarded_as_options(monkeypatch: pytest.MonkeyPatch, 
     )
     settled = resolve_settings(run, {"compare": False, "data_dir": Path("it's there"), "plan": "hybrid"})
     told: list[Any] = []
-    monkeypatch.setattr(
-        "convoy.launch.fleet_command.run_on_fleet", lambda *given, **named: told.append((given, named)) or 0
-    )
-    assert train_on_fleet(settled, FLEET, False) == 0
+    monkeypatch.setattr("convoy.launch.fleet.run_on_fleet", lambda *given, **named: told.append((given, named)) or 0)
+    assert train_on_fleet(settled, FLEET) == 0
     (((fleet, argv, options), named),) = told
     assert fleet == FLEET
     assert options == JobOptions(goes_on=True)
@@ -187,10 +184,10 @@ def test_all_settings_are_forwarded_as_options(monkeypatch: pytest.MonkeyPatch, 
 def test_input_files_are_checked_on_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(
-        "convoy.launch.fleet_command.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
+        "convoy.launch.fleet.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
     )
     settled = resolve_settings(None, {"plan": "auto", "fleet": Path("fleet.toml"), "port": 4000})
-    assert train_on_fleet(settled, FLEET, False) == 0
+    assert train_on_fleet(settled, FLEET) == 0
     assert told == [
         (
             ["train", "--plan", "auto", "--fleet", "fleet.toml", "--port", "4000"],
@@ -210,29 +207,21 @@ def fleet_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["train", *TINY, "--devices", "2"], "--devices with a fleet of hosts: the file names its 5 devices"),
+        (["train", *TINY, "--devices", "2"], "--devices with a fleet file, which names its 5 devices"),
         (
             ["train", *TINY, "--slowdown", "1,2"],
             "--slowdown 1,2: give one factor of 1 or more, up to 10000, for each of the 5 devices",
         ),
         (["train", *TINY, "--plan", "hybrd"], "unknown plan 'hybrd'"),
-        (["measure", "-o", "x.toml", "--devices", "2"], "--devices with a fleet of hosts"),
+        (["measure", "-o", "x.toml", "--devices", "2"], "--devices with a fleet file"),
     ],
 )
 def test_options_that_conflict_with_a_fleet_are_refused(
     argv: list[str], words: str, fleet_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("convoy.launch.fleet_command.run_on_fleet", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr("convoy.launch.fleet.run_on_fleet", lambda *_, **__: pytest.fail("it went on"))
     assert convoy_in_process(monkeypatch, [*argv, "--fleet", str(fleet_file)]) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("verb", [["train"], ["measure", "-o", "x.toml"]])
-def test_fleet_without_hosts_prints_lines(
-    verb: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert convoy_in_process(monkeypatch, [*verb, "--print"]) == 2
-    assert "--print without hosts: give --fleet FILE" in capsys.readouterr().err
 
 
 def test_measure_starts_with_the_same_options(
@@ -241,7 +230,7 @@ def test_measure_starts_with_the_same_options(
     argv = ["measure", "--fleet", str(fleet_file), "-o", "out.toml", "--budget", "3"]
     told: list[Any] = []
     monkeypatch.setattr(
-        "convoy.launch.fleet_command.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
+        "convoy.launch.fleet.run_on_fleet", lambda _, *given, **named: told.append((*given, named)) or 0
     )
     assert convoy_in_process(monkeypatch, argv) == 0
     assert told == [
@@ -258,8 +247,17 @@ def test_fleet_file_inside_a_job_starts_nothing(fleet_file: Path, monkeypatch: p
     """The same command under torchrun is one of its processes."""
     given: list[Any] = []
     monkeypatch.setattr("convoy.cli.train_job.run_device", given.append)
-    monkeypatch.setattr("convoy.launch.fleet_command.run_on_fleet", lambda *_, **__: pytest.fail("it started a fleet"))
+    monkeypatch.setattr("convoy.launch.fleet.run_on_fleet", lambda *_, **__: pytest.fail("it started a fleet"))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
         monkeypatch.setenv(name, value)
     assert convoy_in_process(monkeypatch, ["train", *TINY, "--plan", "auto", "--fleet", str(fleet_file)]) == 0
     assert len(given) == 1
+
+
+def test_memory_settings_keep_the_users_values() -> None:
+    assert memory_environment({}).keys() == {"THP_MEM_ALLOC_ENABLE", *MALLOC_NAMES}
+    for other in (*MALLOC_NAMES, "GLIBC_TUNABLES", "LD_PRELOAD"):
+        assert memory_environment({other: "x"}) == {"THP_MEM_ALLOC_ENABLE": "1"}, (
+            "another malloc, or other settings of it"
+        )
+    assert memory_environment({"THP_MEM_ALLOC_ENABLE": "0"})["THP_MEM_ALLOC_ENABLE"] == "0"

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -141,19 +140,12 @@ def test_output_of_other_devices_goes_to_files(folder: Path) -> None:
     assert "give another folder for the logs" in done.stderr
 
 
-@pytest.mark.slow
-def test_the_doctor_comes_first_if_asked(folder: Path) -> None:
-    done = run(["--devices", "2", "--doctor", "tell.py"], folder)
-    assert done.returncode == 0
-    assert re.search(r"Ready to train: .*\ndevice 0\n", done.stdout, re.DOTALL)
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         ([], "nothing to run: give a script"),
         (["nosuch.py"], "the script nosuch.py is not there"),
-        (["--print", "slurm", "tell.py"], "--print without hosts: give --fleet FILE"),
+        (["--print", "slurm", "tell.py"], "need a fleet file with an `address` in each [[host]]"),
         (
             ["--fleet", "f.toml", "--print", "pbs", "tell.py"],
             "unknown --print 'pbs': choose one of kubernetes, shell, slurm",
@@ -161,7 +153,7 @@ def test_the_doctor_comes_first_if_asked(folder: Path) -> None:
         (["--fleet", "f.toml", "--print", "kubernetes", "tell.py"], "--print kubernetes and --image go together"),
         (["--fleet", "f.toml", "--image", "lab/convoy:1", "tell.py"], "--print kubernetes and --image go together"),
         (["--fleet", "f.toml", "--devices", "2", "tell.py"], "--devices 2 with --fleet: the file names the devices"),
-        (["--fleet", "here.toml", "tell.py"], "its hosts have no address"),
+        (["--fleet", "here.toml", "tell.py"], "need a fleet file with an `address` in each [[host]]"),
     ],
 )
 def test_unrunnable_scripts_are_refused(

@@ -17,8 +17,7 @@ import pytest
 from convoy.comm.job_key import write_key_file
 from convoy.machine import roster
 from tests.support.processes import PLACE, ROOT
-from tests.support.ssh_fleets import FLEET, convoy
-from tests.support.ssh_hosts import Lab, eventually, needs_ssh
+from tests.support.ssh_hosts import FLEET, Lab, convoy, eventually, needs_ssh
 
 SCRIPT = str(ROOT / "tests" / "support" / "members_script.py")
 FOR_EVER = "1000000"

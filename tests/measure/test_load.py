@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.measure.other_load import Usage, quota_cores, slowdowns
+from convoy.measure.device_info import Usage, quota_cores, slowdowns
 
 
 def use(busy: float, own: float, wants: float = 1.0, cores: float = 2.0, machine: str = "m") -> Usage:

@@ -9,9 +9,10 @@ from torch import nn
 
 from convoy.api import Plans, make_plans
 from convoy.comm.group import Group
-from convoy.measure import cache, planning
+from convoy.measure import planning
 from convoy.model.tracing import trace
 from convoy.plan.presets import named_plan
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.simulate.table import Measurement
 from tests.support.described_fleets import measured_fleet
 from tests.support.threads import run_on_threads
@@ -68,21 +69,21 @@ def test_second_start_uses_kept_times(monkeypatch: pytest.MonkeyPatch, folder: P
 def test_kept_measurements_have_a_bounded_size(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     measured = measured_fleet(trace(NET, X).graph, [1e6], 8)
     for key in range(4):
-        file = cache.cache_file(key)
+        file = planning.cache_file(key)
         assert file is not None
-        cache.keep_measured(file, measured)
-        assert cache.load_measured(file) == measured
-        monkeypatch.setattr(cache, "MOST_BYTES", 2 * file.stat().st_size + 10)
+        planning.keep(file, FleetKnowledge(measured=measured))
+        assert planning.load_kept(file).measured == measured
+        monkeypatch.setattr(planning, "MOST_BYTES", 2 * file.stat().st_size + 10)
     assert len(list(folder.iterdir())) == 2
 
 
 def test_cache_lies_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CONVOY_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = cache.cache_file(["a net", 8])
+    found = planning.cache_file(["a net", 8])
     assert found is not None
     assert found.parent == tmp_path / "convoy" / "measured"
-    assert cache.load_measured(found) is None
+    assert planning.load_kept(found).measured is None
 
 
 def test_uncertain_times_are_measured_again_then_split_by_speed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

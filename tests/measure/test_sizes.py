@@ -22,7 +22,7 @@ from convoy.planner.planner import candidates
 from convoy.simulate.compute import Correction, Grid, LayerTimes
 from convoy.simulate.costs import Overheads
 from convoy.simulate.table import LayerPoint, Measurement, layer_times
-from tests.support.plan_requests import asked
+from tests.support.described_fleets import asked
 from tests.support.threads import run_on_threads
 
 LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]

@@ -15,7 +15,7 @@ from convoy.errors import InputError
 from convoy.layout.layout import OnOne
 from convoy.model.tracing import disable_in_place, trace
 from tests.support import nets
-from tests.support.odd_nets import Negative
+from tests.support.nets import Negative
 from tests.support.traced_models import Calls, layers_of, run_traced
 
 
@@ -88,7 +88,7 @@ def test_reasons_name_what_is_opaque_and_why() -> None:
     inner = layers_of(nets.OpaquePerSample())["inner"]
     assert (inner.kind, inner.per_sample) == ("opaque", False)
     assert inner.reason.startswith("PerSample stays whole: torch.fx cannot trace it: ")
-    assert "odd_nets.py:" in inner.reason
+    assert "nets.py:" in inner.reason
     assert set(inner.parameters) == {f"{m}.{p}" for m in ("bright", "dark", "never") for p in ("weight", "bias")}
     assert inner.parameters["dark.weight"].key == "inner.dark.weight"
     whole = layers_of(nets.OpaqueWhole())

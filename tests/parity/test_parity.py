@@ -24,6 +24,7 @@ from convoy.planner.prediction import working
 from convoy.runtime.module import Distributed
 from studies.roofline import roofline_costs
 from tests.support import nets
+from tests.support.described_fleets import asked
 from tests.support.one_device import (
     EXACT,
     OPTIMIZERS,
@@ -38,7 +39,6 @@ from tests.support.one_device import (
     one_trace,
     part,
 )
-from tests.support.plan_requests import asked
 from tests.support.slow import each_value, most_slow
 from tests.support.threads import run_on_threads
 

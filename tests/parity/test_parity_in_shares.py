@@ -16,13 +16,13 @@ from convoy.plan.steps import GatherWeights, SumGradients
 from convoy.plan.strategy import Form
 from convoy.runtime.module import Distributed
 from tests.support import nets
-from tests.support.in_shares import in_shares
 from tests.support.one_device import (
     OPTIMIZERS,
     Training,
     by_name,
     check,
     graph_of,
+    in_shares,
     loss_of,
     mixed,
     on_one,

@@ -25,9 +25,9 @@ from convoy.planner.planner import candidates, plan_auto
 from convoy.runtime.module import Distributed
 from studies.roofline import roofline_costs
 from tests.support import model_zoo
-from tests.support.odd_nets import Thinking
+from tests.support.described_fleets import asked
+from tests.support.nets import Thinking
 from tests.support.one_device import EXACT, one_trace, part
-from tests.support.plan_requests import asked
 from tests.support.threads import run_on_threads
 from tests.support.traced_models import last
 

@@ -18,8 +18,7 @@ from convoy.plan.steps import ComputeStep, GatherWeights, SumGradients
 from convoy.plan.strategy import Batch, Filter, Form, Sharding
 from convoy.simulate.costs import NOTHING, Overheads, handling_of
 from convoy.simulate.memory import memory_of
-from tests.support.in_shares import in_shares
-from tests.support.one_device import by_name, graph_of
+from tests.support.one_device import by_name, graph_of, in_shares
 from tests.support.stacks import Stack
 
 SHARES = (1, 3, 0, 2)

@@ -19,7 +19,7 @@ from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
 from convoy.simulate.network import Network
 from convoy.simulate.simulator import simulate
-from tests.support.plan_requests import asked
+from tests.support.described_fleets import asked
 
 
 def small_graph() -> Graph:

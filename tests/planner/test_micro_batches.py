@@ -17,9 +17,8 @@ from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Overheads
 from convoy.simulate.memory import MemoryLimits, fewest_micro_batches, memory_of, sees_batch
 from studies.roofline import roofline_costs
-from tests.support.described_fleets import fleet
+from tests.support.described_fleets import asked, fleet
 from tests.support.one_device import by_name, graph_of
-from tests.support.plan_requests import asked
 from tests.support.stacks import Stack
 
 WIDE = Stack((2, 64, 64)).conv(2, 3).pool().flatten().linear(2048).graph()

@@ -15,8 +15,8 @@ from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.simulate.costs import Overheads
 from tests.planner.test_micro_batches import fleet, roofline_costs
-from tests.support.odd_nets import UNet
-from tests.support.plan_requests import asked
+from tests.support.described_fleets import asked
+from tests.support.nets import UNet
 from tests.support.torch_seed import torch_seed
 
 with torch_seed(0):

@@ -22,8 +22,7 @@ from convoy.planner.search import Search
 from convoy.simulate.costs import Costs
 from convoy.simulate.memory import memory_of, most_bytes
 from studies.roofline import roofline_costs
-from tests.support.described_fleets import fleet
-from tests.support.plan_requests import asked
+from tests.support.described_fleets import asked, fleet
 from tests.support.slow import most_slow
 from tests.support.stacks import Stack
 

@@ -19,7 +19,7 @@ from convoy.planner.replan import BETTER, plan_anew, with_joining_device
 from convoy.planner.request import PlanRequest
 from convoy.simulate.table import Measurement
 from tests.support.described_fleets import measured_fleet
-from tests.support.plain_nets import TwoConv
+from tests.support.nets import TwoConv
 
 BATCH = 48
 

@@ -18,9 +18,8 @@ from convoy.planner.request import PlanRequest
 from convoy.planner.snapshot_cost import MOST_PART, kept_bytes, spare_price
 from convoy.report.plans import show_all
 from convoy.simulate.costs import Overheads
-from tests.support.described_fleets import measured_fleet
-from tests.support.plain_nets import TwoConv
-from tests.support.plan_requests import asked
+from tests.support.described_fleets import asked, measured_fleet
+from tests.support.nets import TwoConv
 
 BATCH = 48
 

@@ -24,7 +24,7 @@ from convoy.simulate.costs import Costs
 from convoy.simulate.network import network_of
 from studies.roofline import roofline_costs
 from tests.support import nets
-from tests.support.plan_requests import asked
+from tests.support.described_fleets import asked
 
 
 def two_devices() -> tuple[Graph, PlanRequest]:

@@ -71,14 +71,6 @@ def test_a_comparison_ends_with_how_many_times_faster(
     assert last.endswith(".")
 
 
-def test_disabled_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen(visible=False)
-    with Wait(screen.console, "something"), screen.progress("something", 1, 10) as bar:
-        bar.on_step(StepResult(0, 0, 1.0, 10, 0.01))
-    screen.lines(["one", "two"])
-    assert capsys.readouterr() == ("", "")
-
-
 def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, file = [100.0], io.StringIO()
     monkeypatch.setattr("convoy.report.screen.time.monotonic", lambda: now[0])
@@ -100,14 +92,3 @@ def test_a_short_wait_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             now[0] = second
             tell(f"part {second}")
     assert file.getvalue().splitlines() == ["planning: part 2.0 ...", "  12.5 s: part 12.5"]
-
-
-@pytest.mark.parametrize("quiet", [False, True])
-def test_terminal_wait_line_disappears(quiet: bool) -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, quiet=quiet, width=100)
-    with Wait(console, "planning") as tell:
-        tell("the [plans]")
-        if not quiet:
-            tell.progress.refresh()
-    assert ("planning: the [plans]" in file.getvalue()) is not quiet

@@ -146,21 +146,6 @@ def test_hanging_sink_delays_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 50 <= len(sink.rows) <= 101, "what it held, and what waited"
 
 
-def test_incomplete_sink_is_reported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loggers, "CLOSE_S", 0.1)
-    go_on, told = threading.Event(), list[str]()
-
-    def make() -> Recording:
-        go_on.wait(LIMIT_S)
-        return Recording()
-
-    with Logger("it", make, told.append) as logger:
-        logger.on_step(step(0))
-    assert told == ["WARNING: it did not take its last numbers within 0.1 s"]
-    go_on.set()
-    logger._thread.join(LIMIT_S)
-
-
 def test_training_continues_when_its_logger_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,17 +118,3 @@ def test_uncreatable_folder_is_reported_on_every_device(tmp_path: Path) -> None:
         return str(refused.value)
 
     assert all("cannot make the folder" in words for words in run_on_threads(2, work))
-
-
-def test_recorder_defaults_to_a_folder_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CONVOY_RUNS", str(tmp_path / "runs"))
-
-    def work(group: Group) -> Path:
-        part = part_of(group, nets.build("two-conv"))
-        with convoy.record(part, torch.optim.SGD(part.parameters(), lr=0.1)) as run:
-            return run.folder
-
-    folder, same = run_on_threads(2, work)
-    assert folder == same
-    assert folder.parent == tmp_path / "runs"
-    assert (folder / "log.jsonl").exists()

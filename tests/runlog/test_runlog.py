@@ -13,18 +13,15 @@ import pytest
 import convoy.cli.train_job  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.config.run_file import resolve_settings
-from convoy.config.train_options import Settings
 from convoy.data import load
 from convoy.errors import InputError
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.report.numbers import seconds
 from convoy.report.page import write_report
-from convoy.runlog.directory import make_directory
 from convoy.runlog.reader import read_log
 from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshardLine
 from convoy.runlog.writer import RunLog, plan_line
-from convoy.train.rebalance import Balancer, Decision, Keep, Reshard, observe
 from convoy.train.record import EpochResult, Evaluation, StepResult
 from tests.support.one_device import by_name, graph_of
 from tests.support.processes import PLACE, on_processes
@@ -75,15 +72,6 @@ def test_a_training_makes_a_folder_by_default(
     one, two = rows_of(folder / "log.jsonl", "step"), rows_of(tmp_path / "again.jsonl", "step")
     assert [row["loss"] for row in one] == [row["loss"] for row in two]
     assert list(runs.iterdir()) == [folder], "--log FILE makes no folder"
-
-
-def test_simultaneous_runs_get_separate_folders(runs: Path) -> None:
-    places = []
-    for _ in range(20):
-        place = make_directory(Settings())
-        assert place is not None
-        places.append(place.folder)
-    assert len(set(places)) == 20 == len(list(runs.iterdir()))
 
 
 def test_log_can_be_disabled(
@@ -181,24 +169,6 @@ def test_a_plan_line_has_the_numbers_of_the_plan_table() -> None:
             shown.bytes_,
         )
     assert line.work == work_shares(lower(plan, graph), graph)
-
-
-def test_a_change_of_shares_is_logged_with_the_new_plan(tmp_path: Path) -> None:
-    graph, plan = graph_of("two-conv"), by_name("data", "two-conv")
-    state = Balancer.start(plan, graph)
-    decision: Decision = Keep("nothing yet")
-    while not isinstance(decision, Reshard):
-        state, decision = observe(state, {"conv1": [0.9, 0.1, 0.1, 0.1]})
-    with RunLog(tmp_path / "log") as log:
-        log.run({})
-        log.plan(plan, graph)
-        log.reshard(37, decision)
-    first, second = read_log(tmp_path / "log").plans
-    assert (first.step, second.step) == (0, 38)
-    before, after = first.line, second.line
-    assert before.work == pytest.approx(work_shares(lower(plan, graph), graph))
-    assert after.work == pytest.approx(work_shares(lower(decision.plan, graph), graph))
-    assert after.work[0] < before.work[0]
 
 
 # ---------------------------------------------------------------------------------------------------- logs of before

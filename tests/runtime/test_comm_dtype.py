@@ -37,6 +37,7 @@ from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_cas
 from tests.simulate.test_energy_memory import GRAPH as SMALL
 from tests.simulate.test_simulate import GRAPH, Table, hosts, spans
 from tests.support import nets
+from tests.support.described_fleets import asked
 from tests.support.device_programs import handled
 from tests.support.local_pieces import DEVICES, every_layout
 from tests.support.one_device import (
@@ -50,7 +51,6 @@ from tests.support.one_device import (
     part,
     traffic_of,
 )
-from tests.support.plan_requests import asked
 from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 

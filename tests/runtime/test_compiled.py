@@ -25,9 +25,8 @@ from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
 from tests.support import nets, one_device
 from tests.support.compiler import compiler_imported  # noqa: F401 - a fixture
-from tests.support.in_shares import in_shares
-from tests.support.odd_nets import Dropouts
-from tests.support.one_device import EXACT, Training, by_name, check, mixed
+from tests.support.nets import Dropouts
+from tests.support.one_device import EXACT, Training, by_name, check, in_shares, mixed
 from tests.support.slow import most_slow
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed

@@ -22,8 +22,8 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.planner.planner import plan_auto
 from convoy.simulate.memory import memory_of
 from studies.roofline import roofline_costs
+from tests.support.described_fleets import asked
 from tests.support.memory_groups import enter, memory_groups, memory_root
-from tests.support.plan_requests import asked
 from tests.support.processes import on_processes
 from tests.support.torch_seed import torch_seed
 

@@ -23,13 +23,13 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshard
 from convoy.train import GradScaler, clip_grad_norm_
 from tests.support import nets
-from tests.support.in_shares import in_shares
 from tests.support.one_device import (
     EXACT,
     Training,
     by_name,
     check,
     graph_of,
+    in_shares,
     loss_of,
     mixed,
     one_trace,

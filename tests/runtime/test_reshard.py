@@ -24,7 +24,6 @@ from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshard
 from tests.support import nets
-from tests.support.in_shares import in_shares
 from tests.support.one_device import (
     EXACT,
     OPTIMIZERS,
@@ -34,6 +33,7 @@ from tests.support.one_device import (
     assert_same,
     by_name,
     graph_of,
+    in_shares,
     loss_of,
     mixed,
     on_one,

@@ -18,8 +18,8 @@ from convoy.launch.supervisor import Interrupts
 from convoy.setup.setup import INSTALL, _run, data_paths, host_script, pack, project_files, sent_modules, setup_fleet
 from tests.support.processes import ROOT
 from tests.support.programs import needs
+from tests.support.quick_uv import wheel
 from tests.support.ssh_hosts import eventually
-from tests.support.wheels import wheel
 
 FLEET = """
 [[host]]

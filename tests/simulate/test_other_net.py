@@ -15,7 +15,7 @@ from convoy.report.measured import remarks
 from convoy.simulate.compute import bytes_moved
 from convoy.simulate.interval import OF_REPEATS, OTHER_NET
 from convoy.simulate.table import Measurement
-from tests.support.plan_requests import asked
+from tests.support.described_fleets import asked
 
 BATCH, IMAGE = 8, (1, 8, 8)
 

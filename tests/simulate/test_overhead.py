@@ -14,8 +14,8 @@ from convoy.simulate.compute import Grid, LayerTimes, MeasuredTimes
 from convoy.simulate.costs import FRESH_BYTES, Costs, Handling, Overheads
 from convoy.simulate.simulator import simulate
 from tests.simulate.test_simulate import GRAPH, Table, hosts, spans, work
+from tests.support.described_fleets import asked
 from tests.support.device_programs import handled, messages, program_of
-from tests.support.plan_requests import asked
 
 EVERYONE = Replicated((0, 1))
 SHAPE = (5, 3, 2, 2)

@@ -30,7 +30,7 @@ from studies.fleets import layer_speeds
 from studies.points import Points
 from studies.roofline import roofline_costs
 from studies.sweep import BASE, PLANS, along, crossover, points_at, rows_of, sweep, write_csv
-from tests.support.plan_requests import asked
+from tests.support.described_fleets import asked
 from tests.support.slow import most_slow
 
 FLOP_PER_S, MEMORY, LINK, LATENCY_S = 100e9, 20e9, 125e6, 1e-4

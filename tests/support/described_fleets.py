@@ -1,11 +1,15 @@
 """Fleets given by rates alone, and their measurements: every layer at several sizes, by a roofline."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph
 from convoy.plan.device_program import LocalSize
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.request import PlanRequest
 from convoy.simulate.compute import Rate, Roofline
+from convoy.simulate.costs import Costs
 from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
 
@@ -57,3 +61,8 @@ def measured_fleet(
     )
     costs = tuple(DeviceCosts(name, 0.0, 0.0, *(1e-9,) * 9) for name in names)
     return Measurement(fleet, "net", graph.fingerprint, batch, "0", "2", "2026-11-23", costs, tuple(points))
+
+
+def asked(graph: Graph, batch: int, costs: Costs, fleet: Fleet | None = None, **options: Any) -> PlanRequest:
+    """Return a request for these costs; without a fleet, memory has no limits."""
+    return PlanRequest(graph, batch, FleetKnowledge(fleet, given=costs), **options)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from convoy import register_layer
-from tests.support.plain_nets import CLASSES
+from tests.support.nets import CLASSES
 
 WIDTH = 8
 

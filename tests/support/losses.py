@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from convoy.comm.group import ChangingGroup
 from convoy.elastic import members as members_module
 from convoy.elastic.agreement import Generation
 from convoy.elastic.members import Members
 from convoy.errors import DeviceLostError
+from convoy.train.loop import Training
 from tests.support.threads import _Mailboxes, _ThreadGroup, stay_on, this_core
 
 T = TypeVar("T")
@@ -151,3 +153,14 @@ def with_losses(
     if errors:
         raise errors[0]
     return results
+
+
+class Poisoned(Training):
+    """A training with too large a loss in some batches, as in fp16."""
+
+    def _backward(self, x: Tensor, y: Tensor, part: float) -> Tensor:
+        loss = nn.functional.cross_entropy(self.model(x), y) * part
+        assert self.scaler is not None
+        scaled = self.scaler.scale(loss) * (float("inf") if int(y[0]) == 3 else 1.0)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()

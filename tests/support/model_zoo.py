@@ -18,9 +18,8 @@ from convoy.model.nets import build_net
 from convoy.model.tracing import TracedModel
 from convoy.plan.plan import Plan
 from convoy.runtime.module import Distributed
-from tests.support.odd_nets import Thinking, UNet
+from tests.support.nets import CLASSES, Thinking, UNet
 from tests.support.one_device import one_trace, part
-from tests.support.plain_nets import CLASSES
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 

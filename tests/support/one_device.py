@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from convoy.plan.device_program import DeviceProgram
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import StepList
-from convoy.plan.strategy import Batch, Channel, Filter, One
+from convoy.plan.strategy import Batch, Channel, Filter, Form, One, Sharding, can_shard
 from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.program_check import check_programs
@@ -334,3 +334,13 @@ def mixed(net: str, reduce: Any = "ring") -> Plan:
         )
         layers[layer.name] = choices[i % 4]
     return Plan("mixed", graph.fingerprint, 4, 10, layers, Batch((7, 0, 2, 1)), reduce)
+
+
+def in_shares(plan: Plan, net: str, shares: tuple[int, ...], form: Form = "keep") -> Plan:
+    """Return the plan with the parameters of every layer sharded unless its strategy forbids it."""
+    free = [
+        layer.name
+        for layer in graph_of(net).layers.values()
+        if can_shard(layer) and isinstance(plan.layers.get(layer.name, Batch(())), Batch)
+    ]
+    return replace(plan, sharded=dict.fromkeys(free, Sharding(shares, form)))

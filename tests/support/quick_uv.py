@@ -58,5 +58,21 @@ def main(*words: str) -> None:
             sys.exit(f"error: {words} is nothing that setup asks")
 
 
+def wheel(folder: Path, name: str, version: str, **files: str) -> Path:
+    """A wheel without dependencies. `files` are modules: name and text."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    info = f"{stem}.dist-info"
+    contents = {f"{module}.py": text for module, text in files.items()} | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    contents[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*contents, f"{info}/RECORD"))
+    path = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inside, text in contents.items():
+            archive.writestr(inside, text)
+    return path
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])

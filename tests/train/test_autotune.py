@@ -26,8 +26,8 @@ from convoy.train.rebalance import Keep, Reshard
 from convoy.train.record import History
 from tests.planner.test_planner import costs_of
 from tests.support import nets
+from tests.support.described_fleets import asked
 from tests.support.one_device import EXACT, graph_of, one_trace
-from tests.support.plan_requests import asked
 from tests.support.threads import run_on_threads
 from tests.train.test_controller import BATCH, Samples
 

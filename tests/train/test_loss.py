@@ -19,7 +19,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.batches import OutputPart
 from convoy.runtime.module import Distributed
-from tests.support.odd_nets import UNet
+from tests.support.nets import UNet
 from tests.support.one_device import one_trace, part
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed

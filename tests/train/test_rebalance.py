@@ -23,7 +23,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.train.rebalance import LEAST, MOST, Balancer, Keep, Reshard, best, observe
-from tests.support.plain_nets import TwoConv
+from tests.support.nets import TwoConv
 from tests.support.slow import most_slow
 
 FILTERS = (96, 256)
