@@ -257,7 +257,8 @@ class Graph:
         kept = sum(layer.flop for layer in rows if layouts[layer.name] == layout)
         part = kept / max(1, sum(layer.flop for layer in self.layers.values()))
         where = f"stays on device {layout.device}" if isinstance(layout, OnOne) else "is computed by every device"
-        return f"{part:.0%} of the arithmetic {where}, because of layer {most.name!r}: {most.reason}" if part >= 0.01 else ""
+        text = f"{part:.0%} of the arithmetic {where}, because of layer {most.name!r}: {most.reason}"
+        return text if part >= 0.01 else ""
 
     @cached_property
     def fingerprint(self) -> str:

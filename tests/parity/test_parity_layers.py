@@ -1,6 +1,5 @@
 """Parity of every kind of layer in every plan that can split it: forward, backward, three steps, evaluation."""
 
-
 import pytest
 
 from convoy.layout.layout import Split
