@@ -20,7 +20,7 @@ from convoy.comm.group import Group
 from convoy.errors import InputError, shortened
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, Ref, TracedModel, arguments
-from convoy.model.tracing.hooks import hooked
+from convoy.model.tracing.copies import hooked
 from convoy.plan.device_program import Compute, Fused, Pack
 from convoy.runtime.kernels import under_autocast
 from convoy.runtime.program import Program
