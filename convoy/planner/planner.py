@@ -52,9 +52,6 @@ IMPROVED = 6
 MEMORY_ATTEMPTS = 8
 """The most times that samples are moved off overfilled devices."""
 
-Needs = tuple[int, ...]
-"""Bytes by device."""
-
 
 def plan_auto(request: PlanRequest) -> Plan:
     """Return the plan with the shortest predicted step.
@@ -133,8 +130,8 @@ def _fits(plan: Plan, model: CostModel) -> bool:
     return not limits.limited or not limits.excess(_needs(plan, model))
 
 
-def _needs(plan: Plan, model: CostModel) -> Needs:
-    """Return the bytes that a plan needs on each device; an upper limit if that fits."""
+def _needs(plan: Plan, model: CostModel) -> tuple[int, ...]:
+    """Return the bytes that a plan needs by device; an upper limit if that fits."""
     graph, request, itemsize = model.graph, model.request, model.costs.itemsize
     most = most_bytes(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
     if not request.limits.excess(most):
@@ -163,7 +160,7 @@ def _that_fit(model: CostModel, found: Sequence[Candidate], order: Sequence[int]
     return fitting
 
 
-def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Candidate, Needs]]:
+def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Candidate, tuple[int, ...]]]:
     """Yield plans that need little memory, with their bytes per device.
 
     First, the layers with most weights are split by filters and channels. Then the batch is split, with weights copied,
@@ -201,7 +198,7 @@ def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Can
             samples = moved
 
 
-def _moved_off(samples: Sequence[int], needs: Needs, plan: Plan, model: CostModel) -> list[int] | None:
+def _moved_off(samples: Sequence[int], needs: Sequence[int], plan: Plan, model: CostModel) -> list[int] | None:
     """Move samples from overfilled devices to others; return None if all fit, or if no device has room."""
     limits, request = model.request.limits, model.request
     excess = limits.excess(needs)
