@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from convoy.checkpoint.manifest import MODEL, read_checked
-from convoy.checkpoint.run_folder import checkpoints
+from convoy.checkpoint.run_folder import MODEL, checkpoints, read_checked
 from lab.chaos import Blow, Case
 
 TROUBLES = ("full", "slow")

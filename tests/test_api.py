@@ -213,12 +213,12 @@ def test_original_model_is_unchanged(tmp_path: Path) -> None:
     """Training works on a copy; what is saved is loaded by plain PyTorch."""
     model = nets.build("two-conv")
     before = {key: value.clone() for key, value in model.state_dict().items()}
+    data = torch.utils.data.TensorDataset(torch.randn(4, 3, 8, 8).double(), torch.arange(4))
 
     def work(group: Group) -> None:
         plan = convoy.make_plan("hybrid", model, X, 4, group, speeds=[1, 3])
         part = convoy.distribute(model, plan, group, X)
         optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
-        data = torch.utils.data.TensorDataset(torch.randn(4, 3, 8, 8).double(), torch.arange(4))
         for x, y in convoy.loader(data, 4, part):
             nn.functional.cross_entropy(part(x), y).backward()
         assert float(convoy.train.clip_grad_norm_(part, 1e-3)) > 1e-3

@@ -10,7 +10,6 @@ Plain PyTorch loads the weights: `model.load_state_dict(safetensors.torch.load_f
 
 from convoy.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from convoy.checkpoint.checkpointer import Checkpointer
-from convoy.checkpoint.manifest import Progress
-from convoy.checkpoint.run_folder import latest
+from convoy.checkpoint.run_folder import Progress, latest
 
 __all__ = ["Checkpointer", "Progress", "latest", "load_checkpoint", "save_checkpoint"]

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.manifest import (
+from convoy.checkpoint.run_folder import (
     AVERAGE,
+    BEST,
     MANIFEST,
     MODEL,
     OPTIMIZER,
@@ -26,11 +27,16 @@ from convoy.checkpoint.manifest import (
     SavedGroup,
     SavedOptimizer,
     SavedState,
+    checkpoints,
     decode,
     encode,
+    holding,
+    is_checkpoint,
+    latest,
+    publish,
     read_checked,
+    tidy,
 )
-from convoy.checkpoint.run_folder import BEST, checkpoints, holding, is_checkpoint, latest, publish, tidy
 from convoy.checkpoint.tensors import (
     ModelShards,
     Spec,
@@ -117,7 +123,7 @@ def save_checkpoint(
 def try_to_save(
     folder: Path, contents: Contents, progress: Progress, score: float | None, tell: Callable[[str], object]
 ) -> tuple[Path | None, str]:
-    """Save as `save_checkpoint`. If the disk refuses, return (None, reason) on every device instead of raising an error.
+    """Save as `save_checkpoint`. If the disk refuses, return (None, reason) on every device.
 
     Args:
         tell: called on device 0 with a line of text if old checkpoints could not be removed.
@@ -317,17 +323,9 @@ def _restore(shards: ModelShards, optimizer: Optimizer, saved: SavedOptimizer, p
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
-    """Return the checkpoint that a folder is, or the latest of a run, with its checksums verified.
-
-    Raises:
-        InputError: there is none, it is damaged, or its weights are not finite; names an intact earlier one.
-    """
-    if not os.path.isdir(folder):
-        raise InputError(
-            f"the folder {folder} does not exist: give that of a run which saved checkpoints, or one of these"
-        )
+    """Return the checkpoint that a folder is, or the latest of a run, verified. InputError names an intact earlier one."""
     path = folder if is_checkpoint(folder) else latest(folder)
-    if path is None:
+    if path is None or not os.path.isdir(path):
         raise InputError(
             f"{folder} holds no checkpoint, a folder such as 000001-step-100: give the folder of a run that saved one"
         )
@@ -344,7 +342,6 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
 
 
 def _instead(path: Path) -> str:
-    """Return what the user can do without this checkpoint."""
     damaged = Path(os.path.realpath(path))
     before = itertools.takewhile(lambda other: other.name != damaged.name, checkpoints(damaged.parent))
     for other in reversed(list(before)):
@@ -356,7 +353,7 @@ def _instead(path: Path) -> str:
 
 
 def check_settings(path: Path, manifest: Manifest, here: Mapping[str, Any]) -> None:
-    """Compare settings, as `encode` writes them, with the saved ones of the same names. InputError if they differ."""
+    """Raise InputError if settings, as `encode` writes them, differ from the saved ones of the same names."""
     there = {name: manifest.settings.get(name) for name in here}
     _check_same(path, there, here, "give the same settings, or start a new run in another folder")
 

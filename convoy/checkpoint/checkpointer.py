@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.checkpoint import Contents, Stateful, load_checkpoint, try_to_save
-from convoy.checkpoint.manifest import Progress
-from convoy.checkpoint.run_folder import hold, release, run_folder, starting_point
+from convoy.checkpoint.run_folder import Progress, hold, release, run_folder, starting_point
 from convoy.checkpoint.tensors import ModelShards
 from convoy.comm.control_messages import from_first
+from convoy.comm.group import Group
 from convoy.errors import InputError
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
@@ -27,8 +27,8 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
 class Checkpointer:
     """The checkpoints of a training loop, with the count of its steps. Every device has one, and makes the same calls.
 
-    A checkpoint that cannot be written, as on a full disk, is reported, and the training continues: earlier checkpoints stay as
-    they are, and the next one is tried when it is due. Only `at_end` raises then, after two minutes of further attempts.
+    If a checkpoint cannot be written, as on a full disk, training continues with a warning. Only `at_end` raises then, after
+    two minutes of further attempts.
 
     ::
 
@@ -48,9 +48,6 @@ class Checkpointer:
         every: steps between checkpoints; None: only after evaluations.
         tell: called on every device with a line of text when the run resumes, is saved, or cannot be saved; None: only the
             last, as a warning on device 0.
-
-    Attributes:
-        progress: how far the run is.
     """
 
     def __init__(
@@ -79,13 +76,28 @@ class Checkpointer:
         """Return where the run starts. Call it before the first step.
 
         Args:
-            resume: continue from the latest checkpoint, or the named one; from the beginning if the run ended before its first.
+            resume: continue from the latest checkpoint, or the named one; from the beginning if there is none yet.
 
         Raises:
             InputError: another run writes into the folder; without `resume`, it holds checkpoints of another run; with it, it
                 holds something else than a run; see also `load_checkpoint`.
         """
-        folder, found = from_first(self._shards().group, "checkpoint: begin", lambda: self._begin(resume))
+
+        def lock() -> tuple[str, str | None]:
+            found = starting_point(self.folder, resume)  # refuse before anything is written
+            folder = run_folder(self.folder)
+            try:
+                # From now on there is something to resume, even if the run ends before its first checkpoint.
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock(folder)
+            except OSError as error:
+                raise InputError(
+                    f"cannot make or lock the folder {folder} for checkpoints: {error.strerror}; wait until another run has "
+                    "ended, or name a folder that you may write"
+                ) from None
+            return str(folder), None if found is None else str(found)
+
+        folder, found = from_first(self._group, "checkpoint: begin", lock)
         self.folder = Path(folder)
         if found is not None:
             try:
@@ -133,14 +145,14 @@ class Checkpointer:
 
     def reload(self) -> Progress:
         """Load the latest checkpoint of this run into the model, whose devices have changed. Errors as `load_checkpoint`."""
-        group = self._shards().group  # the run may have begun from a named checkpoint
-        self.folder = Path(from_first(group, "checkpoint: reload", lambda: str(run_folder(self.folder))))
+        # The run may have begun from a named checkpoint.
+        self.folder = Path(from_first(self._group, "checkpoint: reload", lambda: str(run_folder(self.folder))))
         return self._load(self.folder)
 
     def go_back(self, progress: Progress) -> None:
         """Continue after an earlier step on other devices, the first of which writes from now on."""
         self.progress = progress
-        if self._shards().is_first and self._release is None:
+        if self._group.device == 0 and self._release is None:
             with suppress(OSError):  # the next checkpoint reports it
                 self._lock(run_folder(self.folder))
 
@@ -149,27 +161,13 @@ class Checkpointer:
         if self._release is not None:
             self._release()
 
-    def _begin(self, resume: bool) -> tuple[str, str | None]:
-        """Lock the run's folder. Return that folder, and the checkpoint to start from."""
-        found = starting_point(self.folder, resume)  # refuse before anything is written
-        folder = run_folder(self.folder)
-        try:
-            # From now on there is something to resume, even if the run ends before its first checkpoint.
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock(folder)
-        except OSError as error:
-            raise InputError(
-                f"cannot make or lock the folder {folder} for checkpoints: {error.strerror}; wait until another run has ended, "
-                "or name a folder that you may write"
-            ) from None
-        return str(folder), None if found is None else str(found)
-
     def _lock(self, folder: Path) -> None:
         if hold(folder):
             self._release = weakref.finalize(self, release, folder)
 
-    def _shards(self) -> ModelShards:
-        return ModelShards.of(self.contents.model)
+    @property
+    def _group(self) -> Group:
+        return ModelShards.of(self.contents.model).group
 
     def _load(self, folder: Path | str) -> Progress:
         what = self.contents
@@ -191,5 +189,5 @@ class Checkpointer:
     def _report(self, line: str, *, warns: bool = False) -> None:
         if self.tell is not None:
             self.tell(line)
-        elif warns and self._shards().is_first:
+        elif warns and self._group.device == 0:
             warnings.warn(line, stacklevel=3)

@@ -1,36 +1,244 @@
-"""The folder of a run, with one folder per checkpoint, complete or absent.
-
-::
-
-    run/000001-step-100/  model.safetensors  optimizer.safetensors  checkpoint.json
-    run/000002-step-200/  ...
-    run/best -> 000001-step-100
+"""The folder of a run, with one folder per checkpoint (`000001-step-100`), complete or absent; `best` links to one.
 
 A checkpoint is written under another name and renamed when all of it is on the disk. Nothing under a final name is ever written
-again: a run that returns to an older checkpoint only adds higher numbers. One run at a time writes into a folder.
+again: a run that returns to an older checkpoint only adds higher numbers. One run at a time writes into a folder. Each
+checkpoint has a manifest: its progress, files with checksums, and settings of optimizers and schedules as JSON.
 """
 
 import errno
 import fcntl
+import hashlib
+import math
 import os
 import re
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from convoy.checkpoint.manifest import MANIFEST, read_manifest
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from convoy._version import __version__
 from convoy.errors import InputError, shown
+from convoy.files import MOST_TEXT_BYTES, open_regular
+
+FORMAT = 1
+
+MANIFEST = "checkpoint.json"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+AVERAGE = "average.safetensors"  # for users; loading takes the averages from the optimizer's file
+
+MOST_NUMBERS = 10_000
+"""A larger tensor is no setting, and would make the JSON file unreadable."""
+
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class _Saved(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The position of a run: optimizer steps done, the epoch of the next batch (from 0), and batches of that epoch done."""
+
+    step: _Count = 0
+    epoch: _Count = 0
+    batch: _Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    size_bytes: int
+    sha256: str
+
+
+class SavedGroup(_Saved):
+    parameters: list[str]
+    settings: dict[str, Any]
+
+
+class SavedOptimizer(_Saved):
+    """An optimizer without its tensors: the name of its class, parameter groups, and the rows of `ModelShards.state_rows`."""
+
+    name: str
+    groups: list[SavedGroup]
+    state: dict[str, dict[str, dict[str, Any]]]
+
+    def tensors(self) -> list[tuple[str, str, torch.dtype]]:
+        """Return (parameter, state name, type) of each tensor in the optimizer's file."""
+        rows = [(key, name, row) for key, state in self.state.items() for name, row in state.items()]
+        return [(key, name, torch_dtype(row["dtype"])) for key, name, row in rows if row["kind"] == "tensor"]
+
+
+class SavedState(_Saved):
+    name: str
+    state: dict[str, Any]
+
+
+class Manifest(_Saved):
+    """The content of checkpoint.json.
+
+    Attributes:
+        settings: values that must be the same when the run is resumed, e.g. seed and batch.
+        score: of the evaluation at this point; the greater the better.
+        finite: whether no weight is NaN or infinite.
+        own_sha256: checksum of this text without these digits; None where an earlier Convoy wrote none.
+    """
+
+    format: int = FORMAT
+    convoy: str = __version__
+    torch: str = str(torch.__version__)
+    progress: Progress
+    score: Annotated[float, Field(allow_inf_nan=False)] | None
+    settings: dict[str, Any]
+    optimizer: SavedOptimizer | None
+    others: dict[str, SavedState]
+    files: dict[str, Written]
+    finite: bool = True
+    own_sha256: str | None = None
+
+    def to_json(self) -> str:
+        text = self.model_copy(update={"own_sha256": ""}).model_dump_json(indent=1) + "\n"
+        return text.replace(_UNSIGNED, _UNSIGNED[:-1] + _sha256(text) + '"')
+
+
+_UNSIGNED = '"own_sha256": ""'
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Stamp(BaseModel):
+    format: int
+    convoy: str
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read checkpoint.json. InputError if it is missing, damaged, foreign, or of a newer format."""
+    path = checkpoint / MANIFEST
+    try:
+        with open_regular(path) as file:
+            text = file.read(MOST_TEXT_BYTES).decode()
+        stamp = _Stamp.model_validate_json(text)
+        if stamp.format > FORMAT:
+            raise InputError(
+                f"{path} has format {stamp.format}, written by Convoy {stamp.convoy}; this is Convoy {__version__}, which "
+                f"reads formats up to {FORMAT}: update Convoy"
+            )
+        manifest = Manifest.model_validate_json(text)
+    except (ValidationError, UnicodeDecodeError) as error:
+        why = "it is not text"
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+        raise InputError(f"{path} describes no checkpoint, or was damaged: {why}") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    own, wanted = manifest.own_sha256, {MODEL, *([OPTIMIZER] if manifest.optimizer is not None else [])}
+    if own is not None and _sha256(text.replace(f'"own_sha256": "{own}"', _UNSIGNED)) != own:
+        raise InputError(f"{path} is not the file that was written: its own checksum does not fit")
+    if set(manifest.files) - {AVERAGE} != wanted:
+        names = ", ".join(sorted(wanted))
+        raise InputError(f"{path} names the files {shown(sorted(manifest.files))}: a checkpoint has {names}")
+    return manifest
+
+
+def read_checked(checkpoint: Path) -> Manifest:
+    """Read checkpoint.json, and verify size and checksum of the other files. InputError as `read_manifest`."""
+    manifest = read_manifest(checkpoint)
+    for name, expected in manifest.files.items():
+        path = checkpoint / name
+        try:
+            with open_regular(path) as file:
+                sha256, size_bytes = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        if Written(size_bytes, sha256) != expected:
+            there = f"it has {size_bytes} bytes with the sha256 {sha256}"
+            raise InputError(
+                f"{path} is not the file that was written: {there}, not {expected.size_bytes} with {expected.sha256}"
+            )
+    return manifest
+
+
+# --- settings as JSON --------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any, what: str) -> Any:
+    """Return numbers, text, small tensors, and lists, tuples and mappings of them as JSON. InputError for anything else.
+
+    A type that JSON lacks becomes an object whose first key begins with "!".
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {"!float": str(value)}
+        case Tensor() if value.numel() <= MOST_NUMBERS:
+            return {"!tensor": encode(value.tolist(), what), "dtype": str(value.dtype).removeprefix("torch.")}
+        case list():
+            return [encode(each, what) for each in value]
+        case tuple():
+            return {"!tuple": [encode(each, what) for each in value]}
+        case Mapping():
+            is_plain = all(isinstance(key, str) and not key.startswith("!") for key in value)
+            if is_plain and not isinstance(value, Counter):
+                return {key: encode(each, what) for key, each in value.items()}
+            pairs = [[encode(key, what), encode(each, what)] for key, each in value.items()]
+            return {"!counter" if isinstance(value, Counter) else "!pairs": pairs}
+    size = f" of {value.numel()} numbers" if isinstance(value, Tensor) else ""
+    raise InputError(
+        f"{what} holds a {type(value).__name__}{size}, which a checkpoint cannot store: it stores numbers, text, tensors "
+        f"of at most {MOST_NUMBERS} numbers, and lists and mappings of them; leave it out, and set it again on resume"
+    )
+
+
+def decode(coded: Any) -> Any:
+    """Return the value that `encode` turned into this JSON, with tensors on the CPU. ValueError or TypeError for other JSON."""
+    match coded:
+        case {"!float": text}:
+            return float(text)
+        case {"!tensor": numbers, "dtype": dtype}:
+            return torch.tensor(decode(numbers), dtype=torch_dtype(dtype))
+        case {"!tuple": items}:
+            return tuple(decode(items))
+        case {"!counter": rows}:
+            return Counter(dict(decode(rows)))
+        case {"!pairs": rows}:
+            return dict(decode(rows))
+        case dict():
+            return {key: decode(each) for key, each in coded.items()}
+        case list():
+            return [decode(each) for each in coded]
+        case _:
+            return coded
+
+
+def torch_dtype(name: object) -> torch.dtype:
+    """Return the torch type of a name such as "float32". ValueError where torch has none."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no type {shown(name)}")
+    return dtype
+
+
+# --- the folder --------------------------------------------------------------------------------------------------------
 
 KEEP = 3
-"""Last checkpoints that stay, besides the best and the last one with finite weights."""
+"""Last checkpoints that stay, and the best and the last one with finite weights."""
 
 BEST, LOCK = "best", ".lock"
 _DRAFT, _LINK = ".draft", ".best"
-_TRACES = {LOCK, _DRAFT, "log.jsonl", "run.toml"}
-"""Files of a run that ended before its first checkpoint."""
+_TRACES = {LOCK, _DRAFT, "log.jsonl", "run.toml"}  # of a run that ended before its first checkpoint
 
 _NAME = re.compile(r"(\d{6,})-step-\d+")
 
@@ -68,30 +276,18 @@ def run_folder(path: Path) -> Path:
 
 
 def starting_point(folder: Path, resume: bool) -> Path | None:
-    """Return the checkpoint that a run starts from; None for a start from the beginning. Change nothing.
+    """Return the checkpoint that a run starts from; None: there is none, it starts from the beginning. Change nothing.
 
-    InputError if there is nothing to resume; or if there is, and `resume` is False.
+    InputError if there is one and `resume` is False, or if the folder holds something else.
     """
     found = folder if is_checkpoint(folder) else latest(folder)
-    if not resume:
-        if found == folder:
-            raise InputError(
-                f"{folder} is a checkpoint of a run: go on from it (--resume), or name another folder for a new run"
-            )
-        if found is not None:
-            raise InputError(
-                f"{folder} holds the checkpoints of another run, the latest is {found.name}: resume it (--resume), or name "
-                "another folder"
-            )
-        return None
-    if not os.path.isdir(folder):
+    if found is not None and not resume:
         raise InputError(
-            f"there is nothing to resume: the folder {folder} does not exist; give that of an earlier run, or start without "
-            "resuming"
+            f"{folder} holds the checkpoint {found.name} of another run: resume it (--resume), or name another folder"
         )
     run_folder(folder)  # refuses a checkpoint of an unknown run
-    names = {path.name for path in folder.iterdir()}
-    if found is None and names and not names & _TRACES:
+    names = {path.name for path in folder.iterdir()} if os.path.isdir(folder) else set()
+    if found is None and resume and names and not names & _TRACES:
         raise InputError(
             f"there is nothing to resume: {folder} is a folder of something else ({shown(min(names))}, ...); give that of an "
             "earlier run, or start without resuming"
@@ -100,7 +296,7 @@ def starting_point(folder: Path, resume: bool) -> Path | None:
 
 
 def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill an empty folder, and give it the name of the latest checkpoint. If it fails, nothing is left."""
+    """Let `write` fill an empty folder, and name it as the latest checkpoint. If it fails, nothing is left."""
     path = folder / _DRAFT
     shutil.rmtree(path, ignore_errors=True)  # of a run that was killed
     path.mkdir()
@@ -151,10 +347,7 @@ _locked: dict[Path, int] = {}  # file descriptors of lock files
 
 
 def hold(folder: Path) -> bool:
-    """Lock a folder for this process until `release` or its end. Return False if it has the lock already.
-
-    OSError if another process has it, which `strerror` names, or if the lock file cannot be made.
-    """
+    """Lock a folder for this process until `release`. Return False if it has the lock already. OSError names another owner."""
     folder = Path(os.path.realpath(folder))
     if folder in _locked:
         return False
@@ -166,8 +359,9 @@ def hold(folder: Path) -> bool:
         os.close(handle)
         raise OSError(errno.EWOULDBLOCK, f"another run writes there, {holder}", str(folder / LOCK)) from None
     except OSError as error:
-        why = f"{folder} cannot be locked ({error.strerror})"
-        warnings.warn(f"{why}: make sure that one run at a time writes into it", stacklevel=2)
+        warnings.warn(
+            f"{folder} cannot be locked ({error.strerror}): let one run at a time write into it", stacklevel=2
+        )
     _locked[folder] = handle
     with suppress(OSError):  # a full disk does not prevent the lock
         os.ftruncate(handle, 0)
@@ -183,7 +377,6 @@ def release(folder: Path) -> None:
 
 @contextmanager
 def holding(folder: Path) -> Iterator[None]:
-    """Lock a folder during the block. Raises as `hold`."""
     is_new = hold(folder)
     try:
         yield

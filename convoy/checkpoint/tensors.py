@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.manifest import Written, torch_dtype
+from convoy.checkpoint.run_folder import Written, torch_dtype
 from convoy.comm.control_messages import gather
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
@@ -32,23 +32,14 @@ from convoy.runtime.optimizer import described
 from convoy.runtime.shards import reading_shards
 
 DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 StateRows = Mapping[str, dict[str, Any]]
 """Rows of `runtime.optimizer.described` by state name."""
 
-FIRST = OnOne(0)
-"""The layout of whole tensors: on the device that reads and writes files."""
+FIRST = OnOne(0)  # the layout of whole tensors: on the device that reads and writes files
 
 
 @dataclass(frozen=True, slots=True)

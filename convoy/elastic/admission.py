@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 import torch
 
 from convoy._version import __version__
-from convoy.checkpoint.manifest import decode, encode
+from convoy.checkpoint.run_folder import decode, encode
 from convoy.comm.connection import Fields
 from convoy.comm.control_messages import gather
 from convoy.machine import roster

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from convoy.comm.control_messages import agree_on, gather
 from convoy.comm.group import Group
-from convoy.layout.layout import Shape, box, local_shape
+from convoy.layout.layout import box, local_shape
 from convoy.layout.layout import whole as whole_box
 from convoy.machine.accelerator import to_device
 from convoy.measure.timed_sizes import POINT_LIMIT_S, Axes, choose_axes, full_axes
@@ -319,15 +319,12 @@ def _inputs(
             run = arithmetic(model, source, traced.operations[name])
             inputs.append(run.forward(given, size.samples, False, [])[0])
         else:
-            shape = local_shape(layout, 0, source.batch_shape(size.samples))
-            inputs.append(_random(shape, getattr(torch, source.dtype), device))
+            shape, dtype = local_shape(layout, 0, source.batch_shape(size.samples)), getattr(torch, source.dtype)
+            if not dtype.is_floating_point:
+                inputs.append(torch.zeros(shape, dtype=dtype, device=device))
+                continue
+            # Drawing a number takes as long as computing with it, so a few are drawn and repeated.
+            count = math.prod(shape)
+            drawn = torch.randn(min(count, DRAWN), dtype=dtype, device=device)
+            inputs.append(drawn.repeat(-(-count // max(1, len(drawn))))[:count].reshape(shape))
     return inputs
-
-
-def _random(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Drawing a number takes as long as computing with it, so a few are drawn and repeated.
-    count = math.prod(shape)
-    drawn = torch.randn(min(count, DRAWN), dtype=dtype, device=device)
-    return drawn.repeat(-(-count // max(1, len(drawn))))[:count].reshape(shape)

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -104,6 +103,13 @@ def measure_overheads(
         _of_layer(kind, device, lambda work: timer.time(work).times(steady=True).both_s)
         for kind in ("flatten", "linear")
     )
+    queue_s = 0.0
+    if device.type != "cpu":  # autograd takes the host about as long to queue a backward
+
+        def forward_s(work: Workload) -> float:
+            return statistics.median(queued_seconds(device, QUEUED, work.forward)[1] for _ in range(5)) / QUEUED
+
+        queue_s = _of_layer("linear", device, forward_s)
     # Each Linear has a round before it, one after it, and two parameters.
     layer_s = max(0.0, step_each_s - linear_s - 2 * (round_s + peer_s) - 2 * tensor_s)
     each_message_s = message_s + max(0.0, peer_s) / 2  # each peer is sent a message and sends one
@@ -126,7 +132,7 @@ def measure_overheads(
         fresh_s_per_byte=max(0.0, fresh_s) / (4 * len(large)),
         update_s_per_tensor=max(0.0, tensor_s),
         loss_s_per_byte=loss_s,
-        queue_s=0.0 if device.type == "cpu" else _of_layer("linear", device, partial(_queue_s, device)),
+        queue_s=queue_s,
     )
     return found, statistics.median(processor.seconds(_optimizer([UPDATED], device), slice_s)) / UPDATED
 
@@ -235,11 +241,6 @@ def _of_layer(kind: str, device: torch.device, measure: Callable[[Workload], flo
         return measure(work)
 
 
-def _queue_s(device: torch.device, work: Workload) -> float:
-    """Return the host's seconds to queue a layer's forward; autograd takes about as long for its backward."""
-    return statistics.median(queued_seconds(device, QUEUED, work.forward)[1] for _ in range(5)) / QUEUED
-
-
 TASK_SLICES = 2  # 40 ms with the usual slice, about as long as a layer of the benchmark nets
 BLOCKS, TASKS, CALIBRATIONS, RESTED_TASKS, RINGS = 12, 5, 2, 2, 4
 SIDE = 96  # of the multiplied matrices: small, so that a task ends soon after its time
@@ -334,11 +335,7 @@ def measure_sync(
 
 
 def sync_overhead(
-    devices: Sequence[Blocks],
-    quotas: Sequence[Quota],
-    wire: WireTimes,
-    overheads: Sequence[Overheads],
-    ring_bytes: int,
+    devices: Sequence[Blocks], quotas: Sequence[Quota], wire: WireTimes, overheads: Sequence[Overheads], ring_bytes: int
 ) -> SyncOverhead:
     """Compute the synchronisation costs from the times of all devices."""
     costs = []

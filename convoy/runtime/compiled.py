@@ -24,7 +24,7 @@ from convoy.errors import InputError, shortened
 from convoy.machine.accelerator import finish
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, Ref, TracedModel, arguments
-from convoy.model.tracing.hooks import hooked
+from convoy.model.tracing.copies import hooked
 from convoy.plan.device_program import Compute, Fused, Pack
 from convoy.runtime.program import Program
 

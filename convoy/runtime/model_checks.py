@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from convoy.errors import InputError
 from convoy.model.tracing import TracedModel
-from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, on_weights
+from convoy.model.tracing.copies import KINDS, ON_PARAMETERS, on_weights
 from convoy.runtime.shards import CallGuard
 
 _GLOBAL = tuple(getattr(modules_of_torch, f"_global{kind}") for kind in KINDS)

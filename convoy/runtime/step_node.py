@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.tracing.hooks import ON_PARAMETERS
+from convoy.model.tracing.copies import ON_PARAMETERS
 from convoy.plan.steps import MicroBatch
 from convoy.runtime.executor import Executor, Tape
 from convoy.runtime.gradients import Found

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils import data
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from convoy.checkpoint.manifest import torch_dtype
+from convoy.checkpoint.run_folder import torch_dtype
 from convoy.checkpoint.tensors import ModelShards, StateRows
 from convoy.comm.control_messages import agree_on, from_first
 from convoy.errors import InputError

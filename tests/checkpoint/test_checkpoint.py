@@ -16,8 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import TensorDataset
 
 from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, save_checkpoint
-from convoy.checkpoint.manifest import decode, encode
-from convoy.checkpoint.run_folder import checkpoints
+from convoy.checkpoint.run_folder import checkpoints, decode, encode
 from convoy.checkpoint.tensors import Spec, TensorStream, file_chunks, file_order, write_file
 from convoy.comm.group import Group
 from convoy.plan.plan import Plan

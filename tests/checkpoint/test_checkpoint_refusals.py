@@ -77,16 +77,16 @@ def newer(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "weights cut": ("model.safetensors", cut, r"has \d+ bytes, and was written with \d+"),
+    "weights cut": ("model.safetensors", cut, r"is not the file that was written: it has \d+ bytes "),
     "weights flipped": (
         "model.safetensors",
         flip,
-        "is not the file that was written: its sha256 is [0-9a-f]{64}, not ",
+        "is not the file that was written: .* with the sha256 [0-9a-f]{64}, not ",
     ),
     "weights gone": ("model.safetensors", Path.unlink, "cannot be read: No such file"),
     "foreign": ("checkpoint.json", lambda p: p.write_bytes(b"\x89PNG\r\n\x1a\n\xff"), "it is not text"),
     "foreign JSON": ("checkpoint.json", lambda p: p.write_text('{"name": "x"}'), "format: Field required"),
-    "text cut": ("checkpoint.json", cut, "or was truncated: the file: Invalid JSON"),
+    "text cut": ("checkpoint.json", cut, "or was damaged: the file: Invalid JSON"),
     "another type": (
         "checkpoint.json",
         lambda p: p.write_text(p.read_text().replace('"step": 2', '"step": -2')),
@@ -143,7 +143,7 @@ def test_missing_ok_changes_nothing_without_a_checkpoint(run: Path, tmp_path: Pa
 
 
 def test_missing_or_empty_folder_is_refused(tmp_path: Path) -> None:
-    assert f"the folder {tmp_path / 'rum'} does not exist" in refusal(tmp_path / "rum")
+    assert f"{tmp_path / 'rum'} holds no checkpoint, a folder such as" in refusal(tmp_path / "rum")
     assert f"{tmp_path} holds no checkpoint, a folder such as 000001-step-100" in refusal(tmp_path)
 
 
@@ -199,12 +199,8 @@ def test_other_settings_are_refused(run: Path) -> None:
 
 def test_a_folder_with_other_contents_is_refused(run: Path) -> None:
     model = net()
-    with pytest.raises(
-        InputError, match=r"holds the checkpoints of another run, the latest is 000002-step-2: resume it"
-    ):
+    with pytest.raises(InputError, match=r"holds the checkpoint 000002-step-2 of another run: resume it"):
         Checkpointer(run, model, sgd(model)).begin(resume=False)
-    with pytest.raises(InputError, match=r"there is nothing to resume: the folder .* does not exist"):
-        Checkpointer(run / "rum", model, sgd(model)).begin(resume=True)
     with pytest.raises(InputError, match=r"cannot make or lock the folder .*: Not a directory; .* that you may write"):
         Checkpointer(run / "best.txt" / "x", model, sgd(model)).begin(resume=touch(run / "best.txt"))
     with pytest.raises(InputError, match="a checkpoint every 0 steps: give 1 or more"):

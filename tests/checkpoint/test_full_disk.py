@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from convoy.checkpoint import Checkpointer, Progress, checkpoint, latest, load_checkpoint, save_checkpoint
-from convoy.checkpoint.manifest import Written, read_checked
-from convoy.checkpoint.run_folder import checkpoints
+from convoy.checkpoint.run_folder import Written, checkpoints, read_checked
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.plan.presets import Speeds
