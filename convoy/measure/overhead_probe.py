@@ -48,7 +48,7 @@ from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move, Value
 from convoy.runtime.clock import Clock
-from convoy.runtime.exchange import run_move
+from convoy.runtime.exchange import StartedMove
 from convoy.runtime.gradients import SUM_LANE
 from convoy.runtime.module import Distributed
 from convoy.simulate.costs import FRESH_BYTES, Overheads
@@ -228,7 +228,7 @@ def _round(peers: int, device: torch.device) -> Callable[[], object]:
     src, dst, shape = Split(0, (1,) * devices), everywhere(devices), (devices, 2)
     move = Move(0, "forward", Value("x", shape, src), Value("y", shape, dst), "ring")
     group, x = _SilentGroup(0, devices, device, 1.0), torch.zeros(1, 2, device=device)
-    return lambda: run_move(group, move.schedule, x, src, dst, shape)
+    return lambda: StartedMove(group, move.schedule, x, src, dst, shape).land()
 
 
 def _of_layer(kind: str, device: torch.device, measure: Callable[[Workload], float]) -> float:
