@@ -86,7 +86,7 @@ class MismatchError(ConvoyError):
 
 
 class DeviceLostError(ConvoyError):
-    """`device`, an index, died, froze past the time limit or left."""
+    """A device of the job, the one of index `device`, died, froze past the time limit or left."""
 
     def __init__(self, device: int, message: str) -> None:
         super().__init__(message)
