@@ -127,9 +127,9 @@ def _show_snapshots(show: Callable[[str], None], row: PlanPrediction, request: P
     chosen, each = spare_price(row, request), spare_price(row, request, 1)
     often = "each step" if chosen.every == 1 else f"every {chosen.every} steps"
     sent = f"{in_bytes(chosen.sent_bytes)} sent per step" if chosen.sent_bytes else "nothing sent"
-    otherwise = f"; with --spare every-step {each.part:.1%}" if chosen.every > 1 else ""
+    otherwise = f" (--spare every-step: {each.part:.1%})" if chosen.every > 1 else ""
     show(
-        f"Snapshots for recovery from a lost device (--spare auto) after {often} take {chosen.part:.1%} of the training "
+        f"Snapshots for recovery from a lost device (--spare auto), after {often}, add {chosen.part:.1%} to the training "
         f"time{otherwise}; {sent}, at most {in_bytes(max(chosen.memory_bytes))} of memory per device."
     )
     if chosen.overfull:
