@@ -120,7 +120,7 @@ class Members:
     Args:
         model, optimizers: the model and all optimizers of its parameters.
         others: schedules, a scaler, and other objects whose state changes from step to step.
-        every: steps from one snapshot to the next; a loss repeats the steps since then. None: choose it from the first
+        every: steps from one snapshot to the next; they are repeated if a device is lost. None: choose it from the first
             steps, so that snapshots take at most 2 % of the time.
         replan: returns the plan after a change, as `Plans.replanner` does; None: the same strategies and proportions of shares.
         tell: called with a line of text when the devices have changed.
@@ -266,7 +266,7 @@ class Members:
         if self.entrance is not None and self.membership is None:
             return None  # type: ignore[return-value]
         if self.membership is not None and self._planned is None:
-            self._start()  # from here on, a loss does not end the training
+            self._start()  # from here on, a lost device does not end the training
         return self._repeated(work)
 
     def _start(self) -> None:
@@ -409,7 +409,7 @@ class Members:
         if self.admissions is not None:
             self.admissions.close()
         if self.membership is not None:
-            with suppress(DeviceLostError):  # a loss is harmless now
+            with suppress(DeviceLostError):  # a lost device is harmless now
                 self.membership.close()
 
     def _take_snapshot(self) -> None:
@@ -611,7 +611,7 @@ def _loss_line(lost: Sequence[int], parted: frozenset[tuple[int, int]], error: C
     silent = [d for d in lost if all(d != pair[1] for pair in pairs)]
     names, why = ", ".join(map(str, silent)), str(error).partition(". ")[0]
     line = f"device{'s' * (len(silent) > 1)} {names} lost" if silent else "a connection was lost"
-    if pairs:  # `error` may belong to another loss
+    if pairs:  # `error` may belong to another lost device
         reasons = [f"devices {one} and {other} cannot reach each other: device {other} is out" for one, other in pairs]
         return "; ".join([*([line] if silent else []), *reasons])
     if len(lost) == 1 and why.startswith(f"device {lost[0]} "):

@@ -23,14 +23,11 @@ from convoy.runtime.batches import StepInputs
 TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-2
 """Relative to the sum of absolute values. CPUs and GPUs round a loss differently, in bfloat16 too."""
 
-COPY_TOLERANCE = 5e-3
-"""Relative to a parameter's largest entry."""
+COPY_TOLERANCE = 5e-3  # relative to a parameter's largest entry
 
-COMPARED_ENTRIES = 4
-"""Entries of each parameter that are compared."""
+COMPARED_ENTRIES = 4  # of each parameter
 
-INTERVAL = 1024
-"""Largest number of steps between two comparisons."""
+INTERVAL = 1024  # largest number of steps between two comparisons
 
 
 def check_same_start(group: Group, traced: TracedModel, plan: Plan, *, compile: bool) -> None:
@@ -46,19 +43,13 @@ def check_same_start(group: Group, traced: TracedModel, plan: Plan, *, compile: 
 
 
 class Comparisons:
-    """The comparisons of one model."""
-
     def __init__(self, group: Group) -> None:
         self._group = group
         self.calls = 0
         self.done: set[tuple[bool, int, MicroBatch]] = set()  # (mode, batch size, micro-batch)
 
     def check_inputs(self, training: bool, steps: StepList, inputs: StepInputs) -> bool:
-        """Return whether this step is compared. If so, compare the devices' global batches.
-
-        Raises:
-            MismatchError: a device is at another micro-batch or has another batch.
-        """
+        """Return whether this step is compared. If so, compare the devices' micro-batches and global batches."""
         group, key = self._group, (training, steps.batch, steps.micro_batch)
         if group.devices == 1:
             return False
@@ -80,11 +71,7 @@ class Comparisons:
         return True
 
     def check_gradients(self, outputs: Sequence[Value], gradients: Sequence[Tensor | None]) -> None:
-        """Check that the output gradients are the same on every device; for local outputs, that all devices have one.
-
-        Raises:
-            MismatchError: the devices compute different losses.
-        """
+        """Check that the output gradients are the same on every device; for local outputs, that all devices have one."""
         local = [not isinstance(value.layout, Replicated) for value in outputs]
         rows = zip(gradients, local, strict=True)
         _check_same(

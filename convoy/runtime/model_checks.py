@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from convoy.errors import InputError
 from convoy.model.tracing import TracedModel
-from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, on_weights
+from convoy.model.tracing.copies import KINDS, ON_PARAMETERS, on_weights
 from convoy.runtime.shards import CallGuard
 
 _GLOBAL = tuple(getattr(modules_of_torch, f"_global{kind}") for kind in KINDS)
@@ -44,8 +44,7 @@ class ModelChecks:
         self.use_devices(traced, devices)
 
     def use_devices(self, traced: Mapping[bool, TracedModel], devices: int) -> None:
-        """Check for another number of devices from now on."""
-        self._tables = {mode: _HookTables(self._model, trace, devices) for mode, trace in traced.items()}
+        self._tables = {mode: _hook_tables(self._model, trace, devices) for mode, trace in traced.items()}
 
     def check(self, training: bool, whole: Mapping[str, bool]) -> None:
         """Raise InputError if hooks or parameters have changed.
@@ -53,7 +52,7 @@ class ModelChecks:
         Args:
             whole: for each parameter, whether every device holds all of it.
         """
-        self._tables[training].check(self._model)
+        _check_hooks(self._model, *self._tables[training])
         for holder, name, key, parameter in self._parameters:
             if holder.get(name) is not parameter:
                 raise InputError(
@@ -86,46 +85,46 @@ def carry_over(new: nn.Parameter, old: Tensor) -> None:
             setattr(new, kind, hooks)
 
 
-class _HookTables:
-    """The hook tables of all modules in one mode, by the hooks that they may contain.
+_Tables = list[dict[int, Any]]
 
-    Attributes:
-        never: tables that must be empty: a hook would not run, or would see a shard.
-        of_torch: tables that may contain only torch's own hooks, which compute weights.
+
+def _hook_tables(model: nn.Module, traced: TracedModel, devices: int) -> tuple[_Tables, _Tables]:
+    """Return the hook tables of modules that must be empty, and those that may contain torch's own hooks on weights.
+
+    Any other hook in them would not run, or would see a shard.
     """
+    called = [
+        (path, layer.everywhere)
+        for name, layer in traced.graph.layers.items()
+        if layer.kind == "opaque"
+        for path in traced.operations[name].modules
+    ]
+    never: _Tables = []
+    of_torch: _Tables = []
+    for path, module in model.named_modules():
+        live = [everywhere for whole, everywhere in called if whole in ("", path) or path.startswith(f"{whole}.")]
+        for kind in KINDS:
+            if live and (devices == 1 or (any(live) and "forward" in kind)):
+                continue  # the module is called as the user wrote it, with the global batch
+            (of_torch if live else never).append(getattr(module, kind))
+    return never, of_torch
 
-    def __init__(self, model: nn.Module, traced: TracedModel, devices: int) -> None:
-        called = [
-            (path, layer.everywhere)
-            for name, layer in traced.graph.layers.items()
-            if layer.kind == "opaque"
-            for path in traced.operations[name].modules
-        ]
-        self.never: list[dict[int, Any]] = []
-        self.of_torch: list[dict[int, Any]] = []
-        for path, module in model.named_modules():
-            live = [everywhere for whole, everywhere in called if whole in ("", path) or path.startswith(f"{whole}.")]
-            for kind in KINDS:
-                if live and (devices == 1 or (any(live) and "forward" in kind)):
-                    continue  # the module is called as the user wrote it, with the global batch
-                (self.of_torch if live else self.never).append(getattr(module, kind))
 
-    def check(self, model: nn.Module) -> None:
-        for hooks in filter(None, self.never):
-            if not all(isinstance(hook, CallGuard) for hook in list(hooks.values())):
-                _refuse_on_module(model, hooks)
-        for hooks in filter(None, self.of_torch):
-            if not all(map(on_weights, list(hooks.values()))):
-                _refuse_on_module(model, hooks)
-        if any(_GLOBAL):
-            for kind, hooks in zip(KINDS.values(), _GLOBAL, strict=True):
-                # torch's own module tracker, which counts FLOP, changes nothing.
-                owners = [type(getattr(hook, "__self__", None)) for hook in list(hooks.values())]
-                if not all(owner.__module__.startswith("torch.") for owner in owners):
-                    raise InputError(
-                        f"a {kind} was registered for all modules: a distributed model does not call its modules one by one; "
-                        "register it on the distributed model, or on single modules before distribute()"
-                    )
+def _check_hooks(model: nn.Module, never: _Tables, of_torch: _Tables) -> None:
+    for hooks in filter(None, never):
+        if not all(isinstance(hook, CallGuard) for hook in list(hooks.values())):
+            _refuse_on_module(model, hooks)
+    for hooks in filter(None, of_torch):
+        if not all(map(on_weights, list(hooks.values()))):
+            _refuse_on_module(model, hooks)
+    for kind, hooks in zip(KINDS.values(), _GLOBAL, strict=True):
+        # torch's own module tracker, which counts FLOP, changes nothing.
+        owners = [type(getattr(hook, "__self__", None)) for hook in list(hooks.values())]
+        if not all(owner.__module__.startswith("torch.") for owner in owners):
+            raise InputError(
+                f"a {kind} was registered for all modules: a distributed model does not call its modules one by one; "
+                "register it on the distributed model, or on single modules before distribute()"
+            )
 
 
 def _refuse_on_module(model: nn.Module, hooks: dict[int, Any]) -> NoReturn:

@@ -85,7 +85,7 @@ class DeviceCosts:
         other_load: extra time caused by other programs, at most, as a fraction: 0.5 is 50 % longer.
         flop_per_s, memory_bytes_per_s: speeds it reached at weighted layers, and at all others; 0: not known.
         process_bytes: resident memory of the process before training, without the model; 0: not known.
-        measured_w: while its layers were timed; `measured_by` names the counter, or why there is none.
+        measured_w, measured_by: of older files, unused.
         noise: None without a CPU quota.
     """
 

@@ -13,8 +13,8 @@ from convoy.elastic.members import Members
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import WeightAverage
 from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import RateCurve, Recipe, Training, build_schedule, fit
