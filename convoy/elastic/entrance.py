@@ -41,9 +41,8 @@ MOST_ADDRESSES = 64  # that a joining device stores
 def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, key: str | None = None) -> Group:
     """Join this process's job and meet the other processes. Without a job, return a group of one.
 
-    torchrun's variables describe the job: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. With `convoy run --join` it
-    is a running job, and the group is this device alone until the job admits it. The group closes itself at the end of the
-    process, or of a ``with`` block.
+    torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) describe the job; with `convoy run --join` it runs already, and
+    admits this device later. The group closes itself at the end of the process, or of a ``with`` block.
 
     Args:
         device: where to compute, such as "cpu" or "cuda:1". Default: CONVOY_DEVICE, else the accelerator whose number is
