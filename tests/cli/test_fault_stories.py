@@ -121,7 +121,7 @@ def test_checkpoint_folder_can_be_resumed_but_not_used_for_a_new_run(
         ),
         (lambda _: None, ["--resume", "--epochs", "2", "--seed", "4"], "seed is 0 there and 4 here"),
         (lambda _: None, ["--resume"], "is complete: 1 epochs are done"),
-        (lambda _: None, [], "of another run: resume it"),
+        (lambda _: None, [], "of another run: resume it (--resume)"),
     ],
 )
 def test_static_errors_are_reported_before_measuring(
