@@ -7,7 +7,7 @@
   later one, and the calls find cold caches. So the devices compute tasks of equal length, first alone, then with an exchange
   after each. Jitter is the time of such an exchange beyond its cost at rest. The call factor is its processor time divided
   by that of an exchange at rest.
-- The noise model of devices under a CPU quota (`convoy.simulate.noise`): emulated hosts, and containers with a CPU limit.
+- The noise model of devices under a CPU quota (`convoy.simulate.network`): emulated hosts, and containers with a CPU limit.
 """
 
 import math
@@ -52,8 +52,7 @@ from convoy.runtime.exchange import StartedMove
 from convoy.runtime.gradients import SUM_LANE
 from convoy.runtime.module import Distributed
 from convoy.simulate.costs import FRESH_BYTES, Overheads
-from convoy.simulate.network import SHARE
-from convoy.simulate.noise import QuotaNoise
+from convoy.simulate.network import SHARE, QuotaNoise
 
 LAYERS, TENSORS, PEERS = (1, 9), (1, 33), (1, 5)
 """Numbers of Linear layers, parameters and peers in two timed cases. Their difference gives the cost of one more."""
