@@ -108,7 +108,7 @@ def test_checkpoint_folder_can_be_resumed_but_not_used_for_a_new_run(
     status, out, _ = convoy("train", *TINY, "--checkpoint", str(fresh), "--resume")
     assert (status, f"continues from {fresh}: step 3" in out) == (0, True)
     gone = run / "000009-step-99"
-    assert "does not exist" in refused(convoy("train", *TINY, "--checkpoint", str(gone), "--resume"))
+    assert "holds no checkpoint" in refused(convoy("train", *TINY, "--checkpoint", str(gone), "--resume"))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_checkpoint_folder_can_be_resumed_but_not_used_for_a_new_run(
         ),
         (lambda _: None, ["--resume", "--epochs", "2", "--seed", "4"], "seed is 0 there and 4 here"),
         (lambda _: None, ["--resume"], "is complete: 1 epochs are done"),
-        (lambda _: None, [], "holds the checkpoints of another run"),
+        (lambda _: None, [], "of another run: resume it (--resume)"),
     ],
 )
 def test_static_errors_are_reported_before_measuring(
