@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from convoy._version import __version__
-from convoy.config.train_options import FIELDS, a_path, extra_of, key_of, kind_of, seconds
+from convoy.config.train_options import FIELDS, a_path, extra_of, key_of, kind_of
 from convoy.errors import InputError, shown
+from convoy.fleet.units import quantity
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,33 +39,33 @@ def in_job() -> bool:
     return is_one_of_job(os.environ)
 
 
-def path_of(text: str) -> Path:
-    try:
-        return Path(a_path(text))
-    except InputError as error:
-        raise typer.BadParameter(str(error)) from None
+def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser of an option's text, whose errors name the option."""
 
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text) if isinstance(text, str) else text  # a default is parsed already
+        except InputError as error:
+            raise typer.BadParameter(f"{shown(text)}: {error}") from None
 
-def _seconds_of(text: str | float) -> float:
-    try:
-        return float(seconds(text))
-    except InputError as error:
-        raise typer.BadParameter(f"{shown(str(text))}: {error}") from None
+    return parsed
 
 
 def help_of(name: str) -> str:
     return str(FIELDS[name].description)
 
 
+path_of = _parser(lambda text: Path(a_path(text)))
 _KINDS: dict[str, dict[str, Any]] = {
     "PATH": {"parser": path_of},
-    "TIME": {"parser": _seconds_of},  # 30, 450 ms, 2 min
+    "TIME": {"parser": _parser(lambda text: quantity(text, "s"))},  # 30, 450 ms, 2 min
+    "RATE": {"parser": _parser(lambda text: quantity(text, "bytes_per_s"))},  # 1 Gbit/s, 110 MB/s
     "N": {"min": 1, "max": 10**9},
 }
 
 
 def option(metavar: str, meaning: str, *names: str, **more: Any) -> Any:
-    """Return an option of a verb. PATH, TIME and N are parsed and checked."""
+    """Return an option of a verb. PATH, TIME, RATE and N are parsed and checked."""
     return typer.Option(*names, help=meaning, metavar=metavar, **_KINDS.get(metavar, {}) | more)
 
 
@@ -115,7 +116,7 @@ def with_settings(*names: str, **defaults: Any) -> Callable[[Callable[..., None]
                 help=help_of(name).split(". ")[0].rstrip(".") + _default_of(name, **defaults).replace("default: ", ""),
                 hidden=not names and not extra_of(name)["often"],
                 show_default=False,
-                **({"parser": _seconds_of, "metavar": "TIME"} if name.endswith("_s") else {"metavar": metavar}),
+                **({"metavar": "TIME"} | _KINDS["TIME"] if name.endswith("_s") else {"metavar": metavar}),
             )
             # Parse a path as text, to refuse an empty one: as a Path it would be the current folder.
             given: Any = Annotated[(str if kind in (tuple, Path) else kind) | None, option]

@@ -14,7 +14,6 @@ from convoy.errors import InputError, shortened, shown
 from convoy.files import unwritable, write_whole
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import device_class, device_classes
-from convoy.fleet.units import Dimension, quantity
 from convoy.layout.comm_dtype import parse_comm_dtype
 
 if TYPE_CHECKING:  # these import torch
@@ -154,8 +153,8 @@ def predict(
     batch: Batch = 64,
     image: Image = "3,224,224",
     classes: Classes = 1000,
-    link: Annotated[str, option("RATE", "Speed of each machine's NIC, with --on: 1Gbit, 110MB/s.")] = "1Gbit",
-    latency: Annotated[str, option("TEXT", "One-direction latency between machines, with --on.")] = "100us",
+    link: Annotated[float, option("RATE", "Speed of each machine's NIC, with --on.", show_default="1Gbit")] = 125e6,
+    latency: Annotated[float, option("TIME", "From machine to machine, with --on.", show_default="100us")] = 1e-4,
     optimizer: Optimizer = "sgd-momentum",
     outputs: Outputs = "everywhere",
     list_them: Annotated[bool, flag("List the device classes and stop.", "--list")] = False,
@@ -178,29 +177,17 @@ def predict(
     build = check_question(net, image, classes, batch, optimizer, outputs=outputs)
     if (on is None) == (fleet is None):
         raise InputError("give the fleet, once: --on laptop-cpu,rtx3060 (--list has the names), or --fleet FILE")
-    rate, delay_s = _quantity("--link", link, "bytes_per_s"), _quantity("--latency", latency, "s")
     from convoy.planner.knowledge import FleetKnowledge
     from convoy.planner.payoff import forecast
     from convoy.report.plans import show_forecast
     from convoy.report.screen import Screen
     from convoy.simulate.table import read_fleet_file
 
-    described, measured = (fleet_on(on or "", rate, delay_s), None) if fleet is None else read_fleet_file(fleet)
+    described, measured = (fleet_on(on or "", link, latency), None) if fleet is None else read_fleet_file(fleet)
     with _waiting(f"predicting {net}") as show:
         found = forecast(build(FleetKnowledge(described, measured)), show)
     took_s = time.perf_counter() - begin_s
     show_forecast(Screen(visible=True).console, found, described, net, image_sizes(image), took_s)
-
-
-def _quantity(option: str, text: str, dimension: Dimension) -> float:
-    """Parse an option's positive number with its unit. Raises InputError if it is invalid."""
-    try:
-        number = quantity(text, dimension)
-    except InputError as error:
-        raise InputError(f"{option} {shown(text)}: {error}") from None
-    if number <= 0:
-        raise InputError(f"{option} {shown(text)}: give more than 0")
-    return number
 
 
 def fleet_on(text: str, link_bytes_per_s: float, latency_s: float) -> Fleet:

@@ -55,7 +55,7 @@ class PendingWork:
     Attributes:
         works: (peers, message in progress).
         staged: (host buffer, target tensor) of received messages.
-        copied: event after the copies of sent tensors to host memory. None: nothing was copied.
+        copied: event after the copies of sent tensors to host memory.
     """
 
     works: list[tuple[tuple[int, ...], Waitable]]
@@ -63,11 +63,7 @@ class PendingWork:
     copied: torch.Event | None = None
 
     def wait(self, limit_s: float, waits_for: Callable[[int | None], None]) -> None:
-        """Wait for all messages, at most ``limit_s`` altogether. Call ``waits_for`` with the current peer, and None at the end.
-
-        Raises:
-            PeerFailure: a connection failed.
-        """
+        """Wait for all messages, at most ``limit_s`` altogether. ``waits_for`` gets the current peer, and None at the end."""
         deadline_s = time.monotonic() + limit_s
         for peers, work in self.works:
             waits_for(peers[0])
@@ -128,7 +124,7 @@ class NcclBackend:
             raise PeerFailure(peers, error) from None
 
     def cut(self, broken: bool) -> None:
-        """Close all connections now, so that the peers notice. Broken: do not wait for messages."""
+        """Close all connections now. Broken: do not wait for messages."""
         if self._group is None or not distributed.is_initialized():
             return
         # None means torch's default group and all others.

@@ -169,10 +169,9 @@ def is_own(host: str) -> bool:
 
 def is_own_machine(env: ProcessEnv) -> bool:
     """Return whether all processes of a job are on this machine, as far as known before the rendezvous."""
-    if env.local_devices == env.devices:
-        return True
     with suppress(InputError):
-        return all(is_loopback(str(target[0])) for _, target in resolve(env.host, env.port, socket.SOCK_STREAM))
+        targets = resolve(env.host, env.port, socket.SOCK_STREAM) if env.local_devices != env.devices else ()
+        return all(is_loopback(str(target[0])) for _, target in targets)
     return False
 
 

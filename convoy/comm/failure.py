@@ -61,7 +61,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The failed device, and the cause, a text to put after its name."""
+    """The failed device, and the cause, a text after its name."""
 
     device: int
     cause: str
@@ -82,7 +82,6 @@ def find_failed(
     Args:
         timed_out: the peer was silent for ``limit_s``; otherwise its connection closed.
         line: line of the user's program at which this device waits.
-        report_s: time limit for the report of a device that has just left.
         ids: device ids for messages. None: their indices.
     """
 
@@ -224,7 +223,7 @@ class HealthServer:
                 connection.close()
 
     def report_failure(self, report: FailureReport) -> None:
-        """Report to all other devices why this one leaves, in about `REPORT_S` even if devices are silent."""
+        """Send the report to all other devices, in about `REPORT_S` even if some are silent."""
         end_s = time.monotonic() + REPORT_S
         for device, address in enumerate(self.addresses):
             left_s = end_s - time.monotonic()

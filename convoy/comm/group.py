@@ -176,16 +176,14 @@ class AloneGroup(Group):
 
 
 def closed_error() -> InputError:
-    """Return the error of a group that is used after it was closed."""
     return InputError("this group is closed: make a new one with join(), or close it later")
 
 
 @final
 class ChangingGroup(Group):
-    """A proxy of the group of the current generation. A regroup replaces that group.
+    """A proxy of `present`, the group of the current generation. A regroup replaces it.
 
     Attributes:
-        present: the group of the current generation.
         changes: number of replacements.
         entrance: the `convoy.elastic.entrance.Entrance` of a process that joins a running job, until it is admitted.
     """

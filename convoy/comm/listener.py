@@ -90,8 +90,6 @@ class Listener:
         self._wakeup.close()
         self._thread.join(2.0)
 
-    # --------------------------------------------------------------------------------------------- the thread
-
     def _serve(self) -> None:
         try:
             while not self._closing:
@@ -140,7 +138,6 @@ class Listener:
             self._reject(next(each for each in candidates if candidates[each].host == busiest), "too many at once")
 
     def _shake_hands(self) -> None:
-        """Continue all handshakes whose peers have sent something."""
         start_s, failed = time.thread_time(), self.rejected.total()
         for key, _ in self._handshakes.select(0):
             assert isinstance(key.fileobj, socket.socket)
@@ -172,8 +169,6 @@ class Listener:
         self._handshakes.unregister(connected)
         connected.close()
         self.rejected[reason] += 1
-
-    # --------------------------------------------------------------------------------------- authenticated connections
 
     def _receive(self, connection: Connection) -> None:
         """Answer the messages that have arrived on a connection."""

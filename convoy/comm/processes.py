@@ -141,11 +141,7 @@ def meet(
 
 @final
 class JoinedGroup(Group):
-    """One process's group, created by :func:`join`.
-
-    Attributes:
-        report_s: how long to wait for the report of a device that has left; shorter if a health server finds the lost device.
-    """
+    """One process's group, created by :func:`join`. It waits `report_s` for the report of a device that has left."""
 
     _streams: StreamBackend
     _backend: StreamBackend | NcclBackend
@@ -205,7 +201,6 @@ class JoinedGroup(Group):
             raise self._failed(failure) from failure
 
     def _greet(self, peer: int, deadline_s: float) -> None:
-        """Check that another device answers. Retry while it is slow: it may be starting."""
         until_s = min(deadline_s, time.monotonic() + GREETING_S)
         while (answer := self._health.ping(peer)) is NoAnswer.FROZEN and time.monotonic() <= until_s:
             pass
@@ -249,7 +244,7 @@ class JoinedGroup(Group):
         return tuple(texts)
 
     def _swap_texts(self, own: list[str | None], limit_s: float) -> list[bytes]:
-        """Exchange lengths, then JSON texts. Return the texts of all devices, in device order."""
+        """Exchange lengths, then JSON texts, and return the texts of all devices."""
         peers = [peer for peer in range(self.devices) if peer != self.device]
         mine = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
         lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in peers}

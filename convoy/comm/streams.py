@@ -76,12 +76,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class _Outgoing:
-    """A message for the sender thread.
-
-    Attributes:
-        begun: its header and first bytes have been sent.
-        copied: the content is complete after this accelerator event.
-    """
+    """A message for the sender thread; `begun`: its header and first bytes have been sent."""
 
     content: memoryview
     ticket: Ticket
@@ -102,13 +97,10 @@ class Outflow:
         self._lock = threading.Lock()
 
     def add(self, content: memoryview, copied: torch.Event | None = None) -> Ticket | None:
-        """Queue a message. Return None if it was sent immediately.
+        """Queue a message. Return None if it was sent immediately. MessageError: the connection is closed.
 
         Args:
             copied: the content is complete after this accelerator event.
-
-        Raises:
-            MessageError: the connection is closed.
         """
         with self._lock:
             if self._error is not None:
@@ -194,11 +186,7 @@ class Outflow:
 
 @final
 class Arrival:
-    """One expected message.
-
-    Attributes:
-        ticket: finished by the thread that reads the connection, if that is not the waiting thread.
-    """
+    """One expected message. Its `ticket` is finished by the reading thread, if that is not the waiting thread."""
 
     __slots__ = ("done", "error", "flow", "place", "ticket")
 
@@ -234,11 +222,7 @@ class Inflow:
         self._lock = threading.Lock()
 
     def add(self, place: memoryview) -> Arrival:
-        """Queue an expected message.
-
-        Raises:
-            MessageError: the connection is closed.
-        """
+        """Queue an expected message. MessageError: the connection is closed."""
         arrival = Arrival(self, place)
         with self._lock:
             if self._error is not None:
@@ -290,20 +274,17 @@ class Inflow:
     def _run(self) -> None:
         while self._calls.get():
             try:
-                while self._more():
+                while True:
+                    with self._lock:
+                        if not self._queue:  # let another thread read
+                            self._asked = False
+                            self._reading.release()
+                            break
                     self._read(None)
             except (OSError, NotOfThisJob, WrongSizeError) as error:
                 self._fail(_closed(error))
                 self._reading.release()
                 return
-
-    def _more(self) -> bool:
-        """Return whether there is more to read. If not, let another thread read."""
-        with self._lock:
-            if not self._queue:
-                self._asked = False
-                self._reading.release()
-            return bool(self._queue)
 
     def _read(self, until_s: float | None) -> None:
         """Receive the first message completely."""
@@ -396,14 +377,11 @@ class StreamBackend:
         name: str,
         limit_s: float,
     ) -> None:
-        """Connect to all other devices, and accept their connections.
+        """Connect to all other devices, and accept their connections. MessageError: one was not reached within ``limit_s``.
 
         Args:
             addresses: addresses of the listeners of all devices.
             name: name of this group, the same on all devices and unique among the groups of these listeners.
-
-        Raises:
-            MessageError: a device could not be reached within ``limit_s``.
         """
         deadline_s = time.monotonic() + max(1.0, limit_s)
         self._stream: torch.Stream | None = None  # for copies to the host
@@ -428,11 +406,7 @@ class StreamBackend:
             raise MessageError(f"device {peer}: {error}") from None
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> PendingWork:
-        """Start messages on any lane, including `TEXTS`.
-
-        Raises:
-            PeerFailure: a connection is closed already.
-        """
+        """Start messages on any lane, including `TEXTS`. PeerFailure: a connection is closed already."""
         work = PendingWork([])
         peer = -1
         try:

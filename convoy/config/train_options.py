@@ -237,23 +237,20 @@ class Settings(BaseModel):
     reduce: Reduce | None = _fleet(None, "All-reduce: ring, butterfly, direct or star. Default: as the plan says.")
     wire: Annotated[CommDtype | None, Wire] = _fleet(
         None,
-        "Format of sent activations and gradients: exact or inexact-bf16, which halves the bytes. Default: as the plan says.",
+        "Format of sent activations and gradients: exact, or inexact-bf16: half the bytes. Default: as the plan says.",
     )
     rebalance: bool | None = _fleet(
         None, "Change the shares if a device is faster or slower than predicted. Default: with --plan auto on CPUs."
     )
-    compile: bool = _fleet(
-        False, "Run layers through torch.compile where that is faster. It needs a C++ compiler, or Triton on GPUs."
-    )
+    compile: bool = _fleet(False, "Run layers through torch.compile. It needs a C++ compiler, or Triton on GPUs.")
     memory: Sizes | None = _fleet(
-        None,
-        "Memory that each device may use, e.g. 6 GB, or 6 GB,8 GB. Default: all, or the fleet file's memory_bytes.",
+        None, "Memory per device, e.g. 6 GB, or 6 GB,8 GB. Default: all, or the fleet file's memory_bytes."
     )
     tf32: bool | None = _fleet(None, "Let GPUs round float32 to TF32. Default: as torch does, in convolutions only.")
     deterministic: bool = _fleet(False, "Use only deterministic algorithms of torch. A layer without one is an error.")
     fleet: File | None = _fleet(
         None,
-        "Fleet file; its hosts are started over ssh. Without their addresses only --plan auto reads it.",
+        "Fleet file; its hosts are started over ssh. Without addresses it is for --plan auto.",
         here=True,
         often=True,
     )
@@ -264,18 +261,14 @@ class Settings(BaseModel):
         "of the time. none: a lost device ends the training.",
     )
     job_key: File | None = _fleet(
-        None,
-        "Key file of a job on several machines that torchrun, srun or mpirun starts: `convoy fleet key`.",
-        here=True,
+        None, "Key file of a job that torchrun, srun or mpirun starts on several machines.", here=True
     )
     trust_network: bool = _fleet(
-        False,
-        "Neither authenticate nor encrypt connections. Anyone who reaches the ports can read and end the job.",
-        here=True,
+        False, "No authentication, no encryption. Anyone who reaches the ports can read and end the job.", here=True
     )
     listen: Listen | None = _fleet(
         None,
-        "Let devices join at this address: 192.168.1.5:7000 or 192.168.1.5 (with --fleet, of device 0). Needs --job-key.",
+        "Let devices join at HOST or HOST:PORT of this machine (with --fleet, of device 0). Needs --job-key.",
         here=True,
     )
     port: int | None = _fleet(None, "Rendezvous port of the processes; default: a free one.", here=True, ge=0, le=65535)

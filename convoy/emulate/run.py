@@ -60,7 +60,14 @@ def emulate(
         InputError: no such command, a wrong limit, or a machine that cannot do it: not Linux, not root, a program or a part
             of the kernel missing.
     """
-    _check_call(command, timeout_s)
+    if not command:
+        raise InputError("the command is empty: give the program to run on every host, with its arguments")
+    if shutil.which(command[0]) is None:
+        raise InputError(f"command {command[0]!r} is not on this machine: give a program's name or path")
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise InputError(
+            f"timeout_s = {timeout_s!r}: must be a finite number above 0; give the seconds to wait at most"
+        )
     check_ground()
     notes = output or sys.stderr
 
@@ -255,14 +262,3 @@ class _Devices:
         self._note(f"device {number} ({device.name} on host {device.host}) {what}")
         for line in lines[-_LINES:]:
             self._note(f"{device.host}: {line}")
-
-
-def _check_call(command: Sequence[str], timeout_s: float) -> None:
-    if not command:
-        raise InputError("the command is empty: give the program to run on every host, with its arguments")
-    if shutil.which(command[0]) is None:
-        raise InputError(f"command {command[0]!r} is not on this machine: give a program's name or path")
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise InputError(
-            f"timeout_s = {timeout_s!r}: must be a finite number above 0; give the seconds to wait at most"
-        )

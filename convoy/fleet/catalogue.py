@@ -11,8 +11,7 @@ from typing import Any
 from convoy.errors import InputError, shown
 
 IDLE = 0.1  # idle watts of a class without a figure of its own, as a part of `busy_w`: an estimate
-CORES_FOR_MEMORY = 4
-"""Cores that use a processor's whole memory bandwidth; with more than sixteen cores, a quarter of them."""
+CORES_FOR_MEMORY = 4  # use a processor's whole memory bandwidth; with more than sixteen cores, a quarter of them do
 
 _USUAL = ("rtx3060", "a100", "laptop-cpu", "desktop-cpu", "apple-m2", "raspberry-pi-5")
 
@@ -24,9 +23,6 @@ class Figure:
     value: float
     source: str
     estimate: bool = False
-
-    def times(self, factor: float) -> "Figure":
-        return replace(self, value=self.value * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +56,11 @@ class DeviceClass:
         """Return some cores of a processor: arithmetic and watts in proportion, memory bandwidth until a few cores use it."""
         if self.cores is None or cores >= self.cores:
             return self
-        part = cores / self.cores
-        of_memory = min(1.0, cores / min(self.cores, max(CORES_FOR_MEMORY, self.cores / 4)))
-        return replace(
-            self,
-            peak_flop_per_s=self.peak_flop_per_s.times(part),
-            memory_bytes_per_s=self.memory_bytes_per_s.times(of_memory),
-            idle_w=self.idle_w.times(part),
-            busy_w=self.busy_w.times(part),
-        )
+        factors = dict.fromkeys(("peak_flop_per_s", "idle_w", "busy_w"), cores / self.cores)
+        factors["memory_bytes_per_s"] = min(1.0, cores / min(self.cores, max(CORES_FOR_MEMORY, self.cores / 4)))
+        figures: dict[str, Figure] = {name: getattr(self, name) for name in factors}
+        scaled: dict[str, Any] = {n: replace(each, value=each.value * factors[n]) for n, each in figures.items()}
+        return replace(self, **scaled)
 
 
 @cache
@@ -77,11 +69,9 @@ def device_classes() -> Mapping[str, DeviceClass]:
     text = resources.files("convoy.fleet").joinpath("catalogue.toml").read_text(encoding="utf-8")
     classes = {}
     for row in tomllib.loads(text)["class"]:
-        fields: dict[str, Any] = {
-            key: Figure(**value) if isinstance(value, dict) else value for key, value in row.items()
-        }
-        idle = Figure(fields["busy_w"].value * IDLE, "a tenth of busy_w", estimate=True)
-        classes[row["name"]] = DeviceClass(**({"idle_w": idle} | fields | {"aliases": tuple(row.get("aliases", ()))}))
+        fields = {key: Figure(**value) if isinstance(value, dict) else value for key, value in row.items()}
+        fields.setdefault("idle_w", Figure(fields["busy_w"].value * IDLE, "a tenth of busy_w", estimate=True))
+        classes[row["name"]] = DeviceClass(**fields | {"aliases": tuple(row.get("aliases", ()))})
     return classes
 
 

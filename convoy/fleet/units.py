@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: `12 GB`, `1 Gbit/s`, `450 ms`, `64 GiB`, `12e9`; the results are in SI units."""
+"""Reads numbers with units, as people write them: `12 GB`, `1 Gbit/s`, `450 ms`, `64 GiB`, `12e9`; returns SI units."""
 
 import math
 import re
@@ -21,8 +21,6 @@ def _prefixed(units: Mapping[str, float], prefixes: Mapping[str, float]) -> dict
 _BYTES = _prefixed({"b": 1.0, "byte": 1.0, "bytes": 1.0}, _LARGE | _BINARY)
 _BITS = _prefixed({"bit": 1 / 8, "bits": 1 / 8, "bps": 1 / 8}, _LARGE)
 
-_AMBIGUOUS = frozenset(f"{prefix}b" for prefix in _LARGE)
-
 _UNITS: Mapping[Dimension, Mapping[str, float]] = {
     "bytes": _BYTES,
     "bytes_per_s": _BYTES | _BITS,
@@ -42,15 +40,13 @@ _RULES: Mapping[Dimension, tuple[str, str]] = {
     "W": ("a power", "170 W or 170 (watts)"),
 }
 
-_MOST_CHARACTERS = 100
-
 _FORM = re.compile(r"\s*(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<unit>[^\d\s].*?)?\s*")
 
 
 def quantity(value: object, dimension: Dimension) -> float:
-    """A number, or a text of a number and a unit, in SI units; without a unit it is in SI units already.
+    """Return a number in SI units, from a number or a text with a unit.
 
-    Upper and lower case are the same, except where a bit and a byte differ in nothing else: `Gb/s` are bits, `GB/s` bytes.
+    Upper and lower case are the same, except in bits and bytes per second: `Gb/s` are bits, `GB/s` bytes.
 
     Raises:
         InputError: no such number, or no unit of this dimension; the message gives examples.
@@ -58,7 +54,7 @@ def quantity(value: object, dimension: Dimension) -> float:
     kind, examples = _RULES[dimension]
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         return float(value)
-    found = _FORM.fullmatch(value) if isinstance(value, str) and len(value) <= _MOST_CHARACTERS else None
+    found = _FORM.fullmatch(value) if isinstance(value, str) and len(value) <= 100 else None
     if found is None:
         raise InputError(f"{kind} is a number with or without a unit: write e.g. {examples}")
     unit = found["unit"] or ""
@@ -72,13 +68,13 @@ def quantity(value: object, dimension: Dimension) -> float:
 
 
 def _size(unit: str, dimension: Dimension) -> float | None:
-    """One of a unit in SI units; None where it is none of this dimension."""
+    """Return one unit in SI units; None if it is no unit of this dimension."""
     if not unit:
         return 1.0
     word = re.sub(r"\s+", "", unit)
     rate = dimension in ("bytes_per_s", "flop_per_s")
     short = re.sub(r"(/s|/sec|/second|ps)$", "", word, flags=re.IGNORECASE) if rate else word
-    if dimension == "bytes_per_s" and short.lower() in _AMBIGUOUS:
+    if dimension == "bytes_per_s" and short[-1:].lower() == "b" and short[:-1].lower() in _LARGE:
         # Only here the case of a letter decides: b is a bit, B a byte. Of 1 gb/s nobody knows which.
         factor = _LARGE[short[:-1].lower()]
         return {"b": factor / 8, "B": factor}[short[-1]] if not short[:-1] or short[0] in "kKMGTP" else None

@@ -366,10 +366,9 @@ def _new_log(path: Path) -> IO[bytes]:
 
 
 def _is_stopped(process: Process) -> bool:
-    try:
+    with suppress(psutil.Error):
         return bool(psutil.Process(process.popen.pid).status() == psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False
+    return False
 
 
 def _members(*processes: Process) -> list[tuple[int, ...]]:

@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-import statistics
 import subprocess
 import time
 from collections.abc import Sequence
@@ -17,11 +16,8 @@ from convoy.fleet.catalogue import DeviceClass, names, plain_name
 from convoy.launch.ssh import remedy, ssh_call, ssh_program
 
 ANSWER_S = 30.0  # limit for a host's answer
-ASSUMED_BYTES_PER_S = 125e6  # 1 Gbit/s, for a NIC that does not report its speed
-
-ASSUMED_LATENCY_S = 1e-4
-
-USED = 0.8  # fraction of a host's memory that plans may use, if the catalogue has no figure
+ASSUMED_BYTES_PER_S, ASSUMED_LATENCY_S = 125e6, 1e-4  # 1 Gbit/s, for a NIC that does not report its speed
+USED = 0.8  # fraction of a host's memory that plans may use
 
 # For any POSIX shell; one fact per line. Systems omit unknown facts.
 QUESTIONS = r"""
@@ -106,10 +102,8 @@ def ask(hosts: Sequence[Host]) -> list[Answer]:
     """Query all hosts at once. Raise InputError with all failed hosts and remedies."""
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
         found = list(threads.map(ask_one, hosts))
-    problems = [
-        f"host {host.name}: {answer}" for host, answer in zip(hosts, found, strict=True) if isinstance(answer, str)
-    ]
-    if problems:
+    rows = zip(hosts, found, strict=True)
+    if problems := [f"host {host.name}: {answer}" for host, answer in rows if isinstance(answer, str)]:
         raise InputError("\n".join(problems))
     return [each for each in found if isinstance(each, Answer)]
 
@@ -127,10 +121,9 @@ def ask_one(host: Host) -> Answer | str:
         return f"did not answer within {ANSWER_S:g} s: {remedy(host, 'timed out', 'python', '.')}"
     except OSError as error:
         return f"cannot start {command[0]!r}: {error.strerror}; install an ssh client, or correct CONVOY_SSH"
-    answer = read_answer(done.stdout)
-    if answer is None:
-        last = " | ".join(line for line in done.stderr.splitlines()[-3:] if line)
-        return f"ssh ended with status {done.returncode}{': ' if last else ''}{last}; {remedy(host, done.stderr, 'sh', '.')}"
+    if (answer := read_answer(done.stdout)) is None:
+        last = " | ".join(line for line in done.stderr.splitlines()[-3:] if line) or "no output"
+        return f"ssh ended with status {done.returncode}: {last}; {remedy(host, done.stderr, 'sh', '.')}"
     return answer if here or answer.server is None else replace(answer, latency_s=latency_to(answer.server))
 
 
@@ -151,34 +144,27 @@ def fleet_of(hosts: Sequence[Host], answers: Sequence[Answer]) -> tuple[Fleet, l
     """
     notes: list[str] = []
     devices: list[Device] = []
+    named: list[Host] = []
     for host, answer in zip(hosts, answers, strict=True):
         for number, gpu in enumerate(answer.gpus):
-            known = class_of(gpu)
-            name = f"{host.name}-gpu{number}"
+            known, name = class_of(gpu), f"{host.name}-gpu{number}"
             if known is None:
                 notes.append(f"{name} ({gpu}): the catalogue has no such class; `convoy measure` will find its speed")
-                devices.append(Device(name, host.name, "cuda"))
-            else:
-                devices.append(Device.of_class(known, name, host.name))
+            made = Device(name, host.name, "cuda") if known is None else Device.of_class(known, name, host.name)
+            devices.append(made)
         known = class_of(answer.processor)
         if known is not None and known.kind == "mps":
             devices.append(Device.of_class(known, f"{host.name}-gpu", host.name))
-        name, cores = f"{host.name}-cpu", float(answer.cores)
-        memory = None if answer.memory_bytes is None else int(USED * answer.memory_bytes)
-        device = Device(name, host.name, "cpu", cores=cores, memory_bytes=memory)
+        device = Device(f"{host.name}-cpu", host.name, "cpu")
         if known is not None and known.kind == "cpu":
-            own = Device.of_class(known.with_cores(cores), name, host.name)
-            device = replace(own, cores=cores, memory_bytes=memory or own.memory_bytes)
-        devices.append(device)
+            device = Device.of_class(known.with_cores(answer.cores), device.name, host.name)
+        memory = device.memory_bytes if answer.memory_bytes is None else int(USED * answer.memory_bytes)
+        devices.append(replace(device, cores=float(answer.cores), memory_bytes=memory))
         if answer.bytes_per_s is None and len(hosts) > 1:
             notes.append(f"host {host.name}: its NIC does not report its speed; 1 Gbit/s is assumed")
-    late = [answer.latency_s for answer in answers if answer.latency_s is not None]
-    usual_s = statistics.median(late) if late else ASSUMED_LATENCY_S
-    nics = [
-        Nic(a.bytes_per_s or ASSUMED_BYTES_PER_S, a.bytes_per_s or ASSUMED_BYTES_PER_S, a.latency_s or usual_s)
-        for a in answers
-    ]
-    return Fleet(tuple(replace(h, card=nic) for h, nic in zip(hosts, nics, strict=True)), tuple(devices)), notes
+        rate = answer.bytes_per_s or ASSUMED_BYTES_PER_S
+        named.append(replace(host, card=Nic(rate, rate, answer.latency_s or ASSUMED_LATENCY_S)))
+    return Fleet(tuple(named), tuple(devices)), notes
 
 
 _NOISE = re.compile(

@@ -77,14 +77,9 @@ def once_each(
     """Return each device's value and source; only the first device of shared counters has a value."""
     firsts = [keys.index(key) if key else device for device, key in enumerate(keys)]
     return [
-        (value, source) if first == device else (None, counted_with(first))
+        (value, source) if first == device else (None, f"counted with device {first}")
         for device, (first, source, value) in enumerate(zip(firsts, sources, values, strict=True))
     ]
-
-
-def counted_with(device: int) -> str:
-    """Return the source of a device that shares the counters of another one."""
-    return f"counted with device {device}"
 
 
 def _package_meter(powercap: Path) -> EnergyMeter:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from convoy.comm.control_messages import agree_on, gather
 from convoy.comm.group import Group
-from convoy.layout.layout import Shape, box, local_shape
+from convoy.layout.layout import box, local_shape
 from convoy.layout.layout import whole as whole_box
 from convoy.machine.accelerator import to_device
 from convoy.measure.timed_sizes import POINT_LIMIT_S, Axes, choose_axes, full_axes
@@ -31,7 +31,7 @@ from convoy.plan.steps import ComputeStep, Part
 from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
-from convoy.runtime.kernels import Gradients, arithmetic, in_precision
+from convoy.runtime.kernels import Arithmetic, Gradients, arithmetic, in_precision
 from convoy.runtime.precision import agree_on_precision, dtype_named
 from convoy.simulate.compute import bytes_moved, shape_s
 
@@ -219,7 +219,7 @@ def time_layers(layers: LayerTimer, progress: Progress = lambda _: None) -> dict
     return seconds
 
 
-class SharedStatistics:
+class SharedStatistics(Arithmetic):
     """A batch norm of a split batch, without the exchange of statistics."""
 
     def __init__(self, model: nn.Module, traced: TracedModel, layer: Layer) -> None:
@@ -230,7 +230,7 @@ class SharedStatistics:
         by = self.norm.combine(self.norm.local_statistics(x), [batch], math.prod(x.shape[2:]))
         return self.norm.normalise(x, by), (x, by) if keep else None
 
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:  # noqa: ARG002
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all", last: bool = True) -> Gradients:  # noqa: ARG002
         x, by = saved
         row = self.norm.local_sums(x, g, by)
         return self.norm.backward(x, g, by, row, row, wants[0])
@@ -259,8 +259,8 @@ def workload(
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         run: Any = SharedStatistics(model, traced, layer) if size.shares_statistics else None
         if run is None:
-            kernels = arithmetic(model, layer, traced.operations[layer.name])
-            run = in_precision(kernels, dtype_named(precision), device.type)
+            run = arithmetic(model, layer, traced.operations[layer.name])
+            run.call = in_precision(run.call, dtype_named(precision), device.type)
         inputs = _inputs(model, traced, layer, size, placed, device)
         y = run.forward(inputs, size.samples, False, wants)[0]
         outputs = list(enumerate(y)) if isinstance(y, tuple | list) else [(0, y)]
@@ -319,15 +319,12 @@ def _inputs(
             run = arithmetic(model, source, traced.operations[name])
             inputs.append(run.forward(given, size.samples, False, [])[0])
         else:
-            shape = local_shape(layout, 0, source.batch_shape(size.samples))
-            inputs.append(_random(shape, getattr(torch, source.dtype), device))
+            shape, dtype = local_shape(layout, 0, source.batch_shape(size.samples)), getattr(torch, source.dtype)
+            if not dtype.is_floating_point:
+                inputs.append(torch.zeros(shape, dtype=dtype, device=device))
+                continue
+            # Drawing a number takes as long as computing with it, so a few are drawn and repeated.
+            count = math.prod(shape)
+            drawn = torch.randn(min(count, DRAWN), dtype=dtype, device=device)
+            inputs.append(drawn.repeat(-(-count // max(1, len(drawn))))[:count].reshape(shape))
     return inputs
-
-
-def _random(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Drawing a number takes as long as computing with it, so a few are drawn and repeated.
-    count = math.prod(shape)
-    drawn = torch.randn(min(count, DRAWN), dtype=dtype, device=device)
-    return drawn.repeat(-(-count // max(1, len(drawn))))[:count].reshape(shape)

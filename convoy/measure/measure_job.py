@@ -27,7 +27,6 @@ from convoy.measure.device_info import (
     read_usage,
     slowed_by_others,
 )
-from convoy.measure.energy_meter import meter_of, once_each
 from convoy.measure.layer_timer import LayerTimer
 from convoy.measure.link_probe import measure_links
 from convoy.measure.overhead_probe import find_quota, loss_shapes, measure_overheads, measure_sync
@@ -117,13 +116,9 @@ def measure_job(
     layers = LayerTimer(traced, model, batch, timer, TURN_ROUNDS, options.precision)
     names = list(dict.fromkeys(layers.alike.values()))
     slice_s = timer.slice_s = options.slice_s or slice_of(layers_s, len(names))
-    begin, meter = read_usage(), meter_of(device)
+    begin = read_usage()
     grids_s = max(0.0, layers_s - OTHER_SLICES * slice_s) * GRID_FRACTION
-    meter.joules()
     _time_grids(group, layers, names, grids_s, options.wall, progress)
-    joules, usage_s = meter.joules(), read_usage().wall_s - begin.wall_s
-    watts = None if joules is None else joules / max(usage_s, 1e-9)
-    powers = once_each(*zip(*gather(group, "energy of layers", [meter.key, meter.source, watts]), strict=True))
     slowed = slowed_by_others(group, "load during layers", begin)
 
     wire = measure_links(group, host_indices(fleet), share, budget_s=links_s, progress=progress)
@@ -137,11 +132,10 @@ def measure_job(
     costs = tuple(
         DeviceCosts(
             device=device.name, send_s_per_byte=traffic.send_s_per_byte, receive_s_per_byte=traffic.receive_s_per_byte,
-            jitter_s=jitter_s, noise=noise, other_load=slow - 1 if slow > NOTICED else 0.0, measured_w=power[0],
-            measured_by=power[1], **asdict(overhead), **row,
+            jitter_s=jitter_s, noise=noise, other_load=slow - 1 if slow > NOTICED else 0.0, **asdict(overhead), **row,
         )
-        for device, traffic, jitter_s, noise, overhead, slow, power, row in zip(
-            fleet.devices, wire.traffic, sync.jitter_s, sync.noise, sync.overheads, slowed, powers,
+        for device, traffic, jitter_s, noise, overhead, slow, row in zip(
+            fleet.devices, wire.traffic, sync.jitter_s, sync.noise, sync.overheads, slowed,
             gather(group, "costs of a step", own), strict=True,
         )
     )  # fmt: skip

@@ -7,7 +7,7 @@
   later one, and the calls find cold caches. So the devices compute tasks of equal length, first alone, then with an exchange
   after each. Jitter is the time of such an exchange beyond its cost at rest. The call factor is its processor time divided
   by that of an exchange at rest.
-- The noise model of devices under a CPU quota (`convoy.simulate.noise`): emulated hosts, and containers with a CPU limit.
+- The noise model of devices under a CPU quota (`convoy.simulate.network`): emulated hosts, and containers with a CPU limit.
 """
 
 import math
@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -49,12 +48,11 @@ from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move, Value
 from convoy.runtime.clock import Clock
-from convoy.runtime.exchange import run_move
+from convoy.runtime.exchange import StartedMove
 from convoy.runtime.gradients import SUM_LANE
 from convoy.runtime.module import Distributed
 from convoy.simulate.costs import FRESH_BYTES, Overheads
-from convoy.simulate.network import SHARE
-from convoy.simulate.noise import QuotaNoise
+from convoy.simulate.network import SHARE, QuotaNoise
 
 LAYERS, TENSORS, PEERS = (1, 9), (1, 33), (1, 5)
 """Numbers of Linear layers, parameters and peers in two timed cases. Their difference gives the cost of one more."""
@@ -104,6 +102,13 @@ def measure_overheads(
         _of_layer(kind, device, lambda work: timer.time(work).times(steady=True).both_s)
         for kind in ("flatten", "linear")
     )
+    queue_s = 0.0
+    if device.type != "cpu":  # autograd takes the host about as long to queue a backward
+
+        def forward_s(work: Workload) -> float:
+            return statistics.median(queued_seconds(device, QUEUED, work.forward)[1] for _ in range(5)) / QUEUED
+
+        queue_s = _of_layer("linear", device, forward_s)
     # Each Linear has a round before it, one after it, and two parameters.
     layer_s = max(0.0, step_each_s - linear_s - 2 * (round_s + peer_s) - 2 * tensor_s)
     each_message_s = message_s + max(0.0, peer_s) / 2  # each peer is sent a message and sends one
@@ -126,7 +131,7 @@ def measure_overheads(
         fresh_s_per_byte=max(0.0, fresh_s) / (4 * len(large)),
         update_s_per_tensor=max(0.0, tensor_s),
         loss_s_per_byte=loss_s,
-        queue_s=0.0 if device.type == "cpu" else _of_layer("linear", device, partial(_queue_s, device)),
+        queue_s=queue_s,
     )
     return found, statistics.median(processor.seconds(_optimizer([UPDATED], device), slice_s)) / UPDATED
 
@@ -222,7 +227,7 @@ def _round(peers: int, device: torch.device) -> Callable[[], object]:
     src, dst, shape = Split(0, (1,) * devices), everywhere(devices), (devices, 2)
     move = Move(0, "forward", Value("x", shape, src), Value("y", shape, dst), "ring")
     group, x = _SilentGroup(0, devices, device, 1.0), torch.zeros(1, 2, device=device)
-    return lambda: run_move(group, move.schedule, x, src, dst, shape)
+    return lambda: StartedMove(group, move.schedule, x, src, dst, shape).land()
 
 
 def _of_layer(kind: str, device: torch.device, measure: Callable[[Workload], float]) -> float:
@@ -233,11 +238,6 @@ def _of_layer(kind: str, device: torch.device, measure: Callable[[Workload], flo
     size = whole_size(layer, BATCH)
     with torch.no_grad(), workload(model, traced, layer, size, (False,), backward=kind != "flatten") as work:
         return measure(work)
-
-
-def _queue_s(device: torch.device, work: Workload) -> float:
-    """Return the host's seconds to queue a layer's forward; autograd takes about as long for its backward."""
-    return statistics.median(queued_seconds(device, QUEUED, work.forward)[1] for _ in range(5)) / QUEUED
 
 
 TASK_SLICES = 2  # 40 ms with the usual slice, about as long as a layer of the benchmark nets
@@ -334,11 +334,7 @@ def measure_sync(
 
 
 def sync_overhead(
-    devices: Sequence[Blocks],
-    quotas: Sequence[Quota],
-    wire: WireTimes,
-    overheads: Sequence[Overheads],
-    ring_bytes: int,
+    devices: Sequence[Blocks], quotas: Sequence[Quota], wire: WireTimes, overheads: Sequence[Overheads], ring_bytes: int
 ) -> SyncOverhead:
     """Compute the synchronisation costs from the times of all devices."""
     costs = []

@@ -2,8 +2,7 @@
 
 from rich.console import Console
 
-from convoy.measure.energy_meter import ABSENT, counted_with
-from convoy.report.numbers import plain, seconds
+from convoy.report.numbers import seconds
 from convoy.report.screen import print_table
 from convoy.simulate.table import Measurement, layer_times
 
@@ -29,33 +28,8 @@ def show(measured: Measurement, console: Console) -> None:
         nics = {host.name: fleet.nic(host.name) for host in fleet.hosts}
         rates = [(host, _rate(nic.send_bytes_per_s), _rate(nic.receive_bytes_per_s)) for host, nic in nics.items()]
         print_table(console, "NICs, with all other hosts at once", ("host", "send", "receive"), rates, texts=("host",))
-    for remark in [*energy_lines(measured), *remarks(measured)]:
+    for remark in remarks(measured):
         console.print(remark, markup=False, soft_wrap=True)
-
-
-def energy_lines(measured: Measurement) -> list[str]:
-    """Compare the joules per image, measured while layers were timed, with those from the fleet's watts.
-
-    Devices that share a counter are counted together.
-    """
-    rows, lines = _layer_rows(measured), []
-    for index, costs in enumerate(measured.device):
-        if costs.measured_w is None:
-            if costs.measured_by.startswith(ABSENT):
-                lines.append(f"Energy of {costs.device}: {costs.measured_by}.")
-            continue
-        own = [i for i, each in enumerate(measured.device) if i == index or each.measured_by == counted_with(index)]
-        devices = [measured.fleet.devices[i] for i in own]
-        names = ", ".join(measured.device[i].device for i in own)
-        line = f"Energy of {names}: {plain(costs.measured_w)} W measured by {costs.measured_by}"
-        if all(device.slowdown == 1 for device in devices):
-            rate = sum(measured.batch / max(sum(cells[i][0] for cells in rows.values()), 1e-12) for i in own)
-            busy_w = [device.busy_w for device in devices if device.busy_w is not None]
-            known = len(busy_w) == len(own)
-            predicted = f"{plain(sum(busy_w) / rate)} predicted" if known else "no prediction without busy_w"
-            line += f", {plain(costs.measured_w / rate)} J/image; {predicted}"
-        lines.append(f"{line}.")
-    return lines
 
 
 def remarks(measured: Measurement) -> list[str]:

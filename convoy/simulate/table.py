@@ -33,8 +33,7 @@ from convoy.plan.device_program import LocalSize
 from convoy.simulate.compute import ComputeTimes, Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
 from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.interval import OTHER_NET, Errors, of_repeats, together
-from convoy.simulate.network import network_of
-from convoy.simulate.noise import QuotaNoise
+from convoy.simulate.network import QuotaNoise, network_of
 
 FORMAT = 2
 """Format 1 lacks batch norms with shared statistics and overheads. Without these predictions are too low, so it is refused."""
@@ -85,7 +84,7 @@ class DeviceCosts:
         other_load: extra time caused by other programs, at most, as a fraction: 0.5 is 50 % longer.
         flop_per_s, memory_bytes_per_s: speeds it reached at weighted layers, and at all others; 0: not known.
         process_bytes: resident memory of the process before training, without the model; 0: not known.
-        measured_w: while its layers were timed; `measured_by` names the counter, or why there is none.
+        measured_w, measured_by: of older files, unused.
         noise: None without a CPU quota.
     """
 

@@ -201,11 +201,6 @@ def test_emulated_hosts_measure_the_fleet_of_their_file(
     assert all(names == [device.name for device in measured.fleet.devices] for names in described)
 
 
-def test_speeds_and_auto_exclude_each_other() -> None:
-    with pytest.raises(InputError, match="leave speeds out"):
-        run_on_threads(1, lambda g: make_plan("auto", net(), example(), BATCH, g, speeds=(1.0,)))
-
-
 def test_step_times_skip_partial_and_first_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps end at 10, 11, 13 (a small batch), 14, 17: whole ones took 1, 1 and 3 s; the first of an epoch is not known."""
     ends = iter([10.0, 11.0, 13.0, 14.0, 17.0, 30.0, 32.0])
@@ -223,28 +218,6 @@ def test_step_times_skip_partial_and_first_batches(monkeypatch: pytest.MonkeyPat
     assert "measured: 1.5 s, the median of 4 steps, inside the interval; the prediction is +20.0% off" in told
     assert "nine of ten: 1.2 - 2.7 s" in told
     assert "outside the interval" in timer.compared_with(1.8, around(1.8, 1.1))
-
-
-def test_changed_plan_is_reported_after_enough_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A step takes 3 s by the first plan, 1 s by the second; a step with a reshard (20 s) is ignored."""
-    now = [0.0]
-    monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: now[0])
-    timer = StepTimer(8)
-
-    def steps(*seconds: float) -> None:
-        for each in seconds:
-            now[0] += each
-            timer.on_step_end(0, 8)
-
-    steps(*[3.0] * 7)
-    timer.restart()
-    steps(20.0, 1.0, 1.0, 1.0, 1.0)
-    assert timer.step_s == 3.0, "four steps tell too little"
-    steps(1.0)
-    assert timer.step_s == 1.0
-    assert "the median of 5 steps" in timer.compared_with(1.0, around(1.0, 1.1))
 
 
 def test_all_devices_try_the_same_plans_planners_choice_first(
@@ -331,11 +304,7 @@ def test_forecast_uses_the_wire_format(tiny: Measurement, tmp_path: Path) -> Non
     """`convoy plan --wire bf16` predicts every plan with it, and writes it to the file."""
     file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
     file.write_text(tiny.to_toml())
-    command = [sys.executable, "-m", "convoy", "plan", "two-conv:4:6", "--image", "1,8,8", "--batch", "32"]
-    command += ["--fleet", str(file), "-o", str(plan), "--wire"]
-    done = subprocess.run([*command, "bf16"], env=QUIET, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
-    assert all(line.startswith("planning ") for line in done.stderr.splitlines()), done.stderr
+    plan_verbs.plan(fleet=file, output=plan, wire="bf16", **QUESTION)
     assert Plan.load(plan).wire == "inexact-bf16"
     with pytest.raises(InputError, match="unknown wire format 'fp8'"):
         plan_verbs.plan(fleet=file, wire="fp8", **QUESTION)

@@ -141,13 +141,6 @@ def test_damaged_files_are_used_or_refused(name: str, tmp_path: Path) -> None:
     assert fuzz_files(name, tmp_path, range(25)) > 5
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", FILES)
-def test_thousands_of_damaged_files_are_used_or_refused(name: str, tmp_path: Path) -> None:
-    assert fuzz_files(name, tmp_path, range(1000, 2000)) > 200
-
-
 # ------------------------------------------------------------------------------------------------------------- checkpoints
 
 

@@ -231,17 +231,6 @@ def test_gpus_not_found_by_torch_are_a_warning() -> None:
     assert diagnose(alone(inventory=inventory, cuda="12.8", accelerators=1)) == ()
 
 
-def test_same_problem_on_several_hosts_is_one_finding() -> None:
-    finding = only(job(*(facts(device, shm_bytes=(1 << 20, 64 << 20)) for device in (0, 2))))
-    assert finding.about == ("a", "c")
-    assert finding.what.startswith("a and c: /dev/shm")
-
-
-def test_fleet_file_cores_count_as_device_cores() -> None:
-    own = [facts(device, cores=16.0, own=replace(facts(device).own, cores=1)) for device in range(3)]
-    assert diagnose(job(*own, file=described(cores=0.8))) == ()
-
-
 def test_machine_load_by_other_programs_is_a_warning() -> None:
     found = job()
     finding = only(replace(found, paces={**found.paces, 1: Pace(100.0, busy_cores=3.1)}))

@@ -15,7 +15,7 @@ from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic, read_fleet
 from convoy.launch.agent import from_line, meeting_point, to_line
 from convoy.launch.fleet import startable, train_on_fleet
-from convoy.launch.host_job import JobOptions, device_environments, host_jobs
+from convoy.launch.host_job import MALLOC_NAMES, JobOptions, device_environments, host_jobs, memory_environment
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import by_line
 from tests.support.commands import TINY, convoy_in_process
@@ -252,3 +252,12 @@ def test_fleet_file_inside_a_job_starts_nothing(fleet_file: Path, monkeypatch: p
         monkeypatch.setenv(name, value)
     assert convoy_in_process(monkeypatch, ["train", *TINY, "--plan", "auto", "--fleet", str(fleet_file)]) == 0
     assert len(given) == 1
+
+
+def test_memory_settings_keep_the_users_values() -> None:
+    assert memory_environment({}).keys() == {"THP_MEM_ALLOC_ENABLE", *MALLOC_NAMES}
+    for other in (*MALLOC_NAMES, "GLIBC_TUNABLES", "LD_PRELOAD"):
+        assert memory_environment({other: "x"}) == {"THP_MEM_ALLOC_ENABLE": "1"}, (
+            "another malloc, or other settings of it"
+        )
+    assert memory_environment({"THP_MEM_ALLOC_ENABLE": "0"})["THP_MEM_ALLOC_ENABLE"] == "0"

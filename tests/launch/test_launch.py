@@ -139,20 +139,6 @@ def test_device_that_ignores_sigterm_is_killed() -> None:
         )
 
 
-def test_stopped_device_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
-    """Device 2 freezes; the others notice and leave, and their message is shown although device 0 printed nothing."""
-    status = launch(
-        "if RANK == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "time.sleep(0.3)\n"
-        "if RANK == 0: time.sleep(60)\n"
-        "print('error: device 2 (host a, cpu) was lost: frozen', file=sys.stderr); sys.exit(2)",
-        ["cpu"] * 4,
-        grace_s=0.5,
-    )
-    assert status == 2
-    assert capfd.readouterr().err == "error: device 2 (host a, cpu) was lost: frozen\n"
-
-
 def test_common_error_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch("print('error: no such plan: fast', file=sys.stderr); sys.exit(2)", ["cpu"] * 4) == 2
     assert capfd.readouterr().err == "error: no such plan: fast\n"
@@ -298,10 +284,9 @@ def wait_for(done: Callable[[], bool], limit_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("how", ["polite", "stubborn"])
-def test_ctrl_c_ends_all_devices(tmp_path: Path, how: str) -> None:
-    """Ctrl-C reaches the launcher and its devices at once; one device may ignore it."""
-    status, output, errors = end_launcher(tmp_path, how, lambda pid: os.killpg(pid, signal.SIGINT))
+def test_ctrl_c_ends_all_devices(tmp_path: Path) -> None:
+    """Ctrl-C reaches the launcher and its devices at once; one device ignores it."""
+    status, output, errors = end_launcher(tmp_path, "stubborn", lambda pid: os.killpg(pid, signal.SIGINT))
     assert (status, output) == (0, "status 130\n")
     assert errors == "SIGINT: ending 2 devices\n"
 

@@ -106,7 +106,6 @@ def heard(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("launcher", "members", "what"),
     [
-        pytest.param(HERE, 2, "ends", id="here-all"),
         pytest.param(HERE, 3, "leaves", id="here-some"),
         pytest.param(FLEET, 2, "ends", id="fleet-all"),
     ],
@@ -128,14 +127,9 @@ def test_two_sigterms_still_finish_the_step(tmp_path: Path) -> None:
     assert heard(tmp_path) == ["leaves", "leaves"]
 
 
-@pytest.mark.parametrize("how", ["limit", "twice"])
-def test_device_that_does_not_finish_the_step_is_killed(tmp_path: Path, how: str) -> None:
-    with started(tmp_path, HERE, "deaf", limit_s=0.3 if how == "limit" else 60.0) as (process, _):
+def test_device_that_does_not_finish_the_step_is_killed(tmp_path: Path) -> None:
+    with started(tmp_path, HERE, "deaf", limit_s=0.3) as (process, _):
         process.terminate()
-        if how == "twice":
-            assert process.stderr is not None
-            assert process.stderr.readline().startswith("SIGTERM: ending 2 devices")
-            process.terminate()
         process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     assert heard(tmp_path) == ["", ""]

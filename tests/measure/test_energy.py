@@ -9,7 +9,7 @@ import torch
 
 from convoy.comm.group import Group
 from convoy.measure import energy_meter
-from convoy.measure.energy_meter import Counter, counted_with, meter_of, once_each
+from convoy.measure.energy_meter import Counter, meter_of, once_each
 from convoy.runlog.observers import Meters
 from convoy.runlog.schema import SystemLine
 from tests.support.threads import run_on_threads
@@ -152,7 +152,6 @@ def test_shared_counters_are_counted_once() -> None:
     assert once_each(["a", "", "a", "b"], ["A", "no", "A", "B"], [1.0, None, 1.5, 2.0]) == [
         (1.0, "A"), (None, "no"), (None, "counted with device 0"), (2.0, "B"),
     ]  # fmt: skip
-    assert counted_with(0) == "counted with device 0"
 
 
 def test_devices_of_one_machine_report_its_energy_once(tmp_path: Path) -> None:

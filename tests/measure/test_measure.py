@@ -1,8 +1,6 @@
 """Measuring jobs on one device, on threads and across processes: the fleet they describe."""
 
 import math
-import re
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from convoy.config.train_options import Settings
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.measure.device_info import DeviceInfo, fit, fleet_of, host_indices
-from convoy.measure.energy_meter import ABSENT, Counter, EnergyMeter
 from convoy.measure.layer_timer import LayerTimer, measure_speeds
 from convoy.measure.measure_job import MeasureOptions, measure_job
 from convoy.measure.overhead_probe import LOSS_ENTRIES, Quota, loss_shapes, measure_overheads
@@ -29,7 +26,7 @@ from convoy.measure.timing import RoundTimer, device_now
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.report.measured import energy_lines, show
+from convoy.report.measured import show
 from convoy.runtime.clock import Clock
 from convoy.simulate.simulator import simulate
 from convoy.simulate.table import Measurement, read_fleet_file
@@ -134,40 +131,6 @@ def test_layer_times_include_contention(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert measure_alone(0.1).device[0].noise is None, "one device waits for nobody"
     assert factors == [1.0, 3.0]
-
-
-def test_watts_are_measured_while_timing_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of 10 W: slightly less, since waiting for the meter counts as well."""
-    meter = EnergyMeter("RAPL", "m", [Counter(lambda: int(time.monotonic() * 1e7), 1e-6)])
-    monkeypatch.setattr("convoy.measure.measure_job.meter_of", lambda _: meter)
-    measured = measure_alone()
-    (costs,) = measured.device
-    assert costs.measured_w is not None
-    assert 0 < costs.measured_w <= 10.0
-    assert costs.measured_by == "RAPL"
-    assert Measurement.from_toml(measured.to_toml()) == measured
-
-
-def test_measured_joules_per_image_are_shown_with_predicted_ones() -> None:
-    """Two devices share a counter at 10 W. 10 W each would be twice the joules."""
-    one = measure_alone()
-    (device,), (costs,) = one.fleet.devices, one.device
-    pair = replace(device, name="b"), device
-    shared = replace(costs, measured_w=None, measured_by="counted with device 0")
-    two = replace(
-        one, fleet=replace(one.fleet, devices=pair), layer=(*one.layer, *(replace(p, device="b") for p in one.layer)),
-        device=(replace(costs, device="b", measured_w=10.0, measured_by="RAPL"), shared),
-    )  # fmt: skip
-    powered = replace(two, fleet=replace(two.fleet, devices=tuple(replace(d, idle_w=1.0, busy_w=10.0) for d in pair)))
-    pattern = f"Energy of b, {device.name}: 10 W measured by RAPL, (.*) J/image; (.*) predicted.*"
-    found = re.fullmatch(pattern, energy_lines(powered)[0])
-    assert found is not None, energy_lines(powered)
-    assert float(found[2]) == pytest.approx(2 * float(found[1]), rel=4e-3), "two devices of 10 W are predicted"
-    assert "no prediction without busy_w" in energy_lines(two)[0]
-    slowed = replace(two, fleet=replace(two.fleet, devices=(replace(pair[0], slowdown=2.0), pair[1])))
-    assert energy_lines(slowed) == [f"Energy of b, {device.name}: 10 W measured by RAPL."]
-    none = replace(two, device=tuple(replace(d, measured_w=None, measured_by=f"{ABSENT}: so") for d in two.device))
-    assert energy_lines(none) == [f"Energy of {d.name}: not available here: so." for d in pair]
 
 
 class Types(TorchDispatchMode):

@@ -59,9 +59,7 @@ def test_resident_memory_is_process_plus_tensors() -> None:
         assert most > 1.2 * max(before, memory.total_bytes)  # neither of the two would do
 
 
-def test_process_memory_is_measured_and_stored_in_the_fleet_file(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_process_memory_is_measured_and_stored_in_the_fleet_file(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
     model_bytes = 4 * (12 * 10 + 10)
     monkeypatch.setattr("convoy.measure.device_info.process_bytes", lambda _: 70 * MB + model_bytes)
