@@ -16,6 +16,7 @@ from convoy.comm.group import Group, index_in_job
 from convoy.elastic.entrance import join
 from convoy.measure.planning import Plans, make_plans
 from convoy.model.tracing import unwrapped
+from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO
 from convoy.planner.request import PlanOptions
@@ -99,11 +100,19 @@ def prepare(
     before = {} if optimizer is None else state_rows(optimizer, names)
     part = Distributed(model, made, group, example, slowdown=slowdown, compile=compile, takes_over=True)
     compute_in(part, precision)
+    _print_unsplit(part)
     part.takes_whole = not parts
     if optimizer is not None:
         rebind(optimizer, names, before, part)
     adopt = local_loader if parts else AdoptedLoader
     return (part, optimizer, *(adopt(each, part) for each in (source, *more)))
+
+
+def _print_unsplit(part: Distributed) -> None:
+    graph = part.traced[True].graph
+    layouts = {name: placement.gives for name, placement in placements(part.plan, graph).items()}
+    if part.group.devices > 1 and part.group.device == 0 and (text := graph.unsplit(layouts)):
+        builtins.print(text, file=sys.stderr, flush=True)
 
 
 def _state_of(optimizer: Optimizer | None) -> str:
@@ -115,11 +124,7 @@ def _state_of(optimizer: Optimizer | None) -> str:
 
 
 def is_first() -> bool:
-    """Whether this process is the first device of its job, or alone: the one that prints and saves.
-
-    Raises:
-        InputError: the environment names a job incompletely.
-    """
+    """Return whether this process is the first device of its job, or alone: the one that prints and saves."""
     if (index := index_in_job()) is not None:
         return index == 0
     env = read_process_env(os.environ)
@@ -171,7 +176,7 @@ def distribute(
     Args:
         precision: in which its layers compute: "float32" (the type that the model has), "bf16" or "fp16"; see `compute_in`.
             Weights and messages keep their type. With fp16, use `convoy.GradScaler` for the loss.
-        compile: use torch.compile for runs of layers if a trial in the first steps finds that faster: numbers equal up to
+        compile: use torch.compile for runs of layers, in which it gives their numbers up to
             rounding. It needs a C++ compiler (on GPUs Triton).
 
     Raises:
@@ -179,6 +184,5 @@ def distribute(
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown, compile=compile)
     compute_in(part, precision)
-    if group.devices > 1 and group.device == 0 and (text := part.traced[True].graph.unshared):
-        builtins.print(text, file=sys.stderr, flush=True)
+    _print_unsplit(part)
     return part

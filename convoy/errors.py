@@ -86,11 +86,7 @@ class MismatchError(ConvoyError):
 
 
 class DeviceLostError(ConvoyError):
-    """A device of the job died, froze past the time limit or left.
-
-    Attributes:
-        device: index of the lost device.
-    """
+    """A device of the job, the one of index `device`, died, froze past the time limit or left."""
 
     def __init__(self, device: int, message: str) -> None:
         super().__init__(message)

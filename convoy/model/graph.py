@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from convoy.errors import InputError
-from convoy.layout.layout import Shape
+from convoy.layout.layout import Layout, OnOne, Shape
 
 Kind = Literal[
     "input",  # the images
@@ -247,15 +247,18 @@ class Graph:
             last = frozenset((layer.name,)) if in_order else last
         return tuple(rows)
 
-    @property
-    def unshared(self) -> str:
-        """One line on the fraction of arithmetic that needs the global batch, and why; "" if under 1 %."""
+    def unsplit(self, layouts: Mapping[str, Layout]) -> str:
+        """Return one line on the arithmetic that is not split, and why; "" if under 1 %."""
         rows = [layer for layer in self.layers.values() if layer.kind == "opaque" and not layer.per_sample]
-        part = sum(layer.flop for layer in rows) / max(1, sum(layer.flop for layer in self.layers.values()))
-        if part < 0.01:
+        if not rows:
             return ""
         most = max(rows, key=lambda layer: layer.flop)
-        return f"{part:.0%} of the arithmetic of {self.model} is not split. Layer {most.name!r}: {most.reason}"
+        layout = layouts[most.name]
+        kept = sum(layer.flop for layer in rows if layouts[layer.name] == layout)
+        part = kept / max(1, sum(layer.flop for layer in self.layers.values()))
+        where = f"stays on device {layout.device}" if isinstance(layout, OnOne) else "is computed by every device"
+        text = f"{part:.0%} of the arithmetic {where}, because of layer {most.name!r}: {most.reason}"
+        return text if part >= 0.01 else ""
 
     @cached_property
     def fingerprint(self) -> str:

@@ -27,10 +27,6 @@ from tests.support.odd_calls import (
     Odd,
     Returns,
     Standardised,
-    Teacher,
-    WarmUp,
-    coordinates,
-    deviation,
 )
 from tests.support.one_device import EXACT, part
 from tests.support.threads import run_on_threads
@@ -40,9 +36,6 @@ from tests.support.traced_models import layers_of
 def net(function: Callable[[Any, Tensor], Tensor], channels: int = 6) -> nn.Module:
     torch.manual_seed(0)
     return Odd(function, channels)
-
-
-# --- odd calls -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "lstm" else ()) for n in ODD])
@@ -60,23 +53,6 @@ def test_calls_that_look_at_other_samples_run_on_one_device_alone(name: str) -> 
     assert {layer.kind for layer in whole} == {"opaque"}
     assert {"body.0", "body.1", "fc"} <= layers.keys()
     assert difference(net(WHOLE[name])) < EXACT
-
-
-def test_minibatch_deviation_and_coordinates() -> None:
-    for function in (deviation, coordinates):
-        assert {"body.0", "body.1", "fc"} <= layers_of(net(function, 7)).keys()
-        assert difference(net(function, 7)) < EXACT
-
-
-def test_parameters_of_an_odd_call_belong_to_its_layer() -> None:
-    layers = layers_of(net(ODD["lstm"]))
-    assert {p.key for p in layers["lstm"].parameters.values()} == {
-        f"lstm.{k}" for k, _ in nn.LSTM(6, 6).named_parameters()
-    }
-    assert "rows of the batch" in layers["lstm"].reason
-
-
-# --- odd Python ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluation, as in plain PyTorch
@@ -109,13 +85,11 @@ def test_hidden_writes_into_inputs_are_refused() -> None:
         layers_of(Kept(WritesThroughData()))
 
 
-@pytest.mark.parametrize("middle", [Teacher, WarmUp, BySize])
-def test_python_that_a_trace_would_lose_is_called_live(middle: Callable[[], nn.Module]) -> None:
-    """A momentum teacher that never moved, a warm-up that never came, a branch on 4 samples taken for 2."""
+def test_a_branch_on_the_batch_size_is_called_live() -> None:
     torch.manual_seed(0)
-    assert layers_of(Kept(middle()))["middle"].kind == "opaque"
-    assert difference(Kept(middle()), sizes=(6, 2, 6, 5, 6)) < EXACT
-    assert difference(nn.Sequential(Kept(middle())), sizes=(6, 2, 6, 5, 6), plan="model") < EXACT
+    assert layers_of(Kept(BySize()))["middle"].kind == "opaque"
+    assert difference(Kept(BySize()), sizes=(6, 2, 6, 5, 6)) < EXACT
+    assert difference(nn.Sequential(Kept(BySize())), sizes=(6, 2, 6, 5, 6), plan="model") < EXACT
 
 
 def test_an_embedding_that_renormalises_runs_on_one_device() -> None:
@@ -136,9 +110,6 @@ def test_power_iteration_and_rounding_are_no_dependence() -> None:
     standardised = Kept(nn.Sequential(Standardised(6, 6, 3, padding=1), nn.GroupNorm(2, 6)))
     assert all(layer.per_sample for layer in layers_of(standardised).values())
     assert difference(standardised) < EXACT
-
-
-# --- changes after the trace ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -165,8 +136,6 @@ def test_a_change_of_what_the_trace_has_read_is_refused(change: Callable[[Any], 
 
     run_on_threads(1, work)
 
-
-# --- inputs and outputs ----------------------------------------------------------------------------------------------
 
 FORMS: list[Callable[[Tensor, Tensor], Any]] = [
     Answer,
@@ -208,9 +177,6 @@ def test_wrapped_models_are_unwrapped() -> None:
 def test_an_example_that_is_a_dict_is_refused() -> None:
     with pytest.raises(InputError, match="give the inputs as a tuple"):
         trace(Kept(nn.ReLU()), {"x": torch.zeros(2, 3, 8, 8)})  # type: ignore[arg-type]
-
-
-# --- Python state that cannot be compared -------------------------------------------------------------------------------
 
 
 class Drawing(nn.Module):
@@ -326,9 +292,6 @@ def test_a_buffer_that_forward_makes_is_refused_until_it_is_there() -> None:
         layers_of(model)
     model(torch.zeros(2, 3, 8, 8))
     assert difference(model) < EXACT
-
-
-# --- models that take no random batch of two ----------------------------------------------------------------------------
 
 
 class Films(nn.Module):

@@ -26,20 +26,6 @@ def test_the_net_of_marques_on_cifar10() -> None:
         assert counts(build_net("two-conv:500:1500", CIFAR, 10)) == expected
 
 
-def test_alexnet_for_small_images() -> None:
-    with torch.device("meta"):
-        found = counts(build_net("alexnet:4096", CIFAR, 10))
-    convolutions = [
-        64 * 3 * 25 + 64,
-        192 * 64 * 25 + 192,
-        384 * 192 * 9 + 384,
-        256 * 384 * 9 + 256,
-        256 * 256 * 9 + 256,
-    ]
-    linears = [4096 * 4096 + 4096] * 3  # 256 planes of 4x4 are 4096 features as well
-    assert found == [*convolutions, *linears, 4096 * 10 + 10]
-
-
 def test_a_residual_net_of_depth_14() -> None:
     """Depth 6n+2 with n=2: a stem, three stages of two blocks of two convolutions, a classifier; 1x1 where shapes change."""
     model = build_net("resnet:14:4", CIFAR, 10)
@@ -59,14 +45,6 @@ def test_vgg_of_11_layers() -> None:
     assert sum(convolutions) == 9_220_480
     # Five poolings leave one pixel of 512 channels.
     assert found == [*convolutions, 512 * 4096 + 4096, 4096 * 4096 + 4096, 4096 * 10 + 10]
-
-
-def test_what_vgg_answers_depends_on_the_image() -> None:
-    """With torch's own weights each layer halves the signal or more: behind eight of them all images look alike."""
-    model = build_net("vgg:11:64", CIFAR, 10)
-    torch.manual_seed(1)
-    features = model[:21](torch.randn(8, *CIFAR))  # behind the last pooling
-    assert 0.1 < float(features.detach().std(0).mean()) < 10
 
 
 def test_resnet18_for_small_images() -> None:

@@ -103,9 +103,6 @@ def packages() -> None:
     make_importable()
 
 
-# --- one's own -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("text", ["mine:everything", "pack.net:Net", "mine:nothing", "mine:with_auxiliary"])
 def test_a_function_gets_the_arguments_that_it_has_parameters_for(text: str) -> None:
@@ -158,9 +155,6 @@ def test_what_is_refused(text: str, words: list[str]) -> None:
         build_net(text, CIFAR, 7)
     for word in words:
         assert word in str(caught.value)
-
-
-# --- torchvision, timm -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("packages")

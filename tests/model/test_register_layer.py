@@ -166,9 +166,6 @@ def test_a_device_that_registered_otherwise_is_refused() -> None:
     assert all("another model" in message for message in run_on_threads(2, work))
 
 
-# --- by samples only ------------------------------------------------------------------------------------------------
-
-
 class Mixing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0) if _reads_numbers(x) else x

@@ -107,9 +107,6 @@ def test_one_module_that_is_called_with_two_sizes() -> None:
     assert torch.equal(run_traced(copy.deepcopy(net), traced, [x]), copy.deepcopy(net)(x))
 
 
-# --- autocast --------------------------------------------------------------------------------------------------------
-
-
 class Precise(nn.Module):
     """Switches autocast off around a product that is too large for fewer bits."""
 

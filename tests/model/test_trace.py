@@ -14,8 +14,6 @@ from convoy.model.tracing import trace
 from tests.support import nets
 from tests.support.traced_models import Calls, last, layers_of
 
-# --- layers ----------------------------------------------------------------------------------------------------------
-
 
 def test_two_conv_layer_by_layer() -> None:
     layers = layers_of(nets.TwoConv())
@@ -171,9 +169,6 @@ def test_integer_inputs() -> None:
     assert next(iter(layers.values())).dtype == "int64"
 
 
-# --- fingerprints ----------------------------------------------------------------------------------------------------
-
-
 def fingerprint(model: nn.Module, dtype: torch.dtype = torch.float32) -> str:
     return trace(model.to(dtype), torch.zeros(2, 3, 8, 8, dtype=dtype)).graph.fingerprint
 
@@ -192,9 +187,6 @@ def test_fingerprints() -> None:
     assert base != fingerprint(frozen)
     assert base != trace(nets.TwoConv(), torch.zeros(5, 3, 8, 9)).graph.fingerprint
     assert base == trace(nets.TwoConv(), torch.zeros(5, 3, 8, 8)).graph.fingerprint
-
-
-# --- the same layers in both modes -----------------------------------------------------------------------------------
 
 
 def test_evaluation_keeps_whole_what_training_keeps_whole() -> None:

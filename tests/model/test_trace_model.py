@@ -13,8 +13,6 @@ from convoy.model.tracing import trace
 from tests.support import nets
 from tests.support.traced_models import Calls, layers_of
 
-# --- the user's model ------------------------------------------------------------------------------------------------
-
 
 def test_a_model_in_evaluation_mode_is_traced_in_the_mode_asked_for() -> None:
     model = nets.ResNet().eval()
@@ -52,9 +50,6 @@ def test_other_threads_may_run_models_while_one_is_traced() -> None:
         done.set()
         thread.join(30)
     assert all(found)
-
-
-# --- refused examples ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("example", [[], torch.tensor(1.0), [torch.zeros(2, 3), torch.tensor(0)]])

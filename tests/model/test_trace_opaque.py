@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import InputError
+from convoy.layout.layout import OnOne
 from convoy.model.tracing import disable_in_place, trace
 from tests.support import nets
 from tests.support.nets import Negative
 from tests.support.traced_models import Calls, layers_of, run_traced
-
-# --- values that depend on the batch------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -85,9 +84,6 @@ def test_random_layers_are_known() -> None:
     assert all(layer.per_sample for layer in opaque.values())
 
 
-# --- opaque layers ---------------------------------------------------------------------------------------------------
-
-
 def test_reasons_name_what_is_opaque_and_why() -> None:
     inner = layers_of(nets.OpaquePerSample())["inner"]
     assert (inner.kind, inner.per_sample) == ("opaque", False)
@@ -98,6 +94,15 @@ def test_reasons_name_what_is_opaque_and_why() -> None:
     whole = layers_of(nets.OpaqueWhole())
     assert list(whole) == ["input", "model"]
     assert whole["model"].reason.startswith("torch.fx cannot trace it: ")
+
+
+def test_arithmetic_that_stays_on_one_device_is_reported() -> None:
+    graph = trace(nets.OpaqueWhole(), torch.zeros(2, *nets.shape_of(nets.OpaqueWhole()))).graph
+    text = graph.unsplit(dict.fromkeys(graph.layers, OnOne(1)))
+    assert text.startswith(
+        "100% of the arithmetic stays on device 1, because of layer 'model': torch.fx cannot trace it"
+    )
+    assert trace(nets.Dropouts(), torch.zeros(2, 3, 8, 8)).graph.unsplit({}) == ""
 
 
 def test_flop_of_an_opaque_layer_are_counted() -> None:

@@ -51,37 +51,6 @@ def on_two(model: nn.Module, work: Callable[[Callable[[int], Tensor], Distribute
         return run_on_threads(2, on_device, timeout_s=20)
 
 
-def test_a_forward_that_asks_whether_gradients_are_wanted() -> None:
-    """Traces were compared with gradients on; evaluated under no_grad, the net answered what it would in training."""
-
-    def change(_: Asking, x: Tensor) -> Tensor:
-        return x if torch.is_grad_enabled() else x * 0.5
-
-    model = Asking(change).double().eval()
-
-    def answer(call: Callable[[int], Tensor], here: Distributed) -> Tensor:
-        here.eval()
-        with torch.no_grad():
-            return call(6)
-
-    with torch.no_grad():
-        expected = model(images(6))
-    for found in on_two(model, answer):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_a_loop_until_the_largest_value_is_small_looks_at_all_samples() -> None:
-    """Random samples were all of one size, so that each alone took as many turns as all together."""
-
-    def change(_: Asking, x: Tensor) -> Tensor:
-        while float(x.detach().abs().max()) > 8.0:
-            x = x * 0.5
-        return x
-
-    graph = trace(Asking(change).double(), images(2)).graph
-    assert not all(layer.per_sample for layer in graph.layers.values())
-
-
 def test_a_counter_stays_in_step_on_all_devices() -> None:
     """A device without samples did not call the module: its counter lay behind, and its next answer was another one."""
 
@@ -218,42 +187,6 @@ def test_a_parameter_with_a_hook_is_whole_on_every_device() -> None:
 
     reference(images(6)).square().sum().backward()
     require_gradients(reference, run_on_threads(3, on_device, timeout_s=20))
-
-
-def test_a_buffer_that_notes_the_first_sample_is_not_the_same_on_all_devices() -> None:
-    """Two batches were drawn from one seed, and began with the same sample: each device then noted one of its own."""
-
-    class Noting(Asking):
-        def __init__(self) -> None:
-            super().__init__(lambda _, x: x)
-            self.register_buffer("first", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.first.copy_(x.detach()[0].mean())
-            return super().forward(x)
-
-    assert not all(layer.per_sample for layer in trace(Noting().double(), images(2)).graph.layers.values())
-
-
-def test_a_teacher_that_begins_as_its_student_is_seen_to_follow_it() -> None:
-    """Samples were tried with equal weights, where following changes nothing: each device then moved its copy by itself."""
-
-    class Student(Asking):
-        def __init__(self) -> None:
-            super().__init__(lambda _, x: x)
-            self.teacher = nn.Conv2d(3, 4, 3).requires_grad_(False)
-            self.teacher.load_state_dict(self.conv.state_dict())
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                for p, q in zip(self.teacher.parameters(), self.conv.parameters(), strict=True):
-                    p.data = p.data * 0.5 + q.data * 0.5
-            return self.fc((self.conv(x) - self.teacher(x).detach()).mean((2, 3)))
-
-    assert not all(layer.per_sample for layer in trace(Student().double(), images(2)).graph.layers.values())
-
-
-# --- several kinds, each trained for some steps ----------------------------------------------------------------------
 
 
 class Halved(torch.autograd.Function):
@@ -425,18 +358,6 @@ def test_the_gradient_of_one_sample_whose_axes_were_permuted_behind_a_batch_norm
     torch.testing.assert_close(found, g / (1 + 1e-5) ** 0.5, rtol=0, atol=1e-12)
 
 
-def test_a_forward_that_asks_whether_a_tensor_requires_a_gradient() -> None:
-    """Of seed 23707: traced, it got the answer no, and its hook was lost; the comparison had gradients of zero."""
-
-    def change(_: Asking, x: Tensor) -> Tensor:
-        x = x * 1
-        if x.requires_grad:
-            x.register_hook(lambda g: g * 0.5)
-        return (x * 50).clamp(-1, 1)
-
-    assert trace(Asking(change).double(), images(2)).whole == ("",)
-
-
 def test_a_number_that_is_returned_must_not_be_frozen() -> None:
     """Of seed 23776: with rectifiers that were all off it was the mean of a bias, the same for all images."""
 
@@ -494,24 +415,6 @@ class Beside(nn.Module):
 def test_a_device_that_a_small_batch_leaves_out_has_its_running_statistics() -> None:
     """Of seed 40536: a batch of two left a device without samples, and its statistics without that step."""
     assert difference(Beside(), (3, 6, 6), speeds=(1, 4), plan="data-by-speed", sizes=(6, 2, 6)) < 1e-10
-
-
-class Cancelled(nn.Module):
-    """What its block adds to all places of a channel is taken off again: no answer tells whether the block was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.fc = nn.Linear(3, 3), nn.Linear(3, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > 1:
-            x = x + self.block(x.mean((2, 3)))[:, :, None, None]
-        return self.fc((x - x.mean((2, 3), keepdim=True)).abs().mean((2, 3)))  # type: ignore[no-any-return]
-
-
-def test_a_part_that_single_samples_do_not_use_has_no_gradient_there() -> None:
-    """Of seed 53069: its weights had gradients of zero for a batch and none for single samples, so they did not decay."""
-    assert not all(layer.per_sample for layer in trace(Cancelled().double(), images(2)).graph.layers.values())
 
 
 class Assigning(nn.Module):

@@ -45,9 +45,6 @@ from tests.support.threads import run_on_threads
 SHORT = (10, 3, 10)
 
 
-# --- the named plans -------------------------------------------------------------------------------------------------
-
-
 SUMS = ("ring", "butterfly", "direct", "star")
 EVERY_SUM = [(plan, reduce) for reduce in SUMS for plan in PLANS]
 
@@ -132,9 +129,6 @@ def test_a_batch_smaller_than_the_fleet_with_one_sample_for_batch_norm() -> None
     assert run_on_threads(4, one_sample) == ["refused"] * 4
 
 
-# --- optimizers, accumulation, clipping ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("plan", "optimizer"), each_value(["data-by-speed", "hybrid", "mixed"], [*OPTIMIZERS]))
 def test_optimizers_keep_their_state_piece_by_piece(plan: str, optimizer: str) -> None:
     training = Training("mobile", SHORT * 2, optimizer)
@@ -182,10 +176,6 @@ def test_a_gradient_that_is_no_number_shows_in_all() -> None:
         for norms, poisoned in run_on_threads(4, work):
             assert all(norm != norm for norm in norms)
             assert poisoned
-
-
-def test_clipping_leaves_small_gradients_alone() -> None:
-    check(Training("two-conv", SHORT, clip=(1e6, 2.0)), mixed("two-conv"))
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "mixed"])

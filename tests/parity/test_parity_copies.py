@@ -30,16 +30,13 @@ from tests.support.one_device import (
     part,
     traffic_of,
 )
-from tests.support.slow import each_value
+from tests.support.slow import each_value, most_slow
 from tests.support.threads import run_on_threads
 
 SHORT = (10, 3, 10)
 
 
-# --- float32, copies, traffic ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("plan", [*PLANS, "mixed"])
+@pytest.mark.parametrize("plan", most_slow(2, ["mixed", *reversed(PLANS)]))
 def test_float32_follows_within_rounding(plan: str) -> None:
     """Sums in another order: a few units in the last place at first, magnified by twenty steps of training."""
     training = Training("two-conv", dtype=torch.float32)
@@ -97,9 +94,6 @@ def test_traffic_by_hand() -> None:
     plan = named_plan("data", graph_of("two-conv"), 10, Speeds((1.0, 1.0)), "ring")
     weights = sum(p.numel() for p in nets.build("two-conv").parameters())
     assert traffic_of("two-conv", plan, 10) == {(0, 1): 8 * (weights + 25), (1, 0): 8 * (weights + 25)}
-
-
-# --- evaluation ------------------------------------------------------------------------------------------------------
 
 
 def test_dropout_is_off_in_evaluation() -> None:

@@ -1,9 +1,6 @@
 """Parity of every kind of layer in every plan that can split it: forward, backward, three steps, evaluation."""
 
-import math
-
 import pytest
-import torch
 
 from convoy.layout.layout import Split
 from convoy.model.graph import Graph, Layer
@@ -13,6 +10,7 @@ from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from tests.support import layer_nets, nets
 from tests.support.layer_nets import BY_SAMPLES, FILTERED, KEPT
 from tests.support.one_device import Training, check, graph_of
+from tests.support.slow import each_value
 
 SIZES = (6, 2, 6)
 SAMPLES = Batch((4, 0, 2))
@@ -56,8 +54,7 @@ def test_layers_that_stay_split(name: str) -> None:
     check(Training(name, SIZES), plan_for(graph, {}))
 
 
-@pytest.mark.parametrize("strategy", ["filter", "channel", "batch", "one"])
-@pytest.mark.parametrize("name", [*FILTERED])
+@pytest.mark.parametrize(("name", "strategy"), each_value([*FILTERED], ["filter", "channel", "batch", "one"]))
 def test_layers_with_filters(name: str, strategy: str) -> None:
     graph, (_, prefix, extent, sums) = graph_of(name), FILTERED[name]
     layer = the_layer(graph, prefix)
@@ -106,12 +103,3 @@ def test_channels_last_in_the_middle_stay_split() -> None:
     plan = plan_for(graph, {"layer.up": Filter((10, 0, 6)), "layer.down": Channel((10, 0, 6))})
     assert {"layer.up", "gelu"} <= split_of(graph, plan)
     check(Training("block", SIZES), plan)
-
-
-def test_the_work_of_a_part_is_its_part_of_the_work() -> None:
-    for name, (_, prefix, extent, _) in FILTERED.items():
-        graph = graph_of(name)
-        layer = the_layer(graph, prefix)
-        assert layer.flop > 0, name
-        assert math.prod(layer.shape) % extent == 0
-    assert torch.get_num_threads() >= 1

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.layout.shares import even
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -30,15 +29,13 @@ from tests.support.one_device import (
     one_trace,
     part,
 )
+from tests.support.slow import most_slow
 from tests.support.threads import run_on_threads
 
 SHORT = (10, 3, 10)
 
 
-# --- dropout, two inputs, freezing -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("plan", [*PLANS])
+@pytest.mark.parametrize("plan", most_slow(2, PLANS))
 def test_dropout_trains_and_keeps_copies_equal(plan: str) -> None:
     """The one exception to parity: each device draws for itself. The copies of the weights agree all the same."""
     model = nets.Dropouts().double()
@@ -79,7 +76,7 @@ class Two(nn.Module):
         return self.fc((self.conv(x) * gate.view(-1, 6, 1, 1)).mean((2, 3))), gate
 
 
-@pytest.mark.parametrize("plan", [*PLANS])
+@pytest.mark.parametrize("plan", most_slow(2, PLANS))
 def test_a_model_of_two_inputs_and_two_outputs(plan: str) -> None:
     torch.manual_seed(0)
     model, x, v = Two().double(), torch.randn(10, 3, 8, 8).double(), torch.randn(10, 4).double()
@@ -189,17 +186,4 @@ def test_the_test_itself_can_fail() -> None:
             assert_same(broken, expected)
 
 
-def test_even_shares_are_used_where_no_speed_is_known() -> None:
-    assert by_name("data", "two-conv").otherwise == Batch(even(10, 4))
-
-
 # --- memory format ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("plan", ["data-by-speed", "master", "model", "hybrid"])
-def test_a_model_in_channels_last_computes_the_same(plan: str) -> None:
-    """Its weights lie otherwise in memory (docs/decisions/017): pieces of them are cut and gathered all the same."""
-    training = Training("two-conv", SHORT)
-    model = nets.build("two-conv").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    assert not next(model.parameters()).is_contiguous()
-    assert_same(on_many(training, by_name(plan, "two-conv"), model), on_one(training))

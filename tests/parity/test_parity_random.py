@@ -106,14 +106,14 @@ def try_plan(net: str, plan: Plan, training: Training) -> None:
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 
 
-@settings(max_examples=20, derandomize=True, **QUIET)
+@settings(max_examples=8, derandomize=True, **QUIET)
 @given(plans())
 def test_random_plans_follow_one_device_for_twenty_steps(case: tuple[str, Plan]) -> None:
     net, plan = case
     try_plan(net, plan, Training(net, TWENTY_STEPS))
 
 
-@settings(max_examples=16, derandomize=True, **QUIET)
+@settings(max_examples=8, derandomize=True, **QUIET)
 @given(plans(WITHOUT_BATCH_NORM), st.sampled_from([*OPTIMIZERS]), st.booleans())
 def test_random_plans_with_tiny_batches(case: tuple[str, Plan], optimizer: str, clip: bool) -> None:
     net, plan = case
@@ -121,7 +121,7 @@ def test_random_plans_with_tiny_batches(case: tuple[str, Plan], optimizer: str, 
     try_plan(net, plan, training)
 
 
-@settings(max_examples=16, derandomize=True, **QUIET)
+@settings(max_examples=8, derandomize=True, **QUIET)
 @given(plans(tuple(net for net in NETS if net != "no-gradient")), st.sampled_from([10, 3]))
 def test_random_plans_move_the_bytes_they_predict(case: tuple[str, Plan], size: int) -> None:
     net, plan = case

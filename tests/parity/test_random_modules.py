@@ -57,9 +57,6 @@ def test_five_thousand_random_modules(chunk: int) -> None:
     assert counts["unstable"] <= 0.01 * NETS / CHUNKS, counts
 
 
-# --- the generator and the comparison --------------------------------------------------------------------------------
-
-
 def test_a_seed_gives_the_same_net_again() -> None:
     assert [draw(seed).source() for seed in range(20)] == [draw(seed).source() for seed in range(20)]
     assert len({draw(seed).source() for seed in range(200)}) == 200

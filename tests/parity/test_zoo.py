@@ -126,9 +126,6 @@ def test_a_difference_would_be_seen() -> None:
     assert model_zoo.difference(found, expected) > EXACT
 
 
-# --- how far each is taken apart -------------------------------------------------------------------------------------
-
-
 NOTHING: set[str] = set()
 WHOLE = {"shufflenet_v2_x1_0": {"chunk"}}
 """What no rule splits by filter, in the models that have any."""
@@ -153,9 +150,6 @@ def test_a_model_that_cannot_be_taken_apart_stays_on_one_device_and_says_so() ->
     (row,) = layer_rows(plan, graph)
     assert row.note.startswith("torch.fx cannot trace it")
     assert row.strategy == "one"
-
-
-# --- stochastic depth, named outputs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,15 +189,6 @@ def test_outputs_are_returned_by_name() -> None:
     assert_named(model, trace(model, x[:2]).graph, x, "Named")
 
 
-@pytest.mark.slow
-def test_googlenet_returns_its_outputs_by_name() -> None:
-    model = model_zoo.build("googlenet")
-    (x, _), *_ = model_zoo.batches("googlenet", model)
-    graph = model_zoo.traced("googlenet", model).graph
-    assert graph.outputs == ("fc", "aux2.fc2", "aux1.fc2")
-    assert_named(model, graph, x, "GoogLeNetOutputs")
-
-
 def assert_named(model: nn.Module, graph: Graph, x: Tensor, name: str) -> None:
     assert not any(layer.several for layer in graph.layers.values())
     plan = named_plan("data-by-speed", graph, model_zoo.BATCH, Speeds((2.0, 1.0)))
@@ -216,43 +201,6 @@ def assert_named(model: nn.Module, graph: Graph, x: Tensor, name: str) -> None:
 
     with one_trace("zoo", name):
         assert run_on_threads(2, work) == [(name, (6, 5))] * 2
-
-
-# --- what Python decides by ------------------------------------------------------------------------------------------
-
-
-class Head(nn.Module):
-    """As timm's: a switch among the arguments decides what is returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.fc = nn.BatchNorm1d(4), nn.Linear(4, 5)
-
-    def forward(self, x: Tensor, before_fc: bool = False) -> Tensor:
-        x = self.norm(x)
-        if before_fc:
-            return x
-        return self.fc(x)
-
-
-class Headed(nn.Module):
-    def __init__(self, *before_fc: bool) -> None:
-        super().__init__()
-        self.conv, self.head, self.before_fc = nn.Conv2d(3, 4, 3), Head(), before_fc
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.conv(x).mean((2, 3)), *self.before_fc)
-
-
-@pytest.mark.parametrize(("before_fc", "output"), [((), "head.fc"), ((False,), "head.fc"), ((True,), "head.norm")])
-def test_a_switch_among_the_arguments_does_not_keep_a_module_whole(before_fc: tuple[bool, ...], output: str) -> None:
-    """Every module was tried with unknowns for all its arguments: no head of timm's models could be taken apart."""
-    graph = trace(Headed(*before_fc), torch.zeros(2, 3, 8, 8)).graph
-    assert graph.outputs == (output,)
-    assert all(layer.kind != "opaque" for layer in graph.layers.values())
-
-
-# --- one block -------------------------------------------------------------------------------------------------------
 
 
 def test_a_block_has_the_work_of_the_model_and_one_fingerprint_for_all_weights() -> None:

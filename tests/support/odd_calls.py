@@ -1,6 +1,5 @@
 """Nets with one unusual call each: a non-batch value between calls, or Python that a trace loses."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,18 +37,6 @@ class Odd(nn.Module):
         y = self.function(self, self.body(x)) * scale
         y = y if mask is None else y * mask
         return self.fc(y.reshape(y.shape[0], y.shape[1], -1).mean(2))
-
-
-def deviation(_: Any, x: Tensor) -> Tensor:
-    """Minibatch standard deviation, as in Karras et al. 2018."""
-    spread = (x - x.mean(0, keepdim=True)).square().mean(0).add(1e-8).sqrt().mean()
-    return torch.cat([x, spread.expand(x.shape[0], 1, x.shape[2], x.shape[3])], 1)
-
-
-def coordinates(_: Any, x: Tensor) -> Tensor:
-    """CoordConv, Liu et al. 2018."""
-    rows = torch.linspace(-1, 1, x.shape[2], device=x.device, dtype=x.dtype).view(1, 1, -1, 1)
-    return torch.cat([x, rows.expand(x.shape[0], 1, x.shape[2], x.shape[3])], 1)
 
 
 def tokens(m: Any, x: Tensor) -> Tensor:
@@ -96,35 +83,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.block, x, use_reentrant=self.reentrant)
-
-
-class Teacher(nn.Module):
-    """MoCo's second encoder: a slowly following copy, equal at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = nn.Conv2d(6, 6, 1)
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                    slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
-        return self.student(x) + self.teacher(x)
-
-
-class WarmUp(nn.Module):
-    """A module whose effect starts at the third step, so that a check of one step misses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps, self.gain = 0, nn.Parameter(torch.ones(6, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps += 1
-        return x * self.gain * (1.0 if self.steps < 3 else 0.5)
 
 
 class BySize(nn.Module):

@@ -22,8 +22,16 @@ from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, bind_operation, disable_in_place
 from convoy.model.split_rules import register_layer
-from convoy.model.tracing.copies import copied, meta_copy, release, shared_parameters
-from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, hooked, on_weights
+from convoy.model.tracing.copies import (
+    KINDS,
+    ON_PARAMETERS,
+    copied,
+    hooked,
+    meta_copy,
+    on_weights,
+    release,
+    shared_parameters,
+)
 from convoy.model.tracing.layer_builder import LayerBuilder, canonical_keys, dtype_name, whole
 from convoy.model.tracing.node_values import BATCHES, Spec, Untraceable, across, is_batched, meta_inputs, without_batch
 from convoy.model.tracing.python_state import State, StateWatch, changed, modes_of, subtree
@@ -148,9 +156,6 @@ def _is_on_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
-# --- hooks -----------------------------------------------------------------------------------------------------------
-
-
 def _with_hooks(model: nn.Module, traced: TracedModel, original: nn.Module) -> TracedModel:
     """Compute every layer with hooks whole on every device, and never split a parameter with hooks."""
     keys = {key for key, p in original.named_parameters() if any(getattr(p, kind, None) for kind in ON_PARAMETERS)}
@@ -167,9 +172,6 @@ def _with_hooks(model: nn.Module, traced: TracedModel, original: nn.Module) -> T
             layer = replace(layer, per_sample=False, everywhere=not layer.random, reason=reason)
         layers[name] = layer
     return replace(traced, graph=Graph(traced.graph.model, layers, traced.graph.outputs))
-
-
-# --- one model in one mode -------------------------------------------------------------------------------------------
 
 
 class _Capture:
@@ -245,14 +247,8 @@ class _Capture:
             f"treats samples ({part}): give a model with weights"
         )
 
-    # --- the model as one layer --------------------------------------------------------------------------------------
-
     def _as_one_layer(self, why: str) -> TracedModel:
-        """Return a trace of one layer, with a `pick` for each output where there are several.
-
-        Raises:
-            InputError: it does not run on inputs of these shapes, or returns something else than tensors with a batch axis.
-        """
+        """Return a trace of one layer, with a `pick` for each output where there are several."""
         model = self.model
         inputs = {f"input{i}" if i else "input": spec for i, spec in enumerate(self.specs)}
         layers = {n: Layer(n, "input", (), shape, dtype=dtype_name(dtype)) for n, (shape, dtype) in inputs.items()}

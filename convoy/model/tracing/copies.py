@@ -1,4 +1,4 @@
-"""Copies of models that share the parameters' memory, and trials that do not write to it."""
+"""The user's hooks on models, and copies of models that share the parameters' memory."""
 
 import copy
 import functools
@@ -10,7 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.tracing.hooks import KINDS, on_weights
+
+KINDS: Mapping[str, str] = {
+    "_forward_pre_hooks": "forward-pre hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "full-backward-pre hook",
+    "_backward_hooks": "backward hook",
+}
+"""The tables of hooks of a module, which stay the same objects -> the name of a hook in each."""
+ON_PARAMETERS: Mapping[str, str] = {
+    "_backward_hooks": "hook",
+    "_post_accumulate_grad_hooks": "post-accumulate-grad hook",
+}
+"""The same of a parameter."""
+
+
+def on_weights(hook: Any) -> bool:
+    """Return whether a hook is one of torch's own that compute a weight, or of Convoy's: they read no sample."""
+    return type(hook).__module__.startswith(("torch.nn.utils", "convoy.runtime"))
+
+
+def hooked(module: nn.Module) -> list[str]:
+    """Return the kinds of a user's hooks on a module."""
+    return [kind for kind in KINDS if not all(map(on_weights, list(getattr(module, kind).values())))]
 
 
 def copied(model: nn.Module, tensors: Mapping[int, Any] | None = None) -> nn.Module:

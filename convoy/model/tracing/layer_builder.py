@@ -82,6 +82,7 @@ class LayerBuilder:
         self._members: dict[fx.Node, list[fx.Node]] = {}  # node -> its region
         self._waits: dict[fx.Node, list[fx.Node]] = {}  # node -> the nodes whose tensors, or odd numbers, it reads
         self._done: set[fx.Node] = set()
+        self._precise = functools.cache(lambda: shared_copy(model).double())
 
     def run(self) -> TracedModel:
         """Build all layers.
@@ -168,8 +169,6 @@ class LayerBuilder:
         if layer.several:
             self._items[node] = (name, range(len(self.values[node][0])))
 
-    # --- layers with several outputs ---------------------------------------------------------------------------------
-
     def _pick(self, node: fx.Node, name: str, items: Sequence[int]) -> None:
         """Pick `outputs[i]`, which is one tensor, or `outputs[i:j]`, which is fewer of them."""
         index = node.args[1]
@@ -181,11 +180,7 @@ class LayerBuilder:
             raise Untraceable(f"{node.name} picks by something else than a number", node.meta["where"])
 
     def _item(self, name: str, item: int, of_batch: Pair | None = None) -> str:
-        """Return the layer that picks one tensor of a layer's output.
-
-        Args:
-            of_batch: the values of the tensor where it is one of the whole batch.
-        """
+        """Return the layer that picks one tensor of a layer's output; `of_batch`: its values if it has no rows."""
         picked = f"{name}[{item}]"
         if picked not in self._layers:
             source, small = self._layers[name], self._shown[name][item]
@@ -198,8 +193,6 @@ class LayerBuilder:
             self._operations[picked] = Operation("function", operator.getitem, (Ref(0), item))
             self._shown[picked] = small
         return picked
-
-    # --- regions -----------------------------------------------------------------------------------------------------
 
     def _add_region(self, group: Sequence[fx.Node]) -> None:
         """Build one layer for the calls of a region, with the values that leave it as its outputs."""
@@ -249,15 +242,8 @@ class LayerBuilder:
             of_batch = values[node] if node in values.of_batch else None
             self._names[node] = self._item(name, i, of_batch) if several else name
 
-    # --- the call ----------------------------------------------------------------------------------------------------
-
     def _arguments(self, node: fx.Node, refs: list[str], at: dict[fx.Node, Ref]) -> tuple[Any, Any]:
-        """Return the arguments with a Ref for every tensor, and a BatchExtent for every size that follows the batch.
-
-        Args:
-            refs: names of the layers read so far; it grows.
-            at: the nodes of the same region.
-        """
+        """Return the arguments with placeholders. `refs`, the names of the layers read so far, grows; `at`: the region."""
 
         def lower(n: fx.Node) -> Any:
             n = self.values.reads[node][n]
@@ -310,8 +296,6 @@ class LayerBuilder:
     def _module(self, node: fx.Node) -> nn.Module | None:
         path = str(node.target) if node.op == "call_module" else self._norms.get(node)
         return None if path is None else self.model.get_submodule(path)
-
-    # --- what a plan must know ---------------------------------------------------------------------------------------
 
     def _known(self, node: fx.Node, operation: Operation, layer: Layer) -> Known:
         """Return the kind of a layer, and where it may be cut."""
@@ -398,8 +382,6 @@ class LayerBuilder:
         """Run an opaque layer on random numbers, and return it with the ways in which it may be computed.
 
         Args:
-            modules: paths of those that it calls.
-            why: why it is opaque.
             mixes: it certainly looks at several samples.
             registered: it was registered as one that treats samples alike.
         """
@@ -418,7 +400,7 @@ class LayerBuilder:
         if layer.random and not modules:
             # No two calls agree, so none can show whether samples are independent. These functions draw for each entry.
             return replace(layer, reason=why)
-        found = per_sample(self.model, operation, lambda: self._precise, inputs, modules)
+        found = per_sample(self.model, operation, self._precise, inputs, modules)
         if found.overwrites:
             where = max(modules, key=len).rpartition(".")[0] if modules else ""
             raise Untraceable(f"{layer.name} overwrites its input", where)
@@ -432,10 +414,6 @@ class LayerBuilder:
         return replace(
             layer, per_sample=not found.dependence, reason=reason, changes_state=found.each, called_everywhere=each
         )
-
-    @functools.cached_property
-    def _precise(self) -> nn.Module:
-        return shared_copy(self.model).double()
 
 
 def is_of_user(operation: Operation, model: nn.Module) -> bool:
@@ -458,10 +436,6 @@ def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, boo
 
     If it changes Python state, every device calls it, so that all have the same state. With random numbers inside, copies
     would differ: then one device calls it, and its state must not change.
-
-    Args:
-        why: why it is opaque.
-        elsewhere: as in `LayerBuilder`.
     """
     random = layer.random or seen.draws or bool(seen.hidden)
     changes = bool(seen.changes or seen.hidden) or layer.name in elsewhere
@@ -490,9 +464,6 @@ def canonical_keys(model: nn.Module) -> dict[str, str]:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# --- regions: values between their nodes are not rows of the batch, so each region becomes one layer --------------------
 
 
 def _regions(

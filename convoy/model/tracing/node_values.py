@@ -56,12 +56,7 @@ def call_node(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _evaluate(node: fx.Node, meta: nn.Module, attribute: Callable[[str], Any], value: Callable[[fx.Node], Any]) -> Any:
-    """Return the value of a node on the meta device.
-
-    Args:
-        meta: the model there.
-        attribute: returns a parameter, buffer or constant by its path; value: the value of a node that this one reads.
-    """
+    """Return the value of a node on the meta device, where the model is `meta`."""
     if node.op == "get_attr":
         held = attribute(str(node.target))
         return held.to("meta") if isinstance(held, Tensor) else held
@@ -78,9 +73,6 @@ def _evaluate(node: fx.Node, meta: nn.Module, attribute: Callable[[str], Any], v
             return module(*args, **kwargs)
         with random_kept():
             return module(*args, **kwargs)
-
-
-# --- while a forward is traced ---------------------------------------------------------------------------------------
 
 
 class Sizes:
@@ -129,11 +121,7 @@ class Sizes:
         return tuple(a if a == b else None for a, b in zip(small, large, strict=True))
 
     def number(self, node: fx.Node) -> Any:
-        """Return a number, text or None that depends only on the model and the shape of its inputs.
-
-        Raises:
-            LookupError: it is another value.
-        """
+        """Return a number, text or None that depends only on the model and the shape of its inputs, or raise LookupError."""
         pair = self.pair(node)
         if pair is None or node in self._counted or not isinstance(pair[0], _PLAIN) or pair[0] != pair[1]:
             raise LookupError(node.name)
@@ -190,9 +178,6 @@ _OF_DEVICES = {
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
-# --- after it was traced ---------------------------------------------------------------------------------------------
-
-
 class NodeValues:
     """The values of the nodes visited so far, as pairs: one for each of `BATCHES`.
 
@@ -227,11 +212,7 @@ class NodeValues:
         return self._pairs[node]
 
     def visit(self, node: fx.Node, counter: FlopCounterMode) -> None:
-        """Evaluate the next node.
-
-        Raises:
-            Untraceable: it does not run.
-        """
+        """Evaluate the next node, or raise Untraceable if it does not run."""
         self.reads[node] = {n: self._latest(n) for n in node.all_input_nodes}
         if node.op == "output":
             return
@@ -329,14 +310,8 @@ class NodeValues:
         except Exception:  # it needs numbers
             return True
 
-    # --- tensors that are overwritten --------------------------------------------------------------------------------
-
     def _write(self, node: fx.Node, target: fx.Node) -> None:
-        """Record that a call writes into the tensor that `target` gave.
-
-        Raises:
-            Untraceable: it is a parameter or buffer, or has a second name that the trace would not change.
-        """
+        """Record that a call writes into the tensor that `target` gave. Refuse tensors with a second name."""
         where = node.meta["where"]
         if target in self._of_data:
             raise Untraceable(f"{node.name} overwrites a tensor that was computed from numbers", where)
@@ -356,8 +331,6 @@ class NodeValues:
         while node in self._overwritten:
             node = self._overwritten[node]
         return node
-
-    # --- values that cannot pass from layer to layer -----------------------------------------------------------------
 
     def _oddness(self, node: fx.Node, pair: Pair, reads: Sequence[fx.Node]) -> str:
         """Return why a value cannot pass from layer to layer; "" where it can."""
@@ -481,11 +454,7 @@ def mentions_batch(arg: Any) -> bool:
 
 
 def _folded(small: Any, large: Any) -> Any:
-    """Return one value for both batch sizes.
-
-    Raises:
-        ValueError: they differ, but not as the batch sizes do.
-    """
+    """Return one value for both batch sizes, or raise ValueError if they do not differ as the sizes do."""
     if isinstance(small, tuple | list):
         return tuple(_folded(a, b) for a, b in zip(small, large, strict=True))
     if isinstance(small, torch.device):

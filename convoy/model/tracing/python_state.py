@@ -44,9 +44,6 @@ _DEEPEST = 12
 _MISSING = "<nothing>"
 
 
-# --- one value -------------------------------------------------------------------------------------------------------
-
-
 class Hidden(Exception):  # noqa: N818 - an answer, not an error
     """A value whose state cannot be compared: a random generator, an iterator, an object of a C extension."""
 
@@ -86,11 +83,7 @@ def _form(value: Any) -> Any:
 
 
 def _inner(value: Any) -> list[tuple[Any, Any]]:
-    """Return the values inside one, with their names; none where it never changes.
-
-    Raises:
-        Hidden: they cannot be read.
-    """
+    """Return the values inside one, with their names; none where it never changes. Raise Hidden if they cannot be read."""
     if isinstance(value, _UNREADABLE) or hasattr(type(value), "__next__"):
         raise Hidden(f"a {type(value).__qualname__}")
     if isinstance(value, dict | MappingProxyType):
@@ -127,8 +120,6 @@ def _attribute(value: Any, name: str) -> Any:
     except ValueError:  # an empty cell
         return _MISSING
 
-
-# --- the values that code reads --------------------------------------------------------------------------------------
 
 _NO_USERS = frozenset(sys.stdlib_module_names) | {"torch", "torchvision", "numpy", "builtins"}
 """Packages whose code is not examined."""
@@ -319,9 +310,6 @@ def subtree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:
     return dict(model.get_submodule(path).named_modules(prefix=path))
 
 
-# --- random numbers --------------------------------------------------------------------------------------------------
-
-
 class _TorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records whether this thread draws from torch's own generator. (Its state would also show draws of other threads.)"""
 
@@ -358,9 +346,6 @@ def random_kept(*, of_torch: bool = True) -> Iterator[Callable[[], bool]]:
         random.setstate(own)
         np.random.set_state(numpy_own)
         torch.set_rng_state(torch_own)
-
-
-# --- during training -------------------------------------------------------------------------------------------------
 
 
 def modes_of(model: nn.Module) -> dict[str, bool]:
@@ -401,11 +386,7 @@ class StateWatch:
         self._outside = [(name, get, _form(get())) for name, get in state.outside.items()]
 
     def check(self) -> None:
-        """Refuse to continue after a change.
-
-        Raises:
-            InputError: an attribute, a submodule or a mode is not what it was when the model was distributed.
-        """
+        """Raise InputError if an attribute, a submodule or a mode is not what it was when the model was distributed."""
         for path, module, training in self._modes:
             if module.training != training:
                 raise InputError(

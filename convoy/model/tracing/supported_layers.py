@@ -106,9 +106,6 @@ def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
     return tuple(conv.padding)
 
 
-# --- torch's modules -------------------------------------------------------------------------------------------------
-
-
 def _plain(call: Call) -> bool:
     return is_alone(call) and len(call.operation.args) + len(call.operation.kwargs) == 1
 
@@ -158,9 +155,6 @@ def _of_channels(axes_behind: int) -> Rule:
     return rule
 
 
-# --- several tensors -------------------------------------------------------------------------------------------------
-
-
 def _cat(call: Call) -> Known | None:
     axis = call.argument(1, "dim", call.argument(1, "axis", 0))
     return Known("cat", axis=axis % len(call.output)) if isinstance(axis, int) else None
@@ -172,9 +166,6 @@ def _stack(call: Call) -> Known | None:
         return None
     x, count = call.inputs[0], len(call.inputs)
     return Known("parts", tuple(Cut(a if a < new else a + 1, x[a], (a,) * count) for a in range(1, len(x))))
-
-
-# --- along some axes -------------------------------------------------------------------------------------------------
 
 
 def _whole_numbers(values: Sequence[Any]) -> bool:
@@ -227,9 +218,6 @@ def _reduction(call: Call) -> Known | None:
     return Known("parts", tuple(Cut(a if kept else a - sum(r < a for r in axes), x[a], (a,)) for a in free))
 
 
-# --- norms as functions ----------------------------------------------------------------------------------------------
-
-
 def _group_norm(call: Call) -> Known | None:
     groups, x, operation = call.argument(1, "num_groups"), call.inputs[0], call.operation
     if not isinstance(groups, int) or len(operation.args) < 2:
@@ -237,9 +225,6 @@ def _group_norm(call: Call) -> Known | None:
     args = (operation.args[0], PartExtent(groups, 1, x[1]), *operation.args[2:])
     changed = replace(operation, args=args)
     return Known("parts", (Cut(1, groups, cut_with_parameters(call, 1, x[1])),), operation=changed)
-
-
-# --- other shapes of the same numbers --------------------------------------------------------------------------------
 
 
 def _permuted(call: Call) -> Known | None:
@@ -350,9 +335,6 @@ def _item(call: Call) -> Known | None:
     return Known("parts", tuple(cuts[1:])) if cuts and cuts[0].axis == 0 and cuts[0].inputs == (0,) else None
 
 
-# --- products --------------------------------------------------------------------------------------------------------
-
-
 def _einsum(call: Call) -> Known | None:
     equation = call.argument(0, "equation")
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
@@ -440,8 +422,6 @@ def _with_weight(call: Call) -> Known | None:
     changed = replace(call.operation, args=tuple(args), kwargs=kwargs)
     return Known("filters", (Cut(1, groups, tuple(axes)),), groups, operation=changed)
 
-
-# --- the tables ------------------------------------------------------------------------------------------------------
 
 _ALONE = SplitRule("entries")
 _ALONG = ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp")

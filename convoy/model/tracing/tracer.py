@@ -125,9 +125,6 @@ def _input_names(model: nn.Module, inputs: int) -> tuple[str, ...]:
     return (*names, *(f"input_{i}" for i in range(len(names), inputs)))
 
 
-# --- the tracer ------------------------------------------------------------------------------------------------------
-
-
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
@@ -148,11 +145,7 @@ class _Tracer(fx.Tracer):
 
     @contextmanager
     def following(self, module: nn.Module, path: str = "") -> Iterator[None]:
-        """Check that a trace loses nothing of what a forward does inside. Python state that it changes stays changed.
-
-        Raises:
-            Untraceable: it changes Python state, or reads what cannot be compared.
-        """
+        """Refuse a forward that changes Python state, or reads what cannot be compared. What it changes stays changed."""
         if "forward" in vars(module) and not chosen_forward(module):
             raise Untraceable("its forward was replaced by hand")
         own = State({"": module})
@@ -241,11 +234,7 @@ class _Tracer(fx.Tracer):
         return node
 
     def _refuse_surroundings(self, frame: Any) -> None:
-        """Refuse contexts and callers, up to the module that is being traced, that a trace would lose.
-
-        Args:
-            frame: of the call to check.
-        """
+        """Refuse contexts and callers of a frame, up to the module that is being traced, that a trace would lose."""
         if _autocasts() > self._autocasts:
             raise Untraceable("its forward switches autocast on or off")
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -256,8 +245,6 @@ class _Tracer(fx.Tracer):
             if frame.f_code is _APPLY:
                 raise Untraceable("its forward calls an autograd.Function, which has its own backward")
             frame = frame.f_back
-
-    # --- what a forward asks -----------------------------------------------------------------------------------------
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Sized(node, self)
@@ -313,9 +300,6 @@ def _why(error: Exception) -> str:
     own = [f for f in frames if not f.filename.startswith(inside)]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return f"torch.fx cannot trace it: {first_line(error)}{where}"
-
-
-# --- proxies ---------------------------------------------------------------------------------------------------------
 
 
 class _Recorded:

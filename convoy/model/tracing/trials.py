@@ -58,9 +58,6 @@ class TrialInputs:
         return [t.to(dtype) if dtype is not None and is_floating(t) else t for t in made]
 
 
-# --- modules of the user ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Observation:
     """The effects of one call of a layer with Python of the user.
@@ -146,9 +143,6 @@ def _no_gradient_to(outputs: list[Tensor], given: list[Tensor], parameters: Sequ
         return ()
     missing = {id(t) for t, g in zip(wanted, found, strict=True) if g is None}
     return tuple(i for i, t in enumerate(given) if id(t) in missing)
-
-
-# --- calls of torch --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +257,6 @@ def has_dropout(module: nn.Module) -> bool:
     return any("Dropout" in type(m).__name__ and m.training and getattr(m, "p", 1.0) != 0 for m in module.modules())
 
 
-# --- registered layers -----------------------------------------------------------------------------------------------
-
-
 def check_cuts(
     model: nn.Module, layer: Layer, operation: Operation, inputs: TrialInputs, like: type[nn.Module] | None = None
 ) -> None:
@@ -300,14 +291,10 @@ def check_cuts(
     def set_state(state: dict[str, Tensor]) -> None:
         for key, tensor in state.items():
             path, _, name = key.rpartition(".")
-            holder = module.get_submodule(path)
-            if name in holder._parameters:
-                holder._parameters[name] = nn.Parameter(tensor.clone(), requires_grad=False)
-            else:
-                holder._buffers[name] = tensor.clone()
+            holder, own = module.get_submodule(path), tensor.clone()
+            setattr(holder, name, nn.Parameter(own, requires_grad=False) if name in holder._parameters else own)
 
     def call(given: Sequence[Tensor], shards: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the output and the buffers, with these shards of parameters."""
         set_state({**before, **shards})
         y = call_operation(local, operation, given, len(given[0]))
         return y, {key: b.clone() for key, b in module.named_buffers()}
@@ -347,9 +334,6 @@ def check_cuts(
                 axis = cut.parameters.get(key)
                 for found in shards if axis is None else [torch.cat(shards, axis)]:
                     compare(value, found, f"{where}, in its buffer {key!r}")
-
-
-# --- nests of tensors ------------------------------------------------------------------------------------------------
 
 
 def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
