@@ -66,7 +66,7 @@ def _samples(name: str, dataset: Any, classes: int, dtype: torch.dtype) -> Sampl
 
 @contextmanager
 def own_random_numbers() -> Iterator[None]:
-    """Restore the random streams of Python, NumPy and torch afterwards."""
+    """Restore the random streams of Python, NumPy and torch after the block."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

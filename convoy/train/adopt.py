@@ -238,15 +238,12 @@ def local_loader(source: DataLoader[Any], model: Distributed) -> Loader:
     check_loader(source)
     sampler, size = source.sampler, len(source.dataset)  # type: ignore[arg-type]
     shuffles = type(sampler) is data.RandomSampler and not sampler.replacement and sampler.num_samples == size
-    own = source.collate_fn is not default_collate or source.worker_init_fn or source.multiprocessing_context
-    if (
-        own
-        or type(source.batch_sampler) is not data.BatchSampler
-        or not (shuffles or type(sampler) is data.SequentialSampler)
-    ):
+    known = type(source.batch_sampler) is data.BatchSampler and (shuffles or type(sampler) is data.SequentialSampler)
+    known = known and source.collate_fn is default_collate and type(source).__iter__ is DataLoader.__iter__
+    if not known or source.worker_init_fn or source.multiprocessing_context:
         raise InputError(
             "prepare(parts=True) loads each sample on one device only, and the DataLoader has a sampler, collate_fn, "
-            "worker_init_fn or multiprocessing_context: leave them out, or leave parts out"
+            "worker_init_fn, multiprocessing_context or __iter__ of its own: leave them out, or leave parts out"
         )
     seed = (source.generator or torch.default_generator).initial_seed()
     return Loader(
@@ -286,19 +283,13 @@ def in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -
 
 def check_loader(source: Any) -> None:
     """Raise InputError for a DataLoader whose batches cannot be split."""
-    kind = type(source)
     if not isinstance(source, DataLoader):
         remedy = "give DataLoaders, not what wraps them"
         if isinstance(source, Loader):
             remedy = "it is prepared already; keep it, and give prepare the original DataLoader"
         elif isinstance(source, LRScheduler | ReduceLROnPlateau):
             remedy = "leave it out; it continues to work, since the optimizer stays the same object"
-        raise InputError(f"prepare was given a {kind.__name__} as a loader: {remedy}")
-    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
-        raise InputError(
-            f"{kind.__name__} overrides iteration, which would be lost: give a plain DataLoader, and move its changes "
-            "of batches into the data set or collate_fn"
-        )
+        raise InputError(f"prepare was given a {type(source).__name__} as a loader: {remedy}")
     if isinstance(source.dataset, data.IterableDataset):
         raise InputError(
             f"the data set {type(source.dataset).__name__} is iterable-style: its samples have no numbers, so devices cannot "

@@ -266,14 +266,6 @@ def test_optimizer_state_dict_of_shards_is_refused() -> None:
 # --- prepare -----------------------------------------------------------------------------------------------------------
 
 
-class Prefetching(DataLoader[Any]):
-    """A common kind of loader wrapper, whose changes to a batch would be lost."""
-
-    def __iter__(self) -> Any:
-        for x, y in super().__iter__():
-            yield 2 * x, y
-
-
 class Wrapped:
     """A loader around a loader, as timm's PrefetchLoader."""
 
@@ -287,7 +279,6 @@ class Wrapped:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (lambda m, o: (m, o, Prefetching(images(), 5)), "Prefetching overrides iteration.*collate_fn"),
         (lambda m, o: (m, o, Wrapped()), "a Wrapped as a loader: .*give DataLoaders, not what wraps them"),
         (lambda m, o: (o, m, shuffled()), "in this order; its model is a SGD"),
         (lambda m, o: (m, shuffled(), o), "in this order; its optimizer is a DataLoader"),

@@ -119,7 +119,16 @@ def sized(make: Make) -> Iterator[Any]:
     yield from make(DataLoader(Resized(), batch_sampler=Sized(RandomSampler(Noisy()), 5, drop_last=False)))
 
 
-@pytest.mark.parametrize("loop", [zipped, restarted, twice_at_once, persistent, learning, sized])
+class Doubling(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        yield from ([2 * x, y] for x, y in super().__iter__())
+
+
+def doubled(make: Make) -> Iterator[Any]:
+    yield from make(Doubling(images(), 5, shuffle=True))
+
+
+@pytest.mark.parametrize("loop", [zipped, restarted, twice_at_once, persistent, learning, sized, doubled])
 def test_prepared_loader_gives_the_batches_of_a_plain_one(loop: Callable[[Make], Iterator[Any]]) -> None:
     def seen(make: Make) -> list[Any]:
         torch.manual_seed(7)
@@ -156,6 +165,7 @@ def test_devices_draw_as_device_0() -> None:
             "the DataLoader has a sampler, .*leave parts out",
         ),
         (lambda: DataLoader(images(), batch_sampler=Sized(RandomSampler(images()), 5, False)), "leave parts out"),
+        (lambda: Doubling(images(), 5), "__iter__ of its own"),
     ],
 )
 def test_parts_refuse_what_depends_on_the_device(source: Callable[[], DataLoader[Any]], says: str) -> None:
@@ -237,3 +247,18 @@ def test_small_shared_memory_names_the_remedy() -> None:
     with pytest.raises(RuntimeError) as error:
         next(iter(AdoptedLoader(DataLoader(NoRoom(), 5), None)))
     assert "--shm-size" in error.value.__notes__[0]
+
+
+def test_batches_of_an_unfinished_step_come_again() -> None:
+    model, _, loader = convoy.prepare(net(), None, DataLoader(images(), 5), plan="data", speeds=(1.0,), group=ALONE)
+    model.guard = lambda given: given.begin()  # as of `Members`
+    seen = []
+    for x, y in loader:
+        seen.append((y.tolist(), x.sum().item()))
+        x.zero_()
+        if len(seen) == 3:  # the second of two micro-batches fails
+            model.repeats += 1
+        elif len(seen) != 2:
+            model.finished_steps += 1
+    batches = [(y.tolist(), x.sum().item()) for x, y in DataLoader(images(), 5)]
+    assert seen == [*batches[:3], *batches[1:]]
