@@ -1,4 +1,4 @@
-"""Python state: the values beside tensors that the code of modules reads, and whether they have changed.
+"""Python state: the values, other than tensors, that the code of modules reads, and whether they have changed.
 
 torch.fx runs a forward once and keeps the values that Python had then. So a forward that changes such a value, or reads one
 that cannot be compared, is not traced through. Values that a trace has read are compared again before every step.
@@ -243,7 +243,7 @@ def _names_in(functions: Sequence[FunctionType], classes: Sequence[type]) -> _Co
 
 
 class State:
-    """The values beside tensors that the code of modules reads.
+    """The values, other than tensors, that the code of modules reads.
 
     Args:
         modules: path -> module, without the ones in it.
