@@ -176,7 +176,7 @@ def distribute(
     Args:
         precision: in which its layers compute: "float32" (the type that the model has), "bf16" or "fp16"; see `compute_in`.
             Weights and messages keep their type. With fp16, use `convoy.GradScaler` for the loss.
-        compile: use torch.compile for runs of layers if a trial in the first steps finds that faster: numbers equal up to
+        compile: use torch.compile for runs of layers, in which it gives their numbers up to
             rounding. It needs a C++ compiler (on GPUs Triton).
 
     Raises:

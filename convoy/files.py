@@ -31,11 +31,7 @@ _TOO_DEEP = f"it is nested deeper than {MOST_DEPTH} levels"
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read bytes. Neither this nor reading waits for another process to write.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file; `strerror` says why.
-    """
+    """Open a file to read bytes. OSError: it cannot be opened, or is no regular file; `strerror` says why."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:  # each Python words this differently
@@ -55,11 +51,7 @@ def _check_regular(mode: int) -> None:
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for cached files of Convoy, which may not exist yet.
-
-    Raises:
-        InputError: neither XDG_CACHE_HOME nor a home directory is known, as in a container whose user has no account.
-    """
+    """Return this user's folder for cached files of Convoy, which may not exist yet. InputError: no home directory."""
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if root.is_absolute():  # the XDG specification says to ignore others
         return root / "convoy"
@@ -90,14 +82,7 @@ def unwritable(folder: Path) -> str:
 def read_text(
     path: Path, what: str, remedy: str, *, most_bytes: int = MOST_TEXT_BYTES, kind: type[InputError] = InputError
 ) -> str:
-    """Return the text of a file in UTF-8.
-
-    Args:
-        what: names the file in errors, with its article: "the plan".
-
-    Raises:
-        InputError (`kind`): it cannot be opened, is no regular file, too large, or no text.
-    """
+    """Return the text of a file in UTF-8, or raise an error of `kind` that names `what`, such as "the plan"."""
     try:
         with open_regular(path) as file:
             content = file.read(most_bytes + 1)
@@ -148,11 +133,7 @@ def _check_depth(text: str, value: Any) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a whole file, or nothing. Replace an older one; follow a symbolic link.
-
-    Raises:
-        InputError: it cannot be written, or is a device, a pipe or a folder.
-    """
+    """Write a whole file, or nothing. Replace an older one; follow a symbolic link."""
     fresh: Path | None = None
     try:
         target = Path(os.path.realpath(path)) if path.is_symlink() else path

@@ -39,9 +39,8 @@ from convoy.comm.processes import join
 from convoy.elastic.members import Members
 from convoy.launch.host_job import device_environments
 from convoy.runlog.writer import RunLog
-from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
-from convoy.runtime.optimizer import full_optimizer_state
+from convoy.runtime.optimizer import WeightAverage, full_optimizer_state
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import RateCurve, Recipe, Training, build_schedule, fit
 from convoy.train.record import Observer, Observers

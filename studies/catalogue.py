@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.fleet.catalogue import DeviceClass, device_class
-from convoy.simulate.power import Power
+from studies.power import Power
 
 KINDS = ("server-cpu", "laptop-cpu", "desktop-gpu", "datacentre-gpu", "embedded-gpu", "mobile-gpu")
 """What the figures of the study show: one class of each kind."""

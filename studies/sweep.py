@@ -14,10 +14,10 @@ import numpy as np
 from convoy.errors import InputError
 from convoy.layout.collectives import Reduce
 from convoy.model.graph import Graph
-from convoy.simulate.power import Power
 from studies.closed_form import StepTimes, plan_times
 from studies.collectives import Floats, Numbers
 from studies.points import Points
+from studies.power import Power
 
 PLANS = ("data", "model", "hybrid", "master")
 """Plans with a closed form. On equal devices data-by-speed is data; auto has none, see `fleets.py`."""

@@ -49,8 +49,8 @@ from convoy.checkpoint.tensors import (
 )
 from convoy.comm.control_messages import agree_on, from_first, share_number
 from convoy.errors import InputError, shown
-from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import WeightAverage
 
 OF_THE_MACHINE = ("foreach", "fused", "capturable", "param_names")
 """Optimizer settings that say how it computes, not what: those of the present machine apply."""

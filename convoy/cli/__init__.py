@@ -41,6 +41,9 @@ def main() -> None:
     Exit status: 0; 1 if `convoy doctor` found errors; 2 after a message that begins with "error:"; 130 after Ctrl-C; 128 + n
     after signal n; 141 if the reader of its output closed the pipe, as in `| head -1`.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as in `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
     own = signal.getsignal(signal.SIGINT)
     if not is_one_of_job(os.environ) and own is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)  # in a job the launcher handles Ctrl-C

@@ -66,12 +66,7 @@ def run_device(run: RunSettings) -> None:
 def run_joining_device(
     addresses: Sequence[tuple[str, int]], device: str | None, own: Mapping[str, Any], accepted: Collection[str] = ()
 ) -> None:
-    """Join a running training.
-
-    Args:
-        addresses: of the job's devices.
-        device: to compute on; None: chosen as for a job with one device.
-        own, accepted: as in `run_of`.
+    """Join a running training at one of these addresses. `own` and `accepted` are as in `run_of`.
 
     Raises:
         InputError, MismatchError: there is no such training, it does not admit this device, or another version started it.

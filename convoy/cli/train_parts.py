@@ -19,9 +19,9 @@ from convoy.model.nets.builtin import PER_PIXEL
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory
 from convoy.runlog.schema import DeviceLine
-from convoy.runtime.average import WeightAverage
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import WeightAverage
 from convoy.runtime.precision import GradScaler, UnderAutocast
 from convoy.train.loader import Loader
 from convoy.train.loop import RateCurve, Recipe, Training, build_optimizer, build_schedule, fit

@@ -217,7 +217,7 @@ def key_of_process(env: ProcessEnv, environment: Mapping[str, str]) -> JobKey | 
     if _used is not None:
         return _used
     raise InputError(
-        f"this job has no key, and its {env.devices} devices, which meet at {env.host}, seem to be on several machines: make "
-        f"one with `convoy fleet key FILE`, copy it to every machine, and give it with --job-key FILE, or {KEY_FILE}=FILE. If "
-        f"you trust all machines on the network: --trust-network, or {TRUST}=1"
+        f"this job has no key, and its {env.devices} devices, which meet at {env.host}, seem to be on several machines. On "
+        f"one set LOCAL_WORLD_SIZE={env.devices}; on several make a key with `convoy fleet key FILE`, copy it to all, and give "
+        f"--job-key FILE, {KEY_FILE}=FILE or convoy.join(key=...). If you trust the network: --trust-network, or {TRUST}=1"
     )

@@ -14,6 +14,7 @@ from convoy.comm import processes
 from convoy.comm.connection import Connection, Credentials, Fields, NotOfThisJob, credentials_of
 from convoy.comm.environment import JOIN, ProcessEnv, own_address
 from convoy.comm.group import AloneGroup, ChangingGroup, Group
+from convoy.comm.job_key import KEY_PIPE, MAX_BYTES, hand_over
 from convoy.elastic.admission import POLL_S, SPARE_POLL_S, Address
 from convoy.elastic.regroup import Home, Membership
 from convoy.errors import DeviceLostError, InputError, MismatchError
@@ -34,30 +35,29 @@ HELLO_S = 10.0
 ROUNDS = 3
 """Unanswered attempts at every known address before the job counts as ended: it may be regrouping."""
 
-MOST_ADDRESSES = 64
-"""Most addresses that a joining device stores."""
+MOST_ADDRESSES = 64  # that a joining device stores
 
 
-def join(device: str | torch.device | None = None, timeout_s: float = 60.0) -> Group:
+def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, key: str | None = None) -> Group:
     """Join this process's job and meet the other processes. Without a job, return a group of one.
 
-    torchrun's variables describe the job: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. With `convoy run --join` it
-    is a running job, and the group is this device alone until the job admits it. The group closes itself at the end of the
-    process, or of a ``with`` block.
+    torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) describe the job; with `convoy run --join` it runs already, and
+    admits this device later. The group closes itself at the end of the process, or of a ``with`` block.
 
     Args:
         device: where to compute, such as "cpu" or "cuda:1". Default: CONVOY_DEVICE, else the accelerator whose number is
             this process's local rank, else the CPU.
         timeout_s: time limit of this and every later wait for the others, before they count as lost.
+        key: the text of a key file, the same for all processes, where no launcher passes it (actors of Ray).
 
     Raises:
-        InputError: an incomplete environment, no such device, a taken port, a rank or an accelerator used twice; no running
-            job at the address, or a job that does not run a script.
+        InputError: an incomplete environment, no such device or job, a taken port, a rank or an accelerator used twice.
         MismatchError: the devices run different versions.
         DeviceLostError: a device did not come in time, or cannot be reached.
     """
-    text = os.environ.pop(JOIN, "")
-    if not text:
+    if key is not None:
+        os.environ[KEY_PIPE] = str(hand_over(key.encode()[:MAX_BYTES]))
+    if not (text := os.environ.pop(JOIN, "")):
         return processes.join(device, timeout_s)
     processes.check_timeout(timeout_s)
     watch_parent()

@@ -78,22 +78,12 @@ class Replan(Protocol):
         ...
 
 
-class InProportion:
-    """A planner that keeps the strategies and the proportions of the shares."""
-
-    def note(self, model: Distributed, before: Sequence[int]) -> None: ...
-
-    def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
-        devices = [before.index(d) if d in before else None for d in now]
-        return plan_for(model.plan, model.traced[True].graph, devices)
-
-
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
     """The options for joining devices.
 
     Attributes:
-        admission: decides about join requests and sends joining devices the state of the run; None: admit no device.
+        admission: decides about join requests; None: admit no device.
         home: address at which a device that trains alone answers join requests.
         entrance: the entrance of this device, if it joins a running job, and its description of itself.
     """
@@ -120,7 +110,7 @@ class Members:
     Args:
         model, optimizers: the model and all optimizers of its parameters.
         others: schedules, a scaler, and other objects whose state changes from step to step.
-        every: steps from one snapshot to the next; a loss repeats the steps since then. None: choose it from the first
+        every: steps from one snapshot to the next; they are repeated if a device is lost. None: choose it from the first
             steps, so that snapshots take at most 2 % of the time.
         replan: returns the plan after a change, as `Plans.replanner` does; None: the same strategies and proportions of shares.
         tell: called with a line of text when the devices have changed.
@@ -150,7 +140,7 @@ class Members:
         if every is not None and every < 1:
             raise InputError(f"every={every}: steps from one snapshot to the next; give 1 or more")
         self.model, self.others, self.every, self.tell = model, tuple(others), every or 1, tell
-        self.replan, joins, group = replan or InProportion(), joins or JoinOptions(), model.group
+        self.replan, joins, group = replan, joins or JoinOptions(), model.group
         self.admission, self.entrance, home = joins.admission, joins.entrance, joins.home
         if self.entrance is None and isinstance(group, ChangingGroup) and group.entrance is not None:
             self.entrance, group.entrance = (group.entrance, facts_of(model)), None
@@ -266,7 +256,7 @@ class Members:
         if self.entrance is not None and self.membership is None:
             return None  # type: ignore[return-value]
         if self.membership is not None and self._planned is None:
-            self._start()  # from here on, a loss does not end the training
+            self._start()  # from here on, a lost device does not end the training
         return self._repeated(work)
 
     def _start(self) -> None:
@@ -409,7 +399,7 @@ class Members:
         if self.admissions is not None:
             self.admissions.close()
         if self.membership is not None:
-            with suppress(DeviceLostError):  # a loss is harmless now
+            with suppress(DeviceLostError):  # a lost device is harmless now
                 self.membership.close()
 
     def _take_snapshot(self) -> None:
@@ -532,12 +522,15 @@ class Members:
                 "resume from the last checkpoint (--resume)" if self.steps else "no step was finished, start it again"
             )
             raise StateLostError(lost[0] if lost else 0, f"{_shards_lost(lost)}: {remedy}")
-        if planned is not None:
+        if planned is not None and self.replan is not None:
             self.replan.note(self.model, planned.members)
 
         def make() -> str:
             assert planned is not None
-            return self.replan(self.model, planned.members, now.members).to_json()
+            if self.replan is not None:
+                return self.replan(self.model, planned.members, now.members).to_json()
+            devices = [planned.members.index(d) if d in planned.members else None for d in now.members]
+            return plan_for(self.model.plan, self.model.traced[True].graph, devices).to_json()
 
         text = from_first(self.model.group, "plan after a regroup", make)
         self.model.enter(Plan.from_json(text, "device 0's plan"))
@@ -611,7 +604,7 @@ def _loss_line(lost: Sequence[int], parted: frozenset[tuple[int, int]], error: C
     silent = [d for d in lost if all(d != pair[1] for pair in pairs)]
     names, why = ", ".join(map(str, silent)), str(error).partition(". ")[0]
     line = f"device{'s' * (len(silent) > 1)} {names} lost" if silent else "a connection was lost"
-    if pairs:  # `error` may belong to another loss
+    if pairs:  # `error` may belong to another lost device
         reasons = [f"devices {one} and {other} cannot reach each other: device {other} is out" for one, other in pairs]
         return "; ".join([*([line] if silent else []), *reasons])
     if len(lost) == 1 and why.startswith(f"device {lost[0]} "):

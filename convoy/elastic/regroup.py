@@ -45,7 +45,7 @@ REPORT_S = 0.1
 
 
 class UnnamedLossError(DeviceLostError):
-    """The error if another device reports a loss; the regroup then finds the device."""
+    """The error if another device reports a lost one; the regroup then finds the device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def _print_errors(bad: Sequence[Ending]) -> None:
             devices.setdefault(text, []).append(f"device {ending.device} ({ending.name})")
     only = len(devices) == 1
     for text, names in devices.items():
-        # Device 0 has printed the error of all devices. It has also reported a loss, which starts with a device's name.
+        # Device 0 has printed the error of all devices, and the line of a lost device, which begins with its name.
         if not any(ending.device == 0 for ending in bad) or not (only or text.startswith("device ")):
             title = "error" if only and len(names) > 1 else f"error on {' and '.join(names)}"
             print(f"{title}: {text}", file=sys.stderr)

@@ -74,10 +74,7 @@ def enter(device: torch.device) -> None:
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a module in place. Tied parameters and buffers stay tied.
-
-    On some accelerators `nn.Module.to` makes a new parameter for each name.
-    """
+    """Move a module in place. Tied tensors stay tied; on some accelerators `nn.Module.to` makes a tensor for each name."""
     names: dict[int, list[str]] = {}
     for tensors in (model.named_parameters, model.named_buffers):
         for name, tensor in tensors(remove_duplicate=False):
@@ -113,12 +110,7 @@ def modes() -> dict[str, str]:
 
 
 def set_modes(tf32: bool | None, deterministic: bool) -> None:
-    """Set how torch computes in this process.
-
-    Args:
-        tf32: whether matrix products and convolutions may round float32 to TF32. None: unchanged.
-        deterministic: use only deterministic algorithms. torch raises an error if there is none.
-    """
+    """Set how torch computes in this process: with TF32 (None: unchanged), and only with deterministic algorithms."""
     if tf32 is not None:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         cudnn: Any = torch.backends.cudnn
@@ -164,10 +156,7 @@ def uuid_of(device: torch.device) -> str | None:
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Return the free and the total bytes of a device's memory, within the limit that `limit_memory` has set.
-
-    If torch does not know an accelerator's memory, return the host's, within the limits of control groups.
-    """
+    """Return the free and the total bytes of a device's memory, within the limits of `limit_memory` and control groups."""
     free_bytes, total_bytes = _memory_of(device)
     limit = _limits_bytes.get(str(device), total_bytes)
     return min(free_bytes, limit), min(total_bytes, limit)
@@ -197,10 +186,7 @@ ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] | None:
-    """Return the free and the total bytes of this process's tightest control group; None if no group has a limit.
-
-    Inactive file cache counts as free: the kernel reclaims it first.
-    """
+    """Return the free and the total bytes of this process's tightest control group; None if no group has a limit."""
     names = {
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         2: ("memory.max", "memory.current", "inactive_file"),
@@ -213,6 +199,7 @@ def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] 
             with suppress(OSError, ValueError):
                 limit, used = (int((folder / name).read_text()) for name in (limit_name, used_name))
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                # inactive file cache counts as free: the kernel reclaims it first
                 rows.append((max(0, limit - used + int(stat.get(files_name, 0))), limit))
     return min(rows, default=None)
 
@@ -231,10 +218,7 @@ _limits_bytes: dict[str, int] = {}
 
 
 def limit_memory(device: torch.device, most_bytes: float | None) -> None:
-    """Limit the memory of a device that this process may use. None: no limit.
-
-    `memory_of` returns the limit, so plans respect it. On CUDA, torch also refuses to allocate more.
-    """
+    """Limit the memory of a device that this process may use, for plans and, on CUDA, for torch. None: no limit."""
     if most_bytes is not None and most_bytes < 1:
         raise InputError(f"a memory of {most_bytes:g} bytes for {device}: give one above zero, e.g. 6 GB")
     _limits_bytes.pop(str(device), None)

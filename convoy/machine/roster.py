@@ -24,26 +24,16 @@ SHARED = Path("/tmp")
 
 @dataclass(frozen=True, slots=True)
 class JobProcess:
-    """One process of a job.
+    """One process of a job."""
 
-    Attributes:
-        job: HOST:PORT of the first rendezvous; for a job of one device, its process.
-        pid, began: the process and its start time, because the system reuses pids.
-        network: the network namespace, which distinguishes emulated hosts.
-        device: its id in the job.
-        kind: the torch device.
-        members: ids of all training devices; empty until the process accepts requests between steps.
-        run: the run's folder; empty if not logged, or not known yet.
-    """
-
-    job: str
+    job: str  # HOST:PORT of the first rendezvous; for a job of one device, its process
     pid: int
-    began: float
-    network: int
-    device: int
-    kind: str
-    members: tuple[int, ...] = ()
-    run: str = ""
+    began: float  # its start time, because the system reuses pids
+    network: int  # the network namespace, which distinguishes emulated hosts
+    device: int  # its id in the job
+    kind: str  # the torch device
+    members: tuple[int, ...] = ()  # ids of all training devices; empty until it accepts requests between steps
+    run: str = ""  # the run's folder; empty if not logged, or not known yet
 
     def is_named(self, name: str) -> bool:
         return name in (self.job, self.run, Path(self.run).name) or (
@@ -52,7 +42,7 @@ class JobProcess:
 
 
 def enter(job: str, device: int, kind: str) -> None:
-    """Write this process's row, which is removed when the process ends. Ignore write errors."""
+    """Write this process's row, which is removed when the process ends."""
     global _mine
     pid = os.getpid()
     with suppress(OSError, InputError, psutil.Error):

@@ -31,7 +31,7 @@ from convoy.plan.steps import ComputeStep, Part
 from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
-from convoy.runtime.kernels import Gradients, arithmetic, in_precision
+from convoy.runtime.kernels import Arithmetic, Gradients, arithmetic, in_precision
 from convoy.runtime.precision import agree_on_precision, dtype_named
 from convoy.simulate.compute import bytes_moved, shape_s
 
@@ -219,7 +219,7 @@ def time_layers(layers: LayerTimer, progress: Progress = lambda _: None) -> dict
     return seconds
 
 
-class SharedStatistics:
+class SharedStatistics(Arithmetic):
     """A batch norm of a split batch, without the exchange of statistics."""
 
     def __init__(self, model: nn.Module, traced: TracedModel, layer: Layer) -> None:
@@ -230,7 +230,7 @@ class SharedStatistics:
         by = self.norm.combine(self.norm.local_statistics(x), [batch], math.prod(x.shape[2:]))
         return self.norm.normalise(x, by), (x, by) if keep else None
 
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:  # noqa: ARG002
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all", last: bool = True) -> Gradients:  # noqa: ARG002
         x, by = saved
         row = self.norm.local_sums(x, g, by)
         return self.norm.backward(x, g, by, row, row, wants[0])
@@ -259,8 +259,8 @@ def workload(
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         run: Any = SharedStatistics(model, traced, layer) if size.shares_statistics else None
         if run is None:
-            kernels = arithmetic(model, layer, traced.operations[layer.name])
-            run = in_precision(kernels, dtype_named(precision), device.type)
+            run = arithmetic(model, layer, traced.operations[layer.name])
+            run.call = in_precision(run.call, dtype_named(precision), device.type)
         inputs = _inputs(model, traced, layer, size, placed, device)
         y = run.forward(inputs, size.samples, False, wants)[0]
         outputs = list(enumerate(y)) if isinstance(y, tuple | list) else [(0, y)]

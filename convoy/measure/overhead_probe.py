@@ -7,7 +7,7 @@
   later one, and the calls find cold caches. So the devices compute tasks of equal length, first alone, then with an exchange
   after each. Jitter is the time of such an exchange beyond its cost at rest. The call factor is its processor time divided
   by that of an exchange at rest.
-- The noise model of devices under a CPU quota (`convoy.simulate.noise`): emulated hosts, and containers with a CPU limit.
+- The noise model of devices under a CPU quota (`convoy.simulate.network`): emulated hosts, and containers with a CPU limit.
 """
 
 import math
@@ -48,12 +48,11 @@ from convoy.plan.device_program import whole_size
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move, Value
 from convoy.runtime.clock import Clock
-from convoy.runtime.exchange import run_move
+from convoy.runtime.exchange import StartedMove
 from convoy.runtime.gradients import SUM_LANE
 from convoy.runtime.module import Distributed
 from convoy.simulate.costs import FRESH_BYTES, Overheads
-from convoy.simulate.network import SHARE
-from convoy.simulate.noise import QuotaNoise
+from convoy.simulate.network import SHARE, QuotaNoise
 
 LAYERS, TENSORS, PEERS = (1, 9), (1, 33), (1, 5)
 """Numbers of Linear layers, parameters and peers in two timed cases. Their difference gives the cost of one more."""
@@ -228,7 +227,7 @@ def _round(peers: int, device: torch.device) -> Callable[[], object]:
     src, dst, shape = Split(0, (1,) * devices), everywhere(devices), (devices, 2)
     move = Move(0, "forward", Value("x", shape, src), Value("y", shape, dst), "ring")
     group, x = _SilentGroup(0, devices, device, 1.0), torch.zeros(1, 2, device=device)
-    return lambda: run_move(group, move.schedule, x, src, dst, shape)
+    return lambda: StartedMove(group, move.schedule, x, src, dst, shape).land()
 
 
 def _of_layer(kind: str, device: torch.device, measure: Callable[[Workload], float]) -> float:

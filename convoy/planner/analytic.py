@@ -370,8 +370,8 @@ class CostModel:
         """Return the seconds of gradient sums of copied parameters, and of the optimizer on the busiest device.
 
         Args:
-            how: sharded: gradients are summed into shards in every micro-batch, and weights are gathered in the first one or,
-                if they are freed after use, twice in every one.
+            how: sharded: in every micro-batch, gradients are summed into shards, and weights are gathered once or, if they are
+                freed after use, twice.
         """
         summed, kept = 0, 0.0
         for key, parameter in layer.parameters.items():

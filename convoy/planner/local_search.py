@@ -40,9 +40,6 @@ NEIGHBOURS = 48
 PARTS = 64
 """A small change moves this fraction of coupled axes, or one unit."""
 
-LARGE = 16
-"""Layers with at least this fraction of all copied weights are also sharded alone."""
-
 DEEP = 100
 """In nets with more layers fewer plans are tried, because simulations take long."""
 
@@ -169,23 +166,17 @@ class LocalSearch:
         return plan
 
     def keep_otherwise(self, start: Candidate, speeds: Sequence[float]) -> Better:
-        """Try to keep replicated weights as copies, or sharded over the computing devices or over all devices.
-
-        Args:
-            speeds: of all devices; the search tries proportional and even shards.
-        """
+        """Try to keep replicated weights as copies, or sharded by speed or evenly over some or all devices."""
         graph, placed = self.model.graph, placements(start.plan, self.model.graph)
         names = [name for name, each in placed.items() if _uses_copies(graph[name], each)]
         if not names:
             return
-        entries = {name: sum(p.entries for p in graph[name].trainable) for name in names}
-        large = [name for name in names if entries[name] * LARGE >= sum(entries.values())]
         working = {d for each in placed.values() for d in holders(each.gives)}
         shares = [[s if d in working else 0.0 for d, s in enumerate(speeds)], list(speeds), [1.0] * len(speeds)]
         others: list[dict[str, Sharding]] = [{}]
+        largest = max(names, key=lambda name: sum(p.entries for p in graph[name].trainable))
         for units in dict.fromkeys(apportion(SHARE_UNITS, each) for each in shares):
-            for some in (names, large) if len(graph.layers) <= DEEP else (names,):
-                others.append(dict.fromkeys(some, Sharding(units)))
+            others += [dict.fromkeys(some, Sharding(units)) for some in (names, [largest])]
         least_s = self.simulated(start.plan).step_s
         for sharded in others:
             other = replace(start.plan, sharded=sharded)

@@ -16,7 +16,6 @@ from convoy.layout.collectives import Reduce
 from convoy.layout.shares import apportion
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, SHARE_UNITS, Speeds, named_plan
-from convoy.plan.steps import micro_batches
 from convoy.plan.strategy import Batch, Sharding, can_shard
 from convoy.planner.analytic import DIRECT_DEVICES, CostModel, content
 from convoy.planner.local_search import DEEP, LocalSearch
@@ -52,9 +51,6 @@ IMPROVED = 6
 
 MEMORY_ATTEMPTS = 8
 """The most times that samples are moved off overfilled devices."""
-
-Needs = tuple[int, ...]
-"""Bytes by device."""
 
 
 def plan_auto(request: PlanRequest) -> Plan:
@@ -134,16 +130,13 @@ def _fits(plan: Plan, model: CostModel) -> bool:
     return not limits.limited or not limits.excess(_needs(plan, model))
 
 
-def _needs(plan: Plan, model: CostModel) -> Needs:
-    """Return the bytes that a plan needs on each device; an upper limit if that fits."""
+def _needs(plan: Plan, model: CostModel) -> tuple[int, ...]:
+    """Return the bytes that a plan needs by device; an upper limit if that fits."""
     graph, request, itemsize = model.graph, model.request, model.costs.itemsize
     most = most_bytes(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
     if not request.limits.excess(most):
         return most
-    # The first micro-batch keeps gathered weights. Middle ones never need most.
-    kinds = [kind for kind in micro_batches(request.micro_batches if plan.sharded else 1) if kind != "middle"]
-    lists = [model.steps(plan, kind) for kind in kinds]
-    memory = memory_of_steps(lists, graph, optimizer=request.optimizer, itemsize=itemsize)
+    memory = memory_of_steps(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
     return tuple(row.total_bytes for row in memory)
 
 
@@ -167,17 +160,24 @@ def _that_fit(model: CostModel, found: Sequence[Candidate], order: Sequence[int]
     return fitting
 
 
-def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Candidate, Needs]]:
-    """Yield plans that split the batch, with their bytes per device.
+def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Candidate, tuple[int, ...]]]:
+    """Yield plans that need little memory, with their bytes per device.
 
-    Weights are copied, sharded by memory, or also freed after use. Samples move from overfilled devices to others until the
-    plan fits.
+    First, the layers with most weights are split by filters and channels. Then the batch is split, with weights copied,
+    sharded by memory, or also freed after use; samples move from overfilled devices to others until the plan fits.
     """
     graph, limits = model.graph, model.request.limits
-    model = model.with_reduce(
-        model.request.reduce or "ring"
-    )  # in a ring, less of a tensor arrives at once than directly
+    # In a ring, less of a tensor arrives at once than directly.
+    model = model.with_reduce(model.request.reduce or "ring")
     parts = [min(limits.bytes_of(d), 1e18) if d in order else 0.0 for d in range(model.devices)]
+    heavy = sorted((e for e in graph.weighted if e.sums_channels and not e.shared), key=lambda e: -e.entries)
+    ways = itertools.product((1, 2, 3, len(heavy)), (["filter"], ["filter", "channel"], ["channel", "filter"]))
+    for (count, kinds), n in itertools.product(ways, _some_counts(len(order))[1:]):
+        split = [layer.name for layer in graph.weighted if layer in heavy[:count]]
+        only = dict(zip(split, itertools.cycle(kinds), strict=False))
+        for weights in ([], [part if d in order[:n] else 0.0 for d, part in enumerate(parts)]):
+            found = Search(model, order[:n], only, weights).run()[0]
+            yield found, _needs(found.plan, model)
     forms: list[dict[str, Sharding]] = [{}]
     if 1 < len(order) <= DIRECT_DEVICES:  # each sends a shard to each
         keep = Sharding(apportion(SHARE_UNITS, parts))
@@ -198,13 +198,11 @@ def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Can
             samples = moved
 
 
-def _moved_off(samples: Sequence[int], needs: Needs, plan: Plan, model: CostModel) -> list[int] | None:
+def _moved_off(samples: Sequence[int], needs: Sequence[int], plan: Plan, model: CostModel) -> list[int] | None:
     """Move samples from overfilled devices to others; return None if all fit, or if no device has room."""
     limits, request = model.request.limits, model.request
     excess = limits.excess(needs)
-    memory = memory_of_steps(
-        [model.steps(plan)], model.graph, optimizer=request.optimizer, itemsize=model.costs.itemsize
-    )
+    memory = memory_of_steps(model.steps(plan), model.graph, optimizer=request.optimizer, itemsize=model.costs.itemsize)
     sample_bytes = max(each.activations_bytes / n for each, n in zip(memory, samples, strict=True) if n)
     if not excess or not sample_bytes:
         return None

@@ -1,7 +1,7 @@
 """Predicts plans on a fleet, and chooses a plan by its prediction."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from convoy.errors import PlanError
 from convoy.layout.layout import holders
@@ -23,7 +23,6 @@ from convoy.simulate.memory import (
     memory_of_steps,
     micro_batch_words,
 )
-from convoy.simulate.power import Energy, energy_of
 from convoy.simulate.simulator import simulate
 
 
@@ -38,7 +37,7 @@ class PlanPrediction:
         efficiency: samples/s divided by the sum of solo speeds.
         sent_bytes, received_bytes: on the wire, by device.
         overfull: descriptions of the devices whose memory the plan overfills.
-        energy: None if the fleet gives no watts.
+        image_j: joules per sample; None if the fleet gives no watts.
         timeline: of the last micro-batch.
         bound: the busiest resource: "computing on b-cpu", "sending from the host of a".
     """
@@ -53,7 +52,7 @@ class PlanPrediction:
     received_bytes: tuple[int, ...]
     memory: tuple[DeviceMemory, ...]
     overfull: tuple[str, ...]
-    energy: Energy | None
+    image_j: float | None
     timeline: Timeline
     bound: str
 
@@ -85,20 +84,17 @@ def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
 
     step_s = mean(each.step_s for each in timelines)
     rate = plan.batch / step_s
-    memory = memory_of_steps(lists, graph, optimizer=request.optimizer, itemsize=costs.itemsize)
+    memory = memory_of_steps(lists[-1], graph, optimizer=request.optimizer, itemsize=costs.itemsize)
     traffic = [each.traffic(costs.itemsize) for each in lists]
     devices = range(plan.devices)
     computes = [mean(each.compute_s[d] for each in timelines) / step_s for d in devices]
+    joules = _joules(request, step_s, computes)
 
     def sent(end: int) -> tuple[int, ...]:
         return tuple(
             round(mean(sum(n for route, n in each.items() if route[end] == d) for each in traffic)) for d in devices
         )
 
-    energy = None
-    if request.power is not None:
-        rows = [energy_of(each, request.power, plan.batch) for each in timelines]
-        energy = replace(rows[-1], step_s=step_s, devices_j=tuple(mean(e.devices_j[d] for e in rows) for d in devices))
     return PlanPrediction(
         plan=plan,
         step_s=step_s,
@@ -110,10 +106,22 @@ def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
         received_bytes=sent(1),
         memory=memory,
         overfull=tuple(limits.overfull([each.total_bytes for each in memory])),
-        energy=energy,
+        image_j=None if joules is None else joules / plan.batch,
         timeline=timelines[-1],
         bound=_busiest(timelines[-1], lists[-1], request),
     )
+
+
+def _joules(request: PlanRequest, step_s: float, computes: Sequence[float]) -> float | None:
+    """Return the joules of a step: busy watts while a device computes, else idle watts; None if a device has none."""
+    fleet, total = request.fleet.fleet, 0.0
+    if fleet is None:
+        return None
+    for device, part in zip(fleet.devices, computes, strict=True):
+        if device.idle_w is None or device.busy_w is None:
+            return None
+        total += step_s * (device.idle_w + part * (device.busy_w - device.idle_w))
+    return total
 
 
 def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:

@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from convoy.plan.coupling import plan_for
-from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
-from convoy.plan.steps import micro_batches
 from convoy.planner.analytic import CostModel
 from convoy.planner.planner import quick_candidates
 from convoy.planner.prediction import predict_plan
 from convoy.planner.request import PlanRequest
 from convoy.planner.search import model_s
-from convoy.simulate.memory import memory_of_steps
+from convoy.simulate.memory import memory_of
 
 SIMULATED_WORK = 1500
 """Plans are compared by simulation up to this product of layers and devices^2: it then takes half a second."""
@@ -94,8 +92,7 @@ def _predicted(plan: Plan, request: PlanRequest) -> NewPlan:
     if len(graph.layers) * plan.devices**2 <= SIMULATED_WORK:
         found = predict_plan(plan, request)
         return NewPlan(plan, found.step_s, found.overfull)
-    lists = [lower(plan, graph, micro_batch=kind) for kind in micro_batches(request.micro_batches) if kind != "middle"]
-    memory = memory_of_steps(lists, graph, optimizer=request.optimizer, itemsize=request.costs.itemsize)
+    memory = memory_of(plan, graph, optimizer=request.optimizer, itemsize=request.costs.itemsize)
     overfull = tuple(request.limits.overfull([each.total_bytes for each in memory]))
     return NewPlan(plan, model_s(CostModel(request), range(plan.devices), plan), overfull)
 

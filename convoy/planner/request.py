@@ -18,7 +18,6 @@ from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.simulate.costs import Costs
 from convoy.simulate.memory import MemoryLimits, optimizer_named
-from convoy.simulate.power import Power, power_of
 
 
 class PlanOptions(TypedDict, total=False):
@@ -92,11 +91,6 @@ class PlanRequest:
         if self.fleet.fleet is None:
             return MemoryLimits((None,) * len(self.names), self.names, self.costs.process_bytes)
         return MemoryLimits.of(self.fleet.fleet, self.costs.process_bytes)
-
-    @cached_property
-    def power(self) -> tuple[Power, ...] | None:
-        """Watts of each device; None if a device has none."""
-        return None if self.fleet.fleet is None else power_of(self.fleet.fleet)
 
     @cached_property
     def speeds(self) -> Speeds:

@@ -95,12 +95,19 @@ class Search:
     Args:
         active: the devices that may take part; only the first may compute a layer alone.
         only: by layer, the name of its required strategy.
+        weights: split every axis in these proportions, by device; empty: so that all devices finish together.
     """
 
-    def __init__(self, model: CostModel, active: Sequence[int], only: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        active: Sequence[int],
+        only: Mapping[str, str] | None = None,
+        weights: Sequence[float] = (),
+    ) -> None:
         self.model, self.graph, self.batch, self.devices = model, model.graph, model.batch, model.devices
-        self.active, self.only = tuple(active), only or {}
-        self.by_batch = Batch(batch_shares(model, active))
+        self.active, self.only, self.weights = tuple(active), only or {}, weights
+        self.by_batch = Batch(apportion(self.batch, weights) if weights else batch_shares(model, active))
         self.speeds = [1 / model.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
         # All layers split the batch alike, so the device that is slowest over all layers sets the pace.
         shared = len(active) > 1
@@ -242,6 +249,8 @@ class Search:
         yield Channel(self._shares(layer, "inputs") if split is None else split.shares)
 
     def _shares(self, layer: Layer, side: Side) -> Shares:
+        if self.weights:
+            return apportion(layer.channels_out if side == "outputs" else layer.channels_in, self.weights)
         key = (self.model.like(layer).name, side)
         if key not in self.splits:
             self.splits[key] = layer_shares(self.model, layer, side, self.active)

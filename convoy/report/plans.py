@@ -82,7 +82,7 @@ def _show_predictions(console: Console, rows: Sequence[PlanPrediction], request:
                 row.plan.name, seconds(row.step_s), between(row.within), plain(row.samples_per_s),
                 percent(row.efficiency), in_bytes(row.traffic_bytes),
                 in_bytes(max(m.total_bytes for m in row.memory)) + " !" * bool(row.overfull),
-                "-" if row.energy is None else plain(row.energy.image_j), str(row.workers), row.bound,
+                "-" if row.image_j is None else plain(row.image_j), str(row.workers), row.bound,
             )
             for row in rows
         ],
@@ -102,23 +102,21 @@ def between(within: Within) -> str:
 
 
 def _show_devices(console: Console, row: PlanPrediction, request: PlanRequest) -> None:
-    """Print each device's arithmetic, traffic, memory and energy in a step. Idle devices handle messages and the loss."""
+    """Print each device's arithmetic, traffic and memory in a step. Idle devices handle messages and the loss."""
     work = work_shares(lower(row.plan, request.graph), request.graph)
-    limits, powers = request.limits, request.power or [None] * len(work)
+    limits = request.limits
     limited = [None if limit is None else in_bytes(limit) for limit in limits.limits_bytes]
     print_table(
         console, f"Plan {row.plan.name}, each device in a step",
-        ("device", "arithmetic", "busy", "sends", "receives", "memory", "memory limit", "idle - busy", "joules"),
+        ("device", "arithmetic", "busy", "sends", "receives", "memory", "memory limit"),
         [
             (
                 name, percent(part) if part else "none", percent(row.timeline.compute_s[device] / row.step_s),
                 in_bytes(row.sent_bytes[device]), in_bytes(row.received_bytes[device]),
                 in_bytes(row.memory[device].total_bytes + limits.own_bytes(device)),
                 limited[device] or "-",
-                "-" if power is None else f"{power.idle_w:g} - {power.busy_w:g} W",
-                "-" if row.energy is None else plain(row.energy.devices_j[device]),
             )
-            for device, (name, part, power) in enumerate(zip(request.names, work, powers, strict=True))
+            for device, (name, part) in enumerate(zip(request.names, work, strict=True))
         ],
         texts=("device",),
     )  # fmt: skip
@@ -129,9 +127,9 @@ def _show_snapshots(show: Callable[[str], None], row: PlanPrediction, request: P
     chosen, each = spare_price(row, request), spare_price(row, request, 1)
     often = "each step" if chosen.every == 1 else f"every {chosen.every} steps"
     sent = f"{in_bytes(chosen.sent_bytes)} sent per step" if chosen.sent_bytes else "nothing sent"
-    otherwise = f"; with --spare every-step {each.part:.1%}" if chosen.every > 1 else ""
+    otherwise = f" (--spare every-step: {each.part:.1%})" if chosen.every > 1 else ""
     show(
-        f"Snapshots for recovery from a lost device (--spare auto) after {often} take {chosen.part:.1%} of the training "
+        f"Snapshots for recovery from a lost device (--spare auto), after {often}, add {chosen.part:.1%} to the training "
         f"time{otherwise}; {sent}, at most {in_bytes(max(chosen.memory_bytes))} of memory per device."
     )
     if chosen.overfull:

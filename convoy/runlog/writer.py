@@ -181,7 +181,7 @@ def prediction_line(
             for e in timeline.events if e.activity != "wait" and e.end_s > e.start_s
         ),
         spread=min(predicted.spread, 1e12), shares_only=shares_only,
-        joules_per_image=None if predicted.energy is None else predicted.energy.image_j,
+        joules_per_image=predicted.image_j,
     )  # fmt: skip
 
 

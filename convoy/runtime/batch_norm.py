@@ -41,6 +41,9 @@ class GlobalBatchNorm:
         row = torch.cat(torch.batch_norm_update_stats(x.contiguous(), self._nowhere, self._nowhere, 0.0))[None]
         return row.to(self.dtype)  # for a bf16 model CUDA returns float32 and the CPU bf16: send one dtype
 
+    def no_sums(self, device: torch.device) -> Tensor:
+        return torch.zeros(1, 2 * self.channels, dtype=self.dtype, device=device)
+
     def combine(self, rows: Tensor, samples: Sequence[int], per_sample: int) -> "Normalisation":
         """Combine rows_M(2C) of M devices by their numbers of samples."""
         total = sum(samples) * per_sample

@@ -25,7 +25,6 @@ def mark_whole(y: Tensor) -> None:
 
 
 def mark_part(x: Tensor, batch: int) -> None:
-    """Mark a local batch with the size of its global batch."""
     setattr(x.untyped_storage(), _BATCH, (batch, x.shape[0]))
 
 
@@ -49,16 +48,12 @@ class StepInputs(NamedTuple):
 def read_inputs(
     tensors: tuple[Tensor, ...], others: Mapping[str, Any], batch: int | None, whole: bool, announced: Sequence[int]
 ) -> StepInputs:
-    """Interpret the arguments of a call.
+    """Interpret the arguments of a call, by position and by name.
 
     Args:
-        tensors, others: arguments by position and by name.
         batch: the caller's size of the global batch.
         whole: all inputs are global batches; else only outputs of distributed models are.
         announced: the size of the global batch that the loader announced last, if any.
-
-    Raises:
-        InputError: arguments that are not tensors; hooks on saved tensors; an unknown size.
     """
     if others or not all(isinstance(x, Tensor) for x in tensors):
         odd = [*others, *(f"a {type(x).__name__}" for x in tensors if not isinstance(x, Tensor))]
@@ -94,17 +89,12 @@ def read_inputs(
 
 
 def _marked_sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the global sizes of marked local batches. A slice of a local batch does not count."""
     marks = [(x, getattr(x.untyped_storage(), _BATCH, (0, -1))) for x in tensors if x.dim()]
     return [batch for x, (batch, rows) in marks if rows == x.shape[0]]
 
 
 def local_inputs(inputs: StepInputs, steps: StepList, graph: Graph, group: Group) -> list[Tensor]:
-    """Return the local batch of each input.
-
-    Raises:
-        InputError: the number of inputs, a shape or a dtype does not fit the model.
-    """
+    """Return the local batch of each input. Raise InputError if the inputs do not fit the model."""
     if len(inputs.tensors) != len(steps.inputs):
         raise InputError(f"the model takes {len(steps.inputs)} inputs, got {len(inputs.tensors)}")
     device, parts = group.device, []
@@ -204,14 +194,7 @@ class OutputPart:
         return redistribute(self.group, self.own, self._layout, everyone, self._shape).clone()
 
     def rows_of(self, y: Tensor) -> Tensor:
-        """Return the rows of a tensor that belong to the local samples.
-
-        Args:
-            y: one row per sample of the global batch, or of the local samples.
-
-        Raises:
-            InputError: it has neither number of rows.
-        """
+        """Return the local samples' rows of a tensor, which has one row per sample of the global batch or per local one."""
         start, stop = self.rows
         if y.dim() and len(y) == self.batch:
             return y[start:stop]
@@ -247,6 +230,5 @@ class OutputPart:
 
 
 def rows_of(layout: Layout, shape: Shape, device: int) -> tuple[int, int]:
-    """Return start and stop of a device's samples of a value."""
     here = box(layout, device, shape)
     return here[0] if here is not None else (0, 0)

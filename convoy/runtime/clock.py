@@ -32,33 +32,32 @@ class Clock:
         self.now = time.thread_time if torch_device.type == "cpu" else time.perf_counter
         self._compute_s = 0.0
         self._layers_s: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._queued: deque[tuple[torch.Event, torch.Event, Mapping[str, float], str]] = deque()
+        self.queued: deque[tuple[torch.Event, torch.Event, Mapping[str, float], str]] = deque()
 
     @property
     def compute_s(self) -> float:
         """Seconds of computing, slowdown included; on an accelerator of finished work only."""
-        self._read_events()
+        self.read_events()
         return self._compute_s
 
     @property
     def layers_s(self) -> Mapping[tuple[str, str], float]:
         """Seconds by (layer, phase), separately for forward and backward."""
-        self._read_events()
+        self.read_events()
         return self._layers_s
 
     def reset(self) -> None:
         self._compute_s = self.exchange_s = 0.0
         self._layers_s.clear()
-        self._queued.clear()
+        self.queued.clear()
 
     def compute(self, layer: str, phase: str) -> "Computing | OnStream":
-        """Return a context that times one layer's arithmetic."""
         return self.segment({layer: 1.0}, phase)
 
     def segment(self, expected_s: Mapping[str, float], phase: str) -> "Computing | OnStream":
         """Return a context that times several layers, and divides the time in proportion to their expected seconds.
 
-        It yields a function to call before sending messages in between: it sleeps for the slowdown so far.
+        It yields a function that sleeps for the slowdown so far, to call before sending messages.
         """
         if self.device.type != "cpu" and self.slowdown == 1:
             return OnStream(self, expected_s, phase)
@@ -67,25 +66,19 @@ class Clock:
     def exchange(self) -> "Exchanging":
         return Exchanging(self)
 
-    def queue(self, begin: torch.Event, end: torch.Event, expected_s: Mapping[str, float], phase: str) -> None:
-        """Count the time between two events when they are done."""
-        self._queued.append((begin, end, expected_s, phase))
-        if len(self._queued) > MOST_QUEUED:
-            self._read_events()
-
     def settle(self) -> None:
         """Wait until all queued work is done and counted."""
-        if self._queued:
-            self._queued[-1][1].synchronize()
-            self._read_events()
+        if self.queued:
+            self.queued[-1][1].synchronize()
+            self.read_events()
 
-    def _read_events(self) -> None:
-        while self._queued and self._queued[0][1].query():
-            begin, end, expected_s, phase = self._queued.popleft()
+    def read_events(self) -> None:
+        """Count the queued work that is done."""
+        while self.queued and self.queued[0][1].query():
+            begin, end, expected_s, phase = self.queued.popleft()
             self.add(begin.elapsed_time(end) / 1e3, expected_s, phase)
 
     def add(self, elapsed_s: float, expected_s: Mapping[str, float], phase: str) -> None:
-        """Count seconds of computing."""
         self._compute_s += elapsed_s
         total = sum(expected_s.values())
         for layer, seconds in expected_s.items():
@@ -139,12 +132,13 @@ class OnStream:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._clock.queue(self._begin, queued(self._clock.device, timed=True), self._expected_s, self._phase)
+            clock = self._clock
+            clock.queued.append((self._begin, queued(clock.device, timed=True), self._expected_s, self._phase))
+            if len(clock.queued) > MOST_QUEUED:
+                clock.read_events()
 
 
 class Exchanging:
-    """A context in which messages are started or waited for."""
-
     __slots__ = ("_clock", "_start")
 
     def __init__(self, clock: Clock) -> None:

@@ -1,15 +1,12 @@
-"""Compile regions of layers with torch.compile where the result is correct and faster: `compile=True`.
+"""Compile regions of layers with torch.compile: `compile=True`.
 
 A region is a run of consecutive layers in one segment (`convoy.plan.compile`). It ends where backward starts a gradient sum,
 which a compiled function would delay, and at every layer that is not a plain torch call (random numbers, user code, hooks) or
-frees its weights after use. Each region is tried once on random numbers, forward and backward, against the same layers
-uncompiled. All devices try at the same step, and wait for each other after each region.
+frees its weights after use. All devices compile at the same step. It is used if it gives its layers' numbers.
 """
 
-import contextlib
 import importlib
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +18,11 @@ from torch import Tensor, fx, nn
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, shortened
-from convoy.machine.accelerator import finish
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, Ref, TracedModel, arguments
 from convoy.model.tracing.copies import hooked
 from convoy.plan.device_program import Compute, Fused, Pack
+from convoy.runtime.kernels import under_autocast
 from convoy.runtime.program import Program
 
 BACKEND = "inductor"
@@ -39,16 +36,10 @@ MOST_PROGRAMS = 8
 KINDS = ("conv", "conv_transpose", "linear", "filters", "batch_norm", "elementwise", "pool", "flatten", "parts", "join")
 """Kinds of layers that are compiled."""
 
-LONGEST = 24
-"""Layers in a region: other devices wait while it is compiled."""
+LONGEST = 24  # layers in a region
 
 MOST_S = 600.0
-"""Time limit of that wait."""
-
-FASTER = 0.95
-"""A region is used if it takes at most this fraction of its layers' time."""
-
-ROUNDS = 3
+"""Limit of the other devices' waits while one compiles: it cannot answer."""
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Allowed rounding error of a region, relative to the largest entry: sums are added in another order. Other dtypes: 0.1."""
@@ -96,9 +87,9 @@ class Compiler:
 
     Attributes:
         left: programs that may still be compiled.
-        waits: compile nothing now: while plans are tried, each would be timed both compiled and uncompiled.
-        tried, used: regions tried and used so far.
-        refused: why the last refused region was not compiled or used; "" if none was, other than for its time.
+        waits: compile nothing now, because plans are tried.
+        tried, used: regions compiled, and those of them with the right numbers.
+        refused: why the last refused region is not used; "" if none was.
     """
 
     group: Group
@@ -111,7 +102,7 @@ class Compiler:
     def regions(
         self, program: Program, traced: TracedModel, model: nn.Module, key: tuple[torch.dtype | None, bool]
     ) -> Regions:
-        """Return the regions of a program; try them at the first call after the warm-up. Every device must call it.
+        """Return the regions of a program; compile them at the first call after the warm-up. Every device must call it.
 
         Args:
             key: the precision, and whether backward follows.
@@ -123,45 +114,55 @@ class Compiler:
         program.compiled[key] = (regions, calls)
         if calls == WARM_UP + 1 and self.left and not self.waits:
             self.left -= 1
-            untried = [region for region in regions.values() if region.seen]
-            with _longer_timeout(self.group):
-                while any(gather(self.group, "regions to compile", len(untried))):
-                    if untried:
-                        self._try(untried.pop(), *key)
+            waiting = [region for region in regions.values() if region.seen]
+            usual_s, self.group.timeout_s = self.group.timeout_s, max(self.group.timeout_s, MOST_S)
+            try:
+                while any(gather(self.group, "regions to compile", len(waiting))):
+                    if waiting:
+                        self._compile(waiting.pop(), *key)
+            finally:
+                self.group.timeout_s = usual_s
         return regions  # type: ignore[no-any-return]
 
     def summary(self) -> str:
-        """Return a one-line summary of the compiled regions."""
-        line = f"torch.compile: {self.used} of {self.tried} regions of layers run compiled, the others were not faster"
+        line = f"torch.compile: {self.used} of {self.tried} regions of layers run compiled"
         return f"{line}; {self.refused}" if self.refused else line
 
-    def _try(self, region: CompiledRegion, precision: torch.dtype | None, keep: bool) -> None:
+    def _compile(self, region: CompiledRegion, precision: torch.dtype | None, keep: bool) -> None:
+        """Use a compiled function if it gives the layers' outputs and gradients for random inputs."""
         self.tried += 1
-        device = self.group.torch_device
-        with (
-            _COMPILE_LOCK,
-            _restored_buffers(region.plain),
-            torch.set_grad_enabled(keep),
-            torch.autocast(device.type, precision, enabled=precision is not None),
-        ):
-            try:
+        device, generator = (
+            self.group.torch_device,
+            torch.Generator().manual_seed(0),
+        )  # the global one belongs to the training
+        inputs = [torch.empty_like(x, device=device, requires_grad=False) for x in region.seen]
+        for x, like in zip(inputs, region.seen, strict=True):
+            random = torch.randn(x.shape, generator=generator) if x.is_floating_point() else torch.zeros(())
+            x.copy_(random).requires_grad_(like.requires_grad)
+        sources = [x for x in (*inputs, *region.plain.parameters()) if x.requires_grad]
+        statistics = [(buffer, buffer.clone()) for buffer in region.plain.buffers()]
+
+        def run(function: Callable[..., Sequence[Tensor]]) -> list[Tensor | None]:
+            outputs = [*function(*inputs)]
+            graded = [y for y in outputs if y.requires_grad]
+            given = [y.detach() for y in graded]
+            found = torch.autograd.grad(graded, sources, given, allow_unused=True) if graded and sources else ()
+            return [*outputs, *found]
+
+        try:
+            with _COMPILE_LOCK, torch.set_grad_enabled(keep), under_autocast(precision, device.type):
                 function = compiled_by_torch(region.plain)
-                run = _trial(region, device)
                 _check_same_numbers(run(function), run(region.plain))
-            except Exception as error:
-                self.refused = shortened(next(iter(str(error).strip().splitlines()), type(error).__name__))
-                warnings.warn(f"torch.compile: {self.refused}. These layers run uncompiled", stacklevel=2)
-                return
-            seconds: dict[Callable[..., Any], float] = {}
-            for each in (function, region.plain) * ROUNDS:
-                finish(device)
-                start_s = time.perf_counter()
-                run(each)
-                finish(device)
-                seconds[each] = min(seconds.get(each, float("inf")), time.perf_counter() - start_s)
-        if seconds[function] <= FASTER * seconds[region.plain]:
-            self.used += 1
-            region.function = function
+        except Exception as error:
+            self.refused = shortened(next(iter(str(error).strip().splitlines()), type(error).__name__))
+            warnings.warn(f"torch.compile: {self.refused}. These layers run uncompiled", stacklevel=2)
+            return
+        finally:
+            with torch.no_grad():
+                for buffer, value in statistics:
+                    buffer.copy_(value)
+        self.used += 1
+        region.function = function
 
 
 def compiled_by_torch(module: nn.Module) -> Callable[..., Any]:
@@ -169,6 +170,15 @@ def compiled_by_torch(module: nn.Module) -> Callable[..., Any]:
     config: Any = importlib.import_module("torch._inductor.config")
     config.compile_threads = 1
     return torch.compile(module, backend=BACKEND, dynamic=False)
+
+
+def _check_same_numbers(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
+    """Raise InputError if the results of a compiled region differ from those of its layers."""
+    for a, b in zip(found, wanted, strict=True):
+        a, b = (torch.zeros(()) if x is None else x.detach() for x in (a, b))
+        limit = TOLERANCE.get(b.dtype, 0.1) * float(b.abs().amax()) if b.numel() and b.is_floating_point() else 0.0
+        if a.numel() and not torch.allclose(a, b.to(a.device), rtol=0.0, atol=limit + 1e-12, equal_nan=True):
+            raise InputError("torch.compile computed other values than the layers")
 
 
 # --- regions ---------------------------------------------------------------------------------------------------------
@@ -230,18 +240,10 @@ def _regions_in(
 
 
 def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole: bool) -> bool:
-    """Return whether a layer only computes its output, by one call of a torch module or function.
-
-    Args:
-        whole: this device has all of its parameters.
-    """
+    """Return whether a layer only computes its output, by one call of a torch module or function, from `whole` parameters."""
     odd = layer.random or layer.several or layer.everywhere or layer.no_gradient_to or operation.attributes
-    if (
-        odd
-        or layer.kind not in KINDS
-        or not layer.differentiable
-        or (layer.changes_state and layer.kind != "batch_norm")
-    ):
+    keeps_state = layer.changes_state and layer.kind != "batch_norm"
+    if odd or keeps_state or layer.kind not in KINDS or not layer.differentiable:
         return False
     constants = [*operation.args, *operation.kwargs.values()]
     if operation.kwargs.get("inplace") or not all(isinstance(x, Ref | int | float | str | None) for x in constants):
@@ -254,63 +256,3 @@ def is_plain_call(layer: Layer, operation: Operation, model: nn.Module, *, whole
         return type(module).__module__.startswith("torch.nn.modules.") and not sharded and not hooked(module)
     name = getattr(operation.target, "__name__", "_")
     return operation.call == "function" and not name.startswith("i") and not name.endswith("_")
-
-
-# --- the trial -------------------------------------------------------------------------------------------------------
-
-
-def _trial(region: CompiledRegion, device: torch.device) -> Callable[[Callable[..., Any]], Sequence[Tensor | None]]:
-    """Return a function that runs a region or its replacement on fixed random numbers: outputs, then gradients."""
-    generator = torch.Generator().manual_seed(0)  # the global one belongs to the training
-
-    def random_like(x: Tensor) -> Tensor:
-        made = torch.empty_like(x, device=device, requires_grad=False)
-        if not x.is_floating_point():
-            return made.zero_()
-        return made.copy_(torch.randn(x.shape, generator=generator)).requires_grad_(x.requires_grad)
-
-    inputs = [random_like(x) for x in region.seen]
-    sources = [x for x in (*inputs, *region.plain.parameters()) if x.requires_grad]
-    gradients: list[Tensor] = []
-
-    def run(function: Callable[..., Any]) -> Sequence[Tensor | None]:
-        outputs = list(function(*inputs))
-        graded = [y for y in outputs if y.requires_grad]
-        if not graded or not sources:
-            return outputs
-        if not gradients:
-            gradients.extend(random_like(y.detach()) for y in graded)
-        return [*outputs, *torch.autograd.grad(graded, sources, gradients, allow_unused=True)]
-
-    return run
-
-
-def _check_same_numbers(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
-    """Raise InputError if the results of a compiled region differ from those of its layers."""
-    for a, b in zip(found, wanted, strict=True):
-        a, b = (torch.zeros(()) if x is None else x.detach() for x in (a, b))
-        limit = TOLERANCE.get(b.dtype, 0.1) * float(b.abs().amax()) if b.numel() and b.is_floating_point() else 0.0
-        if a.numel() and not torch.allclose(a, b.to(a.device), rtol=0.0, atol=limit + 1e-12, equal_nan=True):
-            raise InputError("torch.compile computed other values than the layers")
-
-
-@contextlib.contextmanager
-def _longer_timeout(group: Group) -> Iterator[None]:
-    """Wait longer for other devices: a device that compiles cannot answer. A closed connection is still noticed at once."""
-    usual_s, group.timeout_s = group.timeout_s, max(group.timeout_s, MOST_S)
-    try:
-        yield
-    finally:
-        group.timeout_s = usual_s
-
-
-@contextlib.contextmanager
-def _restored_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the statistics of batch norms after a trial."""
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)

@@ -1,7 +1,7 @@
 """Run the operations that make, copy, add and exchange buffers, and moves outside of device programs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from convoy.layout.collectives import schedule as schedule_of
 from convoy.layout.comm_dtype import CommDtype, comm_dtype_of, narrow_dtype
 from convoy.layout.layout import Layout, Shape, box, local_shape
 from convoy.plan.device_program import Add, Copy, ExchangeRound, Make, Merge, Operation, Part, View, WaitRound
-from convoy.plan.exchange_program import MoveSpec, StartedRound, finish
+from convoy.plan.exchange_program import MoveSpec, finish
 
 Buffers = dict[str, Any]
 """Tensors by name; for a layer with several outputs, tuples or (as its gradient) a dict index -> gradient."""
@@ -44,15 +44,6 @@ class Lane:
     def __init__(self, group: Group, number: int, slots: Slots) -> None:
         self.group, self.number, self.slots = group, number, slots
         self.pending: dict[tuple[int, int], Pending] = {}
-        self._handlers: Mapping[type, Callable[[Any, Buffers, torch.dtype], None]] = {
-            Make: self._make,
-            View: self._view,
-            Copy: self._copy,
-            Add: self._add,
-            Merge: self._merge,
-            ExchangeRound: self._start,
-            WaitRound: self._wait,
-        }
 
     def run(self, operations: Iterable[Operation], buffers: Buffers, dtype: torch.dtype) -> None:
         """Run operations of one step.
@@ -64,47 +55,43 @@ class Lane:
             DeviceLostError: a device that had to send or receive did not.
         """
         for operation in operations:
-            self._handlers[type(operation)](operation, buffers, dtype)
+            match operation:
+                case Copy():
+                    source, target = cut(buffers, operation.source), cut(buffers, operation.target)
+                    target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
+                case Add():
+                    cut(buffers, operation.target).add_(cut(buffers, operation.source))
+                case ExchangeRound():
+                    # Cut a part once, even if several devices receive it.
+                    parts = {m.part: cut(buffers, m.part).contiguous() for m in operation.sends}
+                    sends = [Message(m.peer, parts[m.part]) for m in operation.sends]
+                    receives = [Message(m.peer, cut(buffers, m.part)) for m in operation.receives]
+                    self.pending[operation.step, operation.number] = self.group.start(sends, receives, self.number)
+                case WaitRound():
+                    self.pending.pop((operation.begun, operation.number)).wait()
+                case View():
+                    part = cut(buffers, operation.of)
+                    buffers[operation.buffer] = part if part.shape == operation.shape else part.view(operation.shape)
+                case Make():
+                    buffers[operation.buffer] = self._made(operation, buffers, dtype)
+                case Merge():
+                    buffers[operation.buffer] = functools.reduce(_added, (buffers[name] for name in operation.parts))
 
-    def _make(self, operation: Make, buffers: Buffers, dtype: torch.dtype) -> None:
+    def _made(self, operation: Make, buffers: Buffers, dtype: torch.dtype) -> Tensor:
         kind, device = buffers[operation.like].dtype if operation.like else dtype, self.group.torch_device
         if operation.narrow:
             kind = getattr(torch, narrow_dtype(str(kind).removeprefix("torch.")))
         if operation.slot is not None:
-            buffers[operation.buffer] = self.slots.at(operation.buffer, operation.shape[0], kind, device)
-        else:
-            make = torch.zeros if operation.zeros else torch.empty
-            buffers[operation.buffer] = make(operation.shape, dtype=kind, device=device)
+            return self.slots.at(operation.buffer, operation.shape[0], kind, device)
+        make = torch.zeros if operation.zeros else torch.empty
+        return make(operation.shape, dtype=kind, device=device)
 
-    def _view(self, operation: View, buffers: Buffers, _dtype: torch.dtype) -> None:
-        part = cut(buffers, operation.of)
-        buffers[operation.buffer] = part if part.shape == operation.shape else part.view(operation.shape)
 
-    def _copy(self, operation: Copy, buffers: Buffers, _dtype: torch.dtype) -> None:
-        source, target = cut(buffers, operation.source), cut(buffers, operation.target)
-        target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
-
-    def _add(self, operation: Add, buffers: Buffers, _dtype: torch.dtype) -> None:
-        cut(buffers, operation.target).add_(cut(buffers, operation.source))
-
-    def _merge(self, operation: Merge, buffers: Buffers, _dtype: torch.dtype) -> None:
-        first, *others = (buffers[name] for name in operation.parts)
-        for other in others:
-            if isinstance(first, dict):  # gradients of several outputs of one layer
-                first = first | {item: first[item] + g if item in first else g for item, g in other.items()}
-            else:
-                first = first + other
-        buffers[operation.buffer] = first
-
-    def _start(self, operation: ExchangeRound, buffers: Buffers, _dtype: torch.dtype) -> None:
-        # Cut a part once, even if several devices receive it.
-        parts = {m.part: cut(buffers, m.part).contiguous() for m in operation.sends}
-        sends = [Message(m.peer, parts[m.part]) for m in operation.sends]
-        receives = [Message(m.peer, cut(buffers, m.part)) for m in operation.receives]
-        self.pending[operation.step, operation.number] = self.group.start(sends, receives, self.number)
-
-    def _wait(self, operation: WaitRound, _buffers: Buffers, _dtype: torch.dtype) -> None:
-        self.pending.pop((operation.begun, operation.number)).wait()
+def _added(one: Any, other: Any) -> Any:
+    """Add two gradients, each a tensor, or a dict for a layer with several outputs."""
+    if not isinstance(one, dict):
+        return one + other
+    return one | {item: one[item] + g if item in one else g for item, g in other.items()}
 
 
 def cut(buffers: Mapping[str, Any], part: Part) -> Tensor:
@@ -121,73 +108,40 @@ def cut(buffers: Mapping[str, Any], part: Part) -> Tensor:
 # --- moves outside of programs: checkpoints, reshards, initial weights -------------------------------------------------
 
 
-@dataclass
-class Moving:
-    """A started move. Its `result`, the tensor in the new layout, is complete after `land`."""
+class StartedMove:
+    """A started move of a tensor of `shape` from layout `src` to layout `dst`. Do not change `shard` before `land`.
 
-    result: Tensor
-    _lane: Lane
-    _started: Sequence[StartedRound] = ()
-    _buffers: Buffers = field(default_factory=dict)
-
-    def land(self) -> Tensor:
-        """Wait for all messages and finish the result. A second call returns it immediately."""
-        started, self._started = self._started, ()
-        self._lane.run(finish(started, 0), self._buffers, self.result.dtype)
-        return self.result
-
-
-def start_move(
-    group: Group,
-    schedule: Schedule,
-    shard: Tensor,
-    src: Layout,
-    dst: Layout,
-    shape: Shape,
-    wire: CommDtype = "exact",
-) -> Moving:
-    """Start a move as `run_move` does, without waiting. Do not change `shard` and the result before `land`.
-
-    A sum in dependent rounds is complete when this returns.
-    """
-    me, lane = group.device, Lane(group, 0, Slots())
-    kind = comm_dtype_of(str(shard.dtype).removeprefix("torch."), wire)
-    move = MoveSpec(0, schedule, me, src, dst, shape, kind, "shard", "result")
-    found = move.operations()
-    buffers: Buffers = {"shard": shard}
-    lane.run(found.begin, buffers, shard.dtype)
-    result = buffers.get("result")
-    if result is None or box(dst, me, shape) is None:
-        result = shard.new_empty(local_shape(dst, me, shape))
-    return Moving(result, lane, found.started, buffers)
-
-
-def run_move(
-    group: Group,
-    schedule: Schedule,
-    shard: Tensor,
-    src: Layout,
-    dst: Layout,
-    shape: Shape,
-    wire: CommDtype = "exact",
-) -> Tensor:
-    """Move a tensor of `shape` from layout `src` to layout `dst`. Return the new local shard.
+    A sum in dependent rounds is complete when the constructor returns.
 
     Args:
         shard: the local shard under `src`, or an empty tensor of the right dtype.
         wire: number format of the messages. Rounded copies are bitwise equal on all devices; a tensor that only one device
-            holds afterwards is rounded only where it was sent.
-
-    Returns:
-        the local shard under `dst`; a view of `shard` if nothing is received or rounded.
-
-    Raises:
-        DeviceLostError: a device that had to send or receive did not.
+            holds under `dst` is rounded only where it was sent.
     """
-    return start_move(group, schedule, shard, src, dst, shape, wire).land()
+
+    def __init__(
+        self, group: Group, schedule: Schedule, shard: Tensor, src: Layout, dst: Layout, shape: Shape,
+        wire: CommDtype = "exact",
+    ) -> None:  # fmt: skip
+        me, self._lane = group.device, Lane(group, 0, Slots())
+        kind = comm_dtype_of(str(shard.dtype).removeprefix("torch."), wire)
+        found = MoveSpec(0, schedule, me, src, dst, shape, kind, "shard", "result").operations()
+        self._buffers: Buffers = {"shard": shard}
+        self._lane.run(found.begin, self._buffers, shard.dtype)
+        self._started = found.started
+        self._result: Tensor | None = self._buffers.get("result")
+        if self._result is None or box(dst, me, shape) is None:
+            self._result = shard.new_empty(local_shape(dst, me, shape))
+
+    def land(self) -> Tensor:
+        """Wait for all messages. Return the local shard under `dst`: a view of `shard` if nothing is received or rounded."""
+        started, self._started = self._started, ()
+        assert self._result is not None
+        self._lane.run(finish(started, 0), self._buffers, self._result.dtype)
+        return self._result
 
 
 def redistribute(group: Group, shard: Tensor, src: Layout, dst: Layout, shape: Shape) -> Tensor:
     """Move a tensor between these layouts. On a device without a shard under `src`, `shard` only gives the dtype."""
     held = shard if box(src, group.device, shape) is not None else shard.new_empty((0, *shape[1:]))
-    return run_move(group, schedule_of(src, dst, shape), held, src, dst, shape)
+    return StartedMove(group, schedule_of(src, dst, shape), held, src, dst, shape).land()

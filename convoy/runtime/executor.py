@@ -3,7 +3,6 @@
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,49 +12,23 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group, present
 from convoy.errors import InputError
-from convoy.layout.layout import Split
-from convoy.model.graph import Layer
+from convoy.layout.layout import Split, holders
+from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, bind_operation
 from convoy.model.tracing.layer_builder import is_of_user
 from convoy.model.tracing.python_state import refuse_changes, subtree
-from convoy.plan.compile import compile_device, without_gradients
-from convoy.plan.device_program import (
-    BeginSum,
-    Compute,
-    FinishSums,
-    FreeWeights,
-    Fused,
-    LocalSize,
-    Pack,
-    PackWeights,
-    Unpack,
-    UnpackWeights,
-    WaitSum,
-    flop,
-    output_gradient,
-    whole_size,
-)
-from convoy.plan.steps import Phase, StepList, Value
+from convoy.plan import device_program as ops
+from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
+from convoy.plan.lower import lower
+from convoy.plan.steps import ComputeStep, InputGradient, MicroBatch, Phase, StepList, Value
+from convoy.runtime import kernels
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, Regions
 from convoy.runtime.exchange import Buffers, Lane, Slots
-from convoy.runtime.gathered import GatheredParameters
 from convoy.runtime.gradients import Found, SegmentSums, Sums, Worker, collect, own_memory, packed, unpack
-from convoy.runtime.kernels import (
-    Arithmetic,
-    ByAutograd,
-    Roots,
-    arithmetic,
-    detached,
-    edge_of,
-    enter,
-    gradients_of,
-    in_precision,
-    widened,
-    with_gradients,
-)
 from convoy.runtime.program import Item, Program, reached_parameters
+from convoy.runtime.weights import GatheredParameters, PlanInUse
 
 
 @dataclass
@@ -75,17 +48,14 @@ class Tape:
     regions: Regions = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, Normalisation] = field(default_factory=dict)
-    fused: dict[int, tuple[Roots, tuple[Any, ...]]] = field(default_factory=dict)
+    fused: dict[int, tuple[kernels.Roots, tuple[Any, ...]]] = field(default_factory=dict)
 
 
 class Executor:
     """An executor of programs on this device's shards of a model.
 
     Args:
-        group: the devices.
-        model: the module tree with this device's shards and copies of the parameters.
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
-        clock: measures computation and communication.
         fuse: run autograd on each segment as one graph; False: on each layer by itself.
         gathered: memory for gathered parameters; None: no parameter is sharded.
 
@@ -106,24 +76,21 @@ class Executor:
     ) -> None:
         self.group, self.model, self.traced, self.clock, self.fuse = group, model, traced, clock, fuse
         self.gathered = gathered or GatheredParameters(model, {})
-        self.arithmetic: dict[str, Arithmetic] = {}
+        self.arithmetic: dict[str, kernels.Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
         self.slots, self._worker = Slots(), Worker("convoy-sums")
         self.expected_s: Expected = by_arithmetic
         self.compiler: Compiler | None = None
         self._places: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
-        self._lowered: dict[torch.dtype, dict[str, Arithmetic]] = {}
         for name, layer in traced.graph.layers.items():
             if layer.kind != "input":
-                run = self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
-                if layer.everywhere and isinstance(run, ByAutograd):
+                run = self.arithmetic[name] = kernels.arithmetic(model, layer, traced.operations[name])
+                if layer.kind == "pick" or layer.multiplies:
+                    continue
+                if layer.everywhere:
                     run.call = self.calls[name] = partial(_call_checked, layer, self.calls[name])
-                elif (
-                    isinstance(run, ByAutograd)
-                    and not (layer.per_sample or layer.changes_state)
-                    and is_of_user(traced.operations[name], model)
-                ):
+                elif not (layer.per_sample or layer.changes_state) and is_of_user(traced.operations[name], model):
                     inside = [subtree(model, path) for path in traced.operations[name].modules]
                     run.call = self.calls[name] = refuse_changes(name, dict(ChainMap(*inside)), self.calls[name])
             if layer.kind == "batch_norm":
@@ -138,25 +105,13 @@ class Executor:
         reached = reached_parameters(without_gradients(steps, graph, missing) if missing else steps, graph)
         return Program(steps, made, graph, self.model, reached)
 
-    def _arithmetic(self, precision: torch.dtype | None) -> Mapping[str, Arithmetic]:
-        if precision is None:
-            return self.arithmetic
-        if precision not in self._lowered:
-            kind = self.group.torch_device.type
-            self._lowered[precision] = {n: in_precision(run, precision, kind) for n, run in self.arithmetic.items()}
-        return self._lowered[precision]
-
     # --- forward -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()  # layers and segments that autograd runs enable it themselves
     def forward(
         self, program: Program, inputs: Sequence[Tensor], *, keep: bool, precision: torch.dtype | None = None
     ) -> tuple[list[Tensor], Tape]:
-        """Return the outputs (global or local batch), and the tape for backward (empty unless `keep`).
-
-        Args:
-            precision: number type of the layers' arithmetic, as in autocast; None: the model's own.
-        """
+        """Return the outputs (global or local batch), and the tape for backward (empty unless `keep`)."""
         buffers: Buffers = dict(zip(program.program.inputs, inputs, strict=True))
         tape = Tape(program, precision)
         with self.gathered.in_place(program.gathered):
@@ -177,13 +132,13 @@ class Executor:
         lane = Lane(self.group, 0, self.slots)
         for item in program.forward:
             match item.operations[0]:
-                case Fused() as fused:
+                case ops.Fused() as fused:
                     self._fused_forward(fused, buffers, tape, keep=keep)
-                case Compute(part="all") as compute:
+                case ops.Compute(part="all") as compute:
                     self._forward(compute, buffers, tape, keep=keep)
-                case Compute() as compute:
+                case ops.Compute() as compute:
                     self._statistics(compute, buffers, tape)
-                case PackWeights() | UnpackWeights() | FreeWeights() as weights:
+                case ops.PackWeights() | ops.UnpackWeights() | ops.FreeWeights() as weights:
                     self.gathered.run(weights, buffers, self.group.device)
                 case _:
                     self._exchange(lane, item, buffers)
@@ -194,23 +149,18 @@ class Executor:
         with self.clock.exchange():
             lane.run(item.operations, buffers, item.dtype)
 
-    def _fused_forward(self, fused: Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        """Run a segment as one autograd graph."""
+    def _fused_forward(self, fused: ops.Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
         bound = tape.program.fused[fused.number]
         wants = [keep and wanted for wanted in bound.wants]
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
-            roots = [enter(buffers[k]) if w else buffers[k] for k, w in zip(fused.reads, wants, strict=True)]
+            roots = [kernels.enter(buffers[k]) if w else buffers[k] for k, w in zip(fused.reads, wants, strict=True)]
             own: dict[str, Any] = dict(zip(fused.reads, roots, strict=True))
-            begin = Roots(roots, wants)
+            begin = kernels.Roots(roots, wants)
             del roots
-            with (
-                nullcontext()
-                if tape.precision is None
-                else torch.autocast(self.group.torch_device.type, tape.precision)
-            ):
+            with kernels.under_autocast(tape.precision, self.group.torch_device.type):
                 ready = 0  # a compiled region has done the computations before this index
                 for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
-                    assert isinstance(op, Compute)
+                    assert isinstance(op, ops.Compute)
                     if (region := tape.regions.get((fused.number, number))) is not None:
                         ready = max(ready, region.run(own))
                     if number >= ready:
@@ -220,55 +170,54 @@ class Executor:
                         del inputs
                     for name in drops:
                         own.pop(name, None)  # values inside a compiled region are not in the dict
-            made = [widened(own[name], tape.precision) for name in fused.writes]
-        buffers.update(zip(fused.writes, map(detached, made), strict=True))
+            made = [kernels.widened(own[name], tape.precision) for name in fused.writes]
+        buffers.update(zip(fused.writes, map(kernels.detached, made), strict=True))
         if keep:
-            tape.fused[fused.number] = (begin, tuple(map(edge_of, made)))
+            tape.fused[fused.number] = (begin, tuple(map(kernels.edge_of, made)))
 
-    def _call(self, op: Compute, inputs: Sequence[Any], *, whole: bool) -> Any:
+    def _call(self, op: ops.Compute, inputs: Sequence[Any], *, whole: bool) -> Any:
         """Return a layer's output with its autograd graph. A sharded layer's module cannot be called itself."""
         if whole:
             return self.calls[op.layer](inputs, op.size.samples)
         return self.arithmetic[op.layer].forward(inputs, op.size.samples, False, op.wants)[0]
 
-    def _expected_s(self, fused: Fused, program: Program) -> dict[str, float]:
-        """Return the expected seconds per layer of a segment, used to divide its measured time."""
+    def _expected_s(self, fused: ops.Fused, program: Program) -> dict[str, float]:
         key = (fused.number, fused.phase)
         if key not in program.expected_s:
             found: dict[str, float] = {}
             for op in fused.operations:
-                if isinstance(op, Compute):
+                if isinstance(op, ops.Compute):
                     seconds = self.expected_s(self.traced.graph[op.layer], fused.phase, op.size)
                     found[op.layer] = found.get(op.layer, 0.0) + seconds
             program.expected_s[key] = found
         return program.expected_s[key]
 
-    def _no_rows(self, norm: GlobalBatchNorm) -> Tensor:
-        """Return the sums of a device without samples."""
-        return torch.zeros(1, 2 * norm.channels, dtype=norm.dtype, device=self.group.torch_device)
-
-    def _forward(self, op: Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
-        run = self._arithmetic(tape.precision)[op.layer]
-        with self.clock.compute(op.layer, "forward"):
-            saved: Any
+    def _forward(self, op: ops.Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
+        run, saved = self.arithmetic[op.layer], None
+        with (
+            self.clock.compute(op.layer, "forward"),
+            kernels.under_autocast(tape.precision, self.group.torch_device.type),
+        ):
             if op.layer in tape.norms:
                 x = buffers[op.reads[0]]
                 value, saved = self.norms[op.layer].normalise(x, tape.norms[op.layer]), x
             elif op.rows is not None:
-                (x,) = (buffers[name] for name in op.reads)
-                value, saved = run.forward([x[slice(*op.rows)]], op.size.samples, False, op.wants)[0], x
+                # `.data`: autograd must not count the arrival of other rows as a change.
+                rows = buffers[op.reads[0]].data[slice(*op.rows)]
+                value, graph = run.forward([rows], op.size.samples, keep, op.wants)
+                saved = [*tape.saved.get(op.layer, ()), (len(rows), graph)]
             else:
                 value, saved = run.forward([buffers[name] for name in op.reads], op.size.samples, keep, op.wants)
-        buffers[op.writes[0]] = value
+        buffers[op.writes[0]] = kernels.widened(value, tape.precision)
         if keep:
             tape.saved[op.layer] = saved
 
-    def _statistics(self, op: Compute, buffers: Buffers, tape: Tape) -> None:
+    def _statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
         norm = self.norms[op.layer]
         with self.clock.compute(op.layer, "forward"):
             if op.part == "statistics":
                 x = buffers[op.reads[0]] if op.reads else None
-                buffers[op.writes[0]] = self._no_rows(norm) if x is None else norm.local_statistics(x)
+                buffers[op.writes[0]] = norm.no_sums(self.group.torch_device) if x is None else norm.local_statistics(x)
                 return
             members, value = tape.program.statistics[op.layer]
             assert isinstance(value.layout, Split)
@@ -291,9 +240,9 @@ class Executor:
             device gets none.
         """
         program = self._with(tape.program, output_gradients, frozenset(left or ()))
-        buffers: Buffers = {output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
+        buffers: Buffers = {ops.output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
-        # Earlier micro-batches left the summed shard of a sharded parameter, not a summand: add it afterwards.
+        # Earlier micro-batches left the summed shard of a sharded parameter, not a summand: add it after the sums.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         # After a regroup, sums of this backward must not send to the new group.
         sums = Sums(present(self.group), program.sums, self.slots, self._worker)
@@ -338,47 +287,49 @@ class Executor:
         lane = Lane(self.group, 0, self.slots)
         for item in program.backward:
             match item.operations[0]:
-                case Fused() as fused:
+                case ops.Fused() as fused:
                     self._fused_backward(fused, buffers, found, tape, sums)
-                case Compute(part="statistics") as compute:
+                case ops.Compute(part="statistics") as compute:
                     self._backward_statistics(compute, buffers, tape)
-                case Compute() as compute:
+                case ops.Compute() as compute:
                     self._backward(compute, buffers, found, tape)
-                case Pack() as pack:
+                case ops.Pack() as pack:
                     buffers[pack.buffer] = packed(pack, found, self.model, self.group)
-                case BeginSum(step=step, buffer=flat):
+                case ops.BeginSum(step=step, buffer=flat):
                     sums.begin(step, buffers[flat])
-                case PackWeights() | UnpackWeights() | FreeWeights() as weights:
+                case ops.PackWeights() | ops.UnpackWeights() | ops.FreeWeights() as weights:
                     self.gathered.run(weights, buffers, self.group.device)
-                case WaitSum(sum=step):
+                case ops.WaitSum(sum=step):
                     with self.clock.exchange():
                         sums.wait(step)
-                case FinishSums():
+                case ops.FinishSums():
                     with self.clock.exchange():
                         sums.finish()
                     buffers.update(sums.shares)
-                case Unpack() as pack:
+                case ops.Unpack() as pack:
                     unpack(pack, buffers[pack.buffer], found)
                 case _:
                     self._exchange(lane, item, buffers)
             for name in item.drops:
                 buffers.pop(name, None)
 
-    def _backward_statistics(self, op: Compute, buffers: Buffers, tape: Tape) -> None:
+    def _backward_statistics(self, op: ops.Compute, buffers: Buffers, tape: Tape) -> None:
         norm, by = self.norms[op.layer], tape.norms[op.layer]
         with self.clock.compute(op.layer, "backward"):
             g = buffers[op.reads[0]] if op.reads else None
-            row = self._no_rows(norm) if g is None else norm.local_sums(tape.saved.get(op.layer), g, by)
+            row = (
+                norm.no_sums(self.group.torch_device) if g is None else norm.local_sums(tape.saved.get(op.layer), g, by)
+            )
         buffers[op.writes[0]] = row
 
-    def _fused_backward(self, fused: Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:
+    def _fused_backward(self, fused: ops.Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:
         """Compute the gradients of a segment's inputs and parameters; start the parameters' sums immediately."""
         roots, outputs = tape.fused.pop(fused.number)
-        computed = [op for op in fused.operations if isinstance(op, Compute)]
+        computed = [op for op in fused.operations if isinstance(op, ops.Compute)]
         layers = dict.fromkeys(op.layer for op in computed)
         parameters = {p.key: self._parameter(p.key) for name in layers for p in self.traced.graph[name].trainable}
         pairs = [
-            with_gradients(edge, buffers[name])
+            kernels.with_gradients(edge, buffers[name])
             for edge, name in zip(outputs, fused.reads, strict=True)
             if name in buffers
         ]
@@ -387,7 +338,7 @@ class Executor:
         with self.clock.segment(self._expected_s(fused, tape.program), fused.phase) as end_lap:
             leaving = SegmentSums(self.model, self.traced.graph, fused, buffers, found, sums, end_lap)
             with leaving.watching(parameters):
-                results = iter(gradients_of(pairs, [*roots.edges, *parameters.values()]))
+                results = iter(kernels.gradients_of(pairs, [*roots.edges, *parameters.values()]))
             del pairs
             gradients = roots.or_zeros(results)
         wanted = [
@@ -398,7 +349,7 @@ class Executor:
             leaving.collect(key, gradient)
         leaving.finish()
 
-    def _backward(self, op: Compute, buffers: Buffers, found: Found, tape: Tape) -> None:
+    def _backward(self, op: ops.Compute, buffers: Buffers, found: Found, tape: Tape) -> None:
         layer = self.traced.graph[op.layer]
         g = buffers[op.reads[0]]
         saved = tape.saved.pop(op.layer) if op.last else tape.saved[op.layer]
@@ -408,7 +359,9 @@ class Executor:
                 by = tape.norms.pop(op.layer)
                 inputs, own = self.norms[op.layer].backward(saved, g, by, row, rows, op.wants[0])
             else:
-                inputs, own = self._arithmetic(tape.precision)[op.layer].backward(saved, g, op.wants, op.part)  # type: ignore[arg-type]
+                run = self.arithmetic[op.layer]
+                backward = partial(kernels.backward_by_rows, run) if isinstance(saved, list) else run.backward
+                inputs, own = backward(saved, g, op.wants, op.part, op.last)  # type: ignore[arg-type]
         if op.part != "weight":
             for name, gradient in zip(op.writes, inputs, strict=True):
                 if name and gradient is not None:
@@ -425,7 +378,7 @@ def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any],
     """Call a layer with its hooks, which the trace did not run. They may change values, but not shapes."""
     if torch.is_grad_enabled():
         # Each input is a root, which refuses the backward of a tensor that a hook kept.
-        inputs = [x if x.requires_grad or not x.is_floating_point() else enter(x) for x in inputs]
+        inputs = [x if x.requires_grad or not x.is_floating_point() else kernels.enter(x) for x in inputs]
     y = call(inputs, samples)
     first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
@@ -437,11 +390,79 @@ def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any],
     return y
 
 
-Expected = Callable[[Layer, Phase, LocalSize], float]
+Expected = Callable[[Layer, Phase, ops.LocalSize], float]
 """Function that returns the expected seconds of one phase of a layer's local part."""
 
 
-def by_arithmetic(layer: Layer, _phase: Phase, size: LocalSize) -> float:
+def by_arithmetic(layer: Layer, _phase: Phase, size: ops.LocalSize) -> float:
     """Estimate seconds without measurements: 100 GFLOP/s, and two memory accesses per output entry at 10 GB/s."""
-    outputs = math.prod(layer.shape) * size.samples * size.outputs / max(1, whole_size(layer, 1).outputs)
-    return flop(layer, size) / 100e9 + 2 * 4 * outputs / 10e9
+    outputs = math.prod(layer.shape) * size.samples * size.outputs / max(1, ops.whole_size(layer, 1).outputs)
+    return ops.flop(layer, size) / 100e9 + 2 * 4 * outputs / 10e9
+
+
+# --- programs of a plan -------------------------------------------------------------------------------------------------
+
+CHECKED_DEVICES = 16
+"""Largest fleet whose programs are checked against each other before the first step: more would take seconds."""
+
+StateDevices = dict[str, set[int]]
+"""Devices on which each layer that changes its own state has run."""
+
+
+class ProgramCache:
+    """The programs of this device for one plan.
+
+    Args:
+        executors: one per mode (True: training).
+        state_devices: kept when the plan changes, because the layers' state is.
+
+    Attributes:
+        programs: by mode, batch size, destination of input gradients, and kind of micro-batch.
+    """
+
+    def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
+        self._in_use, self._executors, self._state_devices = in_use, executors, state_devices
+        self.programs: dict[tuple[bool, int, tuple[InputGradient, ...], MicroBatch], Program] = {}
+
+    def get(
+        self, training: bool, batch: int, wanted: tuple[InputGradient, ...] = (), kind: MicroBatch = "only"
+    ) -> Program:
+        """Return the program for a global batch of this size.
+
+        Raises:
+            InputError: a layer with its own state would run on other devices than before.
+        """
+        key = (training, batch, wanted, kind)
+        if key not in self.programs:
+            in_use, executor = self._in_use, self._executors[training]
+            graph = executor.traced.graph
+            kept = {name: layout for name, layout in in_use.layouts.items() if name not in in_use.borrowed}
+            steps = lower(in_use.plans[training], graph, batch, wanted, kept, kind)
+            self._check_state(steps, graph)
+            if not self.programs and in_use.devices <= CHECKED_DEVICES:
+                check_programs(compile_all(steps, graph))
+            self.programs[key] = executor.program(steps)
+        return self.programs[key]
+
+    def expect(self, seconds: Expected) -> None:
+        for executor in self._executors.values():
+            executor.expected_s = seconds
+        for program in self.programs.values():
+            program.expected_s.clear()
+
+    def _check_state(self, steps: StepList, graph: Graph) -> None:
+        """Raise InputError if a layer with its own state would run on devices where that state is outdated."""
+        for step in steps.phase("forward"):
+            if not isinstance(step, ComputeStep) or not (
+                graph[step.layer].changes_state or step.layer in self._state_devices
+            ):
+                continue
+            here = set(holders(step.writes.layout))
+            before = self._state_devices.setdefault(step.layer, here)
+            if here != before if graph[step.layer].changes_state else not here <= before:
+                raise InputError(
+                    f"layer {step.layer!r} changes its Python state, buffers or parameters in forward. It ran on the devices "
+                    f"{sorted(before)}, and would run on {sorted(here)} for a batch of {steps.batch}, so their states would "
+                    "differ. Use batches with samples for each of these devices (drop_last=True), or give the layer the "
+                    "strategy 'one'"
+                )

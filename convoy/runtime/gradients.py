@@ -31,7 +31,7 @@ A key is missing if backward reached the parameter on no device: the loss does n
 
 @dataclass(slots=True)
 class OneSum:
-    """One gradient sum: operations that sum `buffer` in place; `result` is the buffer that this device keeps."""
+    """Operations that sum `buffer` in place; `result` is the buffer that this device keeps."""
 
     buffer: str
     result: str
@@ -40,19 +40,13 @@ class OneSum:
 
 @dataclass(frozen=True)
 class SumLane:
-    """The gradient sums of a program, ready to run.
-
-    Attributes:
-        sums: gradient sums by step, in the order in which they run.
-        behind: operations after all sums, which wait for messages received in place.
-    """
+    """The gradient sums of a program, by step and in order, and the waits for messages received in place after them."""
 
     sums: Mapping[int, OneSum]
     behind: list[Operation]
 
     @classmethod
     def of(cls, lane: Sequence[Operation]) -> Self:
-        """Read the second lane of a program."""
         sums: dict[int, OneSum] = {}
         behind: list[Operation] = []
         last = -1
@@ -82,7 +76,6 @@ class Worker:
         self._stream: torch.Stream | None = None
 
     def stream(self, device: torch.device) -> torch.Stream:
-        """Return the thread's stream on an accelerator."""
         if self._stream is None or self._stream.device != device:
             self._stream = torch.Stream(device)
         return self._stream
@@ -182,11 +175,7 @@ class Sums:
             self._ends[step] = queued(flat.device)
 
     def wait(self, step: int) -> None:
-        """Wait for one sum. On an accelerator the current stream waits for it, the host only for its messages.
-
-        Raises:
-            DeviceLostError: a device did not send its summand.
-        """
+        """Wait for one sum. On an accelerator the current stream waits for it, the host only for its messages."""
         if step in self._done:
             self._done[step].wait()  # the group's timeout limits every wait inside
         if self._error is not None:
@@ -198,11 +187,6 @@ class Sums:
                 share.record_stream(current)
 
     def finish(self) -> None:
-        """Wait for all sums.
-
-        Raises:
-            DeviceLostError: a device did not send its summand.
-        """
         assert not self._ready, "a gradient sum never started"
         for step in self._done:
             self.wait(step)
@@ -242,18 +226,16 @@ class SegmentSums:
     def watching(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Collect, by hooks, every gradient of these parameters that a sum waits for, inside the block."""
         waited = set().union(*self._missing.values())
-        hooks = [p.register_hook(self._hook(k)) for k, p in parameters.items() if k in waited]  # type: ignore[no-untyped-call]
+        hooks: list[Any] = [
+            p.register_hook(lambda g, key=key: self.collect(key, g.detach()))  # type: ignore[no-untyped-call]
+            for key, p in parameters.items()
+            if key in waited
+        ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _hook(self, key: str) -> Any:
-        def arrived(gradient: Tensor) -> None:
-            self.collect(key, gradient.detach())
-
-        return arrived
 
     def collect(self, key: str, gradient: Tensor | None) -> None:
         """Add this segment's gradient of a parameter, and start the sums that it completes."""
@@ -282,9 +264,11 @@ class SegmentSums:
 
 
 def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Tensor:
-    """Return the flat buffer in which gradients are summed."""
     rows = zip(operation.keys, operation.sizes, strict=True)
-    parts = [_flat(found.get(key), size, model, key) for key, size in rows]
+    gradients = [(found.get(key), size, key) for key, size in rows]
+    parts = [
+        model.get_parameter(key).detach().new_zeros(size) if g is None else g.reshape(-1) for g, size, key in gradients
+    ]
     if operation.flags:
         # Flags of 0 or 1, summed to a count of devices: no wire format rounds a count of 1 to zero.
         used = [float(found.get(key) is not None) for key in operation.keys]
@@ -312,21 +296,15 @@ def unpack(operation: Unpack, flat: Tensor, found: Found) -> None:
         start += size
 
 
-def _flat(gradient: Tensor | None, size: int, model: nn.Module, key: str) -> Tensor:
-    return model.get_parameter(key).detach().new_zeros(size) if gradient is None else gradient.reshape(-1)
-
-
 def collect(found: Found, key: str, gradient: Tensor | None) -> None:
-    """Add a gradient of a parameter to those found so far."""
     before = found.get(key)
     found[key] = gradient if before is None else before if gradient is None else before + gradient
 
 
 def own_memory(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> Tensor:
-    """Return a gradient in its own memory, which autograd may use as `.grad`.
+    """Return a gradient in its own memory, which autograd may use as `.grad`: in none of the storages `taken`.
 
-    Args:
-        taken: storages in use. `a` and `b` of `a + b` get the same gradient tensor, but no two .grad may share memory.
+    `a` and `b` of `a + b` get the same gradient tensor.
     """
     gradient = gradient.view_as(parameter)
     storage = gradient.untyped_storage()
@@ -337,12 +315,7 @@ def own_memory(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> Te
 
 
 def global_norm(group: Group, gradients: Iterable[tuple[Tensor, bool]], norm_type: float = 2.0) -> float:
-    """Return the norm of all gradients together, the same number on every device.
-
-    Args:
-        gradients: each gradient held here, and whether this device counts it (copies count once).
-        norm_type: the p of the p-norm; infinity for the largest entry.
-    """
+    """Return the norm of all gradients together: of each held here, and whether this device counts it (copies count once)."""
     own = [g for g, counts in gradients if counts and g.numel()]
     powers = [torch.linalg.vector_norm(in_float64(g), norm_type) for g in own]
     if norm_type == float("inf"):

@@ -6,7 +6,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -20,28 +20,16 @@ from convoy.model.tracing import StateWatch, disable_in_place, trace, unwrapped
 from convoy.model.tracing.copies import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
+from convoy.runtime import shards
 from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of
 from convoy.runtime.clock import Clock
-from convoy.runtime.comparisons import Comparisons, check_copies, check_same_start
 from convoy.runtime.compiled import Compiler
-from convoy.runtime.executor import Executor, Expected
-from convoy.runtime.gathered import GatheredParameters
-from convoy.runtime.model_checks import ModelChecks
+from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices
+from convoy.runtime.gradients import global_norm
+from convoy.runtime.model_checks import Comparisons, ModelChecks, check_copies, check_same_start
 from convoy.runtime.program import Program
-from convoy.runtime.program_cache import ProgramCache, StateDevices
-from convoy.runtime.shards import (
-    ORIGINAL,
-    SHARD,
-    CallGuard,
-    accept_gradients,
-    accept_weights,
-    check_not_distributed,
-    check_weights,
-    guard_optimizers,
-    mark_unsummed,
-)
 from convoy.runtime.step_node import Accumulation, StepCall
-from convoy.runtime.weights import Weights, copied_without_weights, parameters_of, plan_in_use
+from convoy.runtime.weights import GatheredParameters, Weights, copied_without_weights, parameters_of, plan_in_use
 
 
 class StaleBatchError(ConvoyError):
@@ -58,27 +46,22 @@ class Distributed(nn.Module):
     Args:
         model: an ordinary module; device 0's weights are used. It may be on the meta device on all devices but 0. If it is
             so on device 0 too, call `load_state_dict` before the first step.
-        plan: the strategy and shares of each layer.
-        group: the devices.
         example: one batch of each input, for the shapes.
         slowdown: emulates a device that is slower by this factor.
         fuse: run autograd on all layers between two exchanges as one graph; False: on each layer by itself.
-        compile: compile such layers with torch.compile, if faster (see `convoy.runtime.compiled`); equal up to rounding.
+        compile: run layers through torch.compile (see `convoy.runtime.compiled`); equal up to rounding.
         takes_over: use the model's own modules, and its own parameters if every device has them whole. Shards replace the
             other parameters, which then raise on use. False: work on a copy.
 
     Attributes:
-        plan: the current plan.
         reshards: number of reshards.
         layouts: layout of each parameter and buffer, by its key in `state_dict`.
-        weights: the local shards.
         takes_whole: inputs are global batches, without `whole=True`.
         finished_steps, repeats: counted by `convoy.train.Members`; if `repeats` changes, a loader repeats the batches since
             the last finished step.
         guard: begins an epoch of a loader, which communicates with the other devices; None: the loader does so itself.
         stale: the devices have changed since the loader returned its last batch: using it raises StaleBatchError.
         precision: number type of the layers' arithmetic (see `compute_in`); None: the model's own, or the caller's autocast.
-        compiler: with `compile`, the compiled regions of this device; else None.
 
     Raises:
         PlanError: the plan is for another model or another number of devices.
@@ -99,7 +82,7 @@ class Distributed(nn.Module):
     ) -> None:
         super().__init__()
         model = unwrapped(model)
-        check_not_distributed(model)
+        shards.check_not_distributed(model)
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
         check_same_start(group, trained, plan, compile=compile)
@@ -111,7 +94,7 @@ class Distributed(nn.Module):
         self._set_plan(plan)
         self.module = disable_in_place(model if takes_over else copied_without_weights(model, group.torch_device))
         self.weights = Weights(group, self.module, self.parameters_by_key, self._in_use)
-        self.calls = CallGuard()
+        self.calls = shards.CallGuard()
         self.weights.cut(model)
         self._fuse = fuse
         self.compiler = Compiler(group) if compile else None
@@ -125,17 +108,16 @@ class Distributed(nn.Module):
         self.training = model.training
         if not takes_over:
             for parameter in model.parameters():
-                setattr(parameter, ORIGINAL, True)
-        guard_optimizers()
+                setattr(parameter, shards.ORIGINAL, True)
+        shards.guard_optimizers()
 
     # --- one call: a step --------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Tensor, batch: int | None = None, whole: bool = False, **others: Any) -> Any:
         """Return the outputs of the global batch, on every device; or an `OutputPart` for each output that stays local.
 
-        The output of another distributed model is a global batch: `discriminator(generator(z))`. A model from `prepare`
-        takes every input as a global batch. An input that requires a gradient gets the gradient it has on one device: of
-        the local batch, or of the global batch if that was given.
+        The output of another distributed model is a global batch: `discriminator(generator(z))`. An input that requires a
+        gradient gets the gradient it has on one device: of the local batch, or of the global batch if that was given.
 
         Args:
             inputs: the local batch of each input, in the layout of `input_layouts`; it may have zero samples.
@@ -170,13 +152,12 @@ class Distributed(nn.Module):
         return fill_result(self.traced[training], returned_outputs(outputs, program.steps, graph, self.group))
 
     def _compute(self, given: StepInputs, program: Program, parts: list[Tensor], compares: bool) -> Sequence[Tensor]:
-        """Return the outputs. If they need a gradient, a `StepCall` puts them into the caller's autograd graph."""
         executor, kind = self._executors[self.training], self.group.torch_device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         precision = self.precision or autocast
         borrowing: AbstractContextManager[None] = nullcontext() if self.training else self.weights.borrowing()
         # The executor applies autocast, layer by layer, in backward too.
-        with torch.autocast(kind, enabled=False), borrowing, program.random.same_afterwards(self.group):
+        with torch.autocast(kind, enabled=False), borrowing, program.random.same_after(self.group):
             if torch.is_grad_enabled() and (self._checks.trained or any(x.requires_grad for x in given.tensors)):
                 begin = partial(self._begin_backward, self.reshards, self.training, compares, program.steps.outputs)
                 call = StepCall(executor, program, precision, parts, self._checks.trained, self._accumulation, begin)
@@ -194,11 +175,7 @@ class Distributed(nn.Module):
         outputs: Sequence[Value],
         output_gradients: Sequence[Tensor | None],
     ) -> None:
-        """Check that backward can run.
-
-        Args:
-            reshards: the value of `self.reshards` in its forward.
-        """
+        """Check that backward can run. `reshards`: the value of `self.reshards` in its forward."""
         if reshards != self.reshards:
             raise InputError(
                 "the shares changed between a forward pass and its backward: call reshard() after backward()"
@@ -209,7 +186,7 @@ class Distributed(nn.Module):
                 "keep it, so it would not train as on one device; call model.train() before forward, and keep in evaluation "
                 "mode only the modules that were so before distribute()"
             )
-        check_weights(self._checks.trained.values())  # in backward: an averaged model may change by hand
+        shards.check_weights(self._checks.trained.values())  # in backward: an averaged model may change by hand
         if compares:
             self._comparisons.check_gradients(outputs, output_gradients)
 
@@ -217,8 +194,8 @@ class Distributed(nn.Module):
         """Keep gradients local inside the block; the next micro-batch outside sums those of all micro-batches.
 
         As with DistributedDataParallel, run forward and backward of a micro-batch inside, and those of a step's last
-        micro-batch outside. Until then `.grad` is the sum of this device's gradients. Every device runs the same
-        micro-batches inside. Hooks on parameters run in the last micro-batch only, with the gradient of all.
+        micro-batch outside. Until then `.grad` is the sum of this device's gradients. Hooks on parameters run in the last
+        micro-batch only, with the gradient of all.
 
         ::
 
@@ -239,12 +216,9 @@ class Distributed(nn.Module):
         self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
 
     def enter(self, plan: Plan) -> None:
-        """Continue with a plan for another generation of the group. `SnapshotStore.restore` moves the state.
+        """Continue with a plan for another generation of the group, without an interrupted step.
 
-        Discard the leftovers of an interrupted step.
-
-        Raises:
-            PlanError: the plan is for another model or another number of devices.
+        `SnapshotStore.restore` moves the state.
         """
         plan.check(self.traced[True].graph, self.group.devices)
         expected = {mode: executor.expected_s for mode, executor in self._executors.items()}
@@ -258,7 +232,7 @@ class Distributed(nn.Module):
             executor.expected_s = expected[mode]
         self._checks.use_devices(self.traced, self.group.devices)
         for parameter in self.parameters():
-            mark_unsummed(parameter, False)
+            shards.mark_unsummed(parameter, False)
 
     def _set_plan(self, plan: Plan) -> None:
         trained, evaluated = self.traced[True].graph, self.traced[False].graph
@@ -267,14 +241,12 @@ class Distributed(nn.Module):
         self.reshards += 1
 
     def _bind(self) -> None:
-        """Prepare to run on the current modules and parameters."""
         self._make_ready()
         self._checks = ModelChecks(self.module, self.traced, self.group.devices)
         self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
         self.mark_shards()
 
     def use_clock(self, clock: Clock) -> None:
-        """Measure with another clock from the next step on."""
         self.clock = clock
         self._make_ready()
 
@@ -289,7 +261,7 @@ class Distributed(nn.Module):
         for executor in self._executors.values():
             executor.compiler = self.compiler
         self._programs = ProgramCache(self._in_use, self._executors, self._state_devices)
-        self._accumulation = Accumulation(lambda key: self._in_use.keeps_sum(key, self.group.device))
+        self._accumulation = Accumulation()
         self._comparisons = Comparisons(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Distributed":
@@ -332,9 +304,6 @@ class Distributed(nn.Module):
             state_dict: of the model before `distribute`, under its ordinary keys.
             strict: refuse missing and unknown keys; False: return them, as torch does.
             assign: refused.
-
-        Raises:
-            InputError: missing or unknown keys, or a tensor without the shape of the whole parameter.
         """
         if assign:
             raise InputError("load_state_dict(assign=True): shards are copied: leave assign out")
@@ -347,18 +316,14 @@ class Distributed(nn.Module):
         return self.weights.full_state()
 
     def gather(self, key: str, shard: Tensor) -> Tensor:
-        """Gather a tensor that is sharded like parameter `key` (its gradient, its momentum), on every device.
-
-        Raises:
-            InputError: a gradient not yet summed over the devices, after `no_sync`.
-        """
+        """Gather a tensor that is sharded like parameter `key` (its gradient, its momentum), on every device."""
         return self.weights.gather(key, shard)
 
     def mark_shards(self) -> None:
         """Mark sharded parameters, so that unsuitable optimizers and calls of their modules are refused."""
         for key, parameter in self.named_parameters():
-            setattr(parameter, SHARD, not self._in_use.whole[key])
-        accept_weights(self.parameters())
+            setattr(parameter, shards.SHARD, not self._in_use.whole[key])
+        shards.accept_weights(self.parameters())
         self.calls.watch(self.module)
 
     def check_copies(self) -> None:
@@ -372,7 +337,7 @@ class Distributed(nn.Module):
         A change must treat each entry by itself, as `clamp_` does: any other change is wrong on local shards. Without this
         call the next backward raises InputError.
         """
-        accept_weights(self.parameters())
+        shards.accept_weights(self.parameters())
 
     def gradients_changed(self) -> None:
         """Accept the script's changes to `.grad` since backward. Every device calls it.
@@ -380,14 +345,27 @@ class Distributed(nn.Module):
         A change must treat each entry by itself, as `clip_grad_value_` does: any other change is wrong on local shards.
         Without this call the optimizer's step raises InputError.
         """
-        accept_gradients(self.parameters())
+        shards.accept_gradients(self.parameters())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all devices is at most `max_norm`. Return the previous norm.
 
         `torch.nn.utils.clip_grad_norm_` would see only the local shards. Every device must call it.
         """
-        return self.weights.clip_gradients(max_norm, norm_type)
+        known = self.parameters_by_key
+        rows = [(key, self.module.get_parameter(key)) for key, p in known.items() if p.trainable]
+        parameters = [p for _, p in rows]
+        shards.check_summed("clip_grad_norm_", parameters)
+        shards.check_gradients("clip_grad_norm_", parameters)
+        held = [(p.grad, self._in_use.counts(key, self.group.device)) for key, p in rows if p.grad is not None]
+        norm = global_norm(self.group, held, norm_type)
+        scale = max_norm / (norm + 1e-6)
+        if not scale >= 1.0:  # also for NaN, which then shows in the gradients, as in torch
+            for g, _ in held:
+                g.mul_(scale)
+            shards.accept_gradients(parameters)
+        dtypes = [p.dtype for p in parameters] or [torch.float32]
+        return torch.tensor(norm, dtype=reduce(torch.promote_types, dtypes), device=self.group.torch_device)
 
     # --- calls refused on shards -------------------------------------------------------------------------------------
 
@@ -434,11 +412,9 @@ class Distributed(nn.Module):
         return self._programs.get(self.training, batch).steps
 
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
-        """Return the layout of each input, for a global batch of this size."""
         return tuple(value.layout for value in self.steps(batch).inputs)
 
     def output_rows(self, batch: int) -> tuple[int, int]:
-        """Return start and stop of the global batch's samples whose outputs this device has."""
         values = [v for v in self.steps(batch).outputs if not isinstance(v.layout, Replicated)]
         return rows_of(values[0].layout, values[0].shape, self.group.device) if values else (0, batch)
 
@@ -447,12 +423,10 @@ class Distributed(nn.Module):
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
-        """Set the measured seconds per layer, used to divide a segment's time."""
         self._programs.expect(seconds)
 
 
 def not_distributed(who: str, model: object) -> InputError:
-    """Return the error for a model that was not distributed."""
     return InputError(
         f"{who} was given a {type(model).__name__}, which is not distributed: give the model that convoy.prepare or "
         "convoy.distribute returned"

@@ -1,17 +1,19 @@
-"""Clip gradients by their global norm, and gather an optimizer's state, for sharded models."""
+"""Clip gradients by their global norm, gather an optimizer's state, and average weights, for sharded models."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from convoy.comm.control_messages import gather
 from convoy.errors import InputError
 from convoy.layout.layout import holds
 from convoy.runtime.module import Distributed, not_distributed
-from convoy.runtime.shards import elementwise_names
+from convoy.runtime.shards import elementwise_names, works_on
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -20,12 +22,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     `torch.nn.utils.clip_grad_norm_` would take the norm of the local shards, so each device would scale by another factor.
     This function combines the norms of all shards, counts copies once, and scales by the same factor everywhere.
 
-    Args:
-        model: a distributed model; an ordinary one is given to torch's own function.
-        norm_type: the p of the p-norm; infinity for the largest entry.
-
-    Returns:
-        The norm before clipping; the same on every device.
+    Return the norm before clipping. An ordinary model is given to torch's own function.
     """
     if isinstance(model, Distributed):
         return model.clip_grad_norm_(max_norm, norm_type)
@@ -37,9 +34,6 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
 
     Returns:
         `state`: whole tensors and numbers by parameter and name; `param_groups`: options, `params` as names.
-
-    Raises:
-        InputError: the model is not distributed.
     """
     if not isinstance(model, Distributed):
         raise not_distributed("full_optimizer_state", model)
@@ -71,10 +65,7 @@ def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
     Returns:
         {"kind": "tensor", "dtype"} for a tensor of the parameter's own shape, with the parameter's layout;
         {"kind": "number", "value", "dtype", "near"} for another tensor; near: it is on the parameter's device;
-        {"kind": "plain", "value"} for anything else.
-
-    Raises:
-        InputError: it is not a tensor, number or string.
+        {"kind": "plain", "value"} for None and other numbers and strings.
     """
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
@@ -90,9 +81,68 @@ def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
 
 
 def number_of(row: Mapping[str, Any], parameter: Tensor) -> Any:
-    """Return the number or plain value that `described` turned into this row."""
     if row["kind"] == "plain":
         return row["value"]
     # Some optimizers keep their counters on the CPU, whatever device the parameter is on.
     device = parameter.device if row["near"] else torch.device("cpu")
     return torch.tensor(row["value"], dtype=getattr(torch, row["dtype"]), device=device)
+
+
+class WeightAverage:
+    """An exponential moving average of weights: after every step, average = decay * average + (1 - decay) * weight.
+
+    It computes the same numbers as torch's `AveragedModel`. The optimizer's state of each parameter contains the average, so
+    the average moves with it: to other devices at a reshard, into `convoy.train.full_optimizer_state`, into checkpoints and
+    back. The average of a parameter starts with its weights after its first step.
+
+    Buffers are not averaged, as by torch's default: batch norm keeps the statistics of the trained weights. Compute those of
+    the averages with `torch.optim.swa_utils.update_bn`, or use `AveragedModel(model, use_buffers=True)` between reshards.
+    Both are exact under every plan.
+
+    ::
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = convoy.WeightAverage(optimizer, 0.999)  # every optimizer.step() updates it
+        ...
+        with average.as_weights():
+            update_bn(loader, model)
+            weights = model.full_state_dict()
+
+    Args:
+        optimizer: of the weights; its class must be in `convoy.train.ELEMENTWISE`.
+        decay: decay per step; 0 to 1.
+    """
+
+    STATE: ClassVar[str] = "average"  # the key of an average in the optimizer's state of a parameter
+
+    def __init__(self, optimizer: Optimizer, decay: float) -> None:
+        if not 0 <= decay <= 1:
+            raise InputError(f"an average with a decay of {decay:g}: give a number from 0 to 1, e.g. 0.999")
+        self.optimizer = optimizer
+        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        optimizer.register_step_post_hook(self._follow)
+
+    @torch.no_grad()
+    def _follow(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        parameters = works_on(optimizer)
+        known = [p for p in parameters if self.STATE in optimizer.state.get(p, {})]
+        if known:
+            self._update([optimizer.state[p][self.STATE] for p in known], known, None)
+        for parameter in parameters:
+            # After its first gradient only, because optimizers initialise a state only if it is empty.
+            if parameter.grad is not None and self.STATE not in optimizer.state.get(parameter, {}):
+                optimizer.state[parameter][self.STATE] = parameter.detach().clone()
+
+    @contextmanager
+    def as_weights(self) -> Iterator[None]:
+        """Use the averages as weights inside the block, to test or gather them."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for parameter, state in self.optimizer.state.items():
+            if self.STATE in state:
+                state[self.STATE], parameter.data = parameter.data, state[self.STATE]

@@ -26,11 +26,7 @@ PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.b
 
 
 def check_kinds(precision: str, devices: Sequence[str]) -> None:
-    """Check a precision against the command line's device names before the run starts.
-
-    Raises:
-        InputError: unknown precision, or fp16 although one device is a CPU.
-    """
+    """Check a precision against the command line's device names before the run starts."""
     dtype_named(precision)
     on_cpu = [name for name in devices if name.startswith("cpu") or (name == "auto" and accelerator() is None)]
     if precision == "fp16" and on_cpu:
@@ -49,11 +45,7 @@ def compute_in(model: Distributed, precision: str) -> None:
 
 
 def agree_on_precision(group: Group, graph: Graph, precision: str) -> None:
-    """Check that all devices have this precision and can use it for this model. Every device must call it.
-
-    Raises:
-        InputError, MismatchError: see `compute_in`.
-    """
+    """Check that all devices have this precision and can use it for this model, as in `compute_in`."""
     dtype = dtype_named(precision)
     rows = gather(group, "precision", [precision, group.torch_device.type])
     if found := difference([row[0] for row in rows]):
@@ -95,11 +87,7 @@ class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler for fp16 on several devices: an overflow on one device skips the step on all.
 
     torch's own looks at local shards only, so one device could skip a step that others take. Use this one in the same places,
-    on every device.
-
-    Args:
-        model: a distributed model, or an ordinary one.
-        options: options of torch.amp.GradScaler.
+    on every device, for a distributed model or an ordinary one, with the options of torch.amp.GradScaler.
 
     Attributes:
         skips: the gradients unscaled last have overflowed, so the step is skipped.

@@ -15,26 +15,11 @@ from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
 from convoy.layout.layout import Replicated, holders
 from convoy.model.graph import Graph
-from convoy.plan.device_program import (
-    Add,
-    Compute,
-    Copy,
-    DeviceProgram,
-    ExchangeRound,
-    FreeWeights,
-    Fused,
-    Make,
-    Merge,
-    Operation,
-    View,
-    WaitRound,
-    reads_of,
-    writes_of,
-)
+from convoy.plan import device_program as ops
 from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, StepList, SumGradients
 from convoy.runtime.gradients import SumLane
 
-_ON_LANE = (Make, View, Copy, Add, Merge, ExchangeRound, WaitRound)
+_ON_LANE = (ops.Make, ops.View, ops.Copy, ops.Add, ops.Merge, ops.ExchangeRound, ops.WaitRound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +31,7 @@ class Item:
         dtype: dtype of the buffers that the operations make.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[ops.Operation, ...]
     drops: tuple[str, ...]
     dtype: torch.dtype = torch.float32
 
@@ -83,7 +68,7 @@ class Program:
     """
 
     def __init__(
-        self, steps: StepList, program: DeviceProgram, graph: Graph, model: nn.Module, reached: tuple[str, ...]
+        self, steps: StepList, program: ops.DeviceProgram, graph: Graph, model: nn.Module, reached: tuple[str, ...]
     ) -> None:
         self.steps, self.program = steps, program
         dtypes = {step.id: getattr(torch, graph[name].dtype) for step in steps.steps if (name := _layer_of(step))}
@@ -91,7 +76,7 @@ class Program:
         self.backward = _items(program.backward, set(program.input_gradients), dtypes)
         gathers = [s for s in steps.steps if isinstance(s, GatherWeights) and program.device in s.devices]
         self.gathered = tuple(dict.fromkeys(key for step in gathers for key in step.keys))
-        self.freed = frozenset(k for op in program.forward if isinstance(op, FreeWeights) for k in op.keys)
+        self.freed = frozenset(k for op in program.forward if isinstance(op, ops.FreeWeights) for k in op.keys)
         self.random = RandomNumbers(steps, graph)
         self.owned_outputs = tuple(_is_owned(graph, v.layer, 0) for v in steps.outputs)
         self.reached = reached
@@ -105,7 +90,7 @@ class Program:
             name: (step.members, value) for step in shared for name, value in zip(step.layers, step.reads, strict=True)
         }
         self.fused = {
-            op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, Fused)
+            op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, ops.Fused)
         }
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
         self.compiled: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.compiled`
@@ -137,11 +122,11 @@ def _layer_of(step: Any) -> str:
     return reads.layer if reads is not None else ""
 
 
-def _items(operations: Sequence[Operation], kept: set[str], dtypes: Mapping[int, torch.dtype]) -> list[Item]:
+def _items(operations: Sequence[ops.Operation], kept: set[str], dtypes: Mapping[int, torch.dtype]) -> list[Item]:
     """Group the operations that run in one call, and find the buffers to drop after each group."""
-    rows: list[tuple[list[Operation], torch.dtype | None]] = []
+    rows: list[tuple[list[ops.Operation], torch.dtype | None]] = []
     for operation in operations:
-        made = dtypes.get(operation.step) if isinstance(operation, Make) and not operation.like else None
+        made = dtypes.get(operation.step) if isinstance(operation, ops.Make) and not operation.like else None
         row, dtype = rows[-1] if rows else ([], None)
         joins = row and isinstance(operation, _ON_LANE) and isinstance(row[0], _ON_LANE)
         if joins and (made is None or dtype is None or made == dtype):
@@ -152,14 +137,14 @@ def _items(operations: Sequence[Operation], kept: set[str], dtypes: Mapping[int,
     items: list[Item] = []
     seen = set(kept)
     for row, dtype in reversed(rows):
-        named = {name for operation in row for name in (*reads_of(operation), *writes_of(operation))}
+        named = {name for operation in row for name in (*ops.reads_of(operation), *ops.writes_of(operation))}
         items.append(Item(tuple(row), tuple(named - seen), dtype or torch.float32))
         seen |= named
     return items[::-1]
 
 
-def _bound(fused: Fused, graph: Graph, model: nn.Module, gathered: Collection[str]) -> BoundFused:
-    computed = [op for op in fused.operations if isinstance(op, Compute)]
+def _bound(fused: ops.Fused, graph: Graph, model: nn.Module, gathered: Collection[str]) -> BoundFused:
+    computed = [op for op in fused.operations if isinstance(op, ops.Compute)]
     wants = dict.fromkeys(fused.reads, False)
     for op in computed:
         for key, wanted in zip(op.reads, op.wants, strict=True):
@@ -203,7 +188,7 @@ class RandomNumbers:
         self.alone = next((devices[0] for devices in drawing if len(devices) == 1), None)
 
     @contextmanager
-    def same_afterwards(self, group: Group) -> Iterator[None]:
+    def same_after(self, group: Group) -> Iterator[None]:
         """Run a forward, and leave the generators of torch, Python and numpy in the same state on all devices.
 
         If several devices draw, each uses its own seed. If one device draws, all others copy its states.
@@ -230,7 +215,6 @@ class RandomNumbers:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of all generators as JSON."""
     arrays: Any = np.random.get_state(legacy=False)
     states = {
         "cpu": torch.get_rng_state().numpy().tobytes().hex(),

@@ -10,19 +10,12 @@ from torch.optim.optimizer import Optimizer
 from convoy.comm.control_messages import agree_on, gather
 from convoy.errors import InputError
 from convoy.layout.collectives import schedule
-from convoy.layout.layout import Layout, Replicated, dual, holders, holds, local_shape
+from convoy.layout.layout import Layout, holds, local_shape
 from convoy.plan.plan import Plan
-from convoy.runtime.exchange import Moving, start_move
+from convoy.runtime import shards
+from convoy.runtime.exchange import StartedMove
 from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.optimizer import described, number_of
-from convoy.runtime.shards import (
-    ELEMENTWISE,
-    accept_gradients,
-    check_gradients,
-    elementwise_names,
-    is_unsummed,
-    works_on,
-)
 
 Moved = Mapping[str, tuple[Layout, Layout]]
 """Old and new layout of each parameter and buffer whose layout changes."""
@@ -40,14 +33,14 @@ def reshard(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
     Raises:
         PlanError: the plan is for another model or another number of devices.
         MismatchError: the devices were given different plans.
-        InputError: an optimizer of another model, or one not known to be exact on shards.
-        DeviceLostError: a device that had to send or receive did not.
+        InputError: an optimizer of another model, or one not known to be exact on shards; micro-batches in `no_sync` before.
     """
     if not isinstance(model, Distributed):
         raise not_distributed("reshard", model)
     agree_on(model.group, "reshard", plan.to_json(), "was given another plan to continue with")
     plan.check(model.traced[True].graph, model.group.devices)
-    check_gradients("reshard()", model.parameters())
+    shards.check_summed("reshard()", model.parameters())
+    shards.check_gradients("reshard()", model.parameters())
     before, old, held = model.layouts, model.plan, dict(model.named_parameters())
     model.follow(plan)
     shapes = {key: tuple(p.shape) for key, p in model.parameters_by_key.items()}
@@ -61,21 +54,21 @@ def reshard(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
     with torch.no_grad():
         _move(model, moved, optimizers)
     model.mark_shards()
-    accept_gradients(model.parameters())
+    shards.accept_gradients(model.parameters())
 
 
 def _check_optimizer(optimizer: Optimizer, held: Mapping[str, nn.Parameter], moved: Moved) -> None:
     name, keys = type(optimizer).__name__, {parameter: key for key, parameter in held.items()}
-    strange = [p for p in works_on(optimizer) if p not in keys]
+    strange = [p for p in shards.works_on(optimizer) if p not in keys]
     if strange:
         raise InputError(
             f"{name} works on {len(strange)} parameters that this model does not have: give reshard() the optimizers that "
             "were made from its parameters()"
         )
-    if type(optimizer) not in ELEMENTWISE and any(keys[p] in moved for p in works_on(optimizer)):
+    if type(optimizer) not in shards.ELEMENTWISE and any(keys[p] in moved for p in shards.works_on(optimizer)):
         raise InputError(
             f"{name} is not known to treat each entry of a parameter by itself, and this plan moves parts of parameters: "
-            f"use one of {elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
+            f"use one of {shards.elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
         )
 
 
@@ -85,21 +78,16 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
     parameters = {k: model.module.get_parameter(k) for k in moved if not model.parameters_by_key[k].buffer}
     with_gradient, rows = _gathered_state(model, moved, parameters, optimizers)
 
-    def start(key: str, shard: Tensor | None, dtype: torch.dtype, *, unsummed: bool = False) -> Moving:
+    def start(key: str, shard: Tensor | None, dtype: torch.dtype) -> StartedMove:
         src, dst = moved[key]
-        src = dual(src) if unsummed else src
         shape = model.parameters_by_key[key].shape
         own = local_shape(src, device, shape)
         if shard is None or tuple(shard.shape) != own:
             shard = torch.zeros(own, dtype=dtype, device=model.group.torch_device)
-        return start_move(model.group, schedule(src, dst, shape), shard, src, dst, shape)
+        return StartedMove(model.group, schedule(src, dst, shape), shard, src, dst, shape)
 
     weights = {key: start(key, tensor := model.weights.held(key), tensor.dtype) for key in moved}
-    gradients = {
-        key: start(key, p.grad, p.dtype, unsummed=is_unsummed(p))
-        for key, p in parameters.items()
-        if key in with_gradient
-    }
+    gradients = {key: start(key, p.grad, p.dtype) for key, p in parameters.items() if key in with_gradient}
     states: dict[tuple[int, str], dict[str, Any]] = {}
     for i, optimizer in enumerate(optimizers):
         for key, parameter in parameters.items():
@@ -111,12 +99,10 @@ def _move(model: Distributed, moved: Moved, optimizers: tuple[Optimizer, ...]) -
     for key, weight in weights.items():
         model.weights.put(key, weight.land().clone())
     for key, gradient in gradients.items():
-        arrived, layout = gradient.land().clone(), moved[key][1]
-        # Only the first of several copies keeps an unsummed gradient: it received the complete sum.
-        first = not (is_unsummed(parameters[key]) and isinstance(layout, Replicated)) or holders(layout)[0] == device
-        parameters[key].grad = arrived if first and holds(layout, device) else None
+        arrived = gradient.land().clone()
+        parameters[key].grad = arrived if holds(moved[key][1], device) else None
     for (i, key), state in states.items():
-        landed = {name: v.land().clone() if isinstance(v, Moving) else v for name, v in state.items()}
+        landed = {name: v.land().clone() if isinstance(v, StartedMove) else v for name, v in state.items()}
         if holds(moved[key][1], device):
             optimizers[i].state[parameters[key]] = landed
         else:

@@ -25,7 +25,6 @@ _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
 
 def is_shard(parameter: object) -> bool:
-    """Return whether this device holds only a shard of the parameter."""
     return getattr(parameter, SHARD, False)
 
 
@@ -48,7 +47,6 @@ def check_summed(what: str, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def check_not_distributed(model: nn.Module) -> None:
-    """Raise InputError if parameters of this model belong to a distributed one."""
     if any(hasattr(parameter, SHARD) for parameter in model.parameters()):
         raise InputError(
             f"this {type(model).__name__} is distributed already, or shares parameters with a model that is: prepare replaces "
@@ -171,18 +169,15 @@ _with_guarded_state: WeakSet[Optimizer] = WeakSet()
 
 
 def elementwise_names() -> str:
-    """Return the names of elementwise optimizers, for messages."""
     return ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
 
 
 def works_on(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return an optimizer's parameters."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @functools.cache
 def guard_optimizers() -> None:
-    """Check every later step of every optimizer."""
     register_optimizer_step_pre_hook(check_step)
     register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: accept_weights(works_on(optimizer)))
 
@@ -276,7 +271,7 @@ class OwnGradients:
         self.end()
         if self._others and not self.several:
             raise InputError(
-                f"the loss reads {self._others} parameters itself, of which this device has only shards or unsummed gradients "
+                f"the loss reads {self._others} parameters itself, which are shards here or have unsummed gradients "
                 "(a penalty on weights?): its value and gradient would differ from those of one device. Use the optimizer's "
                 "weight_decay, or a plan that copies parameters ('data'), outside of no_sync()"
             )

@@ -17,47 +17,32 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.model.tracing.copies import ON_PARAMETERS
 from convoy.plan.steps import MicroBatch
+from convoy.runtime import shards
 from convoy.runtime.executor import Executor, Tape
 from convoy.runtime.gradients import Found
 from convoy.runtime.program import Program
-from convoy.runtime.shards import (
-    SCALED,
-    OwnGradients,
-    accept_gradients,
-    check_gradients,
-    is_shard,
-    is_unsummed,
-    mark_unsummed,
-)
 
 
 class Accumulation:
     """The gradient accumulation of the current step. Marks on the parameters show which gradients are unsummed.
 
-    An unsummed gradient is a pending sum: the gradient is the sum of all devices' `.grad`. If a summed gradient has to become
-    a pending sum again, only one device keeps it.
-
-    Args:
-        keeps: whether this device, of all that have a summed gradient (by key), keeps it.
+    An unsummed gradient is a pending sum: the gradient is the sum of all devices' `.grad`.
 
     Attributes:
         sums: whether the next micro-batch sums gradients over the devices.
     """
 
-    def __init__(self, keeps: Callable[[str], bool]) -> None:
-        self._keeps = keeps
+    def __init__(self) -> None:
         self.sums = True
         self._backward: tuple[int, bool] = (-1, True)  # the last one, and whether it summed
-        self._own = OwnGradients(-1, (), ())
+        self._own = shards.OwnGradients(-1, (), ())
 
     def kind(self) -> MicroBatch:
-        """Return the kind of the next micro-batch."""
         self._own.end()  # an interrupted backward has not done so
         return "only" if self.sums else "first"
 
     @contextmanager
     def unsummed(self) -> Iterator[None]:
-        """Do not sum gradients inside the block."""
         outside, self.sums = self.sums, False
         try:
             yield
@@ -72,10 +57,6 @@ class Accumulation:
         Args:
             parameters: those that require a gradient, by key.
             reached: keys of those that get a gradient in this backward.
-            sums: whether this backward sums gradients over the devices.
-
-        Raises:
-            InputError: the same backward runs through one forward with sums and one without.
         """
         task = torch._C._current_graph_task_id()
         if self._backward == (task, not sums):
@@ -86,15 +67,18 @@ class Accumulation:
         self._backward = (task, sums)
         for key in () if sums else reached:
             parameter = parameters.get(key)
-            if parameter is not None and not is_unsummed(parameter):
-                if not self._keeps(key):
-                    parameter.grad = None
-                mark_unsummed(parameter, True)
+            if parameter is not None and not shards.is_unsummed(parameter):
+                if parameter.grad is not None and parameter.grad.any():
+                    raise InputError(
+                        "backward in no_sync() after one outside, whose gradients are summed already: run a step's last "
+                        "micro-batch outside, and zero_grad() before the next step"
+                    )
+                shards.mark_unsummed(parameter, True)
         left: Found = {}
         for key, parameter in parameters.items():
-            if is_unsummed(parameter):
+            if shards.is_unsummed(parameter):
                 left[key], parameter.grad = parameter.grad, None
-                mark_unsummed(parameter, not sums)
+                shards.mark_unsummed(parameter, not sums)
         return left
 
     def compare(self, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
@@ -104,7 +88,7 @@ class Accumulation:
             self._own.several = True
             return
         self._own.end()
-        self._own = OwnGradients(task, gradients, parameters)
+        self._own = shards.OwnGradients(task, gradients, parameters)
         _at_end(self._own.check)
 
 
@@ -116,7 +100,6 @@ class StepCall:
         parts: local batch of each input; cleared after forward.
         parameters: the parameters that require a gradient, by key.
         begin_backward: checks the outputs' gradients.
-        tape: state between forward and backward.
         gradients: gradients of the parameters, between the backward of one node and that of the other.
         left: unsummed gradients of earlier micro-batches.
     """
@@ -133,7 +116,6 @@ class StepCall:
     left: Found = field(default_factory=dict)
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the step's outputs, with an autograd graph to the caller's inputs and the parameters."""
         weights = _Parameters.apply(self, *self.parameters.values())  # type: ignore[no-untyped-call]
         return _Step.apply(self, weights, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -163,11 +145,11 @@ class _Parameters(torch.autograd.Function):
             given = [p for p, g in rows if g is not None and not p._post_accumulate_grad_hooks]
             taken = any(g is not None for g in call.left.values())
             _at_end(partial(_check_added, given, to_each=taken))
-        if partial_ones := [p for p, _ in rows if is_shard(p) or is_unsummed(p)]:
+        if partial_ones := [p for p, _ in rows if shards.is_shard(p) or shards.is_unsummed(p)]:
             call.accumulation.compare([g for _, g in rows if g is not None], partial_ones)
-            _at_end(partial(accept_gradients, partial_ones))
+            _at_end(partial(shards.accept_gradients, partial_ones))
             for p in partial_ones:
-                setattr(p, SCALED, call.precision is torch.float16)
+                setattr(p, shards.SCALED, call.precision is torch.float16)
         call.left = {}
         return None, *gradients
 
@@ -208,7 +190,7 @@ class _Step(torch.autograd.Function):
             with torch.autocast(call.executor.group.torch_device.type, enabled=False):
                 trains = ctx.needs_input_grad[1]
                 if trains:
-                    check_gradients("backward()", call.parameters.values())
+                    shards.check_gradients("backward()", call.parameters.values())
                     sums = call.program.steps.sums
                     call.left = call.accumulation.begin(call.parameters, call.program.reached, sums=sums)
                 found, inputs = call.executor.backward(tape, output_gradients, call.left)

@@ -1,14 +1,16 @@
 """Manage one device's weights: the layout of each parameter and buffer, and the local shards."""
 
-from collections.abc import Iterator, Mapping
+import ctypes
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils.dlpack import from_dlpack
 
 from convoy.comm.control_messages import gather
 from convoy.comm.group import Group
@@ -17,20 +19,13 @@ from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, box, e
 from convoy.model.graph import Graph, Parameter
 from convoy.model.tracing import TracedModel
 from convoy.model.tracing.copies import copied
+from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
 from convoy.plan.placing import borrowed, parameter_layouts, pin
 from convoy.plan.plan import Plan
-from convoy.runtime.exchange import redistribute
-from convoy.runtime.gathered import release_freed_memory
-from convoy.runtime.gradients import global_norm
+from convoy.runtime import shards
+from convoy.runtime.exchange import Buffers, redistribute
+from convoy.runtime.gradients import by_device
 from convoy.runtime.model_checks import carry_over
-from convoy.runtime.shards import (
-    accept_gradients,
-    check_gradients,
-    check_summed,
-    guard_state_dicts,
-    reading_shards,
-    retire,
-)
 
 # --- layouts -----------------------------------------------------------------------------------------------------------
 
@@ -60,20 +55,11 @@ class PlanInUse:
         layout = self.layouts[key]
         return isinstance(layout, Split) or holders(layout)[0] == device
 
-    def keeps_sum(self, key: str, device: int) -> bool:
-        """Return whether this device keeps a summed gradient when it becomes a pending sum."""
-        return not isinstance(self.layouts[key], Replicated) or self.counts(key, device)
-
 
 def plan_in_use(
     plan: Plan, trained: Graph, evaluated: Graph, known: Mapping[str, Parameter], devices: int
 ) -> PlanInUse:
-    """Derive the layouts of a plan.
-
-    Args:
-        trained, evaluated: the graph of the model in training and evaluation mode.
-        known: all parameters and buffers; those that no layer reads are replicated.
-    """
+    """Derive the layouts of a plan. Parameters and buffers that no layer reads are replicated."""
     pinned = pin(plan, trained, evaluated)
     lent = borrowed(pinned, plan, trained, evaluated)
     # Training decides; evaluation adds the layouts of layers that only it has.
@@ -114,14 +100,12 @@ class Weights:
         return _tensor(self.module, key)
 
     def held(self, key: str) -> Tensor:
-        """Return the local shard, detached."""
         return self.own(key).detach()
 
     def own_shape(self, key: str) -> Shape:
         return local_shape(self.in_use.layouts[key], self.group.device, self.known[key].shape)
 
     def check_there(self) -> None:
-        """Raise InputError if some have no values yet."""
         if self.to_come:
             raise InputError(
                 f"the model was built on the meta device, and {len(self.to_come)} of its parameters and buffers "
@@ -161,17 +145,13 @@ class Weights:
                 carry_over(shard, old)
             _replace(self.module, self.own(key), shard)
             if original is self.module:
-                retire(old, key)
-        guard_state_dicts(self.module)
+                shards.retire(old, key)
+        shards.guard_state_dicts(self.module)
         release_freed_memory()  # which tracing used
 
     def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
-        """Copy the local shards of whole weights. Return the missing and the unexpected keys.
-
-        Raises:
-            InputError: missing or unknown keys, or a tensor without the shape of the whole parameter.
-        """
-        with reading_shards():
+        """Copy the local shards of whole weights. Return the missing and the unexpected keys."""
+        with shards.reading_shards():
             tied, known = _canonical(self.module), self.module.state_dict()
         missing = [key for key in known if key not in state_dict]
         unexpected = [key for key in state_dict if key not in known]
@@ -221,20 +201,18 @@ class Weights:
     # --- from shards to whole parameters -----------------------------------------------------------------------------
 
     def gather(self, key: str, shard: Tensor) -> Tensor:
-        """Gather a tensor in the layout of parameter `key`; see `Distributed.gather`."""
         if shard is (owner := self.own(key)).grad and isinstance(owner, nn.Parameter):
-            check_summed("gather", [owner])
+            shards.check_summed("gather", [owner])
         layout, wanted, shape = self.in_use.layouts[key], everywhere(self.group.devices), self.known[key].shape
         return redistribute(self.group, shard, layout, wanted, shape).clone()
 
     def full_state(self) -> dict[str, Tensor]:
-        """Return the `state_dict` of the whole model."""
         self.check_there()
         # If only one device calls it, raise here: it may need no message, and the others would fail later.
         self.group.agree("full_state_dict", "")
         whole = {key: self.gather(key, self.held(key)) for key in self.known}
         # Hooks on state_dict, and the model's own state_dict, expect whole tensors.
-        with self._replaced(whole), reading_shards():
+        with self._replaced(whole), shards.reading_shards():
             return dict(self.module.state_dict())
 
     @contextmanager
@@ -248,36 +226,17 @@ class Weights:
 
     @contextmanager
     def _replaced(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace the values of parameters and buffers inside the block."""
-        shards = [(own, own.data) for own in map(self.own, others)]
+        kept = [(own, own.data) for own in map(self.own, others)]
         try:
-            for (own, _), other in zip(shards, others.values(), strict=True):
+            for (own, _), other in zip(kept, others.values(), strict=True):
                 own.data = other
             yield
         finally:
-            for own, shard in shards:
+            for own, shard in kept:
                 own.data = shard
-
-    # --- gradients ---------------------------------------------------------------------------------------------------
-
-    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scale all gradients by their norm over all devices; see `Distributed.clip_grad_norm_`."""
-        rows = [(key, self.module.get_parameter(key)) for key, p in self.known.items() if p.trainable]
-        check_summed("clip_grad_norm_", [p for _, p in rows])
-        check_gradients("clip_grad_norm_", [p for _, p in rows])
-        held = [(p.grad, self.in_use.counts(key, self.group.device)) for key, p in rows if p.grad is not None]
-        norm = global_norm(self.group, held, norm_type)
-        scale = max_norm / (norm + 1e-6)
-        if not scale >= 1.0:  # also for NaN, which then shows in the gradients, as in torch
-            for g, _ in held:
-                g.mul_(scale)
-            accept_gradients(p for _, p in rows)
-        dtypes = [p.dtype for _, p in rows] or [torch.float32]
-        return torch.tensor(norm, dtype=reduce(torch.promote_types, dtypes), device=self.group.torch_device)
 
 
 def parameters_of(model: nn.Module, traced: Mapping[bool, TracedModel]) -> dict[str, Parameter]:
-    """Return all parameters and buffers of a model, also those that no layer reads."""
     rows = [*traced[True].graph.layers.values(), *traced[False].graph.layers.values()]
     known = {p.key: p for layer in rows for p in layer.parameters.values()}
     tied = _canonical(model)
@@ -311,3 +270,99 @@ def _canonical(root: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     rows = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
     return {key: first.setdefault(id(tensor), key) for key, tensor in rows}
+
+
+# --- whole parameters during a step -------------------------------------------------------------------------------------
+
+_library = functools.cache(ctypes.CDLL)
+
+
+class GatheredParameters:
+    """Memory for whole parameters, filled from the shards of all devices.
+
+    Args:
+        model: holds the local shards, or the whole parameters during a step.
+        shapes: shapes of the whole parameters, by key.
+        calls: the guard that allows calls of the model's modules only during a step.
+    """
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: shards.CallGuard | None = None) -> None:
+        self._model, self._shapes, self._calls = model, shapes, calls or shards.CallGuard()
+        self._whole: dict[str, nn.Parameter] = {}
+        self._shards: dict[str, nn.Parameter] = {}  # out of the model while it has whole parameters
+
+    @contextmanager
+    def in_place(self, keys: Iterable[str]) -> Iterator[None]:
+        """Replace these local shards in the model by whole parameters inside the block."""
+        self._shards = {key: self._model.get_parameter(key) for key in keys}
+        for key, shard in self._shards.items():
+            if key not in self._whole:
+                self._whole[key] = nn.Parameter(shard.detach().new_empty(self._shapes[key]), shard.requires_grad)
+        self._calls.working += 1
+        try:
+            self._put({key: self._whole[key] for key in self._shards})
+            yield
+        finally:
+            self._calls.working -= 1
+            self._put(self._shards)
+            self._shards = {}
+
+    def _put(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for key, parameter in parameters.items():
+            holder, _, name = key.rpartition(".")
+            self._model.get_submodule(holder)._parameters[name] = parameter
+
+    def clear(self) -> None:
+        self._whole = {}
+
+    def run(self, operation: PackWeights | UnpackWeights | FreeWeights, buffers: Buffers, device: int) -> None:
+        match operation:
+            case PackWeights():
+                buffers[operation.buffer] = self._pack(operation, device)
+            case UnpackWeights(alone=False):
+                # `.data`: autograd must not count this as a change of tensors saved by an earlier forward.
+                flats = [self._whole[key].data.view(-1) for key in operation.keys]
+                places = by_device(flats, operation.shares)
+                flat = buffers[operation.buffer]
+                for place, arrived in zip(places, torch.split(flat, [p.numel() for p in places]), strict=True):
+                    place.copy_(arrived)
+            case FreeWeights(keys=keys):
+                # Tensors that autograd saved are views of this memory; the next gathering restores the same values there.
+                for key in keys:
+                    _resize(self._whole[key], 0)
+                if any(self._whole[key].device.type == "cpu" for key in keys):
+                    release_freed_memory()  # else small tensors fill the holes, and the next weights need new pages
+
+    def _pack(self, operation: PackWeights, device: int) -> Tensor:
+        found = [self._shards.get(key) for key in operation.keys]
+        held = [self._model.get_parameter(k) if p is None else p for k, p in zip(operation.keys, found, strict=True)]
+        own = [shard.detach().reshape(-1) for shard in held]
+        if operation.own_only:
+            return torch.cat(own)
+        for key in operation.keys:
+            _resize(self._whole[key], self._whole[key].numel())
+        if operation.alone:
+            flat = self._whole[operation.keys[0]].data.view(-1)
+            # Connections read CPU tensors through numpy, which forbids resizing the storage later: use another storage.
+            flat = from_dlpack(flat) if flat.device.type == "cpu" else flat
+        else:
+            flat = own[0].new_empty(operation.made)
+        start = sum(sum(row[:device]) for row in operation.shares)
+        for shard in own:
+            flat[start : start + shard.numel()].copy_(shard)
+            start += shard.numel()
+        return flat
+
+
+def release_freed_memory() -> None:
+    """Return freed pages to the operating system if the C library has `malloc_trim` (1 ms per 100 MB)."""
+    try:
+        _library(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):  # other C libraries; Windows
+        return
+
+
+def _resize(parameter: Tensor, entries: int) -> None:
+    storage = parameter.untyped_storage()
+    if storage.nbytes() != entries * parameter.element_size():
+        storage.resize_(entries * parameter.element_size())

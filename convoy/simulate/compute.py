@@ -188,10 +188,6 @@ class Rate:
     conv_flop_per_s: float | None = None
     call_s: float = 0.0
 
-    def arithmetic_s(self, layer: Layer, flop: float) -> float:
-        peak = self.flop_per_s if self.conv_flop_per_s is None or layer.kind != "conv" else self.conv_flop_per_s
-        return flop / (peak * self.efficiency)
-
 
 SHARED_PASSES: Mapping[Phase, int] = {"forward": 5, "backward": 18}
 """How often a batch norm with shared statistics reads or writes a tensor of its size, by operation: forward one for
@@ -218,7 +214,8 @@ class Roofline:
         moved = bytes_moved(layer, size, self.itemsize) * products
         if size.shares_statistics:
             moved = SHARED_PASSES[phase] * size.samples * math.prod(layer.shape) * self.itemsize
-        return max(rate.arithmetic_s(layer, flop(layer, size) * products), moved / rate.bytes_per_s) + rate.call_s
+        peak = rate.conv_flop_per_s if layer.kind == "conv" and rate.conv_flop_per_s is not None else rate.flop_per_s
+        return max(flop(layer, size) * products / (peak * rate.efficiency), moved / rate.bytes_per_s) + rate.call_s
 
     def alike(self, device: int) -> int:
         return self.rates.index(self.rates[device])

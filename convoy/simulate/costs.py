@@ -12,19 +12,8 @@ from dataclasses import dataclass, field, replace
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Nic
 from convoy.fleet.catalogue import device_class
-from convoy.plan.device_program import (
-    Add,
-    Copy,
-    FreeWeights,
-    Make,
-    Merge,
-    Operation,
-    Pack,
-    PackWeights,
-    Unpack,
-    UnpackWeights,
-    View,
-)
+from convoy.plan import device_program as ops
+from convoy.plan.device_program import Operation
 from convoy.simulate.compute import ComputeTimes, Rate, Roofline
 from convoy.simulate.interval import Errors
 from convoy.simulate.memory import optimizer_named
@@ -58,22 +47,22 @@ def handling_of(operation: Operation) -> Handling | None:
     Narrowing and widening count as copies: they read or write the wide numbers once.
     """
     match operation:
-        case Make(slot=int()) | View() | Unpack() | Pack(alone=True) | FreeWeights():
+        case ops.Make(slot=int()) | ops.View() | ops.Unpack() | ops.Pack(alone=True) | ops.FreeWeights():
             return NOTHING  # memory that every step uses again costs nothing
-        case Make(shape=shape, zeros=zeros):
+        case ops.Make(shape=shape, zeros=zeros):
             size = math.prod(shape)
             return Handling(copied=size if zeros else 0, made=(size,))
-        case Copy(size=size):
+        case ops.Copy(size=size):
             return Handling(copied=size)
-        case Add(size=size, narrow=narrow):
+        case ops.Add(size=size, narrow=narrow):
             return Handling(copied=size, added=size, made=(size,)) if narrow else Handling(added=size)
-        case Merge(parts=parts, size=size):
+        case ops.Merge(parts=parts, size=size):
             return Handling(added=size * (len(parts) - 1), made=(size,) * (len(parts) - 1))
-        case Pack(size=size):
+        case ops.Pack(size=size):
             return Handling(copied=size, made=(size,))
-        case PackWeights(size=size, made=made, fresh=fresh, shares=shares):
+        case ops.PackWeights(size=size, made=made, fresh=fresh, shares=shares):
             return Handling(copied=size, made=(made, *(map(sum, shares) if fresh else ())))
-        case UnpackWeights(size=size, alone=alone):
+        case ops.UnpackWeights(size=size, alone=alone):
             return NOTHING if alone else Handling(copied=size)
     return None
 

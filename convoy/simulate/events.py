@@ -5,7 +5,7 @@ A message starts when its sender is ready, waits for the link's latency, and sha
 from one device to another use one connection, one by one. Kernels buffer messages: the sender continues at once if its
 kernel takes all bytes, and a message may arrive before its receiver asks for it. Messages and computations share the
 device's processor. A device that has computed enters an exchange late, by its jitter; a device that has just waited does
-not. Devices under a CPU quota also have a noise model (`noise.py`).
+not. Devices under a CPU quota also save quota while they rest.
 """
 
 import heapq
@@ -15,8 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from convoy.simulate.network import SHARE, Network, rates
-from convoy.simulate.noise import SavedQuota
+from convoy.simulate.network import SHARE, Network, QuotaNoise, rates
 
 Activity = Literal["compute", "send", "receive", "wait"]
 
@@ -84,7 +83,7 @@ class Work:
     """A computation that occupies the lane for some seconds, longer if the processor is shared.
 
     Attributes:
-        is_layer: whether a saved CPU quota speeds it up (`noise.py`). For calls this is part of the jitter.
+        is_layer: whether a saved CPU quota speeds it up. For calls this is part of the jitter.
     """
 
     step: int
@@ -124,15 +123,6 @@ Program = tuple[list[Item], list[Item]]
 """The two lanes of a device."""
 
 
-def play(programs: Sequence[Program], network: Network, held_bytes: int = HELD_BYTES) -> Timeline:
-    """Play the programs of all devices together.
-
-    Args:
-        held_bytes: senders of messages up to this size continue at once. 0: a message starts when both ends are ready.
-    """
-    return _Play(programs, network, held_bytes).run()
-
-
 @dataclass(slots=True)
 class _Lane:
     """The state of a lane.
@@ -169,6 +159,28 @@ class _Message:
     start_s: float = 0.0
 
 
+class _SavedQuota:
+    """The quota that one device saves while it rests, during a simulated step."""
+
+    def __init__(self, noise: QuotaNoise) -> None:
+        self._noise, self._saved_s = noise, 0.0
+        self._idle_since_s: float | None = 0.0
+
+    def rest(self, now_s: float) -> None:
+        self._idle_since_s = now_s
+
+    def wake(self, now_s: float) -> None:
+        if self._idle_since_s is not None:
+            self._saved_s = min(self._noise.rested_s, self._saved_s + now_s - self._idle_since_s)
+            self._idle_since_s = None
+
+    def spend(self, seconds: float) -> float:
+        """Return how long a computation of `seconds` at mean speed takes, at burst speed while the saved quota lasts."""
+        gained_s = min(self._saved_s, seconds * (1.0 - 1.0 / self._noise.burst))
+        self._saved_s -= gained_s
+        return seconds - gained_s
+
+
 class _Play:
     """The state of one replay. Simultaneous events are handled in a fixed order."""
 
@@ -192,25 +204,25 @@ class _Play:
         self.events: list[Event] = []
         self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
         self.resumed_s = [0.0] * len(programs)  # end of each device's last wait
-        self.saved = {device: SavedQuota(noise) for device, noise in enumerate(network.noise) if noise is not None}
+        self.saved = {device: _SavedQuota(noise) for device, noise in enumerate(network.noise) if noise is not None}
         self.now = 0.0
         self.ready: deque[tuple[int, int]] = deque((d, lane) for d in range(len(programs)) for lane in (MAIN, SUMS))
 
     def run(self) -> Timeline:
-        self._walk_all()
+        self._walk_ready()
         while self.starts or self.flowing or self.works or self.late:
             self._share()
             self._advance(self._next_s())
             for route in [r for r in self.flowing if self.messages[r].left_bytes <= 1e-6]:
                 self._arrived(route)
             for place in [p for p, left in self.works.items() if left <= 0.0]:
-                self._worked(*place)
+                self._end_row(*place)
             while self.starts and self.starts[0][0] <= self.now + 1e-15:
                 self._flow(heapq.heappop(self.starts)[2])
             while self.late and self.late[0][0] <= self.now + 1e-15:
                 _, device, key = heapq.heappop(self.late)
                 self._mark(device, key)
-            self._walk_all()
+            self._walk_ready()
         return Timeline(
             tuple(self.events),
             max((e.end_s for e in self.events), default=0.0),
@@ -270,40 +282,38 @@ class _Play:
 
     # --- lanes -------------------------------------------------------------------------------------------------------
 
-    def _walk_all(self) -> None:
+    def _walk_ready(self) -> None:
+        """Advance every ready lane until an item takes time."""
         while self.ready:
-            self._walk(*self.ready.popleft())
+            device, number = self.ready.popleft()
+            lane = self.lanes[device][number]
+            while lane.at < len(lane.items):
+                lane.since_s = self.now
+                match lane.items[lane.at]:
+                    case Work():
+                        lane.left_s = self._row_s(lane)
+                        self.works[device, number] = lane.left_s.pop()
+                        break
+                    case Begin() as begin:
+                        self._begin(device, number, begin)
+                    case Mark(key=key):
+                        self._mark(device, key)
+                    case Await(keys=keys):
+                        lane.missing = set(keys - self.done[device])
+                        if lane.missing:
+                            break
+                lane.at += 1
 
-    def _walk(self, device: int, number: int) -> None:
-        """Advance a lane until an item takes time."""
-        lane = self.lanes[device][number]
-        while lane.at < len(lane.items):
-            lane.since_s = self.now
-            match lane.items[lane.at]:
-                case Work():
-                    lane.left_s = self._in_a_row(lane)
-                    self.works[device, number] = lane.left_s.pop()
-                    return
-                case Begin() as begin:
-                    self._begin(device, number, begin)
-                case Mark(key=key):
-                    self._mark(device, key)
-                case Await(keys=keys):
-                    lane.missing = set(keys - self.done[device])
-                    if lane.missing:
-                        return
-            lane.at += 1
-
-    def _in_a_row(self, lane: _Lane) -> list[float]:
+    def _row_s(self, lane: _Lane) -> list[float]:
         """Return `_Lane.left_s`, followed by the seconds of all these computations."""
-        row = itertools.takewhile(lambda item: isinstance(item, Work), itertools.islice(lane.items, lane.at, None))
-        works = [item for item in row if isinstance(item, Work)]
+        seconds = []
         saved = self.saved.get(lane.device)
-        if saved is None:
-            seconds = [work.seconds for work in works]
-        else:
+        if saved is not None:
             saved.wake(self.now)
-            seconds = [saved.spend(work.seconds) if work.is_layer else work.seconds for work in works]
+        for work in itertools.islice(lane.items, lane.at, None):
+            if not isinstance(work, Work):
+                break
+            seconds.append(work.seconds if saved is None or not work.is_layer else saved.spend(work.seconds))
         return list(itertools.accumulate(reversed(seconds), initial=0.0))
 
     def _computed(self, device: int, number: int, at_s: float) -> None:
@@ -316,7 +326,8 @@ class _Play:
         lane.at += 1
         lane.since_s = at_s
 
-    def _worked(self, device: int, number: int) -> None:
+    def _end_row(self, device: int, number: int) -> None:
+        """End the last of consecutive computations."""
         del self.works[device, number]
         self._computed(device, number, self.now)
         if device in self.saved and (device, MAIN + SUMS - number) not in self.works:
@@ -324,22 +335,22 @@ class _Play:
         self.ready.append((device, number))
 
     def _mark(self, device: int, key: Key) -> None:
+        """Record that a key is done, and resume the lanes that waited for it last."""
         self.done[device].add(key)
         for number, lane in enumerate(self.lanes[device]):
-            if key in lane.missing:
-                lane.missing.discard(key)
-                if not lane.missing:
-                    self._waited(device, number, lane)
-
-    def _waited(self, device: int, number: int, lane: _Lane) -> None:
-        waited = lane.items[lane.at]
-        assert isinstance(waited, Await)
-        if number == MAIN and self.now > lane.since_s:
-            self.exchange_s[device] += self.now - lane.since_s
-            self.events.append(Event(device, "wait", waited.label, lane.since_s, self.now, waited.step))
-            self.resumed_s[device] = self.now
-        lane.at += 1
-        self.ready.append((device, number))
+            if key not in lane.missing:
+                continue
+            lane.missing.discard(key)
+            if lane.missing:
+                continue
+            waited = lane.items[lane.at]
+            assert isinstance(waited, Await)
+            if number == MAIN and self.now > lane.since_s:
+                self.exchange_s[device] += self.now - lane.since_s
+                self.events.append(Event(device, "wait", waited.label, lane.since_s, self.now, waited.step))
+                self.resumed_s[device] = self.now
+            lane.at += 1
+            self.ready.append((device, number))
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -351,22 +362,20 @@ class _Play:
             sends = route[2] == device
             if sends and size <= self.held_bytes:
                 missing.discard(route)
-            if sends or not self.held_bytes:
-                self._end_is_ready(route, size, begin.label, ready_s)
+            if not sends and self.held_bytes:
+                continue
+            # The sender starts the message; without buffering, both ends must be ready.
+            message = self.messages.setdefault(route, _Message(size, begin.label))
+            message.ready += 1
+            message.ready_s = max(message.ready_s, ready_s)
+            if message.ready == (1 if self.held_bytes else 2):
+                self.ticket += 1
+                start_s = message.ready_s + self.network.latency_s[route[2]][route[3]]
+                heapq.heappush(self.starts, (start_s, self.ticket, route))
         self.open[device][key] = _Round(missing, ready_s)
-        self._went_through(device, key)
+        self._finish_round(device, key)
 
-    def _end_is_ready(self, route: Route, size: int, label: str, ready_s: float) -> None:
-        """Record that one end of a message is ready. The sender starts it; without buffering, both ends must be ready."""
-        message = self.messages.setdefault(route, _Message(size, label))
-        message.ready += 1
-        message.ready_s = max(message.ready_s, ready_s)
-        if message.ready == (1 if self.held_bytes else 2):
-            self.ticket += 1
-            start_s = message.ready_s + self.network.latency_s[route[2]][route[3]]
-            heapq.heappush(self.starts, (start_s, self.ticket, route))
-
-    def _went_through(self, device: int, key: Key) -> None:
+    def _finish_round(self, device: int, key: Key) -> None:
         """Finish a round if no message is missing, but not before the device itself is ready."""
         if self.open[device][key].missing:
             return
@@ -419,4 +428,13 @@ class _Play:
             opened = self.open[device].get(key)
             if opened is not None and route in opened.missing:
                 opened.missing.discard(route)
-                self._went_through(device, key)
+                self._finish_round(device, key)
+
+
+def play(programs: Sequence[Program], network: Network, held_bytes: int = HELD_BYTES) -> Timeline:
+    """Play the programs of all devices together.
+
+    Args:
+        held_bytes: senders of messages up to this size continue at once. 0: a message starts when both ends are ready.
+    """
+    return _Play(programs, network, held_bytes).run()

@@ -82,27 +82,25 @@ class Errors:
         busy = [device for device, part in enumerate(computes) if part > 0]
         if len(busy) == 1:
             return self.alone(busy[0])
-        parts = [min(1.0, part) for part in computes]
-        devices = [factor**part for factor, part in zip(self.devices, parts, strict=False)]
-        return together(
-            [SIMULATION[self.basis].step, max(devices, default=1.0), self.wire ** (1.0 - max(parts, default=0.0))]
-        )
+        devices = [factor ** min(1.0, part) for factor, part in zip(self.devices, computes, strict=False)]
+        return self._together(SIMULATION[self.basis].step, devices, computes)
 
     def gain(self, computes: Sequence[float], alone: int) -> float:
         """Return the factor of the speedup over the device `alone`.
 
         For a device of the same kind, errors of computing cancel in the quotient.
         """
-        parts = [min(1.0, part) for part in computes]
         kinds = self.kinds or tuple(map(str, range(len(self.devices))))
         devices = [
-            factor ** (1.0 - part if kind == kinds[alone] else part)
-            for factor, part, kind in zip(self.devices, parts, kinds, strict=False)
+            factor ** (1.0 - min(1.0, part) if kind == kinds[alone] else min(1.0, part))
+            for factor, part, kind in zip(self.devices, computes, kinds, strict=False)
             if part > 0
         ]
-        return together(
-            [SIMULATION[self.basis].gain, max(devices, default=1.0), self.wire ** (1.0 - max(parts, default=0.0))]
-        )
+        return self._together(SIMULATION[self.basis].gain, devices, computes)
+
+    def _together(self, simulation: float, devices: Sequence[float], computes: Sequence[float]) -> float:
+        waits = 1.0 - min(1.0, max(computes, default=0.0))
+        return together([simulation, max(devices, default=1.0), self.wire**waits])
 
 
 def together(factors: Iterable[float]) -> float:

@@ -17,18 +17,9 @@ from convoy.fleet import Fleet
 from convoy.layout.comm_dtype import narrow_itemsize
 from convoy.layout.layout import dual, held_entries, holds
 from convoy.model.graph import Graph
+from convoy.plan import device_program as ops
 from convoy.plan.compile import compile_all
-from convoy.plan.device_program import (
-    DeviceProgram,
-    ExchangeRound,
-    FinishSums,
-    FreeWeights,
-    Make,
-    Pack,
-    PackWeights,
-    View,
-    WaitSum,
-)
+from convoy.plan.device_program import DeviceProgram
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import ComputeStep, GatherStatistics, GatherWeights, Move, ReturnGradient, StepList
@@ -131,10 +122,10 @@ class MemoryLimits:
         """
         closest = min(attempts, key=lambda needs: max(need / self.bytes_of(d) for d, need in enumerate(needs)))
         return (
-            f"no plan of this {model} at a batch of {batch} fits the devices' memory: the one that comes closest overfills "
+            f"no plan of this {model} at a batch of {batch} fits the devices' memory. In the closest plan, "
             f"{'; '.join(self.overfull(closest))}. "
             + (f"Make a step of {split}; or u" if split else "U")
-            + "se a smaller batch or net, add a device, or correct memory_bytes in the fleet file"
+            + "se a smaller batch or net, add a device, or raise the limit (--memory, or memory_bytes in the fleet file)"
         )
 
 
@@ -178,31 +169,28 @@ def memory_of(
         InputError: unknown optimizer.
         PlanError: the plan does not fit the graph.
     """
-    return memory_of_steps([lower(plan, graph, batch)], graph, optimizer=optimizer, itemsize=itemsize)
+    return memory_of_steps(lower(plan, graph, batch), graph, optimizer=optimizer, itemsize=itemsize)
 
 
 def memory_of_steps(
-    lists: Sequence[StepList], graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
+    steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
 ) -> tuple[DeviceMemory, ...]:
-    """For each device, return the memory of the largest micro-batch, given the step lists of all kinds."""
+    """Return the memory of each device. Of several micro-batches, the last one needs most."""
     state = optimizer_named(optimizer).state
-    kinds = []
-    for steps in lists:
-        devices = []
-        for device, program in enumerate(compile_all(steps, graph)):
-            kept, trained = parameter_entries(steps, graph, device)
-            whole, gradients = _gathered_entries(program)
-            devices.append(
-                DeviceMemory(
-                    weights_bytes=(kept + whole) * itemsize,
-                    gradients_bytes=(trained + gradients) * itemsize,
-                    optimizer_bytes=trained * state * itemsize,
-                    activations_bytes=_activations(program, steps, graph) * itemsize,
-                    exchange_bytes=max(exchange_bytes(program, steps, itemsize).values(), default=0),
-                )
+    rows = []
+    for device, program in enumerate(compile_all(steps, graph)):
+        kept, trained = parameter_entries(steps, graph, device)
+        whole, gradients = _gathered_entries(program)
+        rows.append(
+            DeviceMemory(
+                weights_bytes=(kept + whole) * itemsize,
+                gradients_bytes=(trained + gradients) * itemsize,
+                optimizer_bytes=trained * state * itemsize,
+                activations_bytes=_activations(program, steps, graph) * itemsize,
+                exchange_bytes=max(exchange_bytes(program, steps, itemsize).values(), default=0),
             )
-        kinds.append(devices)
-    return tuple(max(each, key=lambda memory: memory.total_bytes) for each in zip(*kinds, strict=True))
+        )
+    return tuple(rows)
 
 
 def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> tuple[int, ...]:
@@ -252,15 +240,15 @@ def _gathered_entries(program: DeviceProgram) -> tuple[int, int]:
     most = (0, 0)
     for op in program.main():
         match op:
-            case PackWeights(own_only=False):
+            case ops.PackWeights(own_only=False):
                 whole |= {key: sum(shares) for key, shares in zip(op.keys, op.shares, strict=True)}
-            case FreeWeights(keys=keys):
+            case ops.FreeWeights(keys=keys):
                 whole = {key: size for key, size in whole.items() if key not in keys}
-            case Pack(into=into) if into:
+            case ops.Pack(into=into) if into:
                 gradients[op.step] = op.size - sum(shares[program.device] for shares in into)
-            case WaitSum():
+            case ops.WaitSum():
                 gradients.pop(op.sum, None)
-            case FinishSums(sums=sums):
+            case ops.FinishSums(sums=sums):
                 gradients = {step: n for step, n in gradients.items() if step not in sums}
         most = max(most, (sum(whole.values()), sum(gradients.values())), key=sum)
     return most
@@ -292,7 +280,7 @@ def _views(program: DeviceProgram, steps: StepList, graph: Graph) -> dict[str, s
         for step in steps.phase("forward")
         if isinstance(step, ComputeStep) and graph[step.layer].kind == "flatten"
     }
-    moved = {op.buffer: op.of.buffer for op in program.forward if isinstance(op, View) and op.of.box is None}
+    moved = {op.buffer: op.of.buffer for op in program.forward if isinstance(op, ops.View) and op.of.box is None}
     source: dict[str, str] = {}
     for step in steps.phase("forward"):
         if isinstance(step, ComputeStep | Move):
@@ -317,7 +305,7 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
     counted: set[str] = set()
     for op in program.operations():
         match op:
-            case Make():
+            case ops.Make():
                 if op.narrow:
                     narrow.add(op.buffer)
                 if op.slot is not None:
@@ -325,11 +313,11 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
                 elif op.flat:
                     flats.add(op.buffer)
                     flat[op.step] += math.prod(op.shape) * itemsize
-            case Pack() | PackWeights():
+            case ops.Pack() | ops.PackWeights():
                 flats.add(op.buffer)
-                size = op.made if isinstance(op, PackWeights) else 0 if op.alone else op.size
+                size = op.made if isinstance(op, ops.PackWeights) else 0 if op.alone else op.size
                 flat[op.step] += size * itemsize
-            case ExchangeRound():
+            case ops.ExchangeRound():
                 taken = rounds.setdefault(op.step, {})
                 for message in op.receives:
                     if message.part.buffer not in flats:

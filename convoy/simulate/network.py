@@ -2,15 +2,35 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, Field, Strict
 
 from convoy.fleet import WITHIN_HOST, Fleet, Nic
-from convoy.simulate.noise import QuotaNoise
+from convoy.fleet.file import CLOSED, MOST
 
 SHARE = 0.5
 """The fraction of a computing processor that messages get if they need it: two runnable threads take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaNoise:
+    """The measured noise of one device under a CPU quota: an emulated host, or a container with a CPU limit.
+
+    The kernel lets it run at full speed, then pauses it until the next period. Other devices have no noise.
+
+    Attributes:
+        overlap_delay_s: extra seconds of a gradient sum's round while the device computes.
+        rested_s: the most seconds that a device gains after a rest, from unused quota.
+        burst: its speed meanwhile, as a multiple of its mean speed.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    overlap_delay_s: Annotated[float, Strict(), Field(ge=0, le=1e9)] = 0.0
+    rested_s: Annotated[float, Strict(), Field(ge=0, le=1e9)] = 0.0
+    burst: Annotated[float, Strict(), Field(ge=1, le=MOST)] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +46,7 @@ class Network:
         processor_s_per_byte: of each device's processor, per byte sent or received.
         jitter_s: by device, its delay at an exchange after computing, relative to its mean speed; empty if not
             measured. See `convoy.measure.overhead_probe`.
-        noise: the noise model of each device, None without a CPU quota. Empty if no device has one.
+        noise: of each device, None without a CPU quota. Empty if no device has one.
         segment: index of each host's network segment, -1 without one; empty if the fleet has no segments.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: of each segment, shared by all messages that leave or enter it.
         largest_latency_s: over all pairs of different devices.

@@ -12,43 +12,16 @@ from dataclasses import replace
 from convoy.layout.comm_dtype import narrow_itemsize
 from convoy.layout.layout import Layout, held_entries, holds
 from convoy.model.graph import Graph, Parameter
+from convoy.plan import device_program as ops
 from convoy.plan.compile import compile_all
-from convoy.plan.device_program import (
-    BeginSum,
-    Compute,
-    DeviceProgram,
-    EndSum,
-    ExchangeRound,
-    FinishSums,
-    Fused,
-    LocalSize,
-    Operation,
-    TakeSum,
-    Unpack,
-    WaitRound,
-    WaitSum,
-    local_size,
-    sizes_in_chunks,
-)
+from convoy.plan.device_program import DeviceProgram, LocalSize, Operation, local_size, sizes_in_chunks
 from convoy.plan.steps import ComputeStep, Phase, StepList
 from convoy.simulate.compute import ComputeTimes
 from convoy.simulate.costs import NOTHING, Costs, Handling, handling_of
-from convoy.simulate.events import (
-    HELD_BYTES,
-    Await,
-    Begin,
-    Item,
-    Key,
-    Mark,
-    Program,
-    Route,
-    Timeline,
-    Work,
-    play,
-)
+from convoy.simulate.events import HELD_BYTES, Await, Begin, Item, Key, Mark, Program, Route, Timeline, Work, play
 
-_WAITS = (WaitRound, TakeSum, WaitSum, FinishSums)
-_UNHANDLED = (Compute, Fused, ExchangeRound, BeginSum, EndSum, *_WAITS)
+_WAITS = (ops.WaitRound, ops.TakeSum, ops.WaitSum, ops.FinishSums)
+_UNHANDLED = (ops.Compute, ops.Fused, ops.ExchangeRound, ops.BeginSum, ops.EndSum, *_WAITS)
 """Operations that copy and add nothing. A tuple: `A | B` would be built again in each of a planner's 100,000 calls."""
 
 LOSS = "loss"
@@ -132,7 +105,7 @@ class _Pricer:
         # The first calls of a gradient sum count where its gradients are packed.
         self.first_calls_s: dict[int, float] = {}
         for operation in program.sums:
-            if isinstance(operation, ExchangeRound) and operation.step not in self.first_calls_s:
+            if isinstance(operation, ops.ExchangeRound) and operation.step not in self.first_calls_s:
                 self.first_calls_s[operation.step] = self._calls_s(operation)
 
     def program(self, kept: Sequence[tuple[Layout, Parameter]]) -> Program:
@@ -160,7 +133,7 @@ class _Pricer:
         yield Begin(step, 0, self.labels[step], {(step, 0, *pair): LOSS_BYTES for pair in pairs})
         yield self._await(step, ("round", step, 0))
 
-    def _calls_s(self, operation: ExchangeRound) -> float:
+    def _calls_s(self, operation: ops.ExchangeRound) -> float:
         return self.overhead.calls_s(len(operation.sends) + len(operation.receives))
 
     def _lane(self, operations: Sequence[Operation]) -> Iterable[Item]:
@@ -173,11 +146,11 @@ class _Pricer:
                 continue
             calls_s = 0.0
             match operation:
-                case BeginSum():
+                case ops.BeginSum():
                     calls_s = self.first_calls_s.get(operation.step, 0.0)
-                case TakeSum():
+                case ops.TakeSum():
                     begun.add(operation.step)
-                case ExchangeRound():
+                case ops.ExchangeRound():
                     calls_s = 0.0 if operation.step in begun else self._calls_s(operation)
                     begun.discard(operation.step)
             step = around_step if around_step >= 0 else operation.step
@@ -192,12 +165,12 @@ class _Pricer:
 
     def _item(self, operation: Operation) -> Iterable[Item]:
         match operation:
-            case Compute():
+            case ops.Compute():
                 if operation.part not in ("statistics", "combine"):  # these are timed with the layer
                     yield self._computation(operation, called=True)
-            case Fused():
+            case ops.Fused():
                 yield from self._segment(operation)
-            case ExchangeRound(step=step, number=number):
+            case ops.ExchangeRound(step=step, number=number):
                 sizes: dict[Route, int] = {}
                 itemsize = self.costs.itemsize
                 messages = [(self.device, m.peer, m) for m in operation.sends]
@@ -206,33 +179,33 @@ class _Pricer:
                     size = m.size * (narrow_itemsize(itemsize) if m.narrow else itemsize)
                     sizes[step, number, sender, receiver] = sizes.get((step, number, sender, receiver), 0) + size
                 yield Begin(step, number, self.labels[step], sizes)
-            case BeginSum(step=step):
+            case ops.BeginSum(step=step):
                 yield Mark(("ready", step, 0))
-            case EndSum(step=step):
+            case ops.EndSum(step=step):
                 yield Mark(("summed", step, 0))
-            case WaitRound(step=step, begun=begun, number=number):
+            case ops.WaitRound(step=step, begun=begun, number=number):
                 yield self._await(step, ("round", begun, number))
-            case TakeSum(step=step):
+            case ops.TakeSum(step=step):
                 yield self._await(step, ("ready", step, 0))
-            case WaitSum(step=step, sum=awaited):
+            case ops.WaitSum(step=step, sum=awaited):
                 yield self._await(step, ("summed", awaited, 0))
-            case FinishSums(step=step, sums=sums):
+            case ops.FinishSums(step=step, sums=sums):
                 yield self._await(step, *(("summed", awaited, 0) for awaited in sums))
 
     def _await(self, step: int, *keys: Key) -> Await:
         return Await(step, self.labels[step], frozenset(keys))
 
-    def _segment(self, fused: Fused) -> Iterable[Item]:
+    def _segment(self, fused: ops.Fused) -> Iterable[Item]:
         """Yield the layers of a segment. The first layer includes Python and waiting for a host that queues slowly."""
         called = True
         rest: list[Operation] = []
         waits_s = 0.0
         if self.overhead.queue_s:
-            layers = [inner for inner in fused.operations if isinstance(inner, Compute)]
+            layers = [inner for inner in fused.operations if isinstance(inner, ops.Compute)]
             device_s = sum(self._computation(inner, called=False).seconds for inner in layers)
             waits_s = max(0.0, len(layers) * self.overhead.queue_s - device_s)
         for inner in fused.operations:
-            if not isinstance(inner, Compute):
+            if not isinstance(inner, ops.Compute):
                 rest.append(inner)
                 continue
             if rest:
@@ -242,7 +215,7 @@ class _Pricer:
             called, rest = False, []
         yield from self._lane(rest)
 
-    def _computation(self, operation: Compute, *, called: bool) -> Work:
+    def _computation(self, operation: ops.Compute, *, called: bool) -> Work:
         """Return a layer's seconds; with `called`, also the Python time of the layer or of the segment it begins."""
         label = f"{operation.layer} {operation.phase}" + ("" if operation.part == "all" else f" {operation.part}")
         layer = self.graph[operation.layer]
@@ -260,7 +233,7 @@ class _Pricer:
     def _finish(self, kept: Sequence[tuple[Layout, Parameter]]) -> Iterable[Item]:
         held = [held_entries(how, self.device, p.shape) for how, p in kept if holds(how, self.device)]
         # Gradients summed together are in one tensor; at the end of a step each gets its own memory.
-        copied = [o for o in self.source.backward if isinstance(o, Unpack) and o.copied]
+        copied = [o for o in self.source.backward if isinstance(o, ops.Unpack) and o.copied]
         own = sum((Handling(copied=sum(o.sizes), made=o.sizes) for o in copied), NOTHING)
         # Bytes become floats, which are shifted and scaled in place: about the memory traffic of two copies.
         loaded = Handling(copied=2 * sum(held_entries(v.layout, self.device, v.shape) for v in self.steps.inputs))

@@ -33,8 +33,7 @@ from convoy.plan.device_program import LocalSize
 from convoy.simulate.compute import ComputeTimes, Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
 from convoy.simulate.costs import Costs, Overheads
 from convoy.simulate.interval import OTHER_NET, Errors, of_repeats, together
-from convoy.simulate.network import network_of
-from convoy.simulate.noise import QuotaNoise
+from convoy.simulate.network import QuotaNoise, network_of
 
 FORMAT = 2
 """Format 1 lacks batch norms with shared statistics and overheads. Without these predictions are too low, so it is refused."""

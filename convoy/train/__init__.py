@@ -4,8 +4,7 @@
 """
 
 from convoy.elastic.members import LeftError, Members, StoppedError
-from convoy.runtime.average import WeightAverage
-from convoy.runtime.optimizer import clip_grad_norm_, full_optimizer_state
+from convoy.runtime.optimizer import WeightAverage, clip_grad_norm_, full_optimizer_state
 from convoy.runtime.precision import GradScaler
 from convoy.runtime.reshard import reshard
 from convoy.runtime.shards import ELEMENTWISE

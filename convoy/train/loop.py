@@ -19,10 +19,9 @@ from convoy.comm.control_messages import share_number
 from convoy.comm.group import Group
 from convoy.elastic.members import Members, StoppedError
 from convoy.errors import DeviceLostError, DivergedError, unknown_name
-from convoy.runtime.average import WeightAverage
 from convoy.runtime.batches import OutputPart
 from convoy.runtime.module import Distributed
-from convoy.runtime.optimizer import clip_grad_norm_
+from convoy.runtime.optimizer import WeightAverage, clip_grad_norm_
 from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader

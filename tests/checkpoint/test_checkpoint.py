@@ -21,9 +21,8 @@ from convoy.checkpoint.tensors import Spec, TensorStream, file_chunks, file_orde
 from convoy.comm.group import Group
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds
-from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
-from convoy.runtime.optimizer import full_optimizer_state
+from convoy.runtime.optimizer import WeightAverage, full_optimizer_state
 from convoy.train.loader import Loader
 from tests.support import nets
 from tests.support.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of, mixed, one_trace, part

@@ -17,8 +17,8 @@ from convoy.checkpoint import Checkpointer, Progress
 from convoy.comm.group import Group
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
-from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import WeightAverage
 from convoy.runtime.precision import GradScaler
 from convoy.train.loop import RateCurve, build_schedule
 from tests.support.one_device import part

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,18 +97,18 @@ def test_checkpoint_folder_can_be_resumed_but_not_used_for_a_new_run(
     assert convoy("train", *TINY, "--checkpoint", str(run), "--checkpoint-steps", "3")[0] == 0
     for folder in (run / "000001-step-3", run / "best"):
         said = refused(convoy("train", *TINY, "--checkpoint", str(folder)))
-        assert f"{folder} is a checkpoint of a run: go on from it (--resume)" in said
+        assert "of another run: resume it (--resume)" in said
     copy = tmp_path / "good one"
     os.rename(run / "000001-step-3", copy)
     said = refused(convoy("train", *TINY, "--checkpoint", str(copy), "--resume"))
-    advice = re.search(r"new run, (mkdir .*), and give (.*)$", said)
+    advice = re.search(r"copy it into the folder of a new run, as (.*)$", said)
     assert advice
-    subprocess.run(advice[1], shell=True, check=True)
-    fresh = Path(shlex.split(advice[2])[0])
+    fresh = Path(shlex.split(advice[1])[0])
+    shutil.copytree(copy, fresh)
     status, out, _ = convoy("train", *TINY, "--checkpoint", str(fresh), "--resume")
     assert (status, f"continues from {fresh}: step 3" in out) == (0, True)
     gone = run / "000009-step-99"
-    assert "does not exist" in refused(convoy("train", *TINY, "--checkpoint", str(gone), "--resume"))
+    assert "holds no checkpoint" in refused(convoy("train", *TINY, "--checkpoint", str(gone), "--resume"))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_checkpoint_folder_can_be_resumed_but_not_used_for_a_new_run(
         ),
         (lambda _: None, ["--resume", "--epochs", "2", "--seed", "4"], "seed is 0 there and 4 here"),
         (lambda _: None, ["--resume"], "is complete: 1 epochs are done"),
-        (lambda _: None, [], "holds the checkpoints of another run"),
+        (lambda _: None, [], "of another run: resume it (--resume)"),
     ],
 )
 def test_static_errors_are_reported_before_measuring(

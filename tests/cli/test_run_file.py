@@ -352,7 +352,7 @@ def test_interrupted_run_resumes_exactly(
         (["--resume", "--epochs", "2"], "is complete: 2 epochs are done; give --epochs above 2"),
         (["--resume", "--epochs", "3", "--lr", "0.1"], "lr is 0.05 there and 0.1 here; give the same"),
         (["--resume", "--epochs", "3", "--ema", "0.5"], "ema is 0.9 there and 0.5 here; give the same"),
-        (["--epochs", "3"], "holds the checkpoints of another run"),
+        (["--epochs", "3"], "of another run: resume it (--resume)"),
         (
             ["--resume", "--epochs", "3", "--compare"],
             "--compare with --resume: one device would start from the beginning",

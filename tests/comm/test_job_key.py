@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+import convoy
 from convoy.comm import job_key
 from convoy.comm.environment import ProcessEnv
 from convoy.comm.job_key import key_of_process, key_to_start, machine_key, make_key, read_key_file, write_key_file
@@ -109,6 +110,14 @@ def test_key_lookup_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert key_of_process(ELSEWHERE, named) == handed, "what the launcher says counts most"
     assert job_key.KEY_PIPE not in os.environ
     assert key_of_process(ELSEWHERE, named) == handed, "and a second time"
+
+
+def test_a_script_can_give_the_key_as_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As actors of Ray do, which no launcher of ours starts."""
+    monkeypatch.setattr(job_key, "_received", None)
+    monkeypatch.setattr("convoy.comm.processes.join", lambda *_: job_key.take_over(os.environ))
+    key = make_key()
+    assert convoy.join(key=key.pem.decode()) == key
 
 
 def test_a_launcher_makes_a_key_for_each_job(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Compiler]:
-    """Record all compilers in order of creation, and use their results however slow they are."""
+    """Record all compilers in order of creation."""
     made: list[Compiler] = []
 
     def compiler(group: Group) -> Compiler:
@@ -21,7 +21,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Compiler]:
         return made[-1]
 
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    monkeypatch.setattr(compiled, "FASTER", float("inf"))
     monkeypatch.setattr("convoy.runtime.module.Compiler", compiler)
     return made
 

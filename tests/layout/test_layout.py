@@ -70,22 +70,6 @@ def test_local_shapes_by_hand(layout: Layout, shape: Shape, expected: list[Shape
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        (Split(0, (7, 0, 2, 1)), (0, 2, 3)),
-        (Split(1, (0, 0, 4)), (2,)),
-        (Split(0, (0, 0)), ()),
-        (Replicated((1, 3)), (1, 3)),
-        (Replicated((2, 0)), (2, 0)),
-        (Partial((0, 1)), (0, 1)),
-        (OnOne(2), (2,)),
-    ],
-)
-def test_holders_by_hand(layout: Layout, expected: tuple[int, ...]) -> None:
-    assert holders(layout) == expected
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
         (Split(1, (2, 0, 1)), Split(1, (2, 0, 1))),
         (OnOne(2), OnOne(2)),
         (Replicated((0, 2)), Partial((0, 2))),
@@ -110,31 +94,6 @@ def test_dual_by_hand(layout: Layout, expected: Layout) -> None:
 )
 def test_layout_text_names_kind_and_shares(layout: Layout, text: str) -> None:
     assert str(layout) == text
-
-
-def test_layout_texts_are_unique() -> None:
-    """A moved value is named by its layout's text; a shared name would overwrite one of two values."""
-    sets = [(0,), (1,), (0, 1), (1, 0), (1, 1), (11,)]
-    layouts = [Split(axis, shares) for axis in range(5) for shares in sets]
-    layouts += [kind(devices) for kind in (Replicated, Partial) for devices in sets] + [OnOne(0), OnOne(1), OnOne(11)]
-    assert len({str(layout) for layout in layouts}) == len(layouts)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "common"),
-    [
-        (((0, 4),), ((2, 6),), ((2, 4),)),
-        (((0, 2),), ((2, 6),), None),
-        (((0, 3), (0, 5)), ((1, 9), (4, 7)), ((1, 3), (4, 5))),
-        (((0, 3), (0, 5)), ((1, 2), (5, 7)), None),
-        (((1, 3), (2, 4)), ((0, 9), (0, 9)), ((1, 3), (2, 4))),
-        (((0, 0), (0, 5)), ((0, 0), (0, 5)), None),
-        ((), (), ()),
-    ],
-)
-def test_intersection_by_hand(a: Box, b: Box, common: Box | None) -> None:
-    assert intersection(a, b) == common
-    assert intersection(b, a) == common
 
 
 def test_whole_and_entries_by_hand() -> None:

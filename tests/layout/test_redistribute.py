@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from convoy.layout.collectives import Reduce, Round, Schedule, Transfer, schedule, sum_in_segments, traffic
+from convoy.layout.collectives import Reduce, Round, Schedule, Transfer, schedule, traffic
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from tests.support.local_pieces import (
+from tests.support.local_shards import (
     DEVICES,
     Array,
-    Pieces,
-    check_pieces,
+    Shards,
+    check_shards,
     every_layout,
     integers,
-    layouts_of_one_device,
-    pieces,
+    local_shards,
 )
 
 REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
@@ -180,25 +179,6 @@ SUMS: list[tuple[Reduce, tuple[int, ...], int, str]] = [
     ("star", (3, 1), 4, "+ 1>3 0:4 \n = 3>1 0:4"),
 ]
 
-DELIVERED: list[tuple[Reduce, tuple[int, ...], tuple[int, ...], int, str]] = [
-    # Those who hold the sum share the work of telling it to those who held no summand.
-    ("star", (0, 1), (0, 1, 2), 4, "+ 1>0 0:4 \n = 0>1 0:4 \n = 0>2 0:2  1>2 2:4"),
-    ("star", (1, 2), (0, 3), 5, "+ 2>1 0:5 \n = 1>2 0:5 \n = 1>0 0:2  2>0 2:5  1>3 0:2  2>3 2:5"),
-    ("star", (0, 1, 2), (1,), 3, "+ 1>0 0:3  2>0 0:3 \n = 0>1 0:3  0>2 0:3"),
-    (
-        "direct",
-        (0, 1),
-        (1, 2),
-        20_000,
-        """
-        + 0>1 10000:20000  1>0 0:10000
-        = 0>1 0:10000  1>0 10000:20000
-        = 0>2 0:10000  1>2 10000:20000
-        """,
-    ),
-    ("butterfly", (2, 0), (0, 1), 2, "+ 2>0 1:2  0>2 0:1 \n = 2>0 0:1  0>2 1:2 \n = 2>1 0:1  0>1 1:2"),
-]
-
 
 @pytest.mark.parametrize(("src", "dst", "shape", "text"), DIRECT)
 def test_direct_moves_by_hand(src: Layout, dst: Layout, shape: Shape, text: str) -> None:
@@ -213,19 +193,6 @@ def test_all_reduces_by_hand(reduce: Reduce, devices: tuple[int, ...], n: int, t
     plan = schedule(Partial(devices), Replicated(devices), (n,), reduce)
     assert plan.in_place
     assert as_sets(plan) == rounds(text)
-
-
-@pytest.mark.parametrize(("reduce", "have", "want", "n", "text"), DELIVERED)
-def test_all_reduces_for_other_devices_by_hand(
-    reduce: Reduce, have: tuple[int, ...], want: tuple[int, ...], n: int, text: str
-) -> None:
-    assert as_sets(schedule(Partial(have), Replicated(want), (n,), reduce)) == rounds(text)
-
-
-def test_sums_split_the_flat_tensor() -> None:
-    plan = schedule(Partial((0, 1)), Replicated((0, 1)), (2, 3, 4), "star")
-    assert plan.shape == (24,)
-    assert as_sets(plan) == rounds("+ 1>0 0:24 \n = 0>1 0:24")
 
 
 def test_equal_layouts_move_nothing() -> None:
@@ -259,15 +226,15 @@ def test_traffic_by_hand(
 # sender really holds, and where it does not add it writes each entry once.
 
 
-def interpret(plan: Schedule, src: Layout, dst: Layout, held: Pieces, whole: Array) -> Pieces:
+def interpret(plan: Schedule, src: Layout, dst: Layout, held: Shards, whole: Array) -> Shards:
     """Return the shards by device that a schedule produces."""
     if not plan.rounds:
         return held
     canvases = {device: np.full(plan.shape, np.nan) for device in range(DEVICES)}
-    for device, piece in held.items():
+    for device, shard in held.items():
         # In place, every device works on its summand as one flat buffer.
         positions = np.arange(whole.size) if plan.in_place else _positions(src, whole.shape)[device]
-        canvases[device].flat[positions.ravel()] = piece.ravel()
+        canvases[device].flat[positions.ravel()] = shard.ravel()
     if plan.in_place:
         for transfers in plan.rounds:
             canvases = _after_round(transfers, before=canvases, into=canvases, in_place=True)
@@ -311,10 +278,10 @@ def _positions(layout: Layout, shape: Shape) -> dict[int, NDArray[np.int64]]:
     if isinstance(layout, Partial):
         layout = Replicated(layout.devices)
     numbered = np.arange(math.prod(shape), dtype=np.float64).reshape(shape)
-    return {d: piece.astype(np.int64) for d, piece in pieces(layout, numbered, np.random.default_rng()).items()}
+    return {d: shard.astype(np.int64) for d, shard in local_shards(layout, numbered, np.random.default_rng()).items()}
 
 
-def _taken_off(canvases: dict[int, Array], positions: dict[int, NDArray[np.int64]]) -> Pieces:
+def _taken_off(canvases: dict[int, Array], positions: dict[int, NDArray[np.int64]]) -> Shards:
     """Return the shards from the canvases, checking that they are complete and contain all that was written."""
     for device, canvas in canvases.items():
         written = np.flatnonzero(~np.isnan(canvas))
@@ -325,8 +292,8 @@ def _taken_off(canvases: dict[int, Array], positions: dict[int, NDArray[np.int64
 
 def check_meaning(src: Layout, dst: Layout, shape: Shape, reduce: Reduce) -> None:
     whole = integers(shape, seed=1)
-    held = pieces(src, whole, np.random.default_rng(7))
-    check_pieces(dst, whole, interpret(schedule(src, dst, shape, reduce), src, dst, held, whole))
+    held = local_shards(src, whole, np.random.default_rng(7))
+    check_shards(dst, whole, interpret(schedule(src, dst, shape, reduce), src, dst, held, whole))
 
 
 @pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), (0, 5), (3, 0)], ids=str)
@@ -346,13 +313,6 @@ def test_every_sum_over_subsets(reduce: Reduce, n: int) -> None:
     sets = [(0, 1, 2, 3), (3, 1, 0), (1, 2), (0, 3), (2, 3), (0,), (3,)]
     for have, want in product(sets, repeat=2):
         check_meaning(Partial(have), Replicated(want), (n,), reduce)
-
-
-def test_single_device_moves_are_local() -> None:
-    for shape in [(10,), (10, 6), (4, 5, 3, 2), (0, 5)]:
-        for src, dst in product(layouts_of_one_device(shape), repeat=2):
-            check_meaning(src, dst, shape, "ring")
-            assert not traffic(schedule(src, dst, shape), 8)
 
 
 shares_of_twelve = st.lists(st.integers(0, 12), min_size=3, max_size=3).map(
@@ -382,12 +342,6 @@ def test_adjoint_sends_the_same_bytes_in_reverse(shape: Shape) -> None:
         there, back = schedule(src, dst, shape), schedule(dual(dst), dual(src), shape)
         turned = {(receiver, sender): n for (sender, receiver), n in traffic(there, 4).items()}
         assert turned == traffic(back, 4), f"{src} to {dst}"
-
-
-def test_holders_of_copies_split_the_sending() -> None:
-    sent = traffic(schedule(Replicated((0, 1)), Replicated((0, 1, 2, 3, 4, 5)), (10,)), 1)
-    assert sum(n for (sender, _), n in sent.items() if sender == 0) == 20
-    assert sum(n for (sender, _), n in sent.items() if sender == 1) == 20
 
 
 # --- the formulas of the collectives ---------------------------------------------------------------------------------
@@ -479,30 +433,3 @@ def test_a_small_direct_sum_takes_one_round(p: int, n: int, rounds: int) -> None
     if rounds == 1:
         everyone = {Transfer(i, j, ((0, n),), adds=True) for i in range(p) for j in range(p)}
         assert as_sets(plan) == [everyone]
-
-
-@pytest.mark.parametrize("reduce", REDUCES)
-@pytest.mark.parametrize("n", [0, 1, 5, 100])
-def test_small_gradients_are_summed_in_rounds_too(reduce: Reduce, n: int) -> None:
-    """Their buffers are summed in place."""
-    for p in range(2, 6):
-        plan = sum_in_segments(tuple(range(p)), n, reduce, 1)
-        assert plan.in_place
-        assert plan.shape == (n,)
-        assert sum(traffic(plan, 1).values()) == 2 * (p - 1) * n
-
-
-@pytest.mark.parametrize("reduce", ALWAYS_IN_ROUNDS)
-def test_other_readers_cost_one_tensor_each(reduce: Reduce) -> None:
-    for have, want in [((0, 1), (0, 1, 2)), ((0, 1, 2), (3, 4)), ((0, 1, 2, 3), (3, 4, 5)), ((2, 3), (2,))]:
-        plan = schedule(Partial(have), Replicated(want), (N,), reduce)
-        others = len(set(want) - set(have))
-        assert sum(traffic(plan, 1).values()) == 2 * (len(have) - 1) * N + others * N
-        assert len(plan.rounds) == len(sum_of(reduce, len(have), N).rounds) + (1 if others else 0)
-
-
-@pytest.mark.parametrize("p", range(2, 10))
-def test_ring_is_balanced_with_uneven_chunks(p: int) -> None:
-    sent, received = per_device(sum_of("ring", p, 1000), p)
-    assert max(*sent, *received) - min(*sent, *received) <= 2  # a device leaves out one chunk of each half
-    assert len(sum_of("ring", p, 1000).rounds) == 2 * (p - 1)

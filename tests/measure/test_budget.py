@@ -23,7 +23,7 @@ from convoy.plan.device_program import LocalSize
 from convoy.plan.presets import AUTO, PLANS
 from convoy.runtime.clock import Clock
 from convoy.simulate.costs import Overheads
-from convoy.simulate.noise import QuotaNoise
+from convoy.simulate.network import QuotaNoise
 from convoy.simulate.table import Measurement
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from convoy.measure.link_probe import Traffic, WireTimes
 from convoy.measure.overhead_probe import Blocks, Quota, SyncOverhead, find_quota, measure_sync, sync_overhead
 from convoy.runtime.clock import Clock
 from convoy.simulate.costs import Overheads
-from convoy.simulate.noise import QuotaNoise
+from convoy.simulate.network import QuotaNoise
 from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")

@@ -1,5 +1,7 @@
 """Whether a fleet pays off: the answer, its interval, and what-if questions."""
 
+from dataclasses import replace
+
 import pytest
 
 from convoy.cli.plan_verbs import fleet_on
@@ -7,10 +9,12 @@ from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, Nic
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
+from convoy.plan.device_program import whole_size
 from convoy.plan.plan import OutputPlace
 from convoy.planner.knowledge import FleetKnowledge
 from convoy.planner.payoff import Forecast, forecast
 from convoy.planner.request import PlanRequest
+from convoy.simulate.compute import Roofline
 from convoy.simulate.costs import CPU, TF32_GPU, UNKNOWN, described_costs, reached_by
 
 NET = graph_of("two-conv:50:500")
@@ -93,11 +97,12 @@ def test_interval_is_wider_for_unmeasured_device_classes():
 
 
 def test_tensor_cores_apply_to_convolutions_only():
-    a100 = fleet_on("a100", 1e8, 0.0)
-    costs = described_costs(a100)
+    rate = described_costs(fleet_on("a100", 1e8, 0.0)).times.rates[0]  # type: ignore[attr-defined]
+    assert rate.conv_flop_per_s == pytest.approx(156 / 19.49 * rate.flop_per_s)
     conv, linear = (next(layer for layer in NET.weighted if layer.kind == kind) for kind in ("conv", "linear"))
-    rate = costs.times.rates[0]  # type: ignore[attr-defined]
-    assert rate.arithmetic_s(linear, 1e12) == pytest.approx(156 / 19.49 * rate.arithmetic_s(conv, 1e12))
+    times = Roofline((replace(rate, bytes_per_s=1e30, call_s=0.0),))
+    for layer, flop_per_s in ((conv, rate.conv_flop_per_s), (linear, rate.flop_per_s)):
+        assert times.seconds(0, layer, "forward", whole_size(layer, 8)) == pytest.approx(8 * layer.flop / flop_per_s)
 
 
 def test_fleet_is_read_from_one_line():

@@ -94,9 +94,7 @@ def test_missing_memory_is_reported_and_one_device_needs_no_snapshot(graph: Grap
     row, context = case(graph, "data", copy_s_per_byte=0.07 / (8 * entries(graph)))
     out = StringIO()
     show_all(Console(file=out, width=200), [row], context)
-    told = (
-        "(--spare auto) after every 4 steps take 1.8% of the training time; with --spare every-step 7.0%; nothing sent"
-    )
+    told = "(--spare auto), after every 4 steps, add 1.8% to the training time (--spare every-step: 7.0%); nothing sent"
     assert told in out.getvalue()
     row, context = case(graph, "data", devices=1)
     assert spare_price(row, context).memory_bytes == (0,)

@@ -7,7 +7,7 @@ from convoy.layout.collectives import Reduce, Schedule, gather_shares, schedule,
 from convoy.layout.layout import Layout, Shape, entries
 from convoy.planner.analytic import Loads, loads, move_s, share_loads, sum_loads
 from convoy.simulate.network import Network
-from tests.support.local_pieces import DEVICES, every_layout
+from tests.support.local_shards import DEVICES, every_layout
 
 REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
 

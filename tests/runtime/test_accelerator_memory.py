@@ -56,7 +56,11 @@ def test_plans_respect_the_memory_limit(limited: torch.device) -> None:
 
 
 def test_full_accelerator_is_named_on_all_devices(limited: torch.device) -> None:  # noqa: ARG001
-    net, x, told = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(2304, 10)), torch.zeros(2, 3, 8, 8), []
+    net, x, reported = (
+        nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(2304, 10)),
+        torch.zeros(2, 3, 8, 8),
+        [],
+    )
 
     def work(group: Group) -> None:
         plan = make_plan("data", net, x, 4096, group, speeds=[1, 1])
@@ -64,13 +68,13 @@ def test_full_accelerator_is_named_on_all_devices(limited: torch.device) -> None
         try:
             part(torch.zeros(4096, 3, 8, 8, device=group.torch_device), whole=True).sum().backward()
         except DeviceLostError as error:
-            told.append(str(error))
+            reported.append(str(error))
             raise
 
     with pytest.raises(torch.OutOfMemoryError, match="sim out of memory"):
         run_on_threads(2, work, on=("sim:0", "cpu"))
-    assert len(told) == 1
-    assert re.match(r"device 0 .*OutOfMemoryError: sim out of memory", told[0]), told
+    assert len(reported) == 1
+    assert re.match(r"device 0 .*OutOfMemoryError: sim out of memory", reported[0]), reported
 
 
 def convoy_on_sims(tmp_path: Path, line: str, **environment: str) -> "subprocess.CompletedProcess[str]":

@@ -60,9 +60,9 @@ def test_outputs_may_be_changed_in_place(net: str, plan: str) -> None:
         here = Distributed(model, chosen, group, x[:2])
         assert_equal(step(here, part(here, x), batch=10), expected)
         for key, parameter in reference.named_parameters():
-            piece = here.module.get_parameter(key)
+            shard = here.module.get_parameter(key)
             if parameter.grad is not None:
-                grad = piece.grad if piece.grad is not None else torch.empty_like(piece)
+                grad = shard.grad if shard.grad is not None else torch.empty_like(shard)
                 assert_equal(here.gather(key, grad), parameter.grad)
 
     with one_trace(net, torch.float64):
@@ -99,8 +99,8 @@ def test_an_output_that_backward_reads_may_be_changed_and_containers_may_grow() 
         out["all"].append(out["features"].add_(1))
         (out["loss"] + out["all"][2].square().sum()).backward()
         for key, p in reference.named_parameters():
-            piece = here.module.get_parameter(key)
-            assert_equal(here.gather(key, piece.grad if piece.grad is not None else piece.detach()), p.grad)
+            shard = here.module.get_parameter(key)
+            assert_equal(here.gather(key, shard.grad if shard.grad is not None else shard.detach()), p.grad)
 
     with one_trace():
         run_on_threads(4, work, timeout_s=30)
@@ -346,7 +346,7 @@ def test_sharded_fp16_requires_convoys_scaler() -> None:
         with torch.autocast("cpu", torch.float16):
             loss_of(here(given, batch=10), y).backward()
         if any(p.numel() for p in here.parameters()):
-            with pytest.raises(InputError, match=r"sees only the local shards.*use convoy\.train\.GradScaler\(model\)"):
+            with pytest.raises(InputError, match=r"sees only the local shards.*convoy\.train\.GradScaler\(model\)"):
                 optimizer.step()
         assert train(here, given, GradScaler(here, init_scale=1024.0), batch=10) == expected
         torch.testing.assert_close(here.full_state_dict(), dict(reference.state_dict()), rtol=1e-2, atol=1e-3)
@@ -422,7 +422,7 @@ def test_replicated_models_save_as_usual() -> None:
 
 
 def averaged(group: Group | None, plan: str, buffers: bool) -> Tensor:
-    """The outputs of averaged weights, with batch norm's statistics averaged (`buffers`) or computed anew."""
+    """The outputs of averaged weights, with batch norm's statistics averaged (`buffers`) or computed again."""
     model: Any = net()
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), shuffled()
     if group is not None:

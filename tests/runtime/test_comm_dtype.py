@@ -3,7 +3,6 @@
 bfloat16 holds 8 bits of precision: whole numbers up to 256, and every number to 2^-8 of itself.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,29 +16,24 @@ from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.layout.comm_dtype import CommDtype, comm_dtype_of, parse_comm_dtype
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
-from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.plan.device_program import Copy
 from convoy.plan.explain import layer_rows, step_lines
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.plan.steps import GatherStatistics, GatherWeights, Move, StepList, SumGradients, Value, traffic
+from convoy.plan.steps import GatherStatistics, GatherWeights, Move, SumGradients, Value, traffic
 from convoy.planner.planner import candidates
-from convoy.runtime.exchange import Buffers, Lane, run_move
+from convoy.runtime.exchange import StartedMove
 from convoy.runtime.module import Distributed
-from convoy.simulate.costs import Costs, Handling
-from convoy.simulate.memory import memory_of
+from convoy.simulate.costs import Handling
 from convoy.simulate.simulator import simulate
 from tests.planner.test_planner import costs_of
-from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_piece
-from tests.simulate.test_energy_memory import GRAPH as SMALL
-from tests.simulate.test_simulate import GRAPH, Table, hosts, spans
+from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_shard
 from tests.support import nets
 from tests.support.described_fleets import asked
 from tests.support.device_programs import handled
-from tests.support.local_pieces import DEVICES, every_layout
+from tests.support.local_shards import DEVICES, every_layout
 from tests.support.one_device import (
     OPTIMIZERS,
     Labelled,
@@ -51,7 +45,6 @@ from tests.support.one_device import (
     part,
     traffic_of,
 )
-from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
 BF16: CommDtype = "inexact-bf16"
@@ -98,7 +91,7 @@ def test_other_dtypes_arrive_bit_for_bit(whole: Tensor) -> None:
 
     def work(group: Group) -> Tensor:
         case = Case(OnOne(0), Replicated((0, 1)), (1,))
-        return run_move(group, case.schedule, whole[: 1 - group.device], case.src, case.dst, case.shape, BF16)
+        return StartedMove(group, case.schedule, whole[: 1 - group.device], case.src, case.dst, case.shape, BF16).land()
 
     for found in run_on_threads(2, work, LIMIT_S):
         assert found.dtype == whole.dtype
@@ -111,10 +104,10 @@ def moved(cases: Sequence[Case], summands: Any = None) -> list[list[Tensor]]:
     def work(group: Group) -> list[Tensor]:
         results = []
         for case in cases:
-            piece = own_piece(group, case.src, drawn(case.shape), np.random.default_rng(1)).float()
+            shard = own_shard(group, case.src, drawn(case.shape), np.random.default_rng(1)).float()
             if summands is not None:
-                piece = torch.tensor([summands[group.device]], dtype=torch.float32)
-            results.append(run_move(group, case.schedule, piece, case.src, case.dst, case.shape, BF16))
+                shard = torch.tensor([summands[group.device]], dtype=torch.float32)
+            results.append(StartedMove(group, case.schedule, shard, case.src, case.dst, case.shape, BF16).land())
         return results
 
     return run_on_threads(DEVICES, work, LIMIT_S)
@@ -157,22 +150,6 @@ def test_a_large_direct_sum_is_rounded_once_and_copied(readers: tuple[int, ...])
     copies = [results[device] for device in readers]
     assert all(torch.equal(copy, copies[0]) for copy in copies)
     assert torch.equal(copies[0], rounded(copies[0]))
-
-
-def test_data_for_several_devices_is_narrowed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four devices each sends three parts of its summand, and then its part of the sum to three: four, not six."""
-    narrowed: list[tuple[int, int]] = []
-    original = Lane._copy
-
-    def counted(lane: Lane, operation: Copy, buffers: Buffers, dtype: torch.dtype) -> None:
-        if ">" in operation.target.buffer:
-            narrowed.append((lane.group.device, operation.size))
-        original(lane, operation, buffers, dtype)
-
-    monkeypatch.setattr(Lane, "_copy", counted)
-    everyone = (0, 1, 2, 3)
-    moved([Case(Partial(everyone), Replicated(everyone), (20_000,), "direct")])
-    assert sorted(narrowed) == sorted([(device, 5_000) for device in everyone] * 4)
 
 
 def test_unsent_rows_are_not_rounded() -> None:
@@ -220,15 +197,6 @@ def test_bytes_sent_match_the_cost_model(plan: str, net: str) -> None:
     assert after.traffic(2) == before.traffic(2)
 
 
-def test_integers_are_priced_at_full_width() -> None:
-    graph = graph_of("two-conv")
-    layers = {name: replace(layer, dtype="int64") if name == "pool" else layer for name, layer in graph.layers.items()}
-    steps = lower(narrow(by_name("model", "two-conv")), Graph(graph.model, layers, graph.outputs))
-    wires = {(s.reads.layer, s.wire) for s in steps.steps if isinstance(s, Move)}
-    assert ("pool", "exact") in wires
-    assert {wire for name, wire in wires if name != "pool"} == {BF16}
-
-
 def test_bare_parameter_is_moved_unrounded() -> None:
     """Layer outputs are rounded when sent; values without a batch axis come from parameters and buffers."""
     graph = graph_of("bare")
@@ -248,14 +216,6 @@ def move(src: Layout, dst: Layout, phase: Any = "forward") -> Move:
     """Return a move of 60 numbers: 5 samples, 3 channels, 2x2."""
     shape = (5, 3, 2, 2)
     return Move(0, phase, Value("a", shape, src), Value("b", shape, dst), "ring", wire=BF16)
-
-
-def test_narrow_message_takes_half_as_long() -> None:
-    """60 numbers of 4 bytes at 100 bytes/s after 0.5 s: 2.4 s, and 1.2 s as bfloat16."""
-    for wire, end_s in (("exact", 2.9), (BF16, 1.7)):
-        step = replace(move(OnOne(0), OnOne(1)), wire=wire)  # type: ignore[arg-type]
-        found = simulate(StepList(1, 2, (), (), (step,)), GRAPH, Costs(Table({}), hosts(2), itemsize=4))
-        assert spans(found, 0, "send") == [(0.5, end_s)]
 
 
 def test_copies_are_narrowed_once_and_widened_in_place() -> None:
@@ -286,18 +246,6 @@ def test_a_ring_of_two_casts_each_half_and_rounds_its_own() -> None:
         (Handling(copied=100 + 50, made=(100, 50)), Handling(copied=50, added=50, made=(50,))),
         (Handling(copied=50 + 50, made=(50,)), Handling(copied=50)),
     ]
-
-
-def test_memory_by_hand() -> None:
-    """The net of test_energy_memory. 127 gradients in one wide tensor; in each round 63 and 64 narrow ones leave and land.
-
-    Of the master's plan the largest moves bring and fetch 128 narrow numbers; nothing wide has to stay for them.
-    """
-    rows = {
-        name: memory_of(narrow(named_plan(name, SMALL, 4, Speeds((1.0, 1.0)))), SMALL) for name in ("data", "master")
-    }
-    assert [row.exchange_bytes for row in rows["data"]] == [4 * 127 + 2 * 127] * 2
-    assert [row.exchange_bytes for row in rows["master"]] == [2 * 128] * 2
 
 
 def test_explain_names_the_wire_format() -> None:
@@ -395,45 +343,9 @@ def test_every_plan_trains_close_to_exact(plan: str, net: str) -> None:
     check_close(by_name(plan, net), net)
 
 
-@pytest.mark.parametrize("reduce", ["butterfly", "star"])
-def test_other_collectives_train_close_to_exact(reduce: str) -> None:
-    """Three holders of copies, so that the butterfly folds one into another."""
-    check_close(by_name("data-by-speed", "two-conv", reduce), "two-conv")
-
-
 def test_chunked_inputs_train_close_to_exact() -> None:
     plan = replace(by_name("model", "two-conv"), chunks=3)
     assert any(
         s.chunks == 3 and s.wire == BF16 for s in lower(narrow(plan), graph_of("two-conv")).steps if isinstance(s, Move)
     )
     check_close(plan, "two-conv")
-
-
-def test_usage_flags_train_close_to_exact() -> None:
-    """The usage counts are sent with the gradients."""
-    plan = by_name("data-by-speed", "opaque-per-sample")
-    sums = [s for s in lower(plan, graph_of("opaque-per-sample")).steps if isinstance(s, SumGradients)]
-    assert any(s.flags for s in sums)
-    check_close(plan, "opaque-per-sample")
-
-
-def seen(group: Group, model: nn.Module, batches: Sequence[Labelled]) -> list[Any]:
-    """Return losses, a digest of each copy, and bytes sent of a training on three devices."""
-    plan = narrow(by_name("hybrid", "two-conv", "butterfly", Speeds((3.0, 1.0, 2.0))))
-    group.clear_counters()
-    result = train(group, plan, model, batches)
-    digests = {key: hashlib.sha256(copy.numpy().tobytes()).hexdigest() for key, copy in result.copies.items()}
-    return [result.losses, digests, sum(group.sent_bytes)]
-
-
-def seen_on_process(group: Group) -> list[Any]:
-    return seen(group, *model_and_batches("two-conv"))
-
-
-def test_processes_match_threads() -> None:
-    """On processes, gradients use their own lane during backward."""
-    model, batches = model_and_batches("two-conv")
-    with one_trace("two-conv", torch.float32):
-        expected = run_on_threads(3, lambda group: seen(group, model, batches), LIMIT_S)
-    assert on_processes(3, "tests.runtime.test_comm_dtype:seen_on_process") == expected
-    assert expected[0][1]["conv1.weight"] == expected[1][1]["conv1.weight"] == expected[2][1]["conv1.weight"]

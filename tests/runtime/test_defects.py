@@ -79,11 +79,11 @@ def test_load_state_dict_loads_the_shards(plan: str) -> None:
         here = distribute(
             copy.deepcopy(model), planned(plan, model, (2.0, 1.0)), group, torch.zeros(2, 3, 8, 8).double()
         )
-        told = here.load_state_dict({**other.state_dict(), "no.such": torch.zeros(1)}, strict=False)
-        return here.full_state_dict(), told, {key for key, _ in here.named_buffers()}
+        reported = here.load_state_dict({**other.state_dict(), "no.such": torch.zeros(1)}, strict=False)
+        return here.full_state_dict(), reported, {key for key, _ in here.named_buffers()}
 
-    for loaded, told, buffers in run_on_threads(2, work):
-        assert (told.missing_keys, told.unexpected_keys) == ([], ["no.such"])
+    for loaded, reported, buffers in run_on_threads(2, work):
+        assert (reported.missing_keys, reported.unexpected_keys) == ([], ["no.such"])
         assert all(torch.equal(loaded[key], tensor) for key, tensor in other.state_dict().items())
         assert buffers == {key for key, _ in model.named_buffers()}
 

@@ -1,9 +1,9 @@
 """Moves on real groups: values, adjoints, bytes sent, bitwise equality, and unchanged inputs.
 
 The inner product of a distributed tensor x with its cotangent y, which lies in the dual layout, is the sum over the
-devices of the products of their pieces: <x, y> = sum_d <x_d, y_d>. Layout by layout that says:
+devices of the products of their shards: <x, y> = sum_d <x_d, y_d>. Layout by layout that says:
 
-- Split, OnOne: x and y lie in the same pieces, and the sum is the product of the whole tensors.
+- Split, OnOne: x and y lie in the same shards, and the sum is the product of the whole tensors.
 - x Replicated, y Partial: every x_d is the one vector x, so the sum is <x, sum_d y_d>: copies are one vector, and its
   gradient is the sum of what the copies collected.
 - x Partial, y Replicated: x is its tuple of summands, and the sum is <sum_d x_d, y>: every summand has the gradient y.
@@ -14,7 +14,6 @@ With this product the adjoint of the move F: src -> dst is the move F*: dual(dst
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,19 +25,17 @@ from convoy.layout import collectives
 from convoy.layout.collectives import Reduce
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.runtime.exchange import Slots, run_move
+from convoy.runtime.exchange import Slots, StartedMove
 from tests.support.device_programs import run_rounds
-from tests.support.local_pieces import (
+from tests.support.local_shards import (
     DEVICES,
     Array,
-    check_pieces,
+    check_shards,
     every_layout,
     integers,
-    layouts_of_one_device,
+    local_shards,
     nothing,
-    pieces,
 )
-from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
 REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
@@ -70,7 +67,7 @@ class Case:
 class Outcome:
     """One device's result of one move."""
 
-    piece: Tensor
+    shard: Tensor
     sent_bytes: list[int]
     unchanged: bool
 
@@ -84,17 +81,17 @@ def every_case(layouts: Sequence[Layout], shape: Shape) -> list[Case]:
     return cases
 
 
-def as_they_come(piece: Tensor) -> Tensor:
-    return piece
+def as_they_come(shard: Tensor) -> Tensor:
+    return shard
 
 
-def strided(piece: Tensor) -> Tensor:
+def strided(shard: Tensor) -> Tensor:
     """Return the same numbers in non-contiguous memory: reversed axes, gaps and an offset."""
-    axes = tuple(reversed(range(piece.dim())))
-    room = torch.full([2 * extent + 1 for extent in reversed(piece.shape)], 99, dtype=piece.dtype, device=piece.device)
+    axes = tuple(reversed(range(shard.dim())))
+    room = torch.full([2 * extent + 1 for extent in reversed(shard.shape)], 99, dtype=shard.dtype, device=shard.device)
     spaced = room[tuple(slice(1, None, 2) for _ in axes)].permute(axes)
-    assert spaced.shape == piece.shape
-    return spaced.copy_(piece)
+    assert spaced.shape == shard.shape
+    return spaced.copy_(shard)
 
 
 FORMS = {"as they come": as_they_come, "strided": strided}
@@ -107,22 +104,22 @@ def move_all(
     outcomes = []
     for case in cases:
         whole = integers(case.shape, seed=3)
-        piece = FORMS[form](own_piece(group, case.src, whole, np.random.default_rng(4)).to(getattr(torch, dtype)))
-        before = piece.clone()
+        shard = FORMS[form](own_shard(group, case.src, whole, np.random.default_rng(4)).to(getattr(torch, dtype)))
+        before = shard.clone()
         group.clear_counters()
         try:
-            result = run_move(group, case.schedule, piece, case.src, case.dst, case.shape, wire)
+            result = StartedMove(group, case.schedule, shard, case.src, case.dst, case.shape, wire).land()
         except Exception as error:
             error.add_note(f"in the move {case}")
             raise
-        outcomes.append(Outcome(result.clone(), group.sent_bytes, torch.equal(piece, before)))
+        outcomes.append(Outcome(result.clone(), group.sent_bytes, torch.equal(shard, before)))
     return outcomes
 
 
-def own_piece(group: Group, layout: Layout, whole: Array, rng: np.random.Generator) -> Tensor:
+def own_shard(group: Group, layout: Layout, whole: Array, rng: np.random.Generator) -> Tensor:
     """Return this device's shard; an empty tensor if it holds nothing."""
-    piece = pieces(layout, whole, rng).get(group.device, np.empty(nothing(layout, whole.shape)))
-    return torch.from_numpy(np.array(piece)).to(group.torch_device)
+    shard = local_shards(layout, whole, rng).get(group.device, np.empty(nothing(layout, whole.shape)))
+    return torch.from_numpy(np.array(shard)).to(group.torch_device)
 
 
 def check_outcomes(
@@ -132,10 +129,10 @@ def check_outcomes(
     itemsize = itemsize or getattr(torch, dtype).itemsize
     for case, *outcomes in zip(cases, *by_device, strict=True):
         try:
-            check_value(case, [outcome.piece for outcome in outcomes], dtype)
+            check_value(case, [outcome.shard for outcome in outcomes], dtype)
             sent = {(s, r): n for s, outcome in enumerate(outcomes) for r, n in enumerate(outcome.sent_bytes) if n}
             assert sent == collectives.traffic(case.schedule, itemsize), "bytes on the wire"
-            assert all(outcome.unchanged for outcome in outcomes), "a piece was overwritten"
+            assert all(outcome.unchanged for outcome in outcomes), "a shard was overwritten"
         except AssertionError as error:
             error.add_note(f"in the move {case}")
             raise
@@ -145,10 +142,10 @@ def check_value(case: Case, results: Sequence[Tensor], dtype: str) -> None:
     assert {result.dtype for result in results} == {getattr(torch, dtype)}
     found = {device: result.cpu().double().numpy() for device, result in enumerate(results)}
     whole = integers(case.shape, seed=3)
-    members = pieces(case.dst, whole, np.random.default_rng())
-    check_pieces(case.dst, whole, {device: piece for device, piece in found.items() if device in members})
-    for device, piece in found.items():
-        assert device in members or piece.shape == nothing(case.dst, case.shape)
+    members = local_shards(case.dst, whole, np.random.default_rng())
+    check_shards(case.dst, whole, {device: shard for device, shard in found.items() if device in members})
+    for device, shard in found.items():
+        assert device in members or shard.shape == nothing(case.dst, case.shape)
 
 
 # --- values, bytes, unchanged shards ---------------------------------------------------------------------------------
@@ -174,48 +171,6 @@ def test_every_move_on_threads(shape: Shape, dtype: str, form: str) -> None:
     check_outcomes(cases, outcomes, dtype)
 
 
-@pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), (0, 5)], ids=str)
-def test_every_single_device_move(shape: Shape) -> None:
-    cases = every_case(layouts_of_one_device(shape), shape)
-    check_outcomes(cases, run_on_threads(1, lambda group: move_all(group, cases), LIMIT_S))
-
-
-SOME: tuple[tuple[Shape, str, str], ...] = (
-    ((10, 6), "float64", "as they come"),
-    ((3, 4, 5, 2), "bfloat16", "strided"),
-    ((10,), "int64", "as they come"),
-    ((0, 5), "float64", "as they come"),
-)
-"""Of these, every third case runs on processes too."""
-
-
-def some_cases(shape: Shape) -> list[Case]:
-    return every_case(every_layout(shape), shape)[::3]
-
-
-def move_on_process(group: Group) -> list[list[Any]]:
-    """Return for every case the new shard, its shape and dtype, the bytes, and whether the old shard is unchanged."""
-    return [
-        [o.piece.double().flatten().tolist(), list(o.piece.shape), str(o.piece.dtype), o.sent_bytes, o.unchanged]
-        for shape, dtype, form in SOME
-        for o in move_all(group, some_cases(shape), dtype, form)
-    ]
-
-
-def test_some_moves_on_processes() -> None:
-    rows = on_processes(DEVICES, "tests.runtime.test_exchange:move_on_process", timeout_s=LIMIT_S)
-    by_device = [
-        [Outcome(torch.tensor(n).reshape(s).to(getattr(torch, t[6:])), sent, same) for n, s, t, sent, same in device]
-        for device in rows
-    ]
-    start = 0
-    for shape, dtype, _ in SOME:
-        cases = some_cases(shape)
-        check_outcomes(cases, [device[start : start + len(cases)] for device in by_device], dtype)
-        start += len(cases)
-    assert all(len(device) == start for device in by_device)
-
-
 # --- adjoints --------------------------------------------------------------------------------------------------------
 
 
@@ -225,10 +180,10 @@ def products(group: Group, cases: Sequence[Case]) -> list[tuple[float, float, fl
     for number, case in enumerate(cases):
         rng = np.random.default_rng(number)
         adjoint = case.adjoint
-        x = own_piece(group, case.src, np.asarray(rng.standard_normal(case.shape)), rng)
-        y = own_piece(group, adjoint.src, np.asarray(rng.standard_normal(case.shape)), rng)
-        there = run_move(group, case.schedule, x, case.src, case.dst, case.shape)
-        back = run_move(group, adjoint.schedule, y, adjoint.src, adjoint.dst, case.shape)
+        x = own_shard(group, case.src, np.asarray(rng.standard_normal(case.shape)), rng)
+        y = own_shard(group, adjoint.src, np.asarray(rng.standard_normal(case.shape)), rng)
+        there = StartedMove(group, case.schedule, x, case.src, case.dst, case.shape).land()
+        back = StartedMove(group, adjoint.schedule, y, adjoint.src, adjoint.dst, case.shape).land()
         assert (there.shape, x.shape) == (y.shape, back.shape)
         magnitude = float((there * y).abs().sum() + (x * back).abs().sum())
         result.append((float((there * y).sum()), float((x * back).sum()), magnitude))
@@ -262,7 +217,9 @@ def test_all_reduce_copies_are_bitwise_equal(devices: int, reduce: Reduce) -> No
             generator = torch.Generator().manual_seed(group.device)
             summand = torch.randn(shape, generator=generator) * 10.0 ** float(group.device % 3)
             case = Case(Partial(everyone), Replicated(everyone), shape, reduce)
-            results.append(run_move(group, case.schedule, summand.to(group.torch_device), case.src, case.dst, shape))
+            results.append(
+                StartedMove(group, case.schedule, summand.to(group.torch_device), case.src, case.dst, shape).land()
+            )
         return results
 
     by_device = run_on_threads(devices, work, LIMIT_S)
@@ -276,28 +233,6 @@ def test_all_reduce_copies_are_bitwise_equal(devices: int, reduce: Reduce) -> No
     torch.testing.assert_close(by_device[0][-1].cpu().double(), exact, rtol=1e-5, atol=1e-3)
 
 
-def test_copies_for_other_devices_are_bitwise_equal() -> None:
-    """The sum is copied to devices without a summand; only a small direct one is added by all."""
-
-    def work(group: Group) -> list[Tensor]:
-        results = []
-        for reduce, size in itertools.product(REDUCES, sizes):
-            case = Case(Partial((0, 1, 2)), Replicated((4, 1, 3)), (size,), reduce)
-            generator = torch.Generator().manual_seed(group.device)
-            summand = torch.randn(size if group.device < 3 else 0, generator=generator)
-            results.append(
-                run_move(group, case.schedule, summand.to(group.torch_device), case.src, case.dst, case.shape)
-            )
-        return results
-
-    sizes = (101, 20_000)
-
-    for size, *copies in zip(sizes * len(REDUCES), *run_on_threads(5, work, LIMIT_S), strict=True):
-        assert [copy.numel() for copy in copies] == [0, size, 0, size, size]
-        assert torch.equal(copies[1], copies[3])
-        assert torch.equal(copies[1], copies[4])
-
-
 def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
     """1e8 + 1 - 1e8 in float32 is 0 in this order, 1 in others: the arrival order must not matter."""
 
@@ -306,44 +241,14 @@ def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
         cases = [Case(Partial((0, 1, 2)), OnOne(owner), (1,)) for owner in range(3)]
         cases.append(Case(Partial((0, 1, 2)), Split(0, (0, 1, 0)), (1,)))
         cases.append(Case(Partial((0, 1, 2)), Replicated((0, 1, 2)), (1,), "star"))
-        return [run_move(group, case.schedule, summand, case.src, case.dst, case.shape) for case in cases]
+        return [StartedMove(group, case.schedule, summand, case.src, case.dst, case.shape).land() for case in cases]
 
     first, second, third = run_on_threads(3, work, LIMIT_S)
     found = [first[0], second[1], third[2], second[3], first[4], second[4], third[4]]
-    assert [piece.tolist() for piece in found] == [[0.0]] * len(found)
+    assert [shard.tolist() for shard in found] == [[0.0]] * len(found)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_local_data_is_a_view() -> None:
-    """Data that a device already has is not copied; a sum never overwrites a summand."""
-    views = [
-        Case(Replicated((0, 1)), Split(0, (4, 6)), (10, 6)),
-        Case(Replicated((0, 1)), Split(1, (3, 3)), (10, 6)),
-        Case(Replicated((0, 1)), OnOne(0), (10, 6)),
-        Case(OnOne(0), Replicated((0, 1)), (10, 6)),
-        Case(Split(0, (10, 0)), Split(0, (4, 6)), (10, 6)),
-        Case(Partial((0,)), Replicated((0, 1)), (10, 6)),
-        Case(Partial((0, 1)), Partial((1, 0)), (10, 6)),
-        Case(Replicated((0, 1)), Replicated((0, 1)), (10, 6)),
-    ]
-    copies = [
-        Case(Partial((0, 1)), Replicated((0, 1)), (10, 6)),
-        Case(Partial((0, 1)), OnOne(0), (10, 6)),
-        Case(Split(0, (5, 5)), Replicated((0, 1)), (10, 6)),
-    ]
-
-    def shares_memory(group: Group) -> list[bool]:
-        result = []
-        for case in views + copies:
-            piece = own_piece(group, case.src, integers(case.shape, seed=3), np.random.default_rng(4))
-            moved = run_move(group, case.schedule, piece, case.src, case.dst, case.shape)
-            result.append(moved.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr())
-        return result
-
-    of_first, _ = run_on_threads(2, shares_memory, LIMIT_S)
-    assert of_first == [True] * len(views) + [False] * len(copies)
 
 
 def test_expanded_tensors_can_be_copied() -> None:
@@ -351,10 +256,10 @@ def test_expanded_tensors_can_be_copied() -> None:
     shape = (6, 4)
 
     def work(group: Group) -> list[Tensor]:
-        piece = torch.tensor(float(group.device + 1), device=group.torch_device).expand(shape)
+        shard = torch.tensor(float(group.device + 1), device=group.torch_device).expand(shape)
         cases = [Case(Partial((0, 1)), Replicated((0, 1)), shape, reduce) for reduce in REDUCES]
         cases.append(Case(Partial((0, 1)), Split(0, (2, 4)), shape))
-        return [run_move(group, case.schedule, piece, case.src, case.dst, shape) for case in cases]
+        return [StartedMove(group, case.schedule, shard, case.src, case.dst, shape).land() for case in cases]
 
     for device, results in enumerate(run_on_threads(2, work, LIMIT_S)):
         for result in results[:-1]:
@@ -432,16 +337,3 @@ def test_concurrent_segments_have_separate_buffers() -> None:
     group, landing = _Watched(), Slots()
     run_rounds(group, collectives.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
     assert group.open == set()
-
-
-def test_all_reduce_segments_by_hand() -> None:
-    """A ring of two sums 0:3, another 3:6, alternating rounds. The bytes are those of one ring."""
-    halves = [collectives.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
-    plan = collectives.sum_in_segments((0, 1), 6, "ring", 2)
-    spans = [[(t.sender, t.receiver, *t.box[0], t.adds) for t in transfers] for transfers in plan.rounds]
-    first, second = ([[(t.sender, t.receiver, *t.box[0], t.adds) for t in r] for r in half.rounds] for half in halves)
-    shifted = [[(a, b, start + 3, stop + 3, adds) for a, b, start, stop, adds in r] for r in second]
-    assert spans == [first[0], shifted[0], first[1], shifted[1]]
-    assert plan.window == 2
-    whole = collectives.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
-    assert collectives.traffic(plan, 4) == collectives.traffic(whole, 4)

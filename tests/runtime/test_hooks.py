@@ -344,17 +344,3 @@ def test_an_optimizer_in_a_hook_steps_as_on_one_device() -> None:
             p.register_post_accumulate_grad_hook(step)
 
     assert_as_on_one_device(hang, "data", after=True, speeds=EVEN)
-
-
-def test_copied_model_has_its_own_hooks() -> None:
-    model, seen = net(), []
-    copied = copy.deepcopy(model)
-
-    def work(group: Group) -> None:
-        here = Distributed(model, plan_of("data", model, EVEN), group, X[0][:2])
-        dict(here.named_parameters())["fc.bias"].register_hook(lambda g: seen.append(g))  # type: ignore[no-untyped-call]
-
-    run_on_threads(DEVICES, work)
-    train(copied, lambda x: x)
-    train(model, lambda x: x)
-    assert not seen

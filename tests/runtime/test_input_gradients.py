@@ -61,9 +61,9 @@ def test_input_gradients_match_one_device(net: str, plan: str, whole: bool) -> N
         expected = x_whole.grad if whole else part(here, x_whole.grad)
         assert_equal(given.grad, expected)
         for key, parameter in reference.named_parameters():
-            piece = here.module.get_parameter(key)
+            shard = here.module.get_parameter(key)
             if parameter.grad is not None:
-                grad = piece.grad if piece.grad is not None else torch.empty_like(piece)
+                grad = shard.grad if shard.grad is not None else torch.empty_like(shard)
                 assert_equal(here.gather(key, grad), parameter.grad)
         return sent, [steps.traffic(8)[group.device, peer] for peer in range(group.devices)]
 

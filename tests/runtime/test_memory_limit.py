@@ -99,8 +99,8 @@ def together(device: int, groups: list[str], plan: str, weights: str, trained: s
         for key, whole in torch.load(trained, mmap=True, weights_only=True).items():
             here = box(part.layouts[key], device, whole.shape)
             if here is not None:
-                piece = part.module.get_parameter(key).detach() - whole[tuple(slice(*span) for span in here)]
-                difference = max(difference, float(piece.abs().max()))
+                shard = part.module.get_parameter(key).detach() - whole[tuple(slice(*span) for span in here)]
+                difference = max(difference, float(shard.abs().max()))
     return peak_bytes, difference
 
 

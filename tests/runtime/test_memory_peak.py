@@ -75,7 +75,7 @@ def peak_bytes(group: Group, name: str, wire: CommDtype) -> int:
     return living.peak_bytes
 
 
-def peak_beside_plain(group: Group, name: str) -> tuple[int, int]:
+def peak_over_plain(group: Group, name: str) -> tuple[int, int]:
     """The most that the tensors of two training steps hold at once: on this device by `data-by-speed`, and in plain PyTorch
     with as many samples."""
     model = build_net(name, (3, 32, 32), 10, seed=0)
@@ -111,7 +111,7 @@ def test_step_holds_only_pytorchs_memory_plus_messages(devices: int) -> None:
     name = "resnet:8:16"
     graph = trace(build_net(name, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
     plan = named_plan("data-by-speed", graph, devices * BATCH, Speeds((1.0,) * devices))
-    found = on_processes(devices, "tests.runtime.test_memory_peak:peak_beside_plain", name)
+    found = on_processes(devices, "tests.runtime.test_memory_peak:peak_over_plain", name)
     for (shared, plain), predicted in zip(found, memory_of(plan, graph), strict=True):
         print(
             devices,

@@ -93,10 +93,10 @@ def test_full_state_has_whole_weights_under_hook_names() -> None:
     expected = model.state_dict()
 
     def work(here: Distributed) -> None:
-        pieces = {key: p.shape for key, p in here.named_parameters()}
+        local_shards = {key: p.shape for key, p in here.named_parameters()}
         assert here.full_state_dict().keys() == expected.keys()
         torch.testing.assert_close(here.full_state_dict()["first"], expected["first"], rtol=0, atol=0)
-        assert {key: p.shape for key, p in here.named_parameters()} == pieces
+        assert {key: p.shape for key, p in here.named_parameters()} == local_shards
 
     on_two(model, work)
 

@@ -27,7 +27,7 @@ from tests.support.threads import run_on_threads
 Happened = list[tuple[str, ...]]
 
 HELD_S = 20.0
-"""What is held back for longer is not begun beside anything."""
+"""What is held back for longer is not started during anything else."""
 
 
 class Watched:
@@ -73,19 +73,19 @@ class _Arriving:
         self._pending.wait()
 
 
-class Told:
+class Recording:
     """A layer's arithmetic that records when it computes."""
 
-    def __init__(self, run: Any, name: str, tell: Callable[[tuple[str, ...]], None]) -> None:
-        self._run, self._name, self._tell = run, name, tell
+    def __init__(self, run: Any, name: str, record: Callable[[tuple[str, ...]], None]) -> None:
+        self._run, self._name, self._record = run, name, record
 
     def forward(self, *args: Any) -> Any:
-        self._tell(("forward", self._name))
+        self._record(("forward", self._name))
         return self._run.forward(*args)
 
-    def backward(self, saved: Any, g: Any, wants: Any, part: str = "all") -> Any:
-        self._tell(("backward", self._name, part))
-        return self._run.backward(saved, g, wants, part)
+    def backward(self, saved: Any, g: Any, wants: Any, part: str = "all", last: bool = True) -> Any:
+        self._record(("backward", self._name, part))
+        return self._run.backward(saved, g, wants, part, last)
 
 
 def net() -> nn.Module:
@@ -115,7 +115,7 @@ def what_happens(plan: Plan, held_until: tuple[str, ...] | None = None) -> tuple
         happened: Happened = []
         went_on = threading.Event()
 
-        def tell(what: tuple[str, ...]) -> None:
+        def record(what: tuple[str, ...]) -> None:
             happened.append(what)
             if what == held_until:
                 went_on.set()
@@ -125,7 +125,7 @@ def what_happens(plan: Plan, held_until: tuple[str, ...] | None = None) -> tuple
 
         watched = Watched(group, happened, hold)
         part = Distributed(copy.deepcopy(whole), plan, watched, example(), fuse=False)  # type: ignore[arg-type]
-        watch(part, tell)
+        watch(part, record)
         happened.clear()
         together = isinstance(plan.layers["0"], Filter)
         mine = example() if together else example()[:5] if group.device == 0 else example()[5:]
@@ -135,10 +135,10 @@ def what_happens(plan: Plan, held_until: tuple[str, ...] | None = None) -> tuple
     return run_on_threads(2, work, timeout_s=2 * HELD_S)[0]
 
 
-def watch(part: Distributed, tell: Callable[[tuple[str, ...]], None]) -> None:
+def watch(part: Distributed, record: Callable[[tuple[str, ...]], None]) -> None:
     for executor in part._executors.values():
         for name, run in executor.arithmetic.items():
-            executor.arithmetic[name] = Told(run, name, tell)
+            executor.arithmetic[name] = Recording(run, name, record)
 
 
 FILTERED: dict[str, Strategy] = {"0": Batch((5, 3)), "2": Filter((5, 3)), "4": One(0)}
@@ -171,7 +171,7 @@ def test_all_reduces_overlap_with_backward(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_all_reduce_starts_within_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     """All three layers are one graph of autograd, and the gradients of the last one fill a bucket, in one part with that of
-    its input. When the first layer has its gradient, that sum has begun: after the stretch, it would be waited for in vain."""
+    its input. When the first layer has its gradient, that sum has begun: after the segment, it would be waited for in vain."""
     monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
     monkeypatch.setattr(lower._Lowering, "_parts", lambda *_: (("all", True),))
     plan, whole = plan_of({name: Batch((5, 3)) for name in ("0", "2", "4")}), net()
@@ -205,7 +205,7 @@ def test_failed_backward_leaves_no_messages(monkeypatch: pytest.MonkeyPatch) -> 
     def work(group: Group) -> list[torch.Tensor]:
         breaks, broken, rounds = [True], threading.Event(), threading.Semaphore(0)
 
-        def tell(what: tuple[str, ...]) -> None:
+        def record(what: tuple[str, ...]) -> None:
             if what == ("backward", "0", "all") and breaks:
                 breaks.clear()
                 for _ in range(3 if group.device else 1):  # two of the first sum, and one of the second
@@ -217,7 +217,7 @@ def test_failed_backward_leaves_no_messages(monkeypatch: pytest.MonkeyPatch) -> 
 
         watched = Watched(group, [], hold, rounds.release)
         part = Distributed(copy.deepcopy(whole), plan, watched, example(), fuse=False)  # type: ignore[arg-type]
-        watch(part, tell)
+        watch(part, record)
         mine = example()[:5] if group.device == 0 else example()[5:]
         with pytest.raises(RuntimeError, match="a hook of the caller's"):
             part(2 * mine, batch=8).square().sum().backward()

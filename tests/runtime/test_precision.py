@@ -3,7 +3,6 @@
 The oracle is torch.autocast on one device.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -103,20 +102,6 @@ def test_one_device_trains_as_under_autocast(net: str) -> None:
     assert found != in_float32
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_autocast_uses_the_samples_device_type(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was always that of the CPU: on a GPU, one device would have computed in float32 what the others did in bf16."""
-    entered: list[tuple[object, ...]] = []
-
-    def recorded(*of: object, **options: object) -> nullcontext[None]:
-        entered.append((*of, options))
-        return nullcontext()
-
-    monkeypatch.setattr("torch.autocast", recorded)
-    UnderAutocast(nn.Linear(2, 2, device=device), "bf16")(torch.empty(1, 2, device=device))
-    assert entered == [(device, torch.bfloat16, {"enabled": True})]
-
-
 @pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "master", "model", "mixed"])
 def test_devices_train_as_one_under_autocast(plan: str) -> None:
     """As near as bf16 can tell: sums over devices add numbers that were rounded on each of them."""
@@ -187,7 +172,7 @@ def test_every_precision_is_known_to_autocast() -> None:
 
 
 def test_overflow_on_one_device_skips_the_step_on_all() -> None:
-    """torch's own scaler looks at the pieces here: device 2 would leave out a step that the others make, and from then on
+    """torch's own scaler looks at the local shards: device 2 would leave out a step that the others make, and from then on
     the copies of the weights would differ."""
     model = nets.build("two-conv", dtype=torch.float32)
 
@@ -239,17 +224,6 @@ def test_skipped_step_skips_schedule_and_average() -> None:
     training.update()
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert len(optimizer.state) == 6, "averages"
-
-
-def test_loss_scaling_changes_only_gradient_magnitudes() -> None:
-    """Powers of two: the training with it is the training without, to the last bit."""
-    losses = []
-    for scaled in (False, True):
-        model = nets.build("two-conv", dtype=torch.float32)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        training = Training(model, optimizer, scaler=GradScaler(model) if scaled else None)
-        losses.append(fit(training, Loader(Samples(), 10), Loader(Samples(), 10), 2).losses)
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.cuda

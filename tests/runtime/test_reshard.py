@@ -41,8 +41,7 @@ from tests.support.one_device import (
     part,
     waiting,
 )
-from tests.support.processes import on_processes
-from tests.support.slow import each_value, most_slow
+from tests.support.slow import each_value
 from tests.support.threads import run_on_threads
 
 SIZES = (10, 10, 3, 10, 10, 3, 10, 10)
@@ -172,11 +171,10 @@ def test_special_nets_reshard(net: str) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("one_sum", [False, True], ids=["summed", "to be summed"])
 @pytest.mark.parametrize("net", ["resnet", "bare"])
-def test_accumulated_gradients_reshard_too(net: str, one_sum: bool, set_to_none: bool) -> None:
+def test_accumulated_gradients_reshard_too(net: str, set_to_none: bool) -> None:
     """Reshard before batches 1, 3 and 6 of pairs (0, 1), (2, 3), ...: at 1 and 3 gradients are half accumulated."""
-    training = Training(net, SIZES, accumulate=2, one_sum=one_sum, set_to_none=set_to_none, clip=(0.5, 2.0))
+    training = Training(net, SIZES, accumulate=2, set_to_none=set_to_none, clip=(0.5, 2.0))
     order = {0: "data-by-speed", 1: "mixed", 3: "master", 6: "hybrid", 7: "model"}
     check(training, {k: made(name, net) for k, name in order.items()})
 
@@ -368,26 +366,3 @@ def test_local_batch_of_the_old_plan_is_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- on processes
-
-
-def reshape_on_processes(group: Group, net: str, names: list[str]) -> dict[str, list[float]]:
-    """Change the plan before every batch; runs on every process."""
-    training = Training(net, SIZES, "adam")
-    whole = nets.build(net)
-    batches = training.batches(whole)
-    here = Distributed(whole, made(names[0], net), group, batches[0][0][:2])
-    plans = {k: made(name, net) for k, name in enumerate(names) if k}
-    record, _ = train(here, training, batches, plans)
-    weights = {key: value.double().flatten().tolist() for key, value in here.full_state_dict().items()}
-    return weights | {"losses": record.losses}
-
-
-@pytest.mark.parametrize("net", most_slow(1, ["resnet", "two-conv"]))
-def test_reshard_on_processes_follows_one_device(net: str) -> None:
-    names = ["data-by-speed", "master", "mixed", "hybrid", "model", "data"]
-    expected = on_one(Training(net, SIZES, "adam"))
-    for table in on_processes(4, "tests.runtime.test_reshard:reshape_on_processes", net, names):
-        for key, value in expected.weights.items():
-            found = torch.tensor(table[key], dtype=torch.float64).view(value.shape)
-            assert torch.allclose(found, value.double(), rtol=0, atol=EXACT), key
-        assert table["losses"] == pytest.approx(expected.losses, abs=EXACT)

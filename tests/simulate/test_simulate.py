@@ -15,8 +15,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Event, Timeline
-from convoy.simulate.network import Network, network_of, rates
-from convoy.simulate.noise import QuotaNoise
+from convoy.simulate.network import Network, QuotaNoise, network_of, rates
 from convoy.simulate.simulator import simulate
 from tests.support.stacks import Stack
 

@@ -15,7 +15,7 @@ from convoy.plan.device_program import LocalSize
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.simulate.costs import Overheads
-from convoy.simulate.noise import QuotaNoise
+from convoy.simulate.network import QuotaNoise
 from convoy.simulate.simulator import simulate
 from convoy.simulate.table import (
     DeviceCosts,

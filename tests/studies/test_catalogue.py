@@ -5,8 +5,9 @@ import pytest
 from convoy.errors import InputError
 from convoy.fleet import Fleet, Nic
 from convoy.fleet.catalogue import device_class
-from convoy.simulate.power import power_of
+from convoy.simulate.events import Timeline
 from studies.catalogue import KINDS, fleet_of, power_of_class
+from studies.power import Power, energy_of, power_of
 
 CARD = Nic(125e6, 125e6, 1e-4)
 
@@ -20,3 +21,10 @@ def test_fleet_of_classes_uses_catalogue_figures():
     with pytest.raises(InputError, match="laptop-cpu"):
         fleet_of(["laptop"], CARD)
     assert len({device_class(name).name for name in KINDS}) == len(KINDS)
+
+
+def test_energy_by_hand() -> None:
+    # 10 s: 5 W * 10 s + 45 W * 4 s = 230 J; 2 W * 10 s + 8 W * 10 s = 100 J.
+    energy = energy_of(Timeline((), 10.0, (4.0, 10.0), (6.0, 0.0)), (Power(5, 50), Power(2, 10)), batch=20)
+    assert energy.devices_j == (230.0, 100.0)
+    assert (energy.step_j, energy.image_j, energy.step_j / energy.step_s) == (330.0, 16.5, 33.0)

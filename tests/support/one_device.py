@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import convoy.runtime.executor
 import convoy.runtime.module
-import convoy.runtime.program_cache
 from convoy.comm.group import Group
 from convoy.layout.layout import box
 from convoy.model.graph import Graph
@@ -263,7 +263,7 @@ class _Lowered:
     """The step lists of thread groups, lowered and checked by the first device that needs them."""
 
     def __init__(self) -> None:
-        self.home = convoy.runtime.program_cache
+        self.home = convoy.runtime.executor
         self.original, self.compile_all, self.check = self.home.lower, self.home.compile_all, check_programs
         self.known: list[tuple[Any, Graph, StepList]] = []
         self.checked: list[StepList] = []
@@ -312,9 +312,9 @@ def one_trace(*model: Any) -> Iterator[None]:
     lowered = _Lowered()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("convoy.runtime.module.trace", cached)
-        patch.setattr("convoy.runtime.program_cache.lower", lowered.lower)
-        patch.setattr("convoy.runtime.program_cache.compile_all", lowered.compile_unchecked)
-        patch.setattr("convoy.runtime.program_cache.check_programs", lowered.check_programs)
+        patch.setattr("convoy.runtime.executor.lower", lowered.lower)
+        patch.setattr("convoy.runtime.executor.compile_all", lowered.compile_unchecked)
+        patch.setattr("convoy.runtime.executor.check_programs", lowered.check_programs)
         yield
 
 

@@ -21,8 +21,8 @@ from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch
-from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import WeightAverage
 from convoy.runtime.reshard import reshard
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader

@@ -1,4 +1,4 @@
-"""Memory and energy predictions: against hand calculation, and memory against the executor."""
+"""Memory predictions: against hand calculation, and against the executor."""
 
 from dataclasses import replace
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.fleet import Device, Fleet, Host
 from convoy.layout.layout import local_shape
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all
@@ -14,9 +13,7 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move
 from convoy.runtime.module import Distributed
-from convoy.simulate.events import Timeline
 from convoy.simulate.memory import DeviceMemory, exchange_bytes, memory_of
-from convoy.simulate.power import Power, energy_of, power_of
 from tests.support.stacks import Stack
 from tests.support.threads import run_on_threads
 
@@ -144,24 +141,3 @@ def _collect_storages(saved: object, found: dict[int, int]) -> None:
     elif isinstance(saved, tuple | list):
         for each in saved:
             _collect_storages(each, found)
-
-
-# --- energy -----------------------------------------------------------------------------------------------------------
-
-
-def timeline(step_s: float, *compute_s: float) -> Timeline:
-    return Timeline((), step_s, compute_s, tuple(step_s - each for each in compute_s))
-
-
-def test_energy_by_hand():
-    # 10 s: 5 W * 10 s + 45 W * 4 s = 230 J; 2 W * 10 s + 8 W * 10 s = 100 J.
-    energy = energy_of(timeline(10.0, 4.0, 10.0), (Power(5, 50), Power(2, 10)), batch=20)
-    assert energy.devices_j == (230.0, 100.0)
-    assert (energy.step_j, energy.image_j, energy.step_j / energy.step_s) == (330.0, 16.5, 33.0)
-
-
-def test_a_fleet_without_watts_has_no_power():
-    fleet = Fleet((Host("h"),), (Device("d", "h", "cpu"),))
-    assert power_of(fleet) is None
-    with_watts = replace(fleet, devices=(Device("d", "h", "cpu", idle_w=1.0, busy_w=2.0),))
-    assert power_of(with_watts) == (Power(1.0, 2.0),)

@@ -1,6 +1,6 @@
 """Each device's shard of a tensor, cut with NumPy from the definition of layouts: the oracle of transfers and moves.
 
-Nothing here asks the code under test where a piece lies.
+Nothing here asks the code under test where a shard lies.
 """
 
 import numpy as np
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split
 
 Array = NDArray[np.float64]
-Pieces = dict[int, Array]
-"""The piece of each device that holds something; the others are not named."""
+Shards = dict[int, Array]
+"""The shard of each device that holds something; the others are not named."""
 
 DEVICES = 4
 
@@ -41,7 +41,7 @@ def layouts_of_one_device(shape: Shape) -> list[Layout]:
     return [*(Split(axis, (extent,)) for axis, extent in enumerate(shape)), Replicated((0,)), Partial((0,)), OnOne(0)]
 
 
-def pieces(layout: Layout, whole: Array, rng: np.random.Generator) -> Pieces:
+def local_shards(layout: Layout, whole: Array, rng: np.random.Generator) -> Shards:
     """Return the shards of the tensor `whole`. Summands of a pending sum are random; the first corrects the total."""
     match layout:
         case Split(axis, shares):
@@ -74,15 +74,15 @@ def _like(whole: Array, rng: np.random.Generator) -> Array:
     return rng.standard_normal(whole.shape)
 
 
-def check_pieces(layout: Layout, whole: Array, found: Pieces) -> None:
+def check_shards(layout: Layout, whole: Array, found: Shards) -> None:
     """Assert that `found` holds the tensor `whole` in `layout` bit for bit, and nothing else."""
     if isinstance(layout, Partial):
         assert sorted(found) == sorted(layout.devices)
-        assert {piece.shape for piece in found.values()} == {whole.shape}
+        assert {shard.shape for shard in found.values()} == {whole.shape}
         np.testing.assert_array_equal(sum(found.values()), whole)
         return
-    wanted = pieces(layout, whole, np.random.default_rng())
+    wanted = local_shards(layout, whole, np.random.default_rng())
     assert sorted(found) == sorted(wanted)
-    for device, piece in wanted.items():
-        assert found[device].shape == piece.shape
-        np.testing.assert_array_equal(found[device], piece, err_msg=f"on device {device}")
+    for device, shard in wanted.items():
+        assert found[device].shape == shard.shape
+        np.testing.assert_array_equal(found[device], shard, err_msg=f"on device {device}")
