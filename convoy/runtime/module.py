@@ -23,11 +23,10 @@ from convoy.plan.steps import StepList, Value
 from convoy.runtime import shards
 from convoy.runtime.batches import StepInputs, local_inputs, read_inputs, returned_outputs, rows_of
 from convoy.runtime.clock import Clock
-from convoy.runtime.comparisons import Comparisons, check_copies, check_same_start
 from convoy.runtime.compiled import Compiler
 from convoy.runtime.executor import Executor, Expected, ProgramCache, StateDevices
 from convoy.runtime.gradients import global_norm
-from convoy.runtime.model_checks import ModelChecks
+from convoy.runtime.model_checks import Comparisons, ModelChecks, check_copies, check_same_start
 from convoy.runtime.program import Program
 from convoy.runtime.step_node import Accumulation, StepCall
 from convoy.runtime.weights import GatheredParameters, Weights, copied_without_weights, parameters_of, plan_in_use

@@ -122,10 +122,10 @@ class MemoryLimits:
         """
         closest = min(attempts, key=lambda needs: max(need / self.bytes_of(d) for d, need in enumerate(needs)))
         return (
-            f"no plan of this {model} at a batch of {batch} fits the devices' memory: the one that comes closest overfills "
+            f"no plan of this {model} at a batch of {batch} fits the devices' memory. In the closest plan, "
             f"{'; '.join(self.overfull(closest))}. "
             + (f"Make a step of {split}; or u" if split else "U")
-            + "se a smaller batch or net, add a device, or correct memory_bytes in the fleet file"
+            + "se a smaller batch or net, add a device, or raise the limit (--memory, or memory_bytes in the fleet file)"
         )
 
 

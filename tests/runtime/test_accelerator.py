@@ -27,8 +27,8 @@ from convoy.machine.accelerator import (
 )
 from convoy.plan.presets import PLANS, Speeds
 from convoy.runtime.clock import Clock
-from convoy.runtime.comparisons import check_batches, check_copies
 from convoy.runtime.gradients import global_norm
+from convoy.runtime.model_checks import check_batches, check_copies
 from convoy.runtime.module import Distributed
 from tests.conftest import ROOT
 from tests.support import nets, sim

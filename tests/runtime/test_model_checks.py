@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from convoy.runtime.comparisons import sample_of
+from convoy.runtime.model_checks import sample_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64])
