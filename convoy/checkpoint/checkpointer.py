@@ -30,17 +30,7 @@ class Checkpointer:
     If a checkpoint cannot be written, as on a full disk, training continues with a warning. Only `at_end` raises then, after
     two minutes of further attempts.
 
-    ::
-
-        keeper = Checkpointer("run", model, optimizer, every=500, settings={"seed": 0, "batch": 64})
-        start = keeper.begin(resume=True)
-        for epoch in range(start.epoch, epochs):
-            loader.set_epoch(epoch, keeper.progress.batch)
-            for x, y in loader:
-                ...
-                optimizer.step()
-                keeper.after_step()
-            keeper.at_evaluation(accuracy(model))
+    `docs/training.md` has an example.
 
     Args:
         folder: of the run, on device 0's machine; or one of its checkpoints, to resume from that one.

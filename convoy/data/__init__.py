@@ -18,8 +18,7 @@ __all__ = ["FETCHED", "NAMES", "Images", "Samples", "Splits", "check", "folder_o
 
 _HOMES = {"Images": "images", "Samples": "images", "Splits": "images", "from_datasets": "datasets"}
 
-FETCHED = ("fashion-mnist", "cifar10", "cifar100")
-"""Those that are downloaded, where no folder is named."""
+FETCHED = ("fashion-mnist", "cifar10", "cifar100")  # downloaded if no folder is named
 
 NAMES = ("digits", *FETCHED)
 

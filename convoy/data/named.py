@@ -28,8 +28,9 @@ _URLS = {
     "cifar100": "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
 }
 _MD5 = {"cifar10": "c32a1d4ab5d03f1284b67883e8d87530", "cifar100": "03b5dce01913d631647c71ecec9e9cb8"}
-TIMEOUT_S = 60.0
-"""Time limit for each answer of a server."""
+TIMEOUT_S = 60.0  # for each answer of a server
+
+FILE_ROWS = 10_000  # images in a file of CIFAR-10, and in the test file of CIFAR-100
 
 _CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -107,7 +108,7 @@ def _read_cifar(name: str, folder: Path, files: Sequence[str]) -> Labelled:
             raise DataError(
                 f"{path} cannot be read ({error}): add it, or check its permissions and its disk"
             ) from error
-        rows = 50_000 if path.name == "train.bin" else 10_000
+        rows = 5 * FILE_ROWS if path.name == "train.bin" else FILE_ROWS
         if raw.size != rows * row_bytes or raw[labels - 1 :: row_bytes].max() >= classes:
             met = f"{path} holds {raw.size} bytes, not {rows} rows of {row_bytes} with labels below {classes}"
             raise DataError(f"{met}: it is damaged or another file; delete it, and fetch it again")

@@ -155,13 +155,13 @@ class LayerTimer:
     def rows(self, factor: float = 1.0) -> dict[str, list[list[Any]]]:
         """Return each layer's points as `LayerPoint` values without device and layer, seconds times `factor`."""
         rows: dict[str, list[list[Any]]] = {name: [] for name in self.grids}
-        for sizes, beside in ((self.grids, False), (self.plan_sizes, True)):
+        for sizes, off_grid in ((self.grids, False), (self.plan_sizes, True)):
             for name, each in sizes.items():
                 for size in each:
                     times = self.timings[name, size].times(steady=self.timer.steady)
                     seconds = [factor * times.forward_s, factor * times.backward_s, times.spread]
                     shared = size.shares_statistics
-                    rows[name].append([size.samples, size.outputs, size.inputs, *seconds, shared, beside])
+                    rows[name].append([size.samples, size.outputs, size.inputs, *seconds, shared, off_grid])
         return rows
 
     def reached(self) -> dict[str, float]:

@@ -166,11 +166,7 @@ class LocalSearch:
         return plan
 
     def keep_otherwise(self, start: Candidate, speeds: Sequence[float]) -> Better:
-        """Try to keep replicated weights as copies, or sharded over the computing devices or over all devices.
-
-        Args:
-            speeds: of all devices; the search tries proportional and even shards.
-        """
+        """Try to keep replicated weights as copies, or sharded by speed or evenly over some or all devices."""
         graph, placed = self.model.graph, placements(start.plan, self.model.graph)
         names = [name for name, each in placed.items() if _uses_copies(graph[name], each)]
         if not names:
@@ -178,8 +174,9 @@ class LocalSearch:
         working = {d for each in placed.values() for d in holders(each.gives)}
         shares = [[s if d in working else 0.0 for d, s in enumerate(speeds)], list(speeds), [1.0] * len(speeds)]
         others: list[dict[str, Sharding]] = [{}]
+        largest = max(names, key=lambda name: sum(p.entries for p in graph[name].trainable))
         for units in dict.fromkeys(apportion(SHARE_UNITS, each) for each in shares):
-            others.append(dict.fromkeys(names, Sharding(units)))
+            others += [dict.fromkeys(some, Sharding(units)) for some in (names, [largest])]
         least_s = self.simulated(start.plan).step_s
         for sharded in others:
             other = replace(start.plan, sharded=sharded)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from convoy.errors import unknown_name
+from convoy.errors import PlanError, unknown_name
 from convoy.fleet import Fleet
 from convoy.layout.comm_dtype import narrow_itemsize
 from convoy.layout.layout import dual, held_entries, holds
@@ -114,6 +114,13 @@ class MemoryLimits:
             rows.append(f"{self.names[d]} needs {_mb(needs[d] + own)}{note} of {_mb(self.limits_bytes[d] or 0)}")
         return rows
 
+    def check_room(self, graph: Graph, batch: int) -> None:
+        """Refuse a net whose weights and gradients exceed the memory of all devices together. Raises PlanError."""
+        need = 8 * sum({p.key: p.entries for layer in graph.layers.values() for p in layer.trainable}.values())
+        room = [self.bytes_of(d) for d in range(len(self.names))]
+        if sum(room) < need:
+            raise PlanError(self.refusal(graph.model, batch, [[math.ceil(need * each / sum(room)) for each in room]]))
+
     def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], split: str = "") -> str:
         """Return an error message if nothing fits: the closest attempt, and the remedy.
 
@@ -122,10 +129,10 @@ class MemoryLimits:
         """
         closest = min(attempts, key=lambda needs: max(need / self.bytes_of(d) for d, need in enumerate(needs)))
         return (
-            f"no plan of this {model} at a batch of {batch} fits the devices' memory: the one that comes closest overfills "
+            f"no plan of this {model} at a batch of {batch} fits the devices' memory. In the closest plan, "
             f"{'; '.join(self.overfull(closest))}. "
             + (f"Make a step of {split}; or u" if split else "U")
-            + "se a smaller batch or net, add a device, or correct memory_bytes in the fleet file"
+            + "se a smaller batch or net, add a device, or raise the limit (--memory, or memory_bytes in the fleet file)"
         )
 
 

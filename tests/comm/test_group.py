@@ -60,11 +60,8 @@ def test_lanes_are_independent(network: dict[str, str]) -> None:
         order = (1, 0) if device % 2 == 0 else (0, 1)
         return [[100.0 * number + 10 * (device ^ 1) + lane] for number in range(3) for lane in order]
 
-    assert run_on_threads(4, use_both_lanes, timeout_s=20.0) == [expected(device) for device in range(4)]
-    assert on_processes(2, "tests.comm.test_group:use_both_lanes", limit_s=60, environment=network) == [
-        expected(0),
-        expected(1),
-    ]
+    found = on_processes(2, "tests.comm.test_group:use_both_lanes", environment=network)
+    assert found == [expected(0), expected(1)]
 
 
 def wait_for_the_last_only(group: Group) -> list[float]:
@@ -78,15 +75,9 @@ def wait_for_the_last_only(group: Group) -> list[float]:
     return arrived.unique().tolist()
 
 
-@on_each_network
-def test_messages_without_a_waiter_arrive(network: dict[str, str]) -> None:
-    """A rebalancer sends its seconds after a step and takes them after the next. After its last step nobody did: gloo forgot
-    these messages on one side, and the first move of the next training waited for ever."""
-    assert run_on_threads(2, wait_for_the_last_only, timeout_s=20.0) == [[10.0], [9.0]]
-    assert on_processes(2, "tests.comm.test_group:wait_for_the_last_only", limit_s=60, environment=network) == [
-        [10.0],
-        [9.0],
-    ]
+def test_messages_without_a_waiter_arrive() -> None:
+    """A rebalancer sends its seconds after a step and waits for them after the next, but never after the last one."""
+    assert on_processes(2, "tests.comm.test_group:wait_for_the_last_only") == [[10.0], [9.0]]
 
 
 def pattern(sender: int, receiver: int, size: int, dtype: torch.dtype) -> torch.Tensor:

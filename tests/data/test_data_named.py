@@ -1,11 +1,9 @@
 """Named data sets: digits, CIFAR's binary files, and torchvision's files and downloads."""
 
 import hashlib
-import shutil
 import socket
 import tarfile
 import threading
-from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,14 +19,14 @@ from tests.support.data_files import assert_says, write_cifar10, write_idx
 # --------------------------------------------------------------------------------------------------------- digits
 
 
-def test_digits_match_scikit_learn() -> None:
-    from sklearn.datasets import load_digits
-
-    bunch, ours = load_digits(), load("digits", dtype=torch.float64)
-    assert (len(ours.train), len(ours.test), ours.train.classes, ours.train.image_shape) == (1437, 360, 10, (1, 8, 8))
-    ink = np.concatenate([s.x_NCHW.numpy()[:, 0] for s in (ours.train, ours.test)])
-    assert np.array_equal(ink, np.rint(bunch.images * 255 / 16))
-    assert [*ours.train.targets.tolist(), *ours.test.targets.tolist()] == bunch.target.tolist()
+def test_digits_are_those_of_scikit_learn() -> None:
+    both = load("digits", dtype=torch.float64)
+    assert (len(both.train), len(both.test), both.train.classes, both.train.image_shape) == (1437, 360, 10, (1, 8, 8))
+    # From sklearn.datasets.load_digits: the first row of the first image, the sum of all grey values, labels.
+    assert both.train.x_NCHW[0, 0, 0].tolist() == np.rint(np.array([0, 0, 5, 13, 9, 1, 0, 0]) * 255 / 16).tolist()
+    assert sum(int(each.x_NCHW.sum(dtype=torch.int64)) for each in (both.train, both.test)) == 8_953_801
+    assert both.train.targets[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert both.test.targets[-3:].tolist() == [8, 9, 8]
 
 
 def test_missing_scikit_learn_error_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,26 +38,22 @@ def test_missing_scikit_learn_error_gives_the_install_command(monkeypatch: pytes
 # ------------------------------------------------------------------------------------------------ CIFAR-10, binary
 
 
-@pytest.fixture(scope="module")
-def batches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture
+def batches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write small files."""
+    monkeypatch.setattr(named, "FILE_ROWS", 100)
     folder = tmp_path_factory.mktemp("cifar10") / "cifar-10-batches-bin"
     folder.mkdir()
-    write_cifar10(folder)
-    yield folder
-    shutil.rmtree(folder.parent)
+    write_cifar10(folder, 100)
+    return folder
 
 
 def assert_is_made_up_cifar10(both: Splits) -> None:
-    assert (len(both.train), len(both.test), both.train.classes, both.train.image_shape) == (
-        50_000,
-        10_000,
-        10,
-        (3, 32, 32),
-    )
+    assert (len(both.train), len(both.test), both.train.classes, both.train.image_shape) == (500, 100, 10, (3, 32, 32))
     x_NCHW = both.train.x_NCHW
-    assert x_NCHW[::10_000, 0, 0, 0].tolist() == x_NCHW[9_999::10_000, 0, 0, 0].tolist() == [1, 2, 3, 4, 5]
+    assert x_NCHW[::100, 0, 0, 0].tolist() == x_NCHW[99::100, 0, 0, 0].tolist() == [1, 2, 3, 4, 5]
     assert both.test.x_NCHW[[0, -1], 0, 0, 0].tolist() == [6, 6]
-    assert x_NCHW[12_345].nonzero().tolist() == [[0, 0, 0], [1, 0, 5], [2, 1, 0]]
+    assert x_NCHW[123].nonzero().tolist() == [[0, 0, 0], [1, 0, 5], [2, 1, 0]]
     assert both.train.targets[:11].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
     np.testing.assert_allclose(both.train.mean, [3 / 1024 / 255, 100 / 1024 / 255, 200 / 1024 / 255], rtol=1e-13)
 
@@ -72,20 +66,20 @@ def test_cifar10_is_found_in_parent_folders_and_the_cache(
     (tmp_path / "convoy").mkdir()
     (tmp_path / "convoy" / "cifar10").symlink_to(batches.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert len(load("cifar10").train) == 50_000
+    assert len(load("cifar10").train) == 500
     (tmp_path / ".cache").symlink_to(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/path")
-    assert len(load("cifar10").train) == 50_000
+    assert len(load("cifar10").train) == 500
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (None, "cannot be read"),
-        (b"cut short", "holds 9 bytes, not 10000 rows of 3073"),
-        (bytes(30_730_001), "holds 30730001 bytes"),
-        (b"\x0a" + bytes(30_729_999), "labels below 10"),
+        (b"cut short", "holds 9 bytes, not 100 rows of 3073"),
+        (bytes(307_301), "holds 307301 bytes"),
+        (b"\x0a" + bytes(307_299), "labels below 10"),
     ],
 )
 def test_a_damaged_binary_file_is_named(batches: Path, tmp_path: Path, content: bytes | None, says: str) -> None:
@@ -159,4 +153,4 @@ def test_a_download_is_checked_and_unpacked(batches: Path, tmp_path: Path, monke
         server.shutdown()
         server.server_close()
         thread.join()
-    assert len(load("cifar10").train) == 50_000, "the second time nothing is downloaded"
+    assert len(load("cifar10").train) == 500, "the second time nothing is downloaded"

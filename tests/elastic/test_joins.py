@@ -25,7 +25,7 @@ from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
 from convoy.comm.store import close_store, host_store
 from convoy.elastic.admission import AdmissionThread, ScriptAdmission, Verdict, facts_of
-from convoy.elastic.entrance import Entrance
+from convoy.elastic.entrance import MOST_ADDRESSES, Entrance
 from convoy.elastic.members import JoinOptions, LeftError, Members, StoppedError, may_leave
 from convoy.elastic.regroup import Home, Membership
 from convoy.errors import ConvoyError, InputError
@@ -580,6 +580,19 @@ def test_an_early_join_request_is_repeated() -> None:
         finally:
             opened.join()
             entrance._disconnect()
+
+
+def test_addresses_that_answer_are_asked_first() -> None:
+    a, b, c = ("a", 1), ("b", 2), ("c", 3)
+    joining = Entrance([a, b], Credentials(make_key()))
+    joining._ask_next()
+    assert joining.addresses == [b, a]
+    joining._ask_first([c, b])
+    assert joining.addresses == [c, b, a]
+    joining._ask_first([])
+    assert joining.addresses == [b, a, c]
+    joining._ask_first([("host", port) for port in range(200)])
+    assert len(joining.addresses) == MOST_ADDRESSES
 
 
 @pytest.mark.slow

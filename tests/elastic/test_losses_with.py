@@ -89,41 +89,21 @@ TWICE = {2: (3, 2), 0: (11, 9)}
 
 CASES: dict[str, tuple[Extras, str, dict[int, tuple[int, int]]]] = {
     "averages": (Extras(ema=True), "model", TWICE),
-    "averages of shares": (Extras(ema=True, every=3), "sharded", IN_A_STEP),
-    "averages, in a test": (Extras(ema=True), "hybrid", {1: (6, 3)}),
+    "averages of shards": (Extras(ema=True, every=3), "sharded", IN_A_STEP),
     "scaled losses": (Extras(scales=True), "model", ON_THE_WAY_BACK),
-    "scaled losses, seldom kept": (Extras(scales=True, every=4), "data", TWICE),
-    "passes": (Extras(accumulate=2), "data-by-speed", TWICE),
-    "passes in shares": (Extras(accumulate=2, every=3), "sharded", IN_A_STEP),
-    "passes in shares, and all else": (
-        Extras(ema=True, scales=True, accumulate=4, rebalance=True, every=2),
-        "sharded",
-        {1: (4, 13), 2: (9, 21)},
+    "micro-batches of shards, and all else": (
+        Extras(ema=True, scales=True, accumulate=4, rebalance=True, every=2), "sharded", {1: (4, 13), 2: (9, 21)},
     ),
-    "passes of freed shares": (Extras(ema=True, accumulate=4), "sharded, freed", ON_THE_WAY_BACK),
-    "passes of splits": (Extras(accumulate=4), "hybrid", ON_THE_WAY_BACK),
+    "micro-batches of freed shards": (Extras(ema=True, accumulate=4), "sharded, freed", ON_THE_WAY_BACK),
     "a trial of plans": (Extras(others=("model", "data")), "hybrid", IN_A_STEP),
-    "a trial of plans, seldom kept": (Extras(others=("data", "sharded"), every=5), "model", TWICE),
     "workers of the loader": (Extras(workers=1, every=2), "data-by-speed", IN_A_STEP),
-    "rebalancing": (Extras(rebalance=True, every=2), "data-by-speed", TWICE),
-    "nothing, at the very start": (Extras(), "data", {1: (0, 1), 0: (0, 9)}),
-    "passes, at the very start": (Extras(accumulate=2, every=2), "data-by-speed", {2: (0, 3)}),
-    "nothing, when the first state has been copied": (Extras(), "model", {1: (0, 4)}),
+    "micro-batches, at the very start": (Extras(accumulate=2, every=2), "data-by-speed", {2: (0, 3)}),
+    "after the first snapshot": (Extras(), "model", {1: (0, 4)}),
     "all of it": (Extras(ema=True, scales=True, accumulate=2, rebalance=True, every=None), "model", TWICE),
-}
-
-
-SLOW = {
-    "averages, in a test", "scaled losses, seldom kept", "passes", "passes in shares", "passes of splits",
-    "a trial of plans, seldom kept", "nothing, at the very start",
 }  # fmt: skip
-"""Each has a sister that is run every day: the same extra, by another plan or with the state kept more often."""
 
 
-@pytest.mark.parametrize(
-    ("extras", "plan", "strikes"),
-    [pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()],
-)
+@pytest.mark.parametrize(("extras", "plan", "strikes"), CASES.values(), ids=CASES)
 def test_a_loss_changes_no_number(
     extras: Extras, plan: str, strikes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,7 +83,7 @@ def test_every_kind_of_layer_runs_at_every_size(name: str) -> None:
                 work.run.backward(saved, work.gradient, wants)
     for key, held in local.state_dict().items():
         if not any(word in key for word in ("_u", "_v", "running", "num_batches")):
-            assert torch.equal(held, before[key]), "afterwards all is as it was"
+            assert torch.equal(held, before[key]), "the model is left as it was"
 
 
 @pytest.mark.parametrize("name", ["two-conv", "resnet", "mobile", "convolutions", "signal", "concatenation"])

@@ -21,11 +21,11 @@ def write_idx(path: Path, values: np.ndarray) -> None:
     path.write_bytes(bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes())
 
 
-def write_cifar10(folder: Path) -> None:
-    """Write full-size binary files: classes in turn, and three pixels that encode file, plane, row and column."""
+def write_cifar10(folder: Path, images: int = 10_000) -> None:
+    """Write binary files: classes in turn, and three pixels that encode file, plane, row and column."""
     for number, name in enumerate(CIFAR10_FILES, start=1):
-        rows = np.zeros((10_000, 3073), dtype=np.uint8)
-        rows[:, 0] = np.arange(10_000) % 10
+        rows = np.zeros((images, 3073), dtype=np.uint8)
+        rows[:, 0] = np.arange(images) % 10
         rows[:, 1] = number
         rows[:, 1 + 1024 + 5] = 100
         rows[:, 1 + 2048 + 32] = 200

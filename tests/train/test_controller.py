@@ -158,7 +158,7 @@ def by_filters() -> Plan:
     return Plan("filters", graph_of("two-conv").fingerprint, 3, BATCH, layers, One(0))
 
 
-@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("kind", ["samples", "filters"])
 def test_rebalanced_training_matches_one_device(
     kind: str, every: int, alone: tuple[History, dict[str, Tensor]]

@@ -169,7 +169,7 @@ class LosesOne:
     def finish(self) -> None: ...
 
 
-@pytest.mark.parametrize("back", [5, 4, 3, 1])
+@pytest.mark.parametrize("back", [5, 3])
 def test_a_repeated_step_counts_once(back: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(made("cpu"))
     monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: 2)

@@ -39,7 +39,7 @@ def test_every_kind_of_data_set_gives_the_same_batches(name: str, workers: int) 
         assert y.tolist() == batch
 
 
-@pytest.mark.parametrize("name", [*DATASETS])
+@pytest.mark.parametrize("name", ["plain", "images"])
 def test_labels_belong_to_the_samples_of_local_outputs(name: str) -> None:
     indices = Loader(Plain(), 5, seed=1).batches(0)
     plan = replace(plan_of("data-by-speed"), outputs="where-computed")

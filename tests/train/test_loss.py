@@ -272,9 +272,8 @@ def _targets(model: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("mixes_strategies", [False, True])
-def test_a_u_net_trains_for_twenty_steps_as_on_one_device(mixes_strategies: bool) -> None:
-    model, plan, x = _unet(SHARES, mixes_strategies=mixes_strategies)
+def test_a_u_net_trains_for_twenty_steps_as_on_one_device() -> None:
+    model, plan, x = _unet(SHARES, mixes_strategies=True)
     y, criterion = _targets(model, x), nn.CrossEntropyLoss(ignore_index=255, label_smoothing=0.1)
 
     def train(model: nn.Module, forward: Callable[[Tensor], Any], loss: Any) -> list[float]:

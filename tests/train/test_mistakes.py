@@ -111,21 +111,15 @@ def test_a_loader_that_only_device_0_iterates_over_is_refused() -> None:
 # --- weights -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mistake", ["learning rate", "left out", "set"])
-def test_copies_that_differ_are_refused_at_the_next_epoch(mistake: str) -> None:
+def test_copies_that_differ_are_refused_at_the_next_epoch() -> None:
     def work(group: Group) -> None:
         part = by_plan(group, "data")
-        odd = group.device == 1
-        optimizer = torch.optim.SGD(part.parameters(), lr=0.1 if odd and mistake == "learning rate" else 0.05)
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1 if group.device == 1 else 0.05)
         loader = convoy.loader(images(), 5, part)
         for _ in range(2):
             for x, y in loader:
                 F.cross_entropy(part(x), y).backward()
-                if not (odd and mistake == "left out"):
-                    optimizer.step()
-            if odd and mistake == "set":
-                with torch.no_grad():
-                    part.module.get_parameter("6.bias").fill_(1.0)
+                optimizer.step()
 
     refused_on_three(work, MismatchError, "the copies of .* on device 0 and device 1 are no longer the same")
 
@@ -229,7 +223,7 @@ def assert_as_alone(plan: str = "master", **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__)[::2], ids=lambda kind: kind.__name__
+    "kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__)[::4], ids=lambda kind: kind.__name__
 )
 def test_prepare_keeps_the_state_of_every_optimizer(kind: type[torch.optim.Optimizer]) -> None:
     eps = {"eps": 1e-3} if "eps" in kind.__init__.__code__.co_varnames else {}
@@ -237,8 +231,6 @@ def test_prepare_keeps_the_state_of_every_optimizer(kind: type[torch.optim.Optim
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda k: 0.9**k),
-    "OneCycleLR": lambda o: schedules.OneCycleLR(o, 0.1, 12),
     "ReduceLROnPlateau": lambda o: schedules.ReduceLROnPlateau(o, patience=0),
     "SequentialLR": lambda o: schedules.SequentialLR(
         o, [schedules.ConstantLR(o, 0.3, 3), schedules.ExponentialLR(o, 0.8)], [3]
@@ -317,9 +309,6 @@ def test_wrong_arguments_of_prepare_are_refused(given: Callable[[Any, Any], Any]
         convoy.prepare(*given(model, sgd(model)), plan="data", speeds=(1.0,), group=ALONE)
 
 
-# --- right all the same ------------------------------------------------------------------------------------------------
-
-
 # --- what one device does alone ------------------------------------------------------------------------------------------
 
 
@@ -332,21 +321,14 @@ def alone_at(group: Group, mistake: str) -> str:
     try:
         for k, (x, y) in enumerate(loader):
             step(part, optimizer, x, y)
-            if mistake == "break" and first and k == 1:
-                break
             if mistake == "raise" and first and k == 1:
                 raise ValueError("a bug of device 0")
             if mistake == "state" and first:
                 part.full_state_dict()
             if mistake == "forward" and first:
                 part(x)
-        if mistake == "state at the end" and first:
-            part.full_state_dict()
         if mistake == "evaluate" and first:
             part.eval()
-            for x, _ in loader:
-                part(x)
-        if mistake == "break":
             for x, _ in loader:
                 part(x)
     except convoy.ConvoyError as error:
@@ -361,10 +343,8 @@ def alone_at(group: Group, mistake: str) -> str:
     ("mistake", "told"),
     [
         ("state", "`part.full_state_dict()`"),
-        pytest.param("state at the end", "`part.full_state_dict()`", marks=pytest.mark.slow),
         ("forward", "`part(x)`"),
         ("evaluate", "`for x, _ in loader:`"),
-        pytest.param("break", "`for x, _ in loader:`", marks=pytest.mark.slow),
     ],
 )
 def test_collective_call_on_one_device_is_named(mistake: str, told: str) -> None:

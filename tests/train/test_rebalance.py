@@ -152,7 +152,7 @@ def settled(world: World, plan: Plan, steps: int = 60) -> Balancer:
 
 
 @pytest.mark.parametrize("kind", PLANS)
-@pytest.mark.parametrize("slowed", range(4))
+@pytest.mark.parametrize("slowed", [0, 3])
 @pytest.mark.parametrize("noise", most_slow(2, [0.01, 0.03, 0.0]))
 def test_halved_speed_is_rebalanced_within_ten_steps(kind: str, slowed: int, noise: float) -> None:
     world = World([8.0, 5.0, 3.0, 2.0], noise, seed=slowed)
@@ -165,23 +165,6 @@ def test_halved_speed_is_rebalanced_within_ten_steps(kind: str, slowed: int, noi
     _, later = run(world, state, 200)
     assert all(_swing(state.plan, decision.plan) <= max(0.05, 2 * noise) for _, decision in later)
     assert len(later) <= 1, "a last correction, once the noise is averaged out"
-
-
-@pytest.mark.parametrize("kind", PLANS)
-@pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
-@pytest.mark.parametrize("seed", most_slow(1, range(3)))
-def test_slowdown_to_a_third_is_rebalanced_within_five_steps(kind: str, noise: float, seed: int) -> None:
-    world = World([8.0, 5.0, 3.0, 2.0], noise, seed=seed)
-    state, _ = run(world, Balancer.start(PLANS[kind]([7.8, 5.1, 3.1, 2.0]), graph()), 40)
-    for speed, until in ((8.0 / 3, 120), (8.0, 200)):
-        world.speeds[0] = speed
-        before_s = step_s(world, state.plan)
-        state, changes = run(world, state, 5)
-        assert changes
-        assert step_s(world, state.plan) <= 1.05 * best_s(world, state.plan) < before_s
-        state, later = run(world, state, until - 45 if until == 120 else 75)
-        assert all(_swing(state.plan, decision.plan) <= 0.05 for _, decision in later)
-        assert len(later) <= 1
 
 
 def test_speed_jump_uses_new_speeds_and_ignores_one_long_step() -> None:
@@ -212,7 +195,7 @@ def test_wrong_initial_plan_is_corrected(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PLANS)
-@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1, 0.2])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_noise_moves_no_shares(kind: str, noise: float) -> None:
     for seed in range(2):
         world = World([8.0, 5.0, 3.0, 2.0], noise, seed=seed)
@@ -220,7 +203,7 @@ def test_noise_moves_no_shares(kind: str, noise: float) -> None:
         assert len(changes) <= (noise >= 0.1), [d.reason for _, d in changes]
 
 
-@pytest.mark.parametrize("times", [2.0, 10.0, 1000.0])
+@pytest.mark.parametrize("times", [2.0, 1000.0])
 def test_a_single_slow_step_moves_no_shares(times: float) -> None:
     for at, device in itertools.product((0, 1, 2, 3, 7, 25), (0, 3)):
         world = World([8.0, 5.0, 3.0, 2.0], noise=0.01)
@@ -233,7 +216,7 @@ def test_a_single_slow_step_moves_no_shares(times: float) -> None:
             assert isinstance(decision, Keep), f"step {step}: {decision.reason}"
 
 
-@pytest.mark.parametrize("period", [4, 6, 8, 12, 16, 30])
+@pytest.mark.parametrize("period", [4, 12, 30])
 def test_intermittent_load_does_not_flip_shares(period: int) -> None:
     world = World([4.0, 4.0, 4.0, 4.0], noise=0.01)
     state, at = Balancer.start(by_samples(world.speeds), graph()), []

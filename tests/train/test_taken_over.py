@@ -86,7 +86,7 @@ def test_old_parameter_references_work_on_replicated_plans(act: str) -> None:
 
 @pytest.mark.parametrize(
     ("act", "plan"),
-    [*((act, plan) for act in (*LOSSES, *GRADIENTS) for plan in ("model", "sharded")), *((a, "data") for a in NEVER)],
+    [*((act, "model") for act in (*LOSSES, *GRADIENTS)), ("clip", "sharded"), *((a, "data") for a in NEVER)],
 )
 def test_old_parameter_references_are_refused_on_sharded_plans(act: str, plan: str) -> None:
     with pytest.raises(InputError, match=r"shards|pieces|'0\.weight'|was frozen|became|submodules\)' of module"):
