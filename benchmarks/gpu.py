@@ -358,7 +358,7 @@ def overhead(place: Place) -> Iterator[Row]:
 
 
 def compiled(place: Place) -> Iterator[Row]:
-    """Do the same with segments compiled by torch.compile if a trial finds that faster."""
+    """Do the same with segments compiled by torch.compile."""
     if place.simulated:
         yield Row("compiled", "compile=True", f"not here: torch.compile has no code for {place.name}")
         return

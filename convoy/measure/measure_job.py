@@ -37,6 +37,7 @@ from convoy.plan.device_program import LocalSize
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 from convoy.simulate.costs import Overheads
+from convoy.simulate.memory import MemoryLimits
 from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
 BUDGET_S = 60.0
@@ -96,6 +97,7 @@ def measure_job(
     Raises:
         InputError: the fleet is not this job's; a device or the model does not support the precision.
         MismatchError: the devices were started with different models, batches or fleets.
+        PlanError: the devices have no memory for the weights.
         DeviceLostError: a device did not answer within the group's time limit.
     """
     start_s, device, me = options.wall(), group.torch_device, group.device
@@ -105,9 +107,10 @@ def measure_job(
     rows = [DeviceInfo(**row) for row in gather(group, "machine", asdict(describe_device(device, options.slowdown)))]
     tensors = (t for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu")
     model_bytes = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-    process_bytes = max(0, rows[me].process_bytes - model_bytes)
     date = _agree(group, traced, batch, options)
     fleet = fleet_of(rows) if options.fleet is None else fit(options.fleet, rows)
+    limits = MemoryLimits.of(fleet, [max(0, row.process_bytes - model_bytes) for row in rows])
+    limits.check_room(traced.graph, batch)
     quota = find_quota(group)
     share, quota_now = (1.0, None) if quota is None else (quota.share, quota.clock(options.slowdown))
     clock = Clock(device, options.slowdown)
@@ -128,7 +131,7 @@ def measure_job(
     every = [Overheads(**row) for row in gather(group, "overheads", asdict(overheads))]
     progress("exchanges during computation")
     sync = measure_sync(group, clock, wire, every, slice_s, quota)
-    own = {"update_s_per_entry": update_s, "process_bytes": process_bytes, **layers.reached()}
+    own = {"update_s_per_entry": update_s, "process_bytes": limits.own_bytes(me), **layers.reached()}
     costs = tuple(
         DeviceCosts(
             device=device.name, send_s_per_byte=traffic.send_s_per_byte, receive_s_per_byte=traffic.receive_s_per_byte,
@@ -145,18 +148,12 @@ def measure_job(
     )  # fmt: skip
     progress("the sizes that plans use")
     _time_plan_sizes(group, layers, measured, layers_s + links_s - (options.wall() - start_s), options.wall)
-    factor = 1.0
-    if quota is not None and quota_now is not None:
-        factor = quota.contention(layers.wall_s, layers.processor_s, slowed[me])
+    factor = 1.0 if quota is None else quota.contention(layers.wall_s, layers.processor_s, slowed[me])
     return replace(measured, layer=_points(group, fleet, layers, factor))
 
 
 def slice_of(budget_s: float, layers: int) -> float:
-    """Return the slice length with which short calls take two thirds of a budget.
-
-    Args:
-        layers: number of distinct layers.
-    """
+    """Return the slice length with which short calls of this number of layers take two thirds of a budget."""
     slices = OTHER_SLICES + POINTS * POINT_SLICES * layers
     return min(SLICE_S, max(SHORTEST_S, GRID_FRACTION * budget_s / slices))
 

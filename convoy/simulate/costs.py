@@ -256,8 +256,7 @@ def _overheads(device: Device, slower: float, rate: Rate) -> Overheads:
     found = Overheads(*(getattr(_OF_A_CORE, name) * slower for name in Overheads.__slots__))
     if device.kind == "cpu":
         return found
-    # A GPU copies in its own memory: a read and a write. It keeps freed memory. A cross-entropy reads the outputs, writes and
-    # reads logarithms, writes and reads their gradient, and writes the gradient of the outputs.
+    # A GPU copies in its own memory, and keeps freed memory. A cross-entropy reads or writes six tensors of the outputs' size.
     byte_s = 1 / rate.bytes_per_s
     return replace(
         found, copy_s_per_byte=2 * byte_s, add_s_per_byte=3 * byte_s, fresh_s_per_byte=0.0, loss_s_per_byte=6 * byte_s

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from convoy.errors import unknown_name
+from convoy.errors import PlanError, unknown_name
 from convoy.fleet import Fleet
 from convoy.layout.comm_dtype import narrow_itemsize
 from convoy.layout.layout import dual, held_entries, holds
@@ -113,6 +113,13 @@ class MemoryLimits:
             note = f" ({_mb(own)} used by its process before training)" if own else ""
             rows.append(f"{self.names[d]} needs {_mb(needs[d] + own)}{note} of {_mb(self.limits_bytes[d] or 0)}")
         return rows
+
+    def check_room(self, graph: Graph, batch: int) -> None:
+        """Refuse a net whose weights and gradients exceed the memory of all devices together. Raises PlanError."""
+        need = 8 * sum({p.key: p.entries for layer in graph.layers.values() for p in layer.trainable}.values())
+        room = [self.bytes_of(d) for d in range(len(self.names))]
+        if sum(room) < need:
+            raise PlanError(self.refusal(graph.model, batch, [[math.ceil(need * each / sum(room)) for each in room]]))
 
     def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], split: str = "") -> str:
         """Return an error message if nothing fits: the closest attempt, and the remedy.

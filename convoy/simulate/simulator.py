@@ -57,10 +57,7 @@ def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
 
 def computing_s(steps: StepList, graph: Graph, costs: Costs) -> list[float]:
     """Return the seconds of each device's layers, a lower limit of the step."""
-    total = [0.0] * steps.devices
-    for _, _, device, seconds in _arithmetic(steps, graph, costs.times):
-        total[device] += seconds
-    return total
+    return [sum(row.values()) for row in seconds_by_phase(steps, graph, costs.times)]
 
 
 def layers_s(steps: StepList, graph: Graph, costs: Costs) -> dict[str, tuple[float, int]]:

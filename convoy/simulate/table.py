@@ -42,8 +42,7 @@ GIGABIT = Nic(send_bytes_per_s=118e6, receive_bytes_per_s=118e6, latency_s=1e-4)
 """The assumed NIC of unmeasured hosts: the rates of messages on the most common Ethernet."""
 
 Seconds = Annotated[float, Strict(), Field(ge=0, le=1e9)]
-Spread = Seconds
-"""(slowest - fastest) / typical of the repetitions."""
+Spread = Seconds  # (slowest - fastest) / typical of the repetitions
 Count = Annotated[int, Strict(), Field(ge=1, le=2**40)]
 _Rate = Annotated[float, Strict(), Field(ge=0, le=MOST)]
 
@@ -308,8 +307,7 @@ class Measurement:
         """Read a measurement. `source` names the file in errors.
 
         Raises:
-            InputError: not TOML, no [measured] table, another format, unknown keys, wrong types, missing points. The
-                message gives the path of the field, such as `measured.layer[2].samples`.
+            InputError: not TOML, no [measured] table, another format, unknown keys, wrong types, missing points.
         """
         _, measured = cls._from_sections(parse_toml(text, source), source)
         if measured is None:
@@ -423,7 +421,6 @@ def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
 
 
 def _grids(points: Sequence[LayerPoint], axis: Literal["outputs", "inputs"]) -> tuple[Grid, Grid]:
-    """Return forward and backward over samples and an axis."""
     table = {(point.samples, getattr(point, axis)): point for point in points}
     if len(table) < len(points):
         raise InputError(f"{_name(points[0])}: a size is there twice; remove one")

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -137,8 +138,10 @@ def test_a_change_of_what_the_trace_has_read_is_refused(change: Callable[[Any], 
     run_on_threads(1, work)
 
 
+Pair = namedtuple("Pair", "logits features")
 FORMS: list[Callable[[Tensor, Tensor], Any]] = [
     Answer,
+    Pair,
     lambda a, _: Answer(a),
     lambda a, b: {"logits": a, "features": [b, None]},
     lambda a, b: [a, {"b": (b, None)}],

@@ -66,7 +66,7 @@ def test_python_that_a_trace_cannot_follow_is_given_the_whole_batch(net: Callabl
     layer = layers_of(net())[name]
     assert (layer.kind, layer.per_sample, layer.everywhere) == ("opaque", False, False)
     assert "stays whole: torch.fx cannot trace it" in layer.reason
-    assert layer.reason.endswith("one device computes it for the whole batch")
+    assert layer.reason.endswith("one device computes it for the global batch")
 
 
 def test_random_layers_are_known() -> None:
@@ -122,7 +122,7 @@ def test_hooks_make_a_layer_opaque() -> None:
         ("fc", "linear", True),
     ]
     assert [name for name, layer in layers.items() if layer.everywhere] == ["conv1"]
-    assert layers["conv1"].reason == "it has a forward hook, so every device computes it for the whole batch"
+    assert layers["conv1"].reason == "it has a forward hook, so every device computes it for the global batch"
     assert "original0" in layers["conv2.parametrizations.weight"].parameters
 
 

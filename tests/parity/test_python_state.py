@@ -60,16 +60,6 @@ class Counting(nn.Module):
         return self.conv(x if self.calls < 4 else x.tanh())  # type: ignore[no-any-return]
 
 
-class InABuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x / float(self.calls)
-
-
 class Dropping(nn.Module):
     """Of seed 53351 before it was made smaller: a dropout of nothing was taken for one that draws, and kept to one device."""
 
@@ -168,7 +158,6 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "a count, where a device has no samples": lambda: Net(Counting()),
     "of seed 53351: noted beside a loss": lambda: Net(Losing(), with_loss),
     "of seed 54384: a buffer of what every device computes in training": lambda: Net(CountingTwice()),
-    "a count in a buffer": lambda: Net(InABuffer()),
     "a count beside dropout": lambda: Net(Dropping()),
     "a count that the net reads when it is large": lambda: Net(Counting(), scaled_late),
     "a number of another block": lambda: Net(Sharing()),

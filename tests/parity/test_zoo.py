@@ -5,13 +5,12 @@ are part of every test. The largest models are marked slow.
 """
 
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from convoy.comm.group import Group
 from convoy.fleet import Fleet
 from convoy.layout.layout import holders
 from convoy.model.graph import Graph
@@ -22,13 +21,11 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import ComputeStep
 from convoy.planner.planner import candidates, plan_auto
-from convoy.runtime.module import Distributed
 from studies.roofline import roofline_costs
 from tests.support import model_zoo
 from tests.support.described_fleets import asked
 from tests.support.nets import Thinking
-from tests.support.one_device import EXACT, one_trace, part
-from tests.support.threads import run_on_threads
+from tests.support.one_device import EXACT
 from tests.support.traced_models import last
 
 FLEET = Fleet.from_toml("""
@@ -163,44 +160,6 @@ def test_stochastic_depth_drops_whole_samples_or_does_nothing(chance: float, tra
     model = nn.Sequential(nn.Conv2d(3, 4, 3), StochasticDepth(chance, "row"), nn.Flatten())
     layer = trace(model, torch.zeros(2, 3, 8, 8), training=training).graph["stochastic_depth"]
     assert (layer.kind, layer.per_sample, layer.random) == (kind, True, kind == "opaque")
-
-
-class Named(NamedTuple):
-    logits: Tensor
-    aux_logits1: Tensor
-
-
-class ReturnsNamed(nn.Module):
-    """As GoogLeNet, but small: an auxiliary classifier in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.aux1, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 5), nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Named:
-        x = self.conv(x).mean((2, 3))
-        return Named(self.fc(x), self.aux1(x))
-
-
-def test_outputs_are_returned_by_name() -> None:
-    """torch.fx makes a call of the named tuple: it became a layer, and what came back was a plain tuple."""
-    model, x = ReturnsNamed().double(), torch.randn(6, 3, 8, 8, dtype=torch.float64)
-    assert trace(model, x[:2]).graph.outputs == ("fc", "aux1")
-    assert_named(model, trace(model, x[:2]).graph, x, "Named")
-
-
-def assert_named(model: nn.Module, graph: Graph, x: Tensor, name: str) -> None:
-    assert not any(layer.several for layer in graph.layers.values())
-    plan = named_plan("data-by-speed", graph, model_zoo.BATCH, Speeds((2.0, 1.0)))
-
-    def work(group: Group) -> tuple[str, tuple[int, ...]]:
-        here = Distributed(model, plan, group, x[:2])
-        with torch.no_grad():
-            outputs = here(part(here, x), batch=len(x))
-        return type(outputs).__name__, tuple(outputs.aux_logits1.shape)
-
-    with one_trace("zoo", name):
-        assert run_on_threads(2, work) == [(name, (6, 5))] * 2
 
 
 def test_a_block_has_the_work_of_the_model_and_one_fingerprint_for_all_weights() -> None:

@@ -28,24 +28,6 @@ def filters_then_channels(graph: Graph) -> Plan:
     return Plan("mine", graph.fingerprint, 2, 4, layers, Batch((2, 2)), "star")
 
 
-MASTER = """\
-one step of 4 samples on 2 devices
-forward:
-     0  compute  0: input_1 copies(0,1) -> channel(3,1)
-     1  move     0: channel(3,1) -> on(0)  (64 bytes in 1 round)  after 0
-     2  compute  1: 0 on(0) -> on(0)  after 1
-     3  compute  2: 1 on(0) -> on(0)  after 2
-     4  compute  3: 2 on(0) -> on(0)  after 3
-     5  move     3: on(0) -> copies(0,1)  (32 bytes in 1 round)  after 4
-backward:
-     6  gradient 3: from the loss, copies(0,1) -> on(0)  (nothing is sent)  after 5
-     7  compute  3: on(0) -> 2 on(0)  after 6
-     8  compute  2: on(0) -> 1 on(0)  after 7
-     9  compute  1: on(0) -> 0 on(0)  after 8
-    10  gradient 0: on(0) -> channel(3,1)  (64 bytes in 1 round)  after 9
-    11  compute  0: channel(3,1) -> input_1 copies(0,1)  after 10"""
-"""One plane of 2x2 of 4 samples (64 bytes) comes from device 1 and its gradient goes back; 4x2 outputs (32 bytes) go there."""
-
 HYBRID = """\
 one step of 6 samples on 3 devices
 forward:
@@ -69,11 +51,6 @@ gradients come back as sums, each device sending the rows of the other (128 + 25
 8 numbers (4 x 16)."""
 
 
-def test_steps_of_master_by_hand(graph: Graph) -> None:
-    plan = named_plan("master", graph, 4, Speeds((3.0, 1.0)))
-    assert step_lines(lower(plan, graph)) == MASTER.splitlines()
-
-
 def test_steps_of_hybrid_by_hand(graph: Graph) -> None:
     plan = named_plan("hybrid", graph, 6, Speeds((2.0, 0.0, 1.0)))
     assert step_lines(lower(plan, graph)) == HYBRID.splitlines()
@@ -86,16 +63,6 @@ def test_table_of_master_by_hand(graph: Graph) -> None:
         LayerRow("1", "elementwise", "one", ("all", "-"), 128, ""),  # the move into it, forward and backward
         LayerRow("2", "flatten", "one", ("all", "-"), 0, ""),
         LayerRow("3", "linear", "one", ("all", "-"), 32, ""),
-    ]
-
-
-def test_table_of_hybrid_by_hand(graph: Graph) -> None:
-    rows = layer_rows(named_plan("hybrid", graph, 6, Speeds((2.0, 0.0, 1.0))), graph)
-    assert [(row.strategy, row.parts, row.bytes_) for row in rows] == [
-        ("batch", ("4", "-", "2"), 64),
-        ("batch", ("4", "-", "2"), 0),
-        ("batch", ("4", "-", "2"), 0),
-        ("filter", ("1", "-", "1"), 384 + 384 + 96),
     ]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from convoy.errors import PlanError
 from convoy.layout.layout import local_shape
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all
@@ -13,7 +14,7 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move
 from convoy.runtime.module import Distributed
-from convoy.simulate.memory import DeviceMemory, exchange_bytes, memory_of
+from convoy.simulate.memory import DeviceMemory, MemoryLimits, exchange_bytes, memory_of
 from tests.support.stacks import Stack
 from tests.support.threads import run_on_threads
 
@@ -141,3 +142,11 @@ def _collect_storages(saved: object, found: dict[int, int]) -> None:
     elif isinstance(saved, tuple | list):
         for each in saved:
             _collect_storages(each, found)
+
+
+def test_a_net_without_room_for_its_weights_is_refused_before_measuring():
+    """Regression: this was refused after 22 s of measuring."""
+    entries = sum(p.entries for layer in GRAPH.layers.values() for p in layer.trainable)
+    MemoryLimits((8 * entries, 5), ("a", "b")).check_room(GRAPH, 4)
+    with pytest.raises(PlanError, match=r"a needs .* \(100 MB used by its process before training\) of 8 MB.*--memory"):
+        MemoryLimits((8_000_000, 8_000_000), ("a", "b"), (100_000_000, 100_000_000)).check_room(GRAPH, 4)

@@ -167,7 +167,7 @@ def _with_hooks(model: nn.Module, traced: TracedModel, original: nn.Module) -> T
         kinds = [KINDS[kind] for m in modules for kind in hooked(m)] if layer.kind == "opaque" else []
         if kinds:
             # Copies of random numbers would differ: then one device computes it.
-            where = "one device computes it" if layer.random else "every device computes it for the whole batch"
+            where = "one device computes it" if layer.random else "every device computes it for the global batch"
             reason = f"it has a {kinds[0]}, so {where}"
             layer = replace(layer, per_sample=False, everywhere=not layer.random, reason=reason)
         layers[name] = layer
@@ -324,7 +324,7 @@ class _Capture:
         small, *others = (tensors_of(value) for value in values)
         forms = {repr(_result_form(value, count())) for value in values}  # as text: NaN does not equal itself
         if not small or len(forms) > 1:
-            odd = " with something beside tensors that is another one for other batches" if small else ""
+            odd = " with something other than tensors that differs between batches" if small else ""
             raise InputError(
                 f"{name} returns {type(values[0]).__name__}{odd}: return a tensor, or a nest of tuples, dicts and dataclasses "
                 "of tensors"

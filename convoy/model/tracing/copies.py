@@ -22,7 +22,6 @@ ON_PARAMETERS: Mapping[str, str] = {
     "_backward_hooks": "hook",
     "_post_accumulate_grad_hooks": "post-accumulate-grad hook",
 }
-"""The same of a parameter."""
 
 
 def on_weights(hook: Any) -> bool:

@@ -441,7 +441,7 @@ def whole(layer: Layer, seen: Observation, why: str, elsewhere: Mapping[str, boo
     changes = bool(seen.changes or seen.hidden) or layer.name in elsewhere
     each = elsewhere.get(layer.name, changes) and changes and not random
     does = f"it reads {seen.hidden}" if seen.hidden else f"it changes {seen.changes}" if seen.changes else ""
-    who = "every device computes it for the whole batch" if each else "one device computes it for the whole batch"
+    who = "every device computes it for the global batch" if each else "one device computes it for the global batch"
     return replace(
         layer, per_sample=False, random=random, reason="; ".join(filter(None, (why, does, who))),
         changes_state=changes or seen.writes, no_gradient_to=seen.no_gradient_to, called_everywhere=each,

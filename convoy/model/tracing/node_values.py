@@ -183,8 +183,8 @@ class NodeValues:
 
     Attributes:
         odd: node -> why its value cannot pass from layer to layer.
-        of_batch: odd nodes with one value of the whole batch (a loss), which the model may return.
-        mixing: nodes that certainly look at several samples: their layer needs the whole batch.
+        of_batch: odd nodes with one value of the global batch (a loss), which the model may return.
+        mixing: nodes that certainly look at several samples: their layer needs the global batch.
         overwrites: whether the model overwrites its inputs.
         reads: node -> argument -> the node that holds its value; in-place calls may have overwritten the argument.
         flop: node -> FLOP per sample.
@@ -218,7 +218,7 @@ class NodeValues:
             return
         reads = list(self.reads[node].values())
         self._order[node] = len(self._order)
-        # A trace puts new tensors in the place of overwritten ones: a read under an older name would be wrong.
+        # A trace replaces overwritten tensors by new ones: a read under an older name would be wrong.
         for n in reads:
             for t in tensors_of(self[n][0]):
                 if self._written.get(_storage(t), -1) > self._order[n] and n not in self.odd:
@@ -437,7 +437,7 @@ def across(pair: tuple[Any, Any], sizes: tuple[int, ...] = BATCHES) -> tuple[int
 
 
 def without_batch(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a value of the whole batch as a `Layer` holds it."""
+    """Return the shape of a value of the global batch as a `Layer` holds it."""
     return tuple(1 if axis in axes else extent for axis, extent in enumerate(shape))
 
 

@@ -1,4 +1,4 @@
-"""Python state: the values beside tensors that the code of modules reads, and whether they have changed.
+"""Python state: the values, other than tensors, that the code of modules reads, and whether they have changed.
 
 torch.fx runs a forward once and keeps the values that Python had then. So a forward that changes such a value, or reads one
 that cannot be compared, is not traced through. Values that a trace has read are compared again before every step.
@@ -128,8 +128,6 @@ _BY_NAME = {"getattr", "vars", "__dict__", "eval", "exec"}
 """Code with such a name may read any attribute of its module."""
 _ASKS = {"is_grad_enabled", "is_inference_mode_enabled", "is_inference"}
 
-Getter = Callable[[], Any]
-
 
 @dataclass(frozen=True)
 class _Code:
@@ -146,7 +144,7 @@ class _Code:
 
     names: frozenset[str] = frozenset()
     any: bool = False
-    outside: Mapping[str, Getter] = field(default_factory=dict)
+    outside: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     clock: str = ""
     function: str = ""
 
@@ -198,7 +196,9 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _outside_of(function: FunctionType, names: set[str], classes: Sequence[type]) -> Iterator[tuple[str, Getter]]:
+def _outside_of(
+    function: FunctionType, names: set[str], classes: Sequence[type]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the values outside of modules that a function names."""
     holders = [(f"{c.__module__}.{c.__qualname__}", vars(c)) for c in classes]
     holders.append((function.__module__, function.__globals__))  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def _outside_of(function: FunctionType, names: set[str], classes: Sequence[type]
 
 def _names_in(functions: Sequence[FunctionType], classes: Sequence[type]) -> _Code:
     names: set[str] = set()
-    outside: dict[str, Getter] = {}
+    outside: dict[str, Callable[[], Any]] = {}
     clock = function_of_autograd = ""
     waiting, done = list(functions), set[CodeType]()
     while waiting:
@@ -243,7 +243,7 @@ def _names_in(functions: Sequence[FunctionType], classes: Sequence[type]) -> _Co
 
 
 class State:
-    """The values beside tensors that the code of modules reads.
+    """The values, other than tensors, that the code of modules reads.
 
     Args:
         modules: path -> module, without the ones in it.

@@ -140,7 +140,7 @@ def _instance_norm(call: Call) -> Known | None:
     found = SplitRule("channels", attributes=("num_features",))(call)
     if found is None or not (m.track_running_stats and m.training):
         return found
-    return replace(found, whole_batch="its running statistics are of the whole batch")
+    return replace(found, whole_batch="its running statistics are of the global batch")
 
 
 def _of_channels(axes_behind: int) -> Rule:
@@ -235,7 +235,7 @@ def _permuted(call: Call) -> Known | None:
     if not is_alone(call) or not _whole_numbers(numbers) or call.module is not None:
         return None
     try:
-        # torch itself moves axes of lengths 2, 3, ..., so the lengths afterwards name the axes.
+        # torch itself moves axes of lengths 2, 3, ..., so the new lengths name the axes.
         own = torch.empty(tuple(range(2, len(x) + 2)), device="meta")
         moved = getattr(torch, call.name)(own, *([numbers] if call.name == "permute" else rest), **kwargs)
     except (RuntimeError, TypeError, IndexError):

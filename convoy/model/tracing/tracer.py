@@ -261,8 +261,6 @@ class _Tracer(fx.Tracer):
 
 
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
-
-
 _BOUNDARIES = (_Tracer.call_module.__code__, nodes_of.__code__)
 
 

@@ -1,7 +1,7 @@
 """Run a layer on random numbers, to learn how it may be computed.
 
 Functions and modules of torch keep nothing in Python, so one comparison shows whether they treat each sample alone
-(`per_sample`). A module of the user may do anything later, so it always gets the whole batch; `observe` looks at one call.
+(`per_sample`). A module of the user may do anything later, so it always gets the global batch; `observe` looks at one call.
 `check_cuts` compares shards of a registered layer with the whole.
 """
 
@@ -106,6 +106,9 @@ def observe(model: nn.Module, operation: Operation, modules: dict[str, nn.Module
                 "other layers would not see it: change a clone(), or the input itself, without .data"
             )
         no_gradient_to = _no_gradient_to(outputs, given, parameters)
+    for module in modules.values():
+        computed = {k: v.detach() for k, v in vars(module).items() if isinstance(v, Tensor) and not v.is_leaf}
+        vars(module).update(computed)  # deepcopy refuses tensors with a history
     if made := next((name.removesuffix(REGISTERED) for name in names if name.endswith(REGISTERED)), None):
         raise InputError(
             f"the forward of module {made or 'the model itself'!r} makes or removes parameters, buffers or submodules: call "
@@ -150,7 +153,7 @@ class SampleUse:
     """How a call of torch treats samples.
 
     Attributes:
-        dependence: why it needs the whole batch at once; "" where samples are independent.
+        dependence: why it needs the global batch at once; "" where samples are independent.
         each: a call changes its buffers in the same way for every batch.
         overwrites: it changes its inputs in place.
     """
@@ -173,7 +176,7 @@ def per_sample(
     modules = [model.get_submodule(path) for path in paths]
     norm = next((m for module in modules for m in module.modules() if isinstance(m, _BatchNorm)), None)
     if norm is not None and (norm.training or norm.running_mean is None):
-        return SampleUse(f"its {type(norm).__name__} looks at the whole batch{_WHOLE}")
+        return SampleUse(f"its {type(norm).__name__} looks at the global batch{_WHOLE}")
     try:
         buffers = _buffer_changes(model, operation, inputs, modules)
         found = _in_parts(model, operation, inputs, paths, None)
@@ -337,7 +340,7 @@ def check_cuts(
 
 
 def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Run a copy of a module, on random inputs in the place of meta tensors. Return its outputs on the meta device."""
+    """Run a copy of a module, with random inputs for meta tensors. Return its outputs on the meta device."""
     made = shared_copy(module)
     with random_kept(), torch.no_grad(), written([*made.parameters(), *made.buffers()]):
         given = on_random((args, kwargs))
@@ -351,7 +354,7 @@ def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def on_random(value: Any) -> Any:
-    """Return the same nest with random tensors in the place of meta tensors."""
+    """Return the same nest with random tensors for meta tensors."""
     own = torch.Generator().manual_seed(0)
     return map_tensors(value, lambda t: random_like(t, own) if t.is_meta else t.detach().cpu().clone())
 
