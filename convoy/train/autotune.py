@@ -18,11 +18,10 @@ ROUND_STEPS, ROUND_S = 3, 0.5
 """Minimum number of counted steps in a round, and their minimum total seconds."""
 
 FAR_BEHIND = 0.15
-"""A plan that is slower by this fraction in its first round gets no second; the benchmarks' machine has that much noise."""
+"""A plan that is slower by this fraction in its first round gets no second."""
 
 AS_FAST = 0.02
-"""Plans within this fraction of the fastest are equally fast. Then the last, with the fewest messages, wins: it waits least
-when device speeds vary."""
+"""The last plan within this fraction of the fastest wins: it has the fewest messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,6 @@ def is_end(decision: Decision) -> bool:
 
 
 def _rounds_left(entries: Sequence[PlanTrial], rounds: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the remaining rounds, except those of plans that are far behind."""
     best_s = min(entry.step_s for entry in entries if entry.seen_s)
     kept = [not entry.seen_s or entry.step_s <= best_s * (1 + FAR_BEHIND) for entry in entries]
     left = tuple(plan for plan in rounds if kept[plan])

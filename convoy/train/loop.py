@@ -379,7 +379,7 @@ class _Loop:
         self._report_steps(self._checked(each) for each in self.unread.due(late=0))
 
     def _pause(self, epoch: int) -> None:
-        """Test within an epoch. Exclude the test from the training time."""
+        """Test within an epoch, outside of the training time."""
         start_s = time.perf_counter()
         self.read_all()
         self._evaluate(epoch, ends_epoch=False)

@@ -13,7 +13,6 @@ seconds per unit. The shares change when other units would shorten the slowest d
 - A change of shares discards earlier observations. A change that soon undoes the last one needs twice as many steps each time,
   so two splits cannot alternate.
 
-A change is never damped: a gain beyond the noise needs no damping, and the next decision corrects errors of proportionality.
 Only +, -, *, /, square roots and comparisons are used, so all devices with the same seconds make the same decision, bit by bit.
 """
 
@@ -38,8 +37,7 @@ RELAXED = 60
 """After this many steps without a change, or twice those that were needed, `LEAST` steps are enough again."""
 
 JUMP, JUMP_SURE = 0.15, 3.0
-"""A device's seconds have jumped if `LEAST` consecutive steps are longer than those before by more than this fraction and
-this multiple of its noise, or shorter likewise."""
+"""A device's seconds have jumped if `LEAST` steps are longer, or shorter, by this fraction and this multiple of its noise."""
 
 DEADBAND = 0.03
 """Minimum gain, as a fraction of the slowest device's computing."""
@@ -167,7 +165,7 @@ class Balancer:
 def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
     """Return the next state and the decision after a step of the plan's own batch.
 
-    A missing layer counts as no time. Ignores a step in which a device with a share has no time.
+    A missing layer counts as no time. A step in which a device with a share has no time is ignored.
     """
     if not state.axes:
         return state, Keep("the plan leaves no shares to choose")
@@ -215,10 +213,7 @@ def slower(state: Balancer, predicted: Sequence[Mapping[str, float]]) -> dict[in
 
 def best(rates: Sequence[float], units: Shares) -> Shares:
     """Return units of the same sum with the shortest time of the slowest device, at least one for each device that has any.
-
-    Args:
-        rates: seconds per unit of each device.
-    """
+    `rates` are seconds per unit."""
     active = [device for device, count in enumerate(units) if count]
     result = [int(device in active) for device in range(len(units))]
     # Give each unit to the device that would finish it first: optimal if time is proportional to units.

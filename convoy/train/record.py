@@ -20,8 +20,6 @@ from convoy.machine.accelerator import in_host_memory, queued
 LATE_STEPS = 2
 """How many steps late losses are read on an accelerator; by then they are in host memory."""
 
-# --- observers -------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -102,9 +100,6 @@ class Observers(Observer):
     def on_epoch(self, result: EpochResult) -> None:
         for observer in self.observers:
             observer.on_epoch(result)
-
-
-# --- late losses -----------------------------------------------------------------------------------------------------
 
 
 class UnreadStep:
