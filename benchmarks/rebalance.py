@@ -158,11 +158,11 @@ class Training:
         )  # fmt: skip
         self.optimizer = torch.optim.SGD(self.part.parameters(), lr=0.01, momentum=0.9)
         self.rebalancer = (
-            Rebalancer(self.part, self.optimizer, tell=self._tell, every=setting.every) if follows else None
+            Rebalancer(self.part, self.optimizer, tell=self._on_decision, every=setting.every) if follows else None
         )
         self.batches = self._endless(data)
 
-    def _tell(self, step: int, decision: Reshard) -> None:
+    def _on_decision(self, step: int, decision: Reshard) -> None:
         self.run.reshards.append((step, decision.reason))
 
     def _endless(self, data: TensorDataset) -> Iterator[tuple[Tensor, Tensor]]:

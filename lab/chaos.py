@@ -242,7 +242,7 @@ def work(case: Case, folder: Path, group: Group | None = None) -> None:
             )
             keeper.begin(resume=False)
             if rank == 0:
-                observers.append(stack.enter_context(RunLog(folder / DISK / "log.jsonl", tell=warned.append)))
+                observers.append(stack.enter_context(RunLog(folder / DISK / "log.jsonl", report=warned.append)))
         history = fit(training, train, test, case.epochs, Observers(*observers), rebalancer, keeper, members=members)
     state = members.repeated(lambda: whole_state(part, training.optimizer))
     members.close()

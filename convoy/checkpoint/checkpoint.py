@@ -121,12 +121,12 @@ def save_checkpoint(
 
 @torch.no_grad()
 def try_to_save(
-    folder: Path, contents: Contents, progress: Progress, score: float | None, tell: Callable[[str], object]
+    folder: Path, contents: Contents, progress: Progress, score: float | None, report: Callable[[str], object]
 ) -> tuple[Path | None, str]:
     """Save as `save_checkpoint`. If the disk refuses, return (None, reason) on every device.
 
     Args:
-        tell: called on device 0 with a line of text if old checkpoints could not be removed.
+        report: called on device 0 with a line of text if old checkpoints could not be removed.
     """
     shards, optimizer = ModelShards.of(contents.model), contents.optimizer
     agree_on(shards.group, "checkpoint", json.dumps([asdict(progress), score]), "saves another checkpoint")
@@ -172,7 +172,7 @@ def try_to_save(
                 try:
                     tidy(folder)
                 except OSError as error:
-                    tell(
+                    report(
                         f"{path} is saved, but {error.filename or folder} could not be tidied ({error.strerror}): {BEST} may "
                         "link to an earlier one, and old checkpoints may stay; remove what is in the way"
                     )

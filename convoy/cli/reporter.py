@@ -65,10 +65,10 @@ class Reporter(ExitStack):
 
     def _open(self, done: int, *, from_lost: bool = False) -> None:
         """Open the log and the loggers that the settings ask for."""
-        settings, tell, directory = self.run.settings, self.screen.line, self.directory
+        settings, show, directory = self.run.settings, self.screen.line, self.directory
         folder = None if directory is None else directory.folder
         if directory is not None:
-            self.log = self.enter_context(RunLog(directory.log, done, tell, from_lost=from_lost))
+            self.log = self.enter_context(RunLog(directory.log, done, show, from_lost=from_lost))
             options = settings.model_dump(mode="json") | {"rebalance": settings.rebalances}
             steps = math.ceil(self.images / settings.batch)
             self.log.run(options, sources=dict(self.run.sources), images=self.images, epoch_steps=steps)
@@ -76,15 +76,15 @@ class Reporter(ExitStack):
         shown = {key_of(name): value for name, value in settings.model_dump(mode="json").items()}
         self.loggers = []
         if settings.tensorboard is not None:
-            self.loggers.append(self.enter_context(to_tensorboard(settings.tensorboard, done, tell)))
+            self.loggers.append(self.enter_context(to_tensorboard(settings.tensorboard, done, show)))
         if settings.wandb is not None:
-            self.loggers.append(self.enter_context(to_wandb(settings.wandb, name, shown, folder, tell)))
+            self.loggers.append(self.enter_context(to_wandb(settings.wandb, name, shown, folder, show)))
         if settings.mlflow is not None:
-            self.loggers.append(self.enter_context(to_mlflow(settings.mlflow, name, shown, tell)))
+            self.loggers.append(self.enter_context(to_mlflow(settings.mlflow, name, shown, show)))
         if settings.page and directory is not None:
             from convoy.report.page import LivePage  # imports jinja2, which only a page needs
 
-            self.loggers.append(LivePage(directory.run, tell))
+            self.loggers.append(LivePage(directory.run, show))
 
     def observe(self, bar: Observer) -> None:
         """Add the progress bar to the observers."""

@@ -120,7 +120,7 @@ def compare_with_one_device(settings: Settings, done: FinishedTraining, screen: 
     train, test = build_loaders(settings, done.splits, None)
     slowdown = min(slowdown for _, _, slowdown in done.devices)
     training = build_training(settings, model, train)
-    training.tell = screen.line
+    training.report = screen.line
     slowed = _Slowed(**vars(training), clock=Clock(torch.device("cpu"), slowdown))
     title = "one device, plain PyTorch" + (f", slowed down {slowdown:g}x" if slowdown != 1 else "")
     with screen.progress(title, settings.epochs, train.samples, tests=test.samples) as bar:

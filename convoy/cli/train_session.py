@@ -69,7 +69,7 @@ def train_job(job: Job) -> FinishedTraining:
     screen.fleet(devices, plans.speeds)
     train, test = build_loaders(settings, splits, part)
     training = build_training(settings, part, train)
-    training.tell = screen.line
+    training.report = screen.line
     checkpointer = _checkpointer(job, training)
     done = Progress() if checkpointer is None else checkpointer.progress
     directory = _directory(job)

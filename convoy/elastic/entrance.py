@@ -136,12 +136,12 @@ class Entrance:
                 )
             time.sleep(RETRY_S)
 
-    def enter(self, group: ChangingGroup, facts: Fields, tell: Callable[[str], None] = lambda _: None) -> Membership:
+    def enter(self, group: ChangingGroup, facts: Fields, report: Callable[[str], None] = lambda _: None) -> Membership:
         """Wait until the job admits this process, meet its devices, and switch `group` to their group.
 
         Args:
             facts: this device's description of itself.
-            tell: called with a line of text when it waits as a spare.
+            report: called with a line of text when it waits as a spare.
 
         Raises:
             InputError: the job refuses it.
@@ -174,7 +174,7 @@ class Entrance:
                     self._ask_first([self.addresses[0], *_addresses(reply)])
                     before, spare = spare, str(reply.get("spare", ""))
                     if spare and spare != before:
-                        tell(f"waits as a spare: {spare}")
+                        report(f"waits as a spare: {spare}")
                 time.sleep(SPARE_POLL_S if spare else POLL_S)
         except BaseException as error:
             membership.depart(error if isinstance(error, DeviceLostError) else DeviceLostError(0, str(error)))

@@ -116,14 +116,14 @@ class Utilization(Observer):
 class Meters(Observer):
     """Resource meters of all devices, reported about every `SYSTEM_EVERY_S` and after each epoch. Every device has one.
 
-    Only device 0's step time decides after which steps to report, so that all devices agree. `tell` is called with each
+    Only device 0's step time decides after which steps to report, so that all devices agree. `report` is called with each
     line; `done` are the steps before the run was resumed.
     """
 
     def __init__(
-        self, group: Group, tell: Callable[[SystemLine], None], done: int = 0, energy: EnergyMeter | None = None
+        self, group: Group, report: Callable[[SystemLine], None], done: int = 0, energy: EnergyMeter | None = None
     ) -> None:
-        self.group, self.tell = group, tell
+        self.group, self.report = group, report
         self.process = psutil.Process()
         self.energy = meter_of(group.torch_device) if energy is None else energy
         self.start_s = time.perf_counter()
@@ -164,7 +164,7 @@ class Meters(Observer):
         self.reported, self.due = self.step, self.step + max(1, math.ceil(SYSTEM_EVERY_S / step_s))
         used = once_each(keys, sources, joules)
         rates = [[count / s for count in sent] for sent, s in zip(sent_by, times_s, strict=True)]  # from each, to each
-        self.tell(
+        self.report(
             SystemLine(
                 step=self.step, s=round(self.last_s - self.start_s, 6), cores=cores, host_processor=host,
                 memory_bytes=memory, accelerator_bytes=accelerator, sent_bytes_per_s=tuple(map(sum, rates)),

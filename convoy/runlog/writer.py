@@ -40,7 +40,7 @@ class RunLog(Observer):
     Args:
         path: the file, in a folder that exists. An older file is replaced, unless the run is resumed.
         step: steps before the run was resumed.
-        tell: called with a line of text if the log ends early.
+        report: called with a line of text if the log ends early.
         from_lost: the process that wrote this log is lost, and may be suspended with the file open: a copy replaces the
             file. Missing folders are created.
 
@@ -49,9 +49,9 @@ class RunLog(Observer):
     """
 
     def __init__(
-        self, path: Path, step: int = 0, tell: Callable[[str], None] = warnings.warn, *, from_lost: bool = False
+        self, path: Path, step: int = 0, report: Callable[[str], None] = warnings.warn, *, from_lost: bool = False
     ) -> None:
-        self.path, self.done, self.tell = path, step, tell
+        self.path, self.done, self.report = path, step, report
         self.graph: Graph | None = None
         self._start_s = time.perf_counter()
         self._has_ended = False
@@ -74,7 +74,7 @@ class RunLog(Observer):
                 rest = rest[os.write(self._file, rest) :]  # a nearly full disk takes a part of the line
         except OSError as error:
             self._has_ended = True
-            self.tell(
+            self.report(
                 f"WARNING: cannot write the log {self.path} ({error.strerror}): training continues, and the log ends here"
             )
 

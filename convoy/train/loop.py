@@ -127,7 +127,7 @@ class Training:
 
     Attributes:
         average: of the weights, updated by hooks of the optimizer; tests use it.
-        tell: called with a line of text when the loss is NaN or infinite for the first time.
+        report: called with a line of text when the loss is NaN or infinite for the first time.
     """
 
     model: nn.Module
@@ -136,7 +136,7 @@ class Training:
     schedule: LRScheduler | None = None
     average: WeightAverage | None = None
     scaler: GradScaler | None = None
-    tell: Callable[[str], None] = warnings.warn
+    report: Callable[[str], None] = warnings.warn
 
     def rate(self) -> float:
         """Return the learning rate of the next step."""
@@ -366,7 +366,7 @@ class _Loop:
             behind = f"{late} step{'s' * (late > 1)} later, without saving them"
             where = behind if late else "before that step changes weights"
             raise DivergedError(f"{fault}: the training has diverged, and stops {where}; {remedy}")
-        self.training.tell(f"WARNING: {fault}: the training has diverged, and later results are useless; {remedy}")
+        self.training.report(f"WARNING: {fault}: the training has diverged, and later results are useless; {remedy}")
         return result
 
     def _report_steps(self, read: Iterable[StepResult]) -> None:

@@ -65,7 +65,7 @@ def page(browser: Page, tmp_path: Path) -> Page:
 
 def text_of(page: Page, section: str) -> str:
     """Return the visible text of a section, in one line."""
-    text = page.tell(f"document.getElementById({json.dumps(section)}).innerText")
+    text = page.evaluate(f"document.getElementById({json.dumps(section)}).innerText")
     return " ".join(text.split())
 
 
@@ -75,31 +75,31 @@ def test_page_fetches_nothing_fits_every_width_and_is_readable_in_light_and_dark
     complaints = [page.told(kind) for kind in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")]
     assert complaints == [[], [], []]
     # The page's own policy would stop what somebody wrote into it.
-    page.tell("document.body.insertAdjacentHTML('beforeend', '<img src=\"https://example.org/a.png\">')")
-    page.tell("new Promise(done => setTimeout(done, 200))")
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=\"https://example.org/a.png\">')")
+    page.evaluate("new Promise(done => setTimeout(done, 200))")
     assert "Content Security Policy" in json.dumps(page.told("Log.entryAdded"))
     backgrounds = []
-    page.tell(UNFOLD)
+    page.evaluate(UNFOLD)
     for scheme in SCHEMES:
         page.prefer(scheme)
-        backgrounds.append(page.tell("getComputedStyle(document.body).backgroundColor"))
-        contrasts = page.tell(CONTRASTS)
+        backgrounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        contrasts = page.evaluate(CONTRASTS)
         assert len(contrasts) > 100
         assert contrasts[0][0] >= 4.5, contrasts[:5]
         for width in WIDTHS:
             page.resize(width)
-            needs, has = page.tell(OVERFLOW)
+            needs, has = page.evaluate(OVERFLOW)
             assert has == width
             assert needs <= has, f"{scheme}, {width} pixels"
-            assert page.tell(CUT_OFF) == [], f"{width} pixels"
+            assert page.evaluate(CUT_OFF) == [], f"{width} pixels"
     assert backgrounds[0] == "rgb(255, 255, 255)"
     assert sum(map(int, backgrounds[1].removeprefix("rgb(").removesuffix(")").split(","))) < 120, "dark is dark"
 
 
 def test_log_values_appear_in_their_sections(page: Page) -> None:
     """Each is calculated by hand from the lines of `run_logs.py`."""
-    page.tell(UNFOLD)
-    header = page.tell("document.querySelector('header').innerText")
+    page.evaluate(UNFOLD)
+    header = page.evaluate("document.querySelector('header').innerText")
     assert "two-conv:32:128 on digits" in header
     assert "Plan auto on 3 devices, started 2026-11-21 19:47:17+00:00. Finished: 40 of 40 steps." in header
     expected = {
@@ -139,7 +139,7 @@ def test_log_values_appear_in_their_sections(page: Page) -> None:
 
 def widths(page: Page, selector: str) -> list[float]:
     """Return the widths of these elements, in order, as fractions of their sum."""
-    found = page.tell(
+    found = page.evaluate(
         f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.getBoundingClientRect().width)"
     )
     return [width / sum(found) for width in found]
@@ -156,13 +156,13 @@ def test_long_and_markup_names_are_safe(browser: Page, tmp_path: Path) -> None:
     rows[3]["names"][0] = evil
     browser.resize(390)
     browser.open(write_report(write(tmp_path / "run.jsonl", rows)))
-    browser.tell(UNFOLD)
-    assert browser.tell("document.title") == f"{evil} on digits – Convoy"
-    assert browser.tell("document.scripts.length") == 1
-    assert browser.tell("document.querySelector('h1').innerText") == f"{evil} on digits"
+    browser.evaluate(UNFOLD)
+    assert browser.evaluate("document.title") == f"{evil} on digits – Convoy"
+    assert browser.evaluate("document.scripts.length") == 1
+    assert browser.evaluate("document.querySelector('h1').innerText") == f"{evil} on digits"
     for section in ("plan", "devices", "step", "settings"):
         assert evil in text_of(browser, section)
-    needs, has = browser.tell(OVERFLOW)
+    needs, has = browser.evaluate(OVERFLOW)
     assert needs <= has == 390
 
 
@@ -176,19 +176,19 @@ def test_pointer_and_keys_show_values(page: Page) -> None:
     """At the 21st step of 40, the start of the second epoch: 1.2 as it is, 4,000 predicted; the keyboard moves on."""
     page.point_at("#loss-desc", 0.5)
     page.point_at('svg[aria-label="Training loss"]', 20 / 40)
-    head, raw, smooth = page.tell(VALUES)
+    head, raw, smooth = page.evaluate(VALUES)
     assert (head, raw) == ("step 20", "each step 1.2")
     assert float(smooth.removeprefix("training loss ")) == pytest.approx(1.2 + 0.06, abs=0.005), "it lags behind"
     page.point_at('svg[aria-label="Samples/s"]', 0.9)
-    assert page.tell(VALUES)[:2] == ["step 36", "each step 3,200"]
+    assert page.evaluate(VALUES)[:2] == ["step 36", "each step 3,200"]
     page.point_at('svg[aria-label="Test accuracy"]', 1.0)
-    assert page.tell(VALUES) == ["step 40", "accuracy 87.5%"]
-    page.tell("document.querySelector('svg[aria-label=\"Training loss\"]').focus()")
+    assert page.evaluate(VALUES) == ["step 40", "accuracy 87.5%"]
+    page.evaluate("document.querySelector('svg[aria-label=\"Training loss\"]').focus()")
     for _ in range(3):
         page.ask("Input.dispatchKeyEvent", type="keyDown", key="ArrowLeft")
-    assert page.tell(VALUES)[0] == "step 17", "from where the pointer was"
+    assert page.evaluate(VALUES)[0] == "step 17", "from where the pointer was"
     page.ask("Input.dispatchKeyEvent", type="keyDown", key="Escape")
-    assert page.tell(VALUES) == []
+    assert page.evaluate(VALUES) == []
 
 
 SLIDE = """(weight => { const slider = document.querySelector('.smoothing input');
@@ -201,15 +201,15 @@ def test_live_page_reloads_and_keeps_open_sections(browser: Page, tmp_path: Path
     browser.resize(1200)
     browser.open(write_report(log, reload_s=1))
     browser.wait_for("document.body?.innerText.includes('Not finished: 20 of 40 steps')")
-    browser.tell(f"{SLIDE}(0.3)")
-    browser.tell("document.querySelector('#curves details').open = true")
-    browser.tell("scrollTo(0, 700)")
+    browser.evaluate(f"{SLIDE}(0.3)")
+    browser.evaluate("document.querySelector('#curves details').open = true")
+    browser.evaluate("scrollTo(0, 700)")
     write_report(write(log, whole_run()))
     browser.wait_for("document.body?.innerText.includes('Finished: 40 of 40 steps')")
     browser.wait_for("document.readyState == 'complete'")
-    assert browser.tell("document.querySelector('.smoothing input').value") == "0.3"
-    assert browser.tell("document.querySelector('#curves details').open")
-    assert browser.tell("scrollY") > 300, "it does not jump to its start"
+    assert browser.evaluate("document.querySelector('.smoothing input').value") == "0.3"
+    assert browser.evaluate("document.querySelector('#curves details').open")
+    assert browser.evaluate("scrollY") > 300, "it does not jump to its start"
     asked = {event["request"]["url"] for event in browser.told("Network.requestWillBeSent")}
     assert {url for url in asked if not url.startswith("data:")} == {(tmp_path / "log.html").as_uri()}
     complaints = [browser.told(kind) for kind in ("Log.entryAdded", "Runtime.exceptionThrown")]

@@ -74,10 +74,10 @@ def test_a_comparison_ends_with_how_many_times_faster(
 def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, file = [100.0], io.StringIO()
     monkeypatch.setattr("convoy.report.screen.time.monotonic", lambda: now[0])
-    with Wait(Console(file=file), "measuring", 60.0) as tell:
+    with Wait(Console(file=file), "measuring", 60.0) as report:
         assert file.getvalue() == "measuring, about 1 min 0 s ...\n"
         for second in range(25):
-            tell(f"layer [conv1] ({second} of 25)")
+            report(f"layer [conv1] ({second} of 25)")
             now[0] += 1.0
     lines = file.getvalue().splitlines()[1:]
     assert lines == ["  10 s: layer [conv1] (10 of 25)", "  20 s: layer [conv1] (20 of 25)"]
@@ -87,8 +87,8 @@ def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds(monkeypatch: 
 def test_a_short_wait_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     now, file = [0.0], io.StringIO()
     monkeypatch.setattr("convoy.report.screen.time.monotonic", lambda: now[0])
-    with Wait(Console(file=file), "planning", first_s=1.0) as tell:
+    with Wait(Console(file=file), "planning", first_s=1.0) as report:
         for second in (0.1, 0.9, 2.0, 3.0, 12.5):
             now[0] = second
-            tell(f"part {second}")
+            report(f"part {second}")
     assert file.getvalue().splitlines() == ["planning: part 2.0 ...", "  12.5 s: part 12.5"]

@@ -239,7 +239,7 @@ def test_full_disk_ends_the_log_but_not_the_training(tmp_path: Path, monkeypatch
         free[0] -= written
         return written
 
-    with RunLog(path, tell=told.append) as log:
+    with RunLog(path, report=told.append) as log:
         monkeypatch.setattr("convoy.runlog.writer.os.write", disk)
         log.run({})
         for step in range(20):

@@ -66,7 +66,7 @@ class Page:
         """Set the preferred colour scheme: light or dark."""
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def tell(self, script: str) -> Any:
+    def evaluate(self, script: str) -> Any:
         """Return the value of an expression on the page."""
         answer = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
@@ -75,15 +75,15 @@ class Page:
     def wait_for(self, script: str) -> None:
         """Wait until an expression on the page is true."""
         deadline_s = time.monotonic() + LIMIT_S
-        while not self.tell(script):
+        while not self.evaluate(script):
             assert time.monotonic() < deadline_s, f"it did not become true: {script}"
             time.sleep(0.05)
 
     def point_at(self, selector: str, part: float) -> None:
         """Move the mouse over an element: to this fraction of its width, at half its height."""
         where = f"document.querySelector({json.dumps(selector)})"
-        self.tell(f"{where}.scrollIntoView({{block: 'center'}})")
-        x, y, width, height = self.tell(f"(b => [b.x, b.y, b.width, b.height])({where}.getBoundingClientRect())")
+        self.evaluate(f"{where}.scrollIntoView({{block: 'center'}})")
+        x, y, width, height = self.evaluate(f"(b => [b.x, b.y, b.width, b.height])({where}.getBoundingClientRect())")
         self.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x + part * width, y=y + height / 2)
 
     def shoot(self, file: Path) -> None:

@@ -156,11 +156,11 @@ def test_training_during_autotuning_matches_one_device(monkeypatch: pytest.Monke
         told: list[str] = []
         followed: list[Plan] = []
 
-        def tell(_: int, decision: Reshard | Keep) -> None:
+        def note(_: int, decision: Reshard | Keep) -> None:
             told.append(decision.reason)
             followed.append(here.plan)
 
-        rebalancer = Rebalancer(here, optimizer, tell=tell, others=plans[1:])
+        rebalancer = Rebalancer(here, optimizer, tell=note, others=plans[1:])
         assert rebalancer.state is None
         history = fit(Training(here, optimizer), loader, test, epochs, rebalancer=rebalancer)
         assert rebalancer.autotune.is_over
