@@ -33,7 +33,7 @@ class DeviceInfo:
         machine: identifies the host: the kernel's boot id and the network namespace.
         cores: number of compute threads; None for an accelerator.
         memory_bytes: an accelerator's memory; for a CPU, the host's free memory plus what this process already holds.
-        slowdown: the factor by which it computes more slowly than its hardware.
+        slowdown: the factor by which the process slows its computation down, to act like slower hardware.
         process_bytes: see `convoy.machine.accelerator.process_bytes`; includes the model.
     """
 
@@ -59,7 +59,7 @@ def describe_device(device: torch.device, slowdown: float) -> DeviceInfo:
 
 
 def fleet_of(rows: Sequence[DeviceInfo]) -> Fleet:
-    """Return the fleet of a job's devices, with links that are not measured yet."""
+    """Return the fleet of a job's devices, without measured links."""
     hosts: dict[str, str] = {}  # machine -> name
     for row in rows:
         name = re.sub(r"[^A-Za-z0-9._-]", "-", row.name.split(".")[0]).lstrip("._-")[:40] or "host"
@@ -84,7 +84,7 @@ def fleet_of(rows: Sequence[DeviceInfo]) -> Fleet:
 
 
 def fit(fleet: Fleet, rows: Sequence[DeviceInfo]) -> Fleet:
-    """Check that a file's fleet is the fleet of this job; return it with the job's slow-downs.
+    """Check that a fleet file describes this job's devices. Return its fleet, with this job's slowdowns.
 
     Raises:
         InputError: the number of devices, their kinds or their hosts differ.
@@ -118,7 +118,7 @@ def host_indices(fleet: Fleet) -> tuple[int, ...]:
 
 
 class Reading(NamedTuple):
-    """Wall-clock seconds, busy seconds of all processors, and processor seconds of this process. Only differences count."""
+    """Wall-clock seconds, busy seconds of all processors, and this process's processor seconds. Compare two readings."""
 
     wall_s: float
     busy_s: float
@@ -132,11 +132,12 @@ def read_usage() -> Reading:
 
 
 Usage = tuple[str, float, float, float, float]
-"""A device's report: machine name, cores of the machine, cores the device needs, busy cores, cores the device used."""
+"""A device's report: machine name, the machine's cores, cores the device needs, the machine's busy cores, cores the device
+used."""
 
 
 def slowed_by_others(group: Group, topic: str, begin: Reading) -> tuple[float, ...]:
-    """Return each device's slowdown by other programs since `begin`. All devices call it."""
+    """Return the factor by which other programs slowed each device since `begin`. All devices call it."""
     wall_s, busy_s, own_s = (end - start for end, start in zip(read_usage(), begin, strict=True))
     threads = float(torch.get_num_threads() if group.torch_device.type == "cpu" else 1)
     needed = min(threads, quota_cores() or threads)
@@ -145,7 +146,7 @@ def slowed_by_others(group: Group, topic: str, begin: Reading) -> tuple[float, .
 
 
 def slowdowns(usages: Sequence[Usage]) -> tuple[float, ...]:
-    """Return each device's slowdown. Other programs take cores from a machine's devices, unless cores are idle."""
+    """Return each device's slowdown. Other programs use a machine's idle cores first, then they take cores from devices."""
     result = []
     for machine, cores, *_ in usages:
         _, _, wanted, busy, own = zip(*(each for each in usages if each[0] == machine), strict=True)

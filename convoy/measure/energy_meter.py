@@ -1,7 +1,7 @@
 """Reads energy in joules from hardware counters: RAPL of processor packages, NVML of GPUs. Nothing is estimated.
 
 RAPL counts whole packages, including other programs; Linux shows it under `POWERCAP`. NVML counts a whole GPU.
-A meter without a counter gives the reason.
+A meter without a counter holds the reason as its `source`.
 """
 
 import importlib
@@ -30,17 +30,17 @@ class Counter:
     range_units: int = 0
 
     def joules(self, before: int, now: int) -> float:
-        """Return the energy between two readings. If a counter without a range fell, it was reset."""
+        """Return the joules between two readings. A lower reading means: the counter wrapped, or without a range was reset."""
         if self.range_units:
             return (now - before) % self.range_units * self.unit_j
         return (now - before if now >= before else now) * self.unit_j
 
 
 class EnergyMeter:
-    """The energy meter of one device: the sum of its counters.
+    """The energy meter of one device, which adds up its counters.
 
     Args:
-        source: name of the counters, for messages; without counters, the reason.
+        source: name of the counters, for messages; without counters, the reason for that.
         key: identifies the counters; devices with the same key share them.
     """
 
@@ -74,7 +74,7 @@ def meter_of(device: torch.device, powercap: Path | None = None) -> EnergyMeter:
 def once_each(
     keys: Sequence[str], sources: Sequence[str], values: Sequence[float | None]
 ) -> list[tuple[float | None, str]]:
-    """Return each device's value and source; only the first device of shared counters has a value."""
+    """Return each device's value and source. If devices share counters, only the first of them has a value."""
     firsts = [keys.index(key) if key else device for device, key in enumerate(keys)]
     return [
         (value, source) if first == device else (None, f"counted with device {first}")

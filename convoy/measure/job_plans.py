@@ -24,9 +24,9 @@ class Plans(Sequence[Plan]):
     """The best plan, followed by plans that are predicted to be nearly as fast.
 
     Attributes:
-        request: the plans' request, with the knowledge about the devices.
+        request: the planning request behind these plans, with the knowledge about the devices.
         step_s: each plan's predicted seconds per micro-batch; empty if nothing was predicted.
-        spread: for each plan, the factor within which nine of ten measurements lie.
+        spread: for each plan, a factor: nine of ten measured times lie between step_s / spread and step_s * spread.
         notes: lines for the user about the measurement.
     """
 
@@ -38,12 +38,12 @@ class Plans(Sequence[Plan]):
 
     @property
     def speeds(self) -> Speeds:
-        """Solo throughput of each device in samples/s, or the given speeds."""
+        """Solo throughput of each device in samples/s, or the speeds that the caller gave."""
         assert self.request.fleet.speeds is not None
         return self.request.fleet.speeds
 
     def replanner(self, rebalancer: Rebalancer | None = None) -> "Replanner":
-        """Return a planner for changed devices: `Members(model, optimizer, replan=plans.replanner())`."""
+        """Return a planner for changing devices: `Members(model, optimizer, replan=plans.replanner())`."""
         return Replanner(self.request, rebalancer)
 
     def __len__(self) -> int:
@@ -67,12 +67,12 @@ class Replanner:
 
     Args:
         request: the job's original request.
-        rebalancer: corrects earlier measurements.
+        rebalancer: observes how much slower devices run than measured; the planner corrects its times by that.
 
     Attributes:
-        known: all devices so far, and their measurements.
+        known: all devices that were ever in the job, and their measurements.
         found: the latest plan, on the device that planned.
-        prepared: a plan made in advance, after the plan, devices, new devices and speeds that it was made for.
+        prepared: a plan made in advance, preceded by its conditions: current plan, current devices, next devices, speeds.
     """
 
     def __init__(self, request: PlanRequest, rebalancer: Rebalancer | None = None) -> None:
@@ -87,7 +87,7 @@ class Replanner:
         return replace(self._request, fleet=self.known)
 
     def note(self, model: Distributed, before: Sequence[int]) -> None:
-        """Record the slowdowns seen under the running plan. Every device calls it before planning."""
+        """Record how much slower than predicted each device ran the current plan. Every device calls it before planning."""
         state = None if self.rebalancer is None else self.rebalancer.state
         graph = model.traced[True].graph
         fleet = replace(self.known, slower={}).of(before)
@@ -101,13 +101,13 @@ class Replanner:
         """Return the plan for the devices `now`."""
         ready, self.prepared = self.prepared, None
         if ready is not None and ready[:4] == (model.plan, tuple(before), tuple(now), self.known.speeds):
-            self.found = ready[4]  # made during training; a new search would delay all devices
+            self.found = ready[4]  # made during training, so that devices do not wait for a search now
         else:
             self.found = plan_anew(self.request, model.plan, before, now)
         return self.found.plan
 
     def message(self) -> str:
-        """Return a message about the latest plan, once, on the device that planned; else an empty string."""
+        """Return a message about the latest plan once, on the device that made it; otherwise an empty string."""
         found, self.found = self.found, None
         if found is None or found.step_s is None:
             return ""
@@ -115,12 +115,12 @@ class Replanner:
         return f"{text}; no plan fits the memory of {'; '.join(found.overfull)}" if found.overfull else text
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a joining device needs to plan like the others; `learn` reads it."""
+        """Return the state that a joining device needs to plan like the others, as JSON for `learn`."""
         names = ("name", "optimizer", "reduce", "micro_batches")
         return {**{name: getattr(self._request, name) for name in names}, "known": self.known.to_json()}
 
     def learn(self, row: Mapping[str, Any]) -> None:
-        """Take over the state that another device of the job sent.
+        """Load another device's state from its `to_json`.
 
         Raises:
             InputError: its measurement cannot be used.
@@ -130,10 +130,10 @@ class Replanner:
 
 
 def expect_measured(part: Distributed, measured: Measurement | None) -> None:
-    """Give every device its layers' measured seconds, used to divide a fused segment's measured time. All devices call it.
+    """Give every device the expected seconds of its layers, by which it divides a segment's time. All devices call it.
 
     Args:
-        measured: None: divide by the layers' arithmetic instead.
+        measured: the measured times; None: divide by the layers' FLOP.
     """
     graph, steps = part.traced[True].graph, part.steps(part.plan.batch)
 

@@ -51,9 +51,9 @@ class LayerTimer:
 
     Attributes:
         alike: for each layer of a step, in order, the first layer with equal computation and shapes; only that one is timed.
-        timings: by layer and size.
+        timings: the timed rounds by layer and size.
         grids: the sizes of each layer's grid, chosen in its first turn.
-        plan_sizes: more sizes, which plans use.
+        plan_sizes: additional sizes of each layer, which plans use.
         wall_s, processor_s: wall-clock seconds spent timing, and this process's processor seconds in that time.
     """
 
@@ -86,7 +86,7 @@ class LayerTimer:
         if operation.call == "module":
             call = repr(self.model.get_submodule(str(operation.target)))
         else:
-            # The address distinguishes functions without a name, so that none is equal to another.
+            # `repr` includes the address, which distinguishes functions without a name.
             target = getattr(operation.target, "__qualname__", operation.target)
             call = repr((operation.call, target, operation.args, dict(operation.kwargs)))
         inputs = [(self.traced.graph[i].shape, self.traced.graph[i].dtype) for i in layer.inputs]
@@ -165,7 +165,7 @@ class LayerTimer:
         return rows
 
     def reached(self) -> dict[str, float]:
-        """Return FLOP/s of the weighted layers and bytes/s of the others, each at its largest size; 0 without such layers."""
+        """Return the FLOP/s of weighted layers and the bytes/s of others, each at its largest size; 0 without such layers."""
         amount, seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
         for name, first in self.alike.items():
             layer = self.traced.graph[name]
@@ -190,7 +190,7 @@ def measure_speeds(
     precision: str = "float32",
     progress: Progress = lambda _: None,
 ) -> Speeds:
-    """Time the model's layers on all devices at once, as in training. Every device gets all speeds.
+    """Time the model's layers on all devices at once, as in training, and return all devices' speeds.
 
     Raises:
         MismatchError: the devices have different models.
@@ -309,7 +309,7 @@ def _sliced(model: nn.Module, layer: Layer, placed: Placement) -> Iterator[None]
 def _inputs(
     model: nn.Module, traced: TracedModel, layer: Layer, size: LocalSize, placed: Placement, device: torch.device
 ) -> list[Any]:
-    """Return random inputs. A source layer with several outputs is run, because only it knows their shapes."""
+    """Return random inputs. An input layer with several outputs is run, because only running it shows their shapes."""
     graph, inputs = traced.graph, list[Any]()
     for layout, name in zip(placed.takes, layer.inputs, strict=True):
         source = graph[name]
@@ -323,7 +323,7 @@ def _inputs(
             if not dtype.is_floating_point:
                 inputs.append(torch.zeros(shape, dtype=dtype, device=device))
                 continue
-            # Drawing a number takes as long as computing with it, so a few are drawn and repeated.
+            # Drawing a number takes as long as computing with it, so repeat a few.
             count = math.prod(shape)
             drawn = torch.randn(min(count, DRAWN), dtype=dtype, device=device)
             inputs.append(drawn.repeat(-(-count // max(1, len(drawn))))[:count].reshape(shape))

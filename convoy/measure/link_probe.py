@@ -1,4 +1,4 @@
-"""Measures the network of a job: every pair of hosts alone, each NIC with all others, and the processor time of traffic.
+"""Measures a job's network: each pair of hosts alone, each NIC with all others at once, and the processor time of messages.
 
 All messages go through `convoy.comm.group.Group`, as in training, so its overhead is included. The first device of a host
 represents the host, and the host's other devices are measured against it. Clocks of two machines cannot be compared, so
@@ -23,8 +23,8 @@ SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)
 """Message sizes in bytes. A pair uses the first, and the largest that its time allows."""
 
 ACK_BYTES = 8
-PROBE_S = 1.0  # longer messages are not tried
-PAUSE_S = 0.1  # longer than the pauses of a quota
+PROBE_S = 1.0  # messages that would take longer are not tried
+PAUSE_S = 0.1  # longer than a pause of a CPU quota
 REPEATS, NIC_REPEATS = (3, 20), 3  # the fewest and the most messages of one size
 PAIR_S = 1.0
 
@@ -43,7 +43,7 @@ class PairLink:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A device's seconds per byte sent, per byte received and per message, at its share of a processor."""
+    """A device's processor seconds per byte sent, per byte received and per message, divided by its processor share."""
 
     send_s_per_byte: float
     receive_s_per_byte: float
@@ -56,8 +56,8 @@ class WireTimes:
 
     Attributes:
         pairs: links in both directions.
-        nics: rates of each host to and from all others at once; empty if there is one host.
-        traffic: of each device.
+        nics: each host's rates to and from all others at once; empty if there is one host.
+        traffic: each device's processor time of messages.
     """
 
     pairs: tuple[PairLink, ...]
@@ -87,7 +87,7 @@ class WireTimes:
         return replace(fleet, hosts=tuple(hosts), network=None, links=links)
 
     def spreads(self, fleet: Fleet) -> tuple[LinkSpread, ...]:
-        """Return the spread of repetitions of each link of `into`."""
+        """Return how much the repetitions vary, for each link of `into`."""
         return tuple(
             LinkSpread(*ends, max(p.latency_spread for p in pairs), max(p.bandwidth_spread for p in pairs))
             for ends, pairs in self._by_hosts(fleet).items()
@@ -111,7 +111,7 @@ class Stage(NamedTuple):
 
 
 class TimedMessages:
-    """The timed messages of this device."""
+    """The sender and receiver of this device's timed messages."""
 
     def __init__(self, group: Group, now: Now, processor: Now) -> None:
         self.group, self.now, self.processor = group, now, processor
@@ -120,10 +120,10 @@ class TimedMessages:
         """Send from one device to others at once, then back from all of them, several times.
 
         Args:
-            out, into: bytes to and from each of the others. The same on all of them.
+            out, into: bytes to and from each of the others, equal on all devices.
 
         Returns:
-            all repetitions but the first, which finds cold buffers; nothing on a device without messages.
+            all repetitions except the first, which finds cold buffers; no repetitions on a device without messages.
         """
         device, me, found = self.group.torch_device, self.group.device, Stage(max(out.values()), [], [])
         if me != centre:
@@ -206,7 +206,7 @@ def measure_links(
         host: index of each device's host.
         share: this device's share of a processor; see `convoy.measure.overhead_probe`.
         budget_s: approximate seconds, half for pairs and half for NICs.
-        now, processor: read seconds of the wall clock and of this process's processor.
+        now, processor: return the wall-clock seconds and this process's processor seconds.
 
     Raises:
         DeviceLostError: a device did not answer within the group's time limit.
@@ -273,9 +273,9 @@ def _both_directions(a: int, b: int, out: Sequence[Stage], back: Sequence[Stage]
 
 
 def _bandwidth(stages: Sequence[Stage]) -> float:
-    """Return bytes/s from the extra time of the largest messages over the fastest small one.
+    """Return bytes/s: extra bytes of the largest messages over a small one, divided by the extra time over the fastest one.
 
-    The slower small messages waited for a busy processor; large messages contain that wait only once.
+    Slower small messages had to wait for a busy processor; a large message contains that wait only once.
     """
     small, large = stages[0], stages[-1]
     large_s = typical(large.seconds)

@@ -1,7 +1,6 @@
 """Measures the devices of a job: layers on all devices at once, then links, then the sizes that plans use.
 
-The devices wait for each other after each layer. So they load a shared machine as in training, and notice a lost device
-early.
+The devices wait for each other after each layer. This loads a shared machine as in training, and detects a lost device early.
 """
 
 import datetime
@@ -41,12 +40,12 @@ from convoy.simulate.memory import MemoryLimits
 from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
 BUDGET_S = 60.0
-LINKS_FRACTION = 0.25  # the fraction of a budget for the links
+LINKS_FRACTION = 0.25  # the links' fraction of a budget
 
-GRID_FRACTION = 2 / 3  # the fraction of the layers' seconds for the grids; the rest is for the sizes that plans use
+GRID_FRACTION = 2 / 3  # the grids' fraction of the layers' seconds; the rest is for the sizes that plans use
 
 OTHER_SLICES, POINT_SLICES, POINTS = 550, 10, 7
-"""Slices for everything but layers and links; slices per size of a layer; sizes of a layer with short calls."""
+"""Slices for everything except layers and links; slices per size of a layer; number of sizes of a layer with short calls."""
 
 SHORTEST_S = 2e-3  # the shortest slice: enough for some calls of a short layer
 
@@ -57,15 +56,14 @@ class MeasureOptions:
 
     Attributes:
         net: the model's name in messages and files.
-        fleet: a description of the fleet, for which NICs and links are measured; None: the devices describe
-            themselves.
-        budget_s: approximate wall-clock seconds of the whole job. Every layer is timed at one size at least.
-        links_budget_s: seconds for the links, in addition; None: a quarter of `budget_s`.
-        slowdown: the factor by which this device computes more slowly than its hardware.
-        precision: of the layers; see `convoy.runtime.precision`.
-        slice_s: see `convoy.measure.timing`; None: chosen by the budget.
+        fleet: the fleet's description, in which measured NICs and links are filled in; None: the devices describe themselves.
+        budget_s: approximate wall-clock seconds of the whole job. Every layer is timed at least at one size.
+        links_budget_s: additional seconds for the links; None: they take a quarter of `budget_s`.
+        slowdown: the factor by which this device slows its computation down, to act like slower hardware.
+        precision: number format of the layers; see `convoy.runtime.precision`.
+        slice_s: seconds of calls timed together (see `convoy.measure.timing`); None: choose it by the budget.
         wall: clock of the budget.
-        processor: clock of the seconds that `slowdown` multiplies; None: the default for its kind of device.
+        processor: clock of the seconds that `slowdown` multiplies; None: the default clock of the device.
     """
 
     net: str
@@ -95,7 +93,7 @@ def measure_job(
         batch: the global batch, the largest number of samples that is timed.
 
     Raises:
-        InputError: the fleet is not this job's; a device or the model does not support the precision.
+        InputError: `options.fleet` does not describe this job; a device or the model does not support the precision.
         MismatchError: the devices were started with different models, batches or fleets.
         PlanError: the devices have no memory for the weights.
         DeviceLostError: a device did not answer within the group's time limit.
@@ -153,7 +151,7 @@ def measure_job(
 
 
 def slice_of(budget_s: float, layers: int) -> float:
-    """Return the slice length with which short calls of this number of layers take two thirds of a budget."""
+    """Return the slice length with which timing this number of short layers takes two thirds of a budget."""
     slices = OTHER_SLICES + POINTS * POINT_SLICES * layers
     return min(SLICE_S, max(SHORTEST_S, GRID_FRACTION * budget_s / slices))
 
@@ -173,9 +171,9 @@ def _agree(group: Group, traced: TracedModel, batch: int, options: MeasureOption
 def _time_grids(
     group: Group, layers: LayerTimer, names: Sequence[str], budget_s: float, wall: Now, progress: Progress
 ) -> None:
-    """Time the grids of these layers, turn by turn, until all are known or the time is up.
+    """Time the layers' grids in several turns, until all times are precise enough or the budget is spent.
 
-    A brief disturbance then affects only one of many turns. Waiting for slower devices counts as time.
+    A brief disturbance then affects only one of many turns. Waiting for slower devices counts towards the budget.
     """
     left_s, turn = budget_s, 0
     while (names and left_s > 0) or not turn:
@@ -193,7 +191,7 @@ def _time_grids(
 
 
 def _time_plan_sizes(group: Group, layers: LayerTimer, measured: Measurement, budget_s: float, wall: Now) -> None:
-    """Time as many of the plans' sizes as the budget allows, turn by turn. Planning counts too."""
+    """Time as many of the plans' sizes as the budget allows, in several turns. The budget includes planning."""
     start_s, graph = wall(), layers.traced.graph
     rows = from_first(
         group, "sizes of plans", lambda: sizes_of_plans(measured, graph, layers.batch, layers.alike)

@@ -1,12 +1,12 @@
-"""Measures what a training step costs a device in addition to its layers.
+"""Measures the costs of a training step in addition to its layers.
 
-- Overheads: the executor, copies, additions, the optimizer, the loss. A whole step runs on one device, over nets whose layers
-  compute almost nothing, and the seconds of the layers are subtracted. Copies and additions are timed through torch's own
-  functions, as the executor calls them. The caches are cold, because a step does each of these once, between layers.
+- Overheads: the executor, copies, additions, the optimizer, the loss. One device runs whole steps of networks with tiny layers,
+  and the layers' seconds are subtracted. Copies and additions call the same torch functions as the executor. The caches are
+  cold, because a step does each of these once, between layers.
 - Synchronisation. A link is measured at rest. In a step both ends compute before they exchange: the earlier one waits for the
   later one, and the calls find cold caches. So the devices compute tasks of equal length, first alone, then with an exchange
-  after each. Jitter is the time of such an exchange beyond its cost at rest. The call factor is its processor time divided
-  by that of an exchange at rest.
+  after each. Jitter is the extra time of such an exchange over one at rest. The call factor is the ratio of their processor
+  times.
 - The noise model of devices under a CPU quota (`convoy.simulate.network`): emulated hosts, and containers with a CPU limit.
 """
 
@@ -58,7 +58,7 @@ LAYERS, TENSORS, PEERS = (1, 9), (1, 33), (1, 5)
 """Numbers of Linear layers, parameters and peers in two timed cases. Their difference gives the cost of one more."""
 
 COPIED_BYTES = 4 << 20
-"""More than a core's cache, and less than the size from which the system provides new memory each time."""
+"""Bytes of a timed copy: more than a core's cache, but too few for the allocator to request new pages each time."""
 
 BATCH, QUEUED, UPDATED = 2, 100, 1 << 20
 
@@ -77,7 +77,7 @@ def measure_overheads(
     """Return all overheads except messages, and the optimizer's seconds per parameter entry (SGD with momentum).
 
     Args:
-        message_s: seconds of this device's processor for one small message, at its share of a processor.
+        message_s: processor seconds of this device for one small message, divided by `share`.
         share: this device's share of a processor. A measured latency already contains one message's processor time at
             full speed (its devices mostly wait, so no quota limits them); a round's time excludes it.
         outputs: shapes of the model's outputs that the loss reads, samples first.
@@ -137,14 +137,14 @@ def measure_overheads(
 
 
 def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
-    """Return the shapes of batched outputs, with at most `LOSS_ENTRIES` entries."""
+    """Return the shapes of batched outputs, for as many samples as fit into `LOSS_ENTRIES` entries."""
     each = [graph[name].shape for name in graph.outputs if graph[name].batched and graph[name].shape]
     samples = max(1, min(batch, LOSS_ENTRIES // max(1, sum(map(math.prod, each)))))
     return [(samples, *shape) for shape in each]
 
 
 def _optimizer(sizes: Sequence[int], device: torch.device) -> Callable[[], object]:
-    """Return an optimizer step of parameters with these numbers of entries."""
+    """Return a function that runs an optimizer step, over parameters with these numbers of entries."""
     parameters = [nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -152,7 +152,7 @@ def _optimizer(sizes: Sequence[int], device: torch.device) -> Callable[[], objec
 
 
 def _loss(shape: Sequence[int], device: torch.device) -> Callable[[], object]:
-    """Return a cross-entropy over the second axis, forward and backward."""
+    """Return a function that runs cross-entropy over the second axis, forward and backward."""
     x = torch.zeros(tuple(shape), device=device, requires_grad=True)
     y = torch.zeros(shape[0], *shape[2:], dtype=torch.int64, device=device)
 
@@ -208,7 +208,7 @@ def _training(layers: int, device: torch.device, cold: ColdCaches) -> Callable[[
 
 
 class _SilentGroup(Group):
-    """A group with messages that arrive immediately, to time only the executor's work of a round."""
+    """A group that sends nothing, so that only the executor's work in a communication round is timed."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         self._admit(sends, receives, lane)
@@ -222,7 +222,7 @@ class _SilentGroup(Group):
 
 
 def _round(peers: int, device: torch.device) -> Callable[[], object]:
-    """Return a round in which every device sends its sample to every other one."""
+    """Return a function that runs a round in which every device sends its sample to every other one."""
     devices = peers + 1
     src, dst, shape = Split(0, (1,) * devices), everywhere(devices), (devices, 2)
     move = Move(0, "forward", Value("x", shape, src), Value("y", shape, dst), "ring")
@@ -240,16 +240,16 @@ def _of_layer(kind: str, device: torch.device, measure: Callable[[Workload], flo
         return measure(work)
 
 
-TASK_SLICES = 2  # 40 ms with the usual slice, about as long as a layer of the benchmark nets
+TASK_SLICES = 2  # length of a task: 40 ms by default, about as long as a layer of the benchmark nets
 BLOCKS, TASKS, CALIBRATIONS, RESTED_TASKS, RINGS = 12, 5, 2, 2, 4
-SIDE = 96  # of the multiplied matrices: small, so that a task ends soon after its time
+SIDE = 96  # of the multiplied matrices; small, so that the number of products sets a task's length accurately
 MESSAGE_BYTES = 256
-RING_S, RING_BYTES = 0.01, 1 << 20  # bytes of a ring round: those of the slowest NIC in RING_S, at most RING_BYTES
+RING_S, RING_BYTES = 0.01, 1 << 20  # a ring round takes the slowest NIC RING_S, but has at most RING_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The CPU quota of this device: its share of one processor, and whether a quota limits it."""
+    """A device's share of one processor, and whether a CPU quota limits it."""
 
     share: float = 1.0
     limited: bool = False
@@ -281,7 +281,7 @@ def find_quota(group: Group) -> Quota | None:
 
 
 Blocks = dict[str, list[float]]
-"""What one device measured, one value per block. Seconds of a task ("alone"), of a task and its exchange ("together"), of each
+"""One device's measurements, one value per block. Seconds of a task ("alone"), of a task and its exchange ("together"), of each
 task before an exchange ("tasks"); processor seconds of an exchange after computing ("calls") and at rest ("rest_calls").
 Under a quota also seconds of a task after a rest ("rested"), and of a round in a ring at rest ("ring") and while all devices
 compute ("overlapped_ring")."""
@@ -292,8 +292,8 @@ class SyncOverhead(NamedTuple):
 
     Attributes:
         jitter_s: seconds by which the device delays an exchange.
-        overheads: overheads with the call times of exchanges after computing.
-        noise: of a device under a quota; None for every other one.
+        overheads: the overheads, with round and message times scaled to exchanges that follow computation.
+        noise: the noise model of a device under a quota; None without a quota.
     """
 
     jitter_s: tuple[float, ...]
@@ -313,9 +313,9 @@ def measure_sync(
     """Measure the cost of synchronisation. All devices call it and get the same value.
 
     Args:
-        clock: of this device; its slow-down counts.
-        overheads: of each device at rest.
-        quota: with it, tasks after rests and rounds in a ring are timed too.
+        clock: this device's clock, whose slowdown also slows the tasks.
+        overheads: each device's overheads at rest.
+        quota: if given, also time tasks after rests and rounds in a ring.
 
     Raises:
         DeviceLostError: a device did not answer within the group's time limit.
@@ -437,7 +437,7 @@ def _time_noise(
 
 
 def _task(group: Group, clock: Clock, now: Now, slice_s: float) -> Callable[[], None]:
-    """Return a computation of about `TASK_SLICES` slices, calibrated while all devices compute."""
+    """Return a function that computes for about `TASK_SLICES` slices, calibrated while all devices compute."""
     a = torch.ones(SIDE, SIDE, device=group.torch_device)
     out, count, tasks = torch.empty_like(a), 10, 1
 

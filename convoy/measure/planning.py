@@ -1,6 +1,6 @@
 """Measures the devices of a job, and plans on device 0.
 
-Measurements are kept in the user's cache folder, or in the folder that CONVOY_CACHE names. If that is empty, nothing is kept.
+Measurements are cached in the user's cache folder, or in the folder CONVOY_CACHE. If CONVOY_CACHE is empty, nothing is cached.
 """
 
 import hashlib
@@ -44,15 +44,15 @@ BUDGET_S = 20.0
 """Default seconds for measuring, for the plan "auto"."""
 
 UNCERTAIN = 2.0
-"""A prediction is too uncertain to choose by if the high end of its interval exceeds this multiple of the low end."""
+"""A prediction is too uncertain to choose a plan if the high end of its interval exceeds this multiple of the low end."""
 
-MOST_BYTES = 32 << 20  # of all kept measurements together; older ones are removed
+MOST_BYTES = 32 << 20  # size of the cache; the oldest measurements are removed
 
-FALLBACK = "data-by-speed"  # the plan if the devices' times stay too uncertain
+FALLBACK = "data-by-speed"  # the plan if the predictions are too uncertain
 
 
 class PlansOptions(PlanOptions, total=False):
-    """Keyword arguments of `make_plans`: those of `make_plan`, and more for "auto".
+    """Keyword arguments of `make_plans`: those of `make_plan`, and some for "auto".
 
     Attributes:
         optimizer: "sgd", "sgd-momentum" or "adam"; its state counts as memory.
@@ -81,8 +81,8 @@ def make_plans(
     for "auto" the predicted seconds of a step. Errors: see `make_plan`.
 
     Args:
-        plan: a name, or a plan (for example from a file): then only speeds are measured, and `reduce`, `wire` and
-            `outputs` replace the plan's own.
+        plan: a name, or a plan (for example from a file): then only speeds are measured, and the options `reduce`, `wire`
+            and `outputs` override the plan's values.
         options: see `PlansOptions`.
     """
     known_options = PlansOptions.__optional_keys__
@@ -93,7 +93,7 @@ def make_plans(
     if getattr(group, "entrance", None) is not None:
         # A joining device gets the job's plan on admission; until then it is alone.
         plan, options = "data", {**options, "speeds": None, "fleet": None, "reduce": None, "wire": None}
-    agree_on_modes(group)  # before the seconds of measuring
+    agree_on_modes(group)  # fails early, before measuring
     traced = trace(model, example)
     request = PlanRequest(
         traced.graph, batch, FleetKnowledge(ids=tuple(range(group.devices))), None if isinstance(plan, Plan) else plan,
@@ -114,7 +114,7 @@ def make_plans(
         return plan if isinstance(plan, Plan) else named_plan(plan, traced.graph, batch, by, request.reduce)
 
     speeds = given_speeds((1.0,) * group.devices if given is None else given, group.devices)
-    made(speeds).check(traced.graph, group.devices)  # before the seconds of measuring
+    made(speeds).check(traced.graph, group.devices)  # fails early, before measuring
     if given is None and group.devices > 1:
         _print(group, options, "every device times the model's layers ...")
         slowdown, precision = options.get("slowdown", 1.0), options.get("precision", "float32")
@@ -130,7 +130,7 @@ def make_plans(
 
 
 def given_speeds(numbers: Sequence[float], devices: int) -> Speeds:
-    """Return the speeds that a user gives instead of measured ones.
+    """Return speeds given by the user instead of measured ones.
 
     Raises:
         InputError: not one positive number per device.
@@ -148,7 +148,7 @@ def _progress(options: PlansOptions) -> Progress:
 
 
 def _print(group: Group, options: PlansOptions, *lines: str) -> None:
-    """Print to standard error on device 0 of several, unless the caller gave `progress`."""
+    """Print to standard error on device 0 if there are several devices and the caller gave no `progress`."""
     for line in lines if options.get("progress") is None and group.device == 0 and group.devices > 1 else ():
         print(f"convoy: {line}", file=sys.stderr, flush=True)
 
@@ -156,8 +156,8 @@ def _print(group: Group, options: PlansOptions, *lines: str) -> None:
 def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequest, options: PlansOptions) -> Plans:
     """Measure the devices unless their times are known; plan on device 0; send the plans to all.
 
-    One device plans, so that the other devices' processors do not disturb it. If the times vary too much, they are measured
-    once more; if they still do, the plan is `FALLBACK`.
+    Only one device plans, because devices that share a machine would slow each other. If the times vary too much, they are
+    measured once more; if they still do, the plan is `FALLBACK`.
     """
     progress, budget_s = _progress(options), options.get("budget_s", BUDGET_S)
     known, path = known_fleet(group, request, repr(model), options)
@@ -184,7 +184,7 @@ def _auto(group: Group, traced: TracedModel, model: nn.Module, request: PlanRequ
             break
     if not row["is_certain"]:
         does = f"the plan is {FALLBACK}" if row["fell_back"] else "this plan may be slow"
-        notes.append(f"the measured times varied too much to choose by: {does}; end what else runs on the devices")
+        notes.append(f"the measured times varied too much to choose a plan: {does}; end other programs on the devices")
     elif path is not None and known.measured is None and group.device == 0:
         keep(path, FleetKnowledge(measured=measured))
     _print(group, options, *row["lines"], *notes)
@@ -200,7 +200,7 @@ def _choice(request: PlanRequest, falls_back: bool) -> dict[str, Any]:
     """Return the chosen plans with their predictions, and lines that describe the first, as JSON values.
 
     Args:
-        falls_back: choose `FALLBACK` if the times are too uncertain, and it fits the memory.
+        falls_back: choose `FALLBACK` if the times are too uncertain and this plan fits the memory.
     """
     rows = choose(request)
     first, fell_back = rows[0], False
@@ -244,12 +244,12 @@ def _alone(group: Group, request: PlanRequest, known: FleetKnowledge, slowdown: 
 def known_fleet(
     group: Group, request: PlanRequest, model: str, options: PlanOptions
 ) -> tuple[FleetKnowledge, Path | None]:
-    """Return what device 0 knows of the fleet, and the file that keeps a measurement; None: nothing is kept.
+    """Return device 0's knowledge of the fleet, and the cache file of its measurement (None: no cache).
 
     Without a fleet file, CONVOY_FLEET names the description of an emulated fleet to measure.
 
     Args:
-        model: its modules as text. Kept times are only valid for the same model, batch, devices and versions.
+        model: the model's modules as text. Cached times are only valid for the same model, batch, devices and versions.
 
     Raises:
         InputError, MismatchError: see `FleetKnowledge.of_job` and `fit`.
@@ -284,7 +284,7 @@ def known_fleet(
 
 
 def cache_file(key: object) -> Path | None:
-    """Return the file for everything that times depend on, a JSON value; None if nothing is kept."""
+    """Return the cache file for a key, a JSON value with everything that times depend on; None without a cache."""
     folder = os.environ.get("CONVOY_CACHE")
     if folder is None:
         root = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -297,14 +297,14 @@ def cache_file(key: object) -> Path | None:
 
 
 def load_kept(path: Path) -> FleetKnowledge:
-    """Return the kept measurement; without one that can be read, nothing is known."""
+    """Return the cached measurement, or empty knowledge if the file is missing or invalid."""
     with suppress(InputError, ValueError, TypeError, KeyError):
         return FleetKnowledge.from_json(parse_json(read_text(path, "the measurement", "")))
     return FleetKnowledge()
 
 
 def keep(path: Path, known: FleetKnowledge) -> None:
-    """Write a measurement, and remove the oldest files above `MOST_BYTES`. A folder that cannot be written is ignored."""
+    """Cache a measurement, and remove the oldest ones beyond `MOST_BYTES`. Do nothing if the folder cannot be written."""
     with suppress(InputError, OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(known.to_json()))

@@ -1,7 +1,6 @@
-"""Chooses the sizes to time: for each layer a grid that fits the time, and the sizes in plans.
+"""Chooses the sizes to time: for each layer a grid that fits the time budget, then the exact sizes in the best plans.
 
-A grid reaches from one sample to the global batch, so it is coarse if time is short. A prediction needs exact times of a
-few sizes.
+A grid reaches from one sample to the global batch, so it is coarse if time is short.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +23,18 @@ from convoy.simulate.table import Measurement
 
 DIVISORS = (16, 8, 4, 2, 1)
 ENDS_SLICES = 175
-"""Slices that the ends of each axis may always take: seven sizes of short calls, with a margin of 2.5."""
+"""Slices allowed for the ends of each axis, even beyond the budget: seven sizes of short calls, with a margin of 2.5."""
 
 POINT_LIMIT_S = 1.5
 """A size that would take longer is not timed; its time is extrapolated from smaller ones (`convoy.simulate.compute`)."""
 
-CANDIDATES = 3  # number of best plans whose sizes are timed, because new times may change their order
+CANDIDATES = 3  # sizes of this many best plans are timed, because new times may change their order
 
 LEAST_FRACTION = 0.01
 """A plan's size is timed only if the layer takes more than this fraction of the device's compute time."""
 
 Expected = Callable[[LocalSize], float]
-"""Return the expected seconds of a size."""
+"""A function that returns the expected seconds of a size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def _fractions(whole: int, least: int = 1) -> tuple[int, ...]:
 
 
 def _every_second(axis: Sequence[int]) -> tuple[int, ...]:
-    """Return every second size from the last one back, and the first one."""
+    """Return the last size, every second one before it, and the first one."""
     return tuple(sorted({*axis[::-1][::2], *axis[:1]}))
 
 
@@ -116,12 +115,12 @@ def choose_axes(
 
 
 def timing_s(seconds: float, slice_s: float) -> float:
-    """Return about how long it takes to time a call of `seconds`."""
+    """Return about how many seconds it takes to time a call that runs for `seconds`."""
     return max(2 * ROUNDS * slice_s, 2.5 * seconds)
 
 
 def first_allowance_s(graph: Graph, names: Sequence[str], budget_s: float) -> float:
-    """Return the first layer's share of the seconds for all these layers, by the number of its sizes and by FLOP."""
+    """Return the seconds of the budget for the first of these layers, by its number of sizes and its FLOP."""
     total_flop = sum(graph[name].flop for name in names) or 1
     weights = [(6.0 if graph[name].weighted else 1.0) + 30 * graph[name].flop / total_flop for name in names]
     return budget_s * weights[0] / sum(weights)
@@ -135,8 +134,8 @@ def sizes_of_plans(measured: Measurement, graph: Graph, batch: int, alike: Mappi
     """For each device, return the untimed sizes of the named and the best plans, longest first.
 
     Args:
-        measured: from the grids only.
-        alike: for each layer, the layer that is timed for it.
+        measured: the times of the grids.
+        alike: for each layer, the equal layer that is timed instead.
     """
     costs = measured.costs(graph)
     known = {(p.device, p.layer, (p.samples, p.outputs, p.inputs)) for p in measured.layer}

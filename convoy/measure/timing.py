@@ -1,4 +1,4 @@
-"""Times repeated calls: in rounds, so that the pauses of a CPU quota are spread evenly, with caches as a step leaves them."""
+"""Times repeated calls in rounds, which spreads the pauses of a CPU quota evenly, with cold caches as in a training step."""
 
 import math
 import statistics
@@ -25,16 +25,16 @@ SLICE_S = 0.02
 
 ROUNDS, TURN_ROUNDS = 5, 2  # rounds of a workload that is timed once, and per turn if it is timed in several turns
 
-KNOWN_TO, LEAST_KNOWN = 0.02, 6  # times count as known at this relative standard error and this number of rounds
+KNOWN_TO, LEAST_KNOWN = 0.02, 6  # times are precise enough at this relative standard error and number of rounds
 
 MOST_ROUNDS, MOST_CALLS = 50, 10_000
 LONG = 15.0  # a call of this many slices spans enough periods of a quota and runs only twice
-HELD_BYTES, ACCELERATOR_HELD_BYTES = 64 << 20, 1 << 30  # that forward calls may keep for their backward calls
+HELD_BYTES, ACCELERATOR_HELD_BYTES = 64 << 20, 1 << 30  # the most that forward calls keep for backward calls
 FRESH_BYTES, MOST_FRESH = 4 << 20, 3  # a round is repeated if the process grew by this much, at most this often
 
 COLD_ROUNDS = 9
 CORE_BYTES, LAYERS_BYTES, PROCESSOR_BYTES = 4 << 20, 16 << 20, 32 << 20
-"""More than a core's caches; the part of a processor's caches that other layers replace; about all of those caches."""
+"""Sizes: more than a core's caches; the part of a processor's caches that other layers overwrite; about all its caches."""
 
 
 @contextmanager
@@ -54,8 +54,8 @@ class Workload:
     """The arithmetic of a layer at one size, with random inputs.
 
     Attributes:
-        gradient: of the output (index -> gradient for a layer with several outputs); None: no backward.
-        held_bytes: of inputs and outputs, which backward may keep.
+        gradient: gradient of the output (index -> gradient for a layer with several outputs); None: no backward.
+        held_bytes: bytes of inputs and outputs, which forward may save for backward.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Workload:
     held_bytes: int
 
     def forward(self) -> Any:
-        """Run forward and return what it keeps for backward."""
+        """Run forward, and return the values it saves for backward."""
         return self.run.forward(self.inputs, self.samples, True, self.wants)[1]
 
 
@@ -96,10 +96,10 @@ class Timing:
         return [forward + backward for forward, backward in zip(self.forward_s, self.backward_s, strict=True)]
 
     def times(self, *, steady: bool = False) -> Times:
-        """Return the seconds of a call, with the spread that five rounds of the same error would have.
+        """Return the seconds of a call, with the spread that five rounds with the same standard error would have.
 
         Args:
-            steady: the clock leaves out a quota's pauses. Then a longer round was disturbed, and the median is best. A wall
+            steady: the clock excludes a quota's pauses. Then a longer round was disturbed, and the median is best. A wall
                 clock includes pauses, as a step does, so the mean is best.
         """
         estimate = statistics.median if steady else typical
@@ -108,7 +108,7 @@ class Timing:
 
     @property
     def is_known(self) -> bool:
-        """Whether further rounds would change little."""
+        """Whether the times are precise enough, or no more rounds are allowed."""
         rounds_s = self.rounds_s
         return len(rounds_s) >= MOST_ROUNDS or (len(rounds_s) >= LEAST_KNOWN and median_error(rounds_s) <= KNOWN_TO)
 
@@ -116,7 +116,7 @@ class Timing:
 class ColdCaches:
     """A cache filler that acts like the other layers of a step. Its clock stops while it fills.
 
-    A step calls most things once, between layers that take milliseconds, and finds neither code nor data in a cache. On an
+    A step calls most functions once, between layers that take milliseconds, so neither code nor data are in a cache. On an
     EPYC, cold copies took 2.2 times as long, additions 1.6 times, the optimizer 1.8 times. Accelerators need no filling.
     """
 
@@ -125,7 +125,7 @@ class ColdCaches:
         self._bytes = torch.zeros(filled_bytes // 4) if device.type == "cpu" else torch.zeros(0)
 
     def fill(self, made: Iterable[Any] = ()) -> None:
-        """Replace the contents of the caches, except tensors that the previous layer has just `made`."""
+        """Overwrite the caches, then load the tensors `made`, which the previous layer would have left there."""
         start_s = self._clock()
         self._bytes.add_(1.0)
         for tensor in made:
@@ -162,12 +162,12 @@ class RoundTimer:
     """A timer of workloads on one device, round by round.
 
     Args:
-        clock: of the device; its slow-down counts.
-        now: reads seconds once the device has finished its work. None: the wall clock.
+        clock: the device's clock, which also applies its slowdown.
+        now: returns seconds after the device has finished its work. None: the wall clock.
         slice_s: seconds of one slice.
         steady: see `Timing.times`.
-        cold: fill the caches before each call of a workload that a core's caches do not hold. (A smaller one would find even
-            Python cold each time, unlike in a step.)
+        cold: overwrite the caches before each call of a workload larger than a core's caches. (A smaller one would find even
+            Python's own data cold each time, unlike in a step.)
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class RoundTimer:
     ) -> None:
         self.clock, self.slice_s, self.steady = clock, slice_s, steady
         self.now = now or device_now(clock.device)
-        # In a step the host runs ahead of an accelerator. Waiting for each call would add the host's time: a ResNet-18 on an
-        # H200 was predicted three times too long. See also `Overheads.queue_s`.
+        # In a step the host runs ahead of an accelerator. Waiting for each call would add the host's time, which made the
+        # predicted step of a ResNet-18 on an H200 three times too long. See also `Overheads.queue_s`.
         self._queues = clock.device.type != "cpu" and clock.slowdown == 1
         self.cold = ColdCaches(clock.device, self.now, LAYERS_BYTES) if cold and clock.device.type == "cpu" else None
 
@@ -203,7 +203,7 @@ class RoundTimer:
         done, spent_s = 0, sum(first)
 
         def calls(row_s: Sequence[float], first_s: float, most: int) -> int:
-            # By the mean so far: a single call may have met no pause of a quota, or a whole one.
+            # Use the mean so far: a single call contains a whole pause of a quota or none.
             mean_s = statistics.fmean(row_s) if row_s else first_s
             return max(1, min(most, round(slice_s / max(mean_s + fill_s, 1e-7))))
 
@@ -226,7 +226,7 @@ class RoundTimer:
         outputs up to ten times slower.
         """
         kept: list[Any] = []
-        # One more for the queue, whose length is tried with one call.
+        # One more on an accelerator, because one call is timed before the queued calls.
         keeps = 0 if work.gradient is None else backwards + self._queues
 
         def forward() -> None:
@@ -265,7 +265,7 @@ class RoundTimer:
         return (now() - start_s) / count
 
 
-MOST_QUEUED = 100  # the most calls queued together: an accelerator's queue holds about a thousand kernels
+MOST_QUEUED = 100  # calls queued together, at most: an accelerator's queue holds about a thousand kernels
 
 PLUG_SIDE, MOST_PLUG_SIDE, PLUG_S, MOST_PLUG_S = 512, 8192, 3e-4, 0.05
 """Matrix sides to try; seconds that one product should take (launching it takes the host 1e-5); most seconds of products."""
@@ -273,7 +273,7 @@ PLUG_SIDE, MOST_PLUG_SIDE, PLUG_S, MOST_PLUG_S = 512, 8192, 3e-4, 0.05
 
 @cache
 def _plug(device: torch.device) -> tuple[torch.Tensor, float]:
-    """Return a square matrix and the seconds of its product with itself, which take longer on the device than on the host."""
+    """Return a matrix and the device seconds of its product with itself, which are longer than the host's launch of it."""
     side, each_s = PLUG_SIDE, 0.0
     while each_s < PLUG_S and side <= MOST_PLUG_SIDE:
         matrix = torch.ones(side, side, device=device)
@@ -293,7 +293,7 @@ def queued_seconds(
 ) -> tuple[float, float]:
     """Return the device's seconds of `calls` calls, and the host's seconds to queue them.
 
-    The device has other work for `plug_s` first, so that it does not wait for the host between calls.
+    First the device gets other work for `plug_s`, so that it does not wait for the host between calls.
     """
     matrix, each_s = _plug(device)
     finish(device)
@@ -324,11 +324,11 @@ def _resident_bytes() -> int:
 
 
 ERROR_OF_SPREAD = 0.21
-"""The standard error of the typical of five values, relative to their range (see `convoy.simulate.interval`)."""
+"""The standard error of `typical` of five values, as a fraction of their range (see `convoy.simulate.interval`)."""
 
 
 def typical(values: Sequence[float]) -> float:
-    """Return the faster of two, the median of three or four, the mean of the middle half of five or more.
+    """Return the smaller of two values, the median of three or four, or the mean of the middle half of five or more.
 
     Under a quota a slice holds one of two numbers of pauses, and a median would fall on one of them.
     """
@@ -341,7 +341,7 @@ def typical(values: Sequence[float]) -> float:
 
 
 def median_error(values: Sequence[float]) -> float:
-    """Return the relative standard error of the median: n / 2 values are below it, plus or minus sqrt(n) / 2."""
+    """Return the relative standard error of the median, half the range between the ranks n / 2 +- sqrt(n) / 2."""
     rows, middle, away = sorted(values), (len(values) - 1) / 2, len(values) ** 0.5 / 2
 
     def at(place: float) -> float:

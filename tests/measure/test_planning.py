@@ -93,7 +93,7 @@ def test_uncertain_times_are_measured_again_then_split_by_speed(monkeypatch: pyt
     assert job.measurements == 2
     named = named_plan("data-by-speed", plans.request.graph, 8, plans.speeds)
     assert list(plans) == [named.named("auto")]
-    assert "varied too much to choose by: the plan is data-by-speed" in plans.notes[0]
+    assert "varied too much to choose a plan: the plan is data-by-speed" in plans.notes[0]
     assert not folder.exists(), "such times are not kept"
 
 
