@@ -91,8 +91,11 @@ def chosen_forward(module: nn.Module) -> str:
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether a module is computed as a batch norm, whose statistics several devices share."""
-    changed = has_hooks(module) or bool(replaced_by_hand(module))
-    return isinstance(module, _BatchNorm) and type(module) in MODULES and not changed
+    return (
+        isinstance(module, _BatchNorm)
+        and type(module) in MODULES
+        and not (has_hooks(module) or replaced_by_hand(module))
+    )
 
 
 def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
