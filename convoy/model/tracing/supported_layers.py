@@ -91,11 +91,8 @@ def chosen_forward(module: nn.Module) -> str:
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether a module is computed as a batch norm, whose statistics several devices share."""
-    return (
-        isinstance(module, _BatchNorm)
-        and type(module) in MODULES
-        and not (has_hooks(module) or replaced_by_hand(module))
-    )
+    changed = has_hooks(module) or bool(replaced_by_hand(module))
+    return isinstance(module, _BatchNorm) and type(module) in MODULES and not changed
 
 
 def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
@@ -105,7 +102,6 @@ def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
     if conv.padding == "same":
         both = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
         return None if any(total % 2 for total in both) else tuple(total // 2 for total in both)
-    assert not isinstance(conv.padding, str)
     return tuple(conv.padding)
 
 
