@@ -233,16 +233,16 @@ class Executor:
         """Run backward.
 
         Args:
-            left: unsummed gradients of earlier micro-batches, added before the sums.
+            left: unsummed gradients of earlier micro-batches, added before the all-reduces.
 
         Returns:
             the gradients of the local parameters, by key, each in its own memory; and those of the inputs, None where this
             device gets none.
         """
-        program = self._with(tape.program, output_gradients, frozenset(left or ()))
+        program = self._variant(tape.program, output_gradients, frozenset(left or ()))
         buffers: Buffers = {ops.output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
-        # Earlier micro-batches left the summed shard of a sharded parameter, not a summand: add it after the sums.
+        # For a sharded parameter, earlier micro-batches left a summed shard: add it after the reduce-scatter.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         # After a regroup, sums of this backward must not send to the new group.
         sums = Sums(present(self.group), program.sums, self.slots, self._worker)
@@ -274,8 +274,8 @@ class Executor:
         assert parameter is not None
         return parameter
 
-    def _with(self, program: Program, output_gradients: Sequence[Tensor | None], left: frozenset[str]) -> Program:
-        """Return the variant of a program for missing output gradients and gradients left unsummed."""
+    def _variant(self, program: Program, output_gradients: Sequence[Tensor | None], left: frozenset[str]) -> Program:
+        """Return the program compiled for these missing output gradients and these unsummed gradients."""
         missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
         missing &= set(program.program.output_gradients)
         key = (missing, left if missing else frozenset())
@@ -384,14 +384,14 @@ def _call_checked(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any],
     found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
     if found != layer.batch_shape(samples):
         raise InputError(
-            f"after its hooks, layer {layer.name!r} gives {found}, without them {layer.batch_shape(samples)}: hooks may change "
-            "numbers; change shapes in a forward"
+            f"after its hooks, layer {layer.name!r} gives {found}, without them {layer.batch_shape(samples)}: hooks may "
+            "change values, but not shapes; change shapes in forward()"
         )
     return y
 
 
 Expected = Callable[[Layer, Phase, ops.LocalSize], float]
-"""Function that returns the expected seconds of one phase of a layer's local part."""
+"""Function that returns the expected seconds of one phase (forward, backward) of a layer on its local shard."""
 
 
 def by_arithmetic(layer: Layer, _phase: Phase, size: ops.LocalSize) -> float:
@@ -406,7 +406,7 @@ CHECKED_DEVICES = 16
 """Largest fleet whose programs are checked against each other before the first step: more would take seconds."""
 
 StateDevices = dict[str, set[int]]
-"""Devices on which each layer that changes its own state has run."""
+"""For each layer that changes its own state, the devices that have run it."""
 
 
 class ProgramCache:
@@ -414,10 +414,10 @@ class ProgramCache:
 
     Args:
         executors: one per mode (True: training).
-        state_devices: kept when the plan changes, because the layers' state is.
+        state_devices: shared by successive plans, because layers keep their state when the plan changes.
 
     Attributes:
-        programs: by mode, batch size, destination of input gradients, and kind of micro-batch.
+        programs: by mode, batch size, requested input gradients, and kind of micro-batch.
     """
 
     def __init__(self, in_use: PlanInUse, executors: Mapping[bool, Executor], state_devices: StateDevices) -> None:
