@@ -104,8 +104,7 @@ class Members:
     """The membership of one device in an elastic training. Every device creates one before the first step.
 
     It takes snapshots after steps, and copies the shards that only this device has to the next device. When a device is lost,
-    the others regroup, return to the last step that all have finished, plan again, and continue. The weights develop as in
-    training on one device.
+    the others regroup, return to the last step that all have finished, plan again, and continue as one device would.
 
     Args:
         model, optimizers: the model and all optimizers of its parameters.

@@ -326,8 +326,7 @@ class Membership:
     # --- regrouping, on the main thread --------------------------------------------------------------------------------
 
     def regroup(self, error: ConvoyError) -> None:
-        """Form a group with the devices that remain or join. DeviceLostError: this device cannot continue, or no meeting
-        succeeded in time."""
+        """Form a group of the devices that remain or join. DeviceLostError: this device must stop, or no meeting succeeded."""
         present = self.group.present
         if isinstance(present, JoinedGroup):
             present.abort(error)
