@@ -13,9 +13,8 @@ from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.planner.payoff import LINKS, Forecast
-from convoy.planner.prediction import PlanPrediction
+from convoy.planner.prediction import PlanPrediction, spare_price
 from convoy.planner.request import PlanRequest
-from convoy.planner.snapshot_cost import spare_price
 from convoy.report.measured import remarks
 from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.report.screen import Screen, print_table

@@ -15,8 +15,7 @@ from convoy.errors import InputError
 from convoy.layout.layout import Split, holders
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, bind_operation
-from convoy.model.tracing.layer_builder import is_of_user
-from convoy.model.tracing.python_state import refuse_changes, subtree
+from convoy.model.tracing.python_state import is_of_user, refuse_changes, subtree
 from convoy.plan import device_program as ops
 from convoy.plan.compile import check_programs, compile_all, compile_device, without_gradients
 from convoy.plan.lower import lower
