@@ -101,10 +101,7 @@ def parse_toml(text: str, source: str, remedy: str = "correct that line") -> dic
     try:
         table = tomllib.loads(text)
         _check_depth(text, table)
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # TOMLDecodeError is a ValueError; an integer of 5,000 digits raises one
+    except (RecursionError, ValueError) as error:  # TOMLDecodeError is a ValueError
         why = _TOO_DEEP if isinstance(error, RecursionError) else error
         raise InputError(f"{source}: not TOML: {why}; {remedy}") from None
     return table

@@ -1,8 +1,7 @@
 """Wait with a time limit, end with the launcher, and handle signals that make a device leave or end.
 
 SIGTERM makes a device leave after the step. SIGUSR1 ends the training on all devices. A machine that shuts down sends SIGTERM
-both to a device and to its launcher. So the launcher forwards its SIGTERM as SIGUSR2, which does not count as a second
-SIGTERM.
+to a device and to its launcher. So the launcher forwards its own as SIGUSR2, which does not count as a second SIGTERM.
 """
 
 import os
@@ -43,8 +42,7 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 def watch_parent() -> None:
     """End this process when its launcher ends or is killed.
 
-    Only the launcher holds the write end of a pipe, so the end of the launcher closes it. CONVOY_PARENT_PIPE is the number of
-    the read end; without it, do nothing.
+    Only the launcher holds the write end of a pipe. CONVOY_PARENT_PIPE is the number of the read end; if unset, do nothing.
     """
     # Remove the variable: in a child process the number would mean another file.
     number = os.environ.pop("CONVOY_PARENT_PIPE", "")
