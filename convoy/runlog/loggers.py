@@ -93,10 +93,7 @@ class Logger(Observer):
             self._report(f"{self.name} is slower than the training: some numbers are dropped")
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait at most `CLOSE_S` seconds until the sink has written all rows and is closed.
-
-        `failed`: whether the training failed.
-        """
+        """Wait at most `CLOSE_S` until the sink has written all rows and is closed. `failed`: the training failed."""
         self._has_failed = failed
         self._rows.put(None)
         self._thread.join(CLOSE_S)
