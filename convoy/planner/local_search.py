@@ -1,8 +1,8 @@
 """Improves a plan by local search: applies small changes while the simulated time gets shorter.
 
-The analytic model adds up layers. A simulation also contains waiting, and the processor time of messages on each
-device. So the search changes strategies, then sums, chunks and shares. Shares change by coupled axes
-(`convoy.plan.coupling`), so that no change adds a move.
+The analytic model only adds up layers; a simulation also contains waiting, and each device's processor time for messages. So
+this search changes strategies, then sums, chunks and shares. Coupled axes (`convoy.plan.coupling`) change together, so that
+no change adds a move.
 """
 
 import itertools
@@ -35,19 +35,19 @@ ROUNDS = 4
 """The most corrections of shares."""
 
 NEIGHBOURS = 48
-"""The most small changes of shares: simulating a deep net takes a tenth of a second."""
+"""The most small changes of shares to try: simulating a deep net takes a tenth of a second."""
 
 PARTS = 64
-"""A small change moves this fraction of coupled axes, or one unit."""
+"""A small change moves 1 / PARTS of the units of coupled axes, but at least one unit."""
 
 DEEP = 100
-"""In nets with more layers fewer plans are tried, because simulations take long."""
+"""In nets with more layers, fewer plans are tried, because simulations take long."""
 
 GAIN = 1e-3
-"""Smaller gains are noise."""
+"""Smaller relative gains are noise."""
 
 Better = Iterator[Candidate]
-"""Candidates with simulated seconds, each faster than the previous one; empty if no change helps."""
+"""Improved candidates with simulated seconds, each faster than the previous one; empty if no change helps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Simulated:
     """The simulation of a plan, as a mean over the micro-batches of a step.
 
     Attributes:
-        busy_s: by device, computing, copying and adding.
-        waits_s: by device.
+        busy_s: by device, seconds of computing, copying and adding.
+        waits_s: by device, seconds of waiting for messages.
     """
 
     step_s: float
@@ -68,8 +68,8 @@ class LocalSearch:
     """A local search over plans of one model on one fleet.
 
     Args:
-        fits: whether a plan may be used, for example whether it fits the devices' memory.
-        reduces: collectives to try.
+        fits: returns whether a plan may be used, for example whether it fits the devices' memory.
+        reduces: values of `Plan.reduce` to try.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class LocalSearch:
     def shorter(self, plan: Plan, than_s: float) -> Simulated | None:
         """Return the simulation of a plan if its step is shorter than `than_s` and the plan may be used."""
         steps = self.model.steps(plan)
-        # Most plans need no simulation: a device computes for too long.
+        # Most plans need no simulation, because one device's layers alone take longer.
         if self._key(plan) not in self.known and max(computing_s(steps, self.model.graph, self.costs)) >= than_s:
             return None
         found = self.simulated(plan)
         return found if found.step_s < than_s and self.fits(plan) else None
 
     def change_strategies(self, start: Candidate, order: Sequence[int]) -> Better:
-        """Change the strategies of one or two layers at a time, with and without chunks, while it helps.
+        """Change the strategies of one or two layers at a time, with and without chunks, until no change helps.
 
         Args:
             order: all devices, the fastest first.
@@ -140,7 +140,7 @@ class LocalSearch:
                         yield Candidate(other, least_s, start.devices)
 
     def change_exchanges_and_shares(self, start: Candidate) -> Better:
-        """Try other sums, moves in chunks, and shares divided by each device's busy time."""
+        """Try other `reduce` values, moves in chunks, and shares divided by each device's busy time."""
         plan, found = start.plan, self.simulated(start.plan)
         changes: list[dict[str, Any]] = [{"reduce": reduce} for reduce in self.reduces if reduce != plan.reduce]
         in_chunks = self.model.steps(replace(plan, chunks=min(CHUNKS[0], plan.batch))).steps
@@ -159,14 +159,14 @@ class LocalSearch:
             yield Candidate(plan, found.step_s, start.devices)
 
     def balanced(self, plan: Plan, busy_s: Sequence[float]) -> Plan:
-        """Divide every share by its device's busy time."""
+        """Return the plan with every share divided by its device's busy time, then rescaled."""
         for axes in coupled_axes(plan, self.model.graph):
             weights = [n / busy if busy else 0.0 for n, busy in zip(axes.units, busy_s, strict=True)]
             plan = with_units(plan, axes, apportion(sum(axes.units), weights))
         return plan
 
     def keep_otherwise(self, start: Candidate, speeds: Sequence[float]) -> Better:
-        """Try to keep replicated weights as copies, or sharded by speed or evenly over some or all devices."""
+        """Try to store replicated weights as copies, or as shards: by speed or evenly, over some or all devices."""
         graph, placed = self.model.graph, placements(start.plan, self.model.graph)
         names = [name for name, each in placed.items() if _uses_copies(graph[name], each)]
         if not names:
@@ -185,10 +185,10 @@ class LocalSearch:
                 yield Candidate(other, least_s, start.devices)
 
     def move_units(self, start: Candidate) -> Better:
-        """Move a sample or a few filters from one device to another, while it helps.
+        """Move a sample or a few filters from one device to another, until no such change helps.
 
-        `balanced` overshoots if a sample is a tenth of a device's work, and never removes a device with little work. So this
-        tries all pairs of devices, first from the one that waits least to the one that waits most.
+        `balanced` is too coarse if a sample is a tenth of a device's work, and never removes a device with little work. This
+        tries all pairs of devices, first from the device that waits least to the one that waits most.
         """
         plan, found = start.plan, self.simulated(start.plan)
         tried = {content(plan)}
@@ -207,7 +207,7 @@ class LocalSearch:
                 return
 
     def _neighbours(self, plan: Plan, found: Simulated) -> Iterator[Plan]:
-        """Yield plans with a few units of coupled axes moved, unless the moved work is negligible."""
+        """Yield plans in which a few units of coupled axes move to another device. Skip changes of negligible work."""
         every = itertools.permutations(range(plan.devices), 2)
         pairs = sorted(every, key=lambda pair: found.waits_s[pair[0]] - found.waits_s[pair[1]])
         longest = layers_s(self.model.steps(plan), self.model.graph, self.costs)

@@ -24,14 +24,14 @@ from convoy.planner.search import Candidate, Search, batch_shares, in_order, mod
 from convoy.simulate.memory import fewest_micro_batches, memory_of_steps, micro_batch_words, most_bytes
 
 SIMULATION_WORK = 300_000
-"""Limit on layers times devices^4 for simulation. Its time grows with the layers, and with the concurrent messages that
-share the network."""
+"""Plans are simulated up to this product of layers and devices^4, because the time grows with layers and concurrent
+messages."""
 
 NAMED_DEVICES = 16
-"""Named plans are compared up to this number of devices: each is priced by a search over all devices."""
+"""Named plans are compared up to this number of devices, because computing the cost of each takes a search over all devices."""
 
 SEARCHED_WORK = 400
-"""Up to this product of devices and layers, every number of devices is searched."""
+"""Up to this product of devices and layers, the planner searches plans for every number of devices."""
 
 SHALLOW = 4
 """In nets with more weighted layers, local search does not change strategies."""
@@ -44,13 +44,13 @@ SIMULATED, SIMULATED_SHARDED = 12, 4
 
 FAR = 3.0
 """In nets with more than `DEEP` layers, a named plan is simulated only if the analytic model predicts at most this multiple
-of the best time: simulating a plan that sends every tensor takes longest."""
+of the best time. (Plans that send every tensor are slow to simulate.)"""
 
 IMPROVED = 6
 """The number of plans whose exchanges and shares local search changes."""
 
 MEMORY_ATTEMPTS = 8
-"""The most times that samples are moved off overfilled devices."""
+"""The most times that samples are moved away from devices whose memory is too small."""
 
 
 def plan_auto(request: PlanRequest) -> Plan:
@@ -63,13 +63,13 @@ def plan_auto(request: PlanRequest) -> Plan:
 
 
 def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidate]:
-    """Return plans for some numbers of devices, and the named plans, the shortest predicted step first.
+    """Return plans for several numbers of devices, and the named plans, the shortest predicted step first.
 
     The order is deterministic. Either all times are simulated, or all are from the analytic model. For deep nets, clearly
     slower named plans are dropped.
 
     Args:
-        simulated: False: use only the analytic model, which is quick and less exact.
+        simulated: False: use only the analytic model, which is quick but less exact.
 
     Raises:
         PlanError: no plan fits; the message describes the closest attempt.
@@ -91,10 +91,10 @@ def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidat
 
 
 def quick_candidates(request: PlanRequest, enough: int = 1) -> list[Candidate]:
-    """Return up to `enough` plans that fit, by the analytic model: for callers that plan many times.
+    """Return up to `enough` best plans that fit the memory, by the analytic model. For callers that plan often.
 
-    It searches the two, four, ... fastest devices, and splits the batch by speed over each number of the fastest. If no plan
-    fits, it tries plans that save memory. If none of these fits either, the list is empty.
+    Search plans for the two, four, ... fastest devices, and add plans that split the batch by speed over each number of the
+    fastest. If no plan fits, try plans that save memory. If none of these fits either, the list is empty.
     """
     model = CostModel(request)
     order, speeds = _fastest_first(request), request.speeds.devices
@@ -115,7 +115,7 @@ def _fastest_first(request: PlanRequest) -> list[int]:
 
 
 def _some_counts(devices: int) -> list[int]:
-    """Return 1, 2, 3, 4, 6, 9, 13, ... up to a number of devices."""
+    """Return 1, 2, 3, 4, 6, 9, 13, ..., `devices`."""
     counts = [1]
     while counts[-1] < devices:
         counts.append(min(devices, max(counts[-1] + 1, counts[-1] * 3 // 2)))
@@ -131,7 +131,7 @@ def _fits(plan: Plan, model: CostModel) -> bool:
 
 
 def _needs(plan: Plan, model: CostModel) -> tuple[int, ...]:
-    """Return the bytes that a plan needs by device; an upper limit if that fits."""
+    """Return the bytes that a plan needs on each device, or upper limits if these already fit."""
     graph, request, itemsize = model.graph, model.request, model.costs.itemsize
     most = most_bytes(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
     if not request.limits.excess(most):
@@ -141,7 +141,7 @@ def _needs(plan: Plan, model: CostModel) -> tuple[int, ...]:
 
 
 def _that_fit(model: CostModel, found: Sequence[Candidate], order: Sequence[int]) -> list[Candidate]:
-    """Return the plans that fit, in order. If the fastest one does not fit, add plans that save memory.
+    """Return the plans that fit the memory, fastest first. If the fastest plan does not fit, add plans that save memory.
 
     Raises:
         PlanError: no plan fits.
@@ -152,7 +152,7 @@ def _that_fit(model: CostModel, found: Sequence[Candidate], order: Sequence[int]
         rows += _saving_memory(model, order)
     fitting = in_order(each for each, needs in rows if not request.limits.excess(needs))
     if not fitting:
-        # Name the fewest micro-batches with which a step fits.
+        # For the message: the smallest number of micro-batches with which a step fits.
         count = fewest_micro_batches(model.batch, lambda n: bool(quick_candidates(request.split(model.batch // n))))
         remedy = "" if count is None else micro_batch_words(request.graph, request.micro_batches * count)
         attempts = [needs for _, needs in rows]
@@ -163,23 +163,23 @@ def _that_fit(model: CostModel, found: Sequence[Candidate], order: Sequence[int]
 def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Candidate, tuple[int, ...]]]:
     """Yield plans that need little memory, with their bytes per device.
 
-    First, the layers with most weights are split by filters and channels. Then the batch is split, with weights copied,
-    sharded by memory, or also freed after use; samples move from overfilled devices to others until the plan fits.
+    First, split the layers with most weights by filters and channels. Then split the batch, with weights copied, sharded by
+    memory, or sharded and freed after use, and move samples from devices with too little memory to others until it fits.
     """
     graph, limits = model.graph, model.request.limits
-    # In a ring, less of a tensor arrives at once than directly.
+    # A ring sum needs smaller receive buffers than a direct sum.
     model = model.with_reduce(model.request.reduce or "ring")
     parts = [min(limits.bytes_of(d), 1e18) if d in order else 0.0 for d in range(model.devices)]
     heavy = sorted((e for e in graph.weighted if e.sums_channels and not e.shared), key=lambda e: -e.entries)
-    ways = itertools.product((1, 2, 3, len(heavy)), (["filter"], ["filter", "channel"], ["channel", "filter"]))
-    for (count, kinds), n in itertools.product(ways, _some_counts(len(order))[1:]):
+    attempts = itertools.product((1, 2, 3, len(heavy)), (["filter"], ["filter", "channel"], ["channel", "filter"]))
+    for (count, kinds), n in itertools.product(attempts, _some_counts(len(order))[1:]):
         split = [layer.name for layer in graph.weighted if layer in heavy[:count]]
         only = dict(zip(split, itertools.cycle(kinds), strict=False))
         for weights in ([], [part if d in order[:n] else 0.0 for d, part in enumerate(parts)]):
             found = Search(model, order[:n], only, weights).run()[0]
             yield found, _needs(found.plan, model)
     forms: list[dict[str, Sharding]] = [{}]
-    if 1 < len(order) <= DIRECT_DEVICES:  # each sends a shard to each
+    if 1 < len(order) <= DIRECT_DEVICES:  # with shards, each device sends to all others
         keep = Sharding(apportion(SHARE_UNITS, parts))
         names = [layer.name for layer in graph.layers.values() if can_shard(layer)]
         forms += [dict.fromkeys(names, how) for how in (keep, replace(keep, form="free")) if names]
@@ -199,7 +199,7 @@ def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Can
 
 
 def _moved_off(samples: Sequence[int], needs: Sequence[int], plan: Plan, model: CostModel) -> list[int] | None:
-    """Move samples from overfilled devices to others; return None if all fit, or if no device has room."""
+    """Move samples from devices with too little memory to others. Return None if all fit, or if the others have no room."""
     limits, request = model.request.limits, model.request
     excess = limits.excess(needs)
     memory = memory_of_steps(model.steps(plan), model.graph, optimizer=request.optimizer, itemsize=model.costs.itemsize)
@@ -220,7 +220,7 @@ def _moved_off(samples: Sequence[int], needs: Sequence[int], plan: Plan, model: 
 
 
 def _by_simulation(model: CostModel, found: Sequence[Candidate], order: Sequence[int]) -> list[Candidate]:
-    """Simulate the best plans, improve them by local search, and return all of them, fastest first."""
+    """Simulate the best plans, and improve them by local search. Return all simulated plans, fastest first."""
     reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.reduce is None else ()
     local = LocalSearch(model, lambda plan: _fits(plan, model), reduces)
     shortlist = _shortlist(model, found)
@@ -247,12 +247,11 @@ def _shortlist(model: CostModel, found: Sequence[Candidate]) -> list[Candidate]:
     deep = len(model.graph.layers) > DEEP
     shortlist = copies
     if len(copies) * len(model.graph.layers) > ALL_WORK:
-        # The best, and the best of each number of devices: the model is least exact about waiting of many devices.
+        # The best plans, and the best for each number of devices, because the model errs most for many devices.
         best_of = {each.devices: each for each in reversed(copies)}
         others = [each for _, each in sorted(best_of.items())]
-        # The model is inexact for small batches with short moves and sums, so named plans always take part.
+        # The model is inexact for small batches with short moves and sums, so add the named plans.
         most_s = FAR * found[0].step_s if deep else math.inf
         others += [each for each in copies if each.plan.name != "auto" and each.step_s <= most_s]
         shortlist = copies[:SIMULATED] + [each for each in others if each not in copies[:SIMULATED]]
-    # Sharded plans come in addition to the others.
     return shortlist + [each for each in found if each.plan.sharded][: 1 if deep else SIMULATED_SHARDED]
