@@ -171,7 +171,7 @@ REACH, TRIED, FEWER = 0.25, 3, 0.75
 fraction of the previous plan's messages."""
 
 REACH_ALONE = 0.6
-"""The most extra time of a plan for one device alone. It is larger, because for a ResNet-8 such a plan was a quarter faster than
+"""The most extra time of a plan for one device alone. It is larger: for a ResNet-8 such a plan was a quarter faster than
 a plan for three devices that was predicted to take a third less time."""
 
 
