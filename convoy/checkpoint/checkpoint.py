@@ -166,7 +166,7 @@ def try_to_save(
         progress=progress, score=score, settings=settings, optimizer=saved, others=others, files={}, finite=finite
     )
     streams = _streams(shards, optimizer, saved)
-    if not shards.is_first:
+    if shards.group.device != 0:
         _drain(streams)
 
     def fill(draft: Path) -> None:
@@ -194,7 +194,12 @@ def try_to_save(
         except OSError as error:
             _drain(streams)
             size_bytes = sum(spec.size_bytes for stream in streams.values() for spec in stream.specs.values())
-            return None, _unwritten(folder, progress, size_bytes, error)
+            what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror or error}"
+            room = ""
+            with suppress(OSError):
+                room = f", {shutil.disk_usage(folder).free:,} are free there"
+            remedy = f"it has {size_bytes:,} bytes{room}: make room there, or name another folder"
+            return None, f"{what} ({error.filename or folder}); {remedy}. Earlier checkpoints are as they were"
 
     path, why = from_first(shards.group, "checkpoint: written", write)
     return None if path is None else Path(path), why
@@ -227,15 +232,6 @@ def _drain(streams: Mapping[str, TensorStream]) -> None:
     for stream in streams.values():
         for _ in stream.tensors:
             pass
-
-
-def _unwritten(folder: Path, progress: Progress, size_bytes: int, error: OSError) -> str:
-    room = ""
-    with suppress(OSError):
-        room = f", {shutil.disk_usage(folder).free:,} are free there"
-    what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror or error}"
-    remedy = f"it has {size_bytes:,} bytes{room}: make room there, or name another folder"
-    return f"{what} ({error.filename or folder}); {remedy}. Earlier checkpoints are as they were"
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -279,10 +275,8 @@ def load_checkpoint(
         _check_same(path, read_specs(path / MODEL), shards.specs, remedy)
         check_settings(path, manifest, encode(dict(settings or {}), "settings"))
         if optimizer is not None and groups is not None:
-            saved, remedy = (
-                manifest.optimizer,
-                "give what the run began with, or load the weights alone, without optimizer",
-            )
+            saved = manifest.optimizer
+            remedy = "give what the run began with, or load the weights alone, without optimizer"
             there = {"the optimizer": "missing" if saved is None else saved.name}
             here = {"the optimizer": type(optimizer).__name__}
             there |= _group_of([] if saved is None else [group.parameters for group in saved.groups])
@@ -291,9 +285,7 @@ def load_checkpoint(
             here |= {f"the {name}": type(each).__name__ for name, each in others.items() if each is not None}
             _check_same(path, there, here, remedy)
             if saved is not None:
-                wanted = {
-                    f"{key}/{name}": Spec(shards.shapes.get(key, ()), dtype) for key, name, dtype in saved.tensors()
-                }
+                wanted = {f"{k}/{name}": Spec(shards.shapes.get(k, ()), dtype) for k, name, dtype in saved.tensors()}
                 _check_same(path / OPTIMIZER, read_specs(path / OPTIMIZER), wanted, _instead(path))
         return [str(path), manifest.model_dump_json()]
 
@@ -301,7 +293,7 @@ def load_checkpoint(
         return Progress()
     path, manifest = Path(found[0]), Manifest.model_validate_json(found[1])
     types = {key: spec.dtype for key, spec in shards.specs.items()}
-    with reading(path / MODEL, types, here=shards.is_first) as read:
+    with reading(path / MODEL, types, here=shards.group.device == 0) as read:
         for key, own in shards.shards.items():
             if (shard := shards.scatter(key, read(key))) is not None:
                 own.copy_(shard)
@@ -320,7 +312,7 @@ def _restore(shards: ModelShards, optimizer: Optimizer, saved: SavedOptimizer, p
         group.update(decode(settings.settings))
     optimizer.state.clear()
     types = {f"{key}/{name}": dtype for key, name, dtype in saved.tensors()}
-    with reading(path, types, here=shards.is_first) as read:
+    with reading(path, types, here=shards.group.device == 0) as read:
         for group in optimizer.param_groups:
             on_cpu = not (group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
@@ -367,6 +359,22 @@ def check_settings(path: Path, manifest: Manifest, here: Mapping[str, Any]) -> N
     """Raise InputError if settings, as `encode` writes them, differ from the saved ones of the same names."""
     there = {name: manifest.settings.get(name) for name in here}
     _check_same(path, there, here, "give the same settings, or start a new run in another folder")
+
+
+def check_resume(folder: Path, resume: bool, settings: Mapping[str, Any], epochs: int) -> None:
+    """Raise InputError if a run cannot be saved in a folder, or not be resumed from it with these settings."""
+    start, folder = starting_point(folder, resume), run_folder(folder)
+    if folder.is_dir():
+        try:
+            with holding(folder):
+                pass
+        except OSError as error:
+            raise InputError(f"cannot write into {folder}: {error.strerror}; name another folder") from None
+    if start is not None:
+        path, manifest = find_checkpoint(start)
+        check_settings(path, manifest, settings)
+        if (done := manifest.progress.epoch) >= epochs:
+            raise InputError(f"the run in {folder} is complete: {done} epochs are done; give --epochs above {done}")
 
 
 def _check_same(path: Path, there: Mapping[str, object], here: Mapping[str, object], remedy: str) -> None:
