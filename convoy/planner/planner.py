@@ -31,14 +31,14 @@ from convoy.simulate.memory import fewest_micro_batches, memory_of_steps, micro_
 from convoy.simulate.simulator import computing_s, layers_s, simulate
 
 SIMULATION_WORK = 300_000
-"""Limit on layers times devices^4 for simulation. Its time grows with the layers, and with the concurrent messages that
-share the network."""
+"""Plans are simulated up to this product of layers and devices^4, because the time grows with layers and concurrent
+messages."""
 
 NAMED_DEVICES = 16
-"""Named plans are compared up to this number of devices: each is priced by a search over all devices."""
+"""Named plans are compared up to this number of devices, because computing the cost of each takes a search over all devices."""
 
 SEARCHED_WORK = 400
-"""Up to this product of devices and layers, every number of devices is searched."""
+"""Up to this product of devices and layers, the planner searches plans for every number of devices."""
 
 SHALLOW = 4
 """In nets with more weighted layers, local search does not change strategies."""
@@ -51,13 +51,13 @@ SIMULATED, SIMULATED_SHARDED = 12, 4
 
 FAR = 3.0
 """In nets with more than `DEEP` layers, a named plan is simulated only if the analytic model predicts at most this multiple
-of the best time: simulating a plan that sends every tensor takes longest."""
+of the best time. (Plans that send every tensor are slow to simulate.)"""
 
 IMPROVED = 6
 """The number of plans whose exchanges and shares local search changes."""
 
 MEMORY_ATTEMPTS = 8
-"""The most times that samples are moved off overfilled devices."""
+"""The most times that samples are moved away from devices whose memory is too small."""
 
 
 def plan_auto(request: PlanRequest) -> Plan:
@@ -70,13 +70,13 @@ def plan_auto(request: PlanRequest) -> Plan:
 
 
 def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidate]:
-    """Return plans for some numbers of devices, and the named plans, the shortest predicted step first.
+    """Return plans for several numbers of devices, and the named plans, the shortest predicted step first.
 
     The order is deterministic. Either all times are simulated, or all are from the analytic model. For deep nets, clearly
     slower named plans are dropped.
 
     Args:
-        simulated: False: use only the analytic model, which is quick and less exact.
+        simulated: False: use only the analytic model, which is quick but less exact.
 
     Raises:
         PlanError: no plan fits; the message describes the closest attempt.
@@ -98,10 +98,10 @@ def candidates(request: PlanRequest, *, simulated: bool = True) -> list[Candidat
 
 
 def quick_candidates(request: PlanRequest, enough: int = 1) -> list[Candidate]:
-    """Return up to `enough` plans that fit, by the analytic model: for callers that plan many times.
+    """Return up to `enough` best plans that fit the memory, by the analytic model. For callers that plan often.
 
-    It searches the two, four, ... fastest devices, and splits the batch by speed over each number of the fastest. If no plan
-    fits, it tries plans that save memory. If none of these fits either, the list is empty.
+    Search plans for the two, four, ... fastest devices, and add plans that split the batch by speed over each number of the
+    fastest. If no plan fits, try plans that save memory. If none of these fits either, the list is empty.
     """
     model = CostModel(request)
     order, speeds = _fastest_first(request), request.speeds.devices
@@ -122,7 +122,7 @@ def _fastest_first(request: PlanRequest) -> list[int]:
 
 
 def _some_counts(devices: int) -> list[int]:
-    """Return 1, 2, 3, 4, 6, 9, 13, ... up to a number of devices."""
+    """Return 1, 2, 3, 4, 6, 9, 13, ..., `devices`."""
     counts = [1]
     while counts[-1] < devices:
         counts.append(min(devices, max(counts[-1] + 1, counts[-1] * 3 // 2)))
@@ -138,7 +138,7 @@ def _fits(plan: Plan, model: CostModel) -> bool:
 
 
 def _needs(plan: Plan, model: CostModel) -> tuple[int, ...]:
-    """Return the bytes that a plan needs by device; an upper limit if that fits."""
+    """Return the bytes that a plan needs on each device, or upper limits if these already fit."""
     graph, request, itemsize = model.graph, model.request, model.costs.itemsize
     most = most_bytes(model.steps(plan), graph, optimizer=request.optimizer, itemsize=itemsize)
     if not request.limits.excess(most):
@@ -148,7 +148,7 @@ def _needs(plan: Plan, model: CostModel) -> tuple[int, ...]:
 
 
 def _that_fit(model: CostModel, found: Sequence[Candidate], order: Sequence[int]) -> list[Candidate]:
-    """Return the plans that fit, in order. If the fastest one does not fit, add plans that save memory.
+    """Return the plans that fit the memory, fastest first. If the fastest plan does not fit, add plans that save memory.
 
     Raises:
         PlanError: no plan fits.
@@ -159,7 +159,7 @@ def _that_fit(model: CostModel, found: Sequence[Candidate], order: Sequence[int]
         rows += _saving_memory(model, order)
     fitting = in_order(each for each, needs in rows if not request.limits.excess(needs))
     if not fitting:
-        # Name the fewest micro-batches with which a step fits.
+        # For the message: the smallest number of micro-batches with which a step fits.
         count = fewest_micro_batches(model.batch, lambda n: bool(quick_candidates(request.split(model.batch // n))))
         remedy = "" if count is None else micro_batch_words(request.graph, request.micro_batches * count)
         attempts = [needs for _, needs in rows]
@@ -170,23 +170,23 @@ def _that_fit(model: CostModel, found: Sequence[Candidate], order: Sequence[int]
 def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Candidate, tuple[int, ...]]]:
     """Yield plans that need little memory, with their bytes per device.
 
-    First, the layers with most weights are split by filters and channels. Then the batch is split, with weights copied,
-    sharded by memory, or also freed after use; samples move from overfilled devices to others until the plan fits.
+    First, split the layers with most weights by filters and channels. Then split the batch, with weights copied, sharded by
+    memory, or sharded and freed after use, and move samples from devices with too little memory to others until it fits.
     """
     graph, limits = model.graph, model.request.limits
-    # In a ring, less of a tensor arrives at once than directly.
+    # A ring sum needs smaller receive buffers than a direct sum.
     model = model.with_reduce(model.request.reduce or "ring")
     parts = [min(limits.bytes_of(d), 1e18) if d in order else 0.0 for d in range(model.devices)]
     heavy = sorted((e for e in graph.weighted if e.sums_channels and not e.shared), key=lambda e: -e.entries)
-    ways = itertools.product((1, 2, 3, len(heavy)), (["filter"], ["filter", "channel"], ["channel", "filter"]))
-    for (count, kinds), n in itertools.product(ways, _some_counts(len(order))[1:]):
+    attempts = itertools.product((1, 2, 3, len(heavy)), (["filter"], ["filter", "channel"], ["channel", "filter"]))
+    for (count, kinds), n in itertools.product(attempts, _some_counts(len(order))[1:]):
         split = [layer.name for layer in graph.weighted if layer in heavy[:count]]
         only = dict(zip(split, itertools.cycle(kinds), strict=False))
         for weights in ([], [part if d in order[:n] else 0.0 for d, part in enumerate(parts)]):
             found = Search(model, order[:n], only, weights).run()[0]
             yield found, _needs(found.plan, model)
     forms: list[dict[str, Sharding]] = [{}]
-    if 1 < len(order) <= DIRECT_DEVICES:  # each sends a shard to each
+    if 1 < len(order) <= DIRECT_DEVICES:  # with shards, each device sends to all others
         keep = Sharding(apportion(SHARE_UNITS, parts))
         names = [layer.name for layer in graph.layers.values() if can_shard(layer)]
         forms += [dict.fromkeys(names, how) for how in (keep, replace(keep, form="free")) if names]
@@ -206,7 +206,7 @@ def _saving_memory(model: CostModel, order: Sequence[int]) -> Iterator[tuple[Can
 
 
 def _moved_off(samples: Sequence[int], needs: Sequence[int], plan: Plan, model: CostModel) -> list[int] | None:
-    """Move samples from overfilled devices to others; return None if all fit, or if no device has room."""
+    """Move samples from devices with too little memory to others. Return None if all fit, or if the others have no room."""
     limits, request = model.request.limits, model.request
     excess = limits.excess(needs)
     memory = memory_of_steps(model.steps(plan), model.graph, optimizer=request.optimizer, itemsize=model.costs.itemsize)
@@ -227,7 +227,7 @@ def _moved_off(samples: Sequence[int], needs: Sequence[int], plan: Plan, model: 
 
 
 def _by_simulation(model: CostModel, found: Sequence[Candidate], order: Sequence[int]) -> list[Candidate]:
-    """Simulate the best plans, improve them by local search, and return all of them, fastest first."""
+    """Simulate the best plans, and improve them by local search. Return all simulated plans, fastest first."""
     reduces: tuple[Reduce, ...] = ("direct", "ring") if model.request.reduce is None else ()
     local = LocalSearch(model, lambda plan: _fits(plan, model), reduces)
     shortlist = _shortlist(model, found)
@@ -254,14 +254,13 @@ def _shortlist(model: CostModel, found: Sequence[Candidate]) -> list[Candidate]:
     deep = len(model.graph.layers) > DEEP
     shortlist = copies
     if len(copies) * len(model.graph.layers) > ALL_WORK:
-        # The best, and the best of each number of devices: the model is least exact about waiting of many devices.
+        # The best plans, and the best for each number of devices, because the model errs most for many devices.
         best_of = {each.devices: each for each in reversed(copies)}
         others = [each for _, each in sorted(best_of.items())]
-        # The model is inexact for small batches with short moves and sums, so named plans always take part.
+        # The model is inexact for small batches with short moves and sums, so add the named plans.
         most_s = FAR * found[0].step_s if deep else math.inf
         others += [each for each in copies if each.plan.name != "auto" and each.step_s <= most_s]
         shortlist = copies[:SIMULATED] + [each for each in others if each not in copies[:SIMULATED]]
-    # Sharded plans come in addition to the others.
     return shortlist + [each for each in found if each.plan.sharded][: 1 if deep else SIMULATED_SHARDED]
 
 
@@ -277,19 +276,19 @@ ROUNDS = 4
 """The most corrections of shares."""
 
 NEIGHBOURS = 48
-"""The most small changes of shares: simulating a deep net takes a tenth of a second."""
+"""The most small changes of shares to try: simulating a deep net takes a tenth of a second."""
 
 PARTS = 64
-"""A small change moves this fraction of coupled axes, or one unit."""
+"""A small change moves 1 / PARTS of the units of coupled axes, but at least one unit."""
 
 DEEP = 100
-"""In nets with more layers fewer plans are tried, because simulations take long."""
+"""In nets with more layers, fewer plans are tried, because simulations take long."""
 
 GAIN = 1e-3
-"""Smaller gains are noise."""
+"""Smaller relative gains are noise."""
 
 Better = Iterator[Candidate]
-"""Candidates with simulated seconds, each faster than the previous one; empty if no change helps."""
+"""Improved candidates with simulated seconds, each faster than the previous one; empty if no change helps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +296,8 @@ class Simulated:
     """The simulation of a plan, as a mean over the micro-batches of a step.
 
     Attributes:
-        busy_s: by device, computing, copying and adding.
-        waits_s: by device.
+        busy_s: by device, seconds of computing, copying and adding.
+        waits_s: by device, seconds of waiting for messages.
     """
 
     step_s: float
@@ -310,8 +309,8 @@ class LocalSearch:
     """A local search over plans of one model on one fleet.
 
     Args:
-        fits: whether a plan may be used, for example whether it fits the devices' memory.
-        reduces: collectives to try.
+        fits: returns whether a plan may be used, for example whether it fits the devices' memory.
+        reduces: values of `Plan.reduce` to try.
     """
 
     def __init__(
@@ -351,14 +350,14 @@ class LocalSearch:
     def shorter(self, plan: Plan, than_s: float) -> Simulated | None:
         """Return the simulation of a plan if its step is shorter than `than_s` and the plan may be used."""
         steps = self.model.steps(plan)
-        # Most plans need no simulation: a device computes for too long.
+        # Most plans need no simulation, because one device's layers alone take longer.
         if self._key(plan) not in self.known and max(computing_s(steps, self.model.graph, self.costs)) >= than_s:
             return None
         found = self.simulated(plan)
         return found if found.step_s < than_s and self.fits(plan) else None
 
     def change_strategies(self, start: Candidate, order: Sequence[int]) -> Better:
-        """Change the strategies of one or two layers at a time, with and without chunks, while it helps.
+        """Change the strategies of one or two layers at a time, with and without chunks, until no change helps.
 
         Args:
             order: all devices, the fastest first.
@@ -382,7 +381,7 @@ class LocalSearch:
                         yield Candidate(other, least_s, start.devices)
 
     def change_exchanges_and_shares(self, start: Candidate) -> Better:
-        """Try other sums, moves in chunks, and shares divided by each device's busy time."""
+        """Try other `reduce` values, moves in chunks, and shares divided by each device's busy time."""
         plan, found = start.plan, self.simulated(start.plan)
         changes: list[dict[str, Any]] = [{"reduce": reduce} for reduce in self.reduces if reduce != plan.reduce]
         in_chunks = self.model.steps(replace(plan, chunks=min(CHUNKS[0], plan.batch))).steps
@@ -401,14 +400,14 @@ class LocalSearch:
             yield Candidate(plan, found.step_s, start.devices)
 
     def balanced(self, plan: Plan, busy_s: Sequence[float]) -> Plan:
-        """Divide every share by its device's busy time."""
+        """Return the plan with every share divided by its device's busy time, then rescaled."""
         for axes in coupled_axes(plan, self.model.graph):
             weights = [n / busy if busy else 0.0 for n, busy in zip(axes.units, busy_s, strict=True)]
             plan = with_units(plan, axes, apportion(sum(axes.units), weights))
         return plan
 
     def keep_otherwise(self, start: Candidate, speeds: Sequence[float]) -> Better:
-        """Try to keep replicated weights as copies, or sharded by speed or evenly over some or all devices."""
+        """Try to store replicated weights as copies, or as shards: by speed or evenly, over some or all devices."""
         graph, placed = self.model.graph, placements(start.plan, self.model.graph)
         names = [name for name, each in placed.items() if _uses_copies(graph[name], each)]
         if not names:
@@ -427,10 +426,10 @@ class LocalSearch:
                 yield Candidate(other, least_s, start.devices)
 
     def move_units(self, start: Candidate) -> Better:
-        """Move a sample or a few filters from one device to another, while it helps.
+        """Move a sample or a few filters from one device to another, until no such change helps.
 
-        `balanced` overshoots if a sample is a tenth of a device's work, and never removes a device with little work. So this
-        tries all pairs of devices, first from the one that waits least to the one that waits most.
+        `balanced` is too coarse if a sample is a tenth of a device's work, and never removes a device with little work. This
+        tries all pairs of devices, first from the device that waits least to the one that waits most.
         """
         plan, found = start.plan, self.simulated(start.plan)
         tried = {content(plan)}
@@ -449,7 +448,7 @@ class LocalSearch:
                 return
 
     def _neighbours(self, plan: Plan, found: Simulated) -> Iterator[Plan]:
-        """Yield plans with a few units of coupled axes moved, unless the moved work is negligible."""
+        """Yield plans in which a few units of coupled axes move to another device. Skip changes of negligible work."""
         every = itertools.permutations(range(plan.devices), 2)
         pairs = sorted(every, key=lambda pair: found.waits_s[pair[0]] - found.waits_s[pair[1]])
         longest = layers_s(self.model.steps(plan), self.model.graph, self.costs)

@@ -29,18 +29,18 @@ from convoy.simulate.simulator import simulate
 
 @dataclass(frozen=True, slots=True)
 class PlanPrediction:
-    """The prediction of one plan on one fleet: the mean over a step's micro-batches.
+    """The prediction of one plan on one fleet, as a mean over a step's micro-batches.
 
     Attributes:
-        step_s: predicted seconds.
-        spread: the factor within which nine of ten measurements lie.
-        gain_spread: the same for the speedup over the fastest device alone.
+        step_s: predicted seconds per micro-batch.
+        spread: a factor: nine of ten measured times lie between step_s / spread and step_s * spread.
+        gain_spread: the same factor for the speedup over the fastest device alone.
         efficiency: samples/s divided by the sum of solo speeds.
-        sent_bytes, received_bytes: on the wire, by device.
-        overfull: descriptions of the devices whose memory the plan overfills.
-        image_j: joules per sample; None if the fleet gives no watts.
-        timeline: of the last micro-batch.
-        bound: the busiest resource: "computing on b-cpu", "sending from the host of a".
+        sent_bytes, received_bytes: bytes on the wire, by device.
+        overfull: descriptions of the devices whose memory is too small for the plan.
+        image_j: joules per sample; None if the fleet does not give watts.
+        timeline: the simulated events of the last micro-batch.
+        bound: the busiest resource, such as "computing on b-cpu" or "sending from the host of a".
     """
 
     plan: Plan
@@ -74,7 +74,7 @@ class PlanPrediction:
 
 
 def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
-    """Simulate one plan, for each kind of micro-batch in a step."""
+    """Predict one plan by simulating each kind of micro-batch in a step."""
     graph, costs, limits = request.graph, request.costs, request.limits
     kinds = micro_batches(request.micro_batches)
     lists = [lower(plan, graph, micro_batch=kind) for kind in kinds]
@@ -114,7 +114,7 @@ def predict_plan(plan: Plan, request: PlanRequest) -> PlanPrediction:
 
 
 def _joules(request: PlanRequest, step_s: float, computes: Sequence[float]) -> float | None:
-    """Return the joules of a step: busy watts while a device computes, else idle watts; None if a device has none."""
+    """Return the joules of a step: busy watts while a device computes, else idle watts; None if watts are unknown."""
     fleet, total = request.fleet.fleet, 0.0
     if fleet is None:
         return None
@@ -126,7 +126,7 @@ def _joules(request: PlanRequest, step_s: float, computes: Sequence[float]) -> f
 
 
 def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
-    """Name the resource that is busy longest; "waiting" if none is busy for half of the step."""
+    """Return the name of the resource that is busy longest; "waiting: ..." if none is busy for half of the step."""
     network, names = request.costs.network, request.names
     first = {host: names[device] for device, host in reversed(list(enumerate(network.host)))}
     busy_s = {f"computing on {names[timeline.busiest]}": timeline.compute_s[timeline.busiest]}
@@ -142,10 +142,10 @@ def _busiest(timeline: Timeline, steps: StepList, request: PlanRequest) -> str:
 
 
 def predict_all(request: PlanRequest) -> tuple[list[PlanPrediction], list[tuple[int, float]]]:
-    """Predict every named plan, and last `auto`, the plan with the shortest step.
+    """Predict every named plan and, last, `auto`, the plan with the shortest step.
 
     Returns:
-        the predictions; and (devices, samples/s) of the best plan by the number of devices that compute.
+        the predictions; and for each number of computing devices, that number and the samples/s of its best plan.
 
     Raises:
         PlanError: no plan fits the devices' memory.
@@ -159,7 +159,7 @@ def predict_all(request: PlanRequest) -> tuple[list[PlanPrediction], list[tuple[
 
 
 def working(plan: Plan, graph: Graph) -> frozenset[int]:
-    """Return the devices that compute."""
+    """Return the devices that compute something in a plan."""
     steps = lower(plan, graph)
     return frozenset(d for s in steps.phase("forward") if isinstance(s, ComputeStep) for d in holders(s.writes.layout))
 
@@ -167,12 +167,12 @@ def working(plan: Plan, graph: Graph) -> frozenset[int]:
 # --- plans worth a trial ---------------------------------------------------------------------------------------------
 
 REACH, TRIED, FEWER = 0.25, 3, 0.75
-"""Autotuned plans: the most extra time relative to the best; their number, including the best; the largest fraction of the
-previous plan's messages."""
+"""Limits of autotuned plans: the most extra time relative to the best plan; their number, including the best; the largest
+fraction of the previous plan's messages."""
 
 REACH_ALONE = 0.6
-"""The most extra time for one device alone. It is larger, because such a plan was a quarter faster than a plan with a
-predicted time a third shorter (a ResNet-8 on three devices)."""
+"""The most extra time of a plan for one device alone. It is larger: for a ResNet-8 such a plan was a quarter faster than
+a plan for three devices that was predicted to take a third less time."""
 
 
 def choose(request: PlanRequest) -> list[PlanPrediction]:
@@ -185,12 +185,12 @@ def choose(request: PlanRequest) -> list[PlanPrediction]:
 
 
 def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
-    """Return the best candidate, and candidates that are better if messages cost more than predicted.
+    """Return the best candidate, and candidates that may be faster because they send fewer messages.
 
-    Predictions err most in messages. So each plan has clearly fewer messages than the faster plans before it.
+    Predictions err most in the cost of messages. So each plan has clearly fewer messages than the plans before it.
 
     Args:
-        found: the shortest predicted step first.
+        found: candidates, the shortest predicted step first.
     """
     tried: list[Candidate] = []
     fewest = 0
@@ -209,10 +209,10 @@ def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
 
 
 def check_alone(request: PlanRequest, plan: Plan, limits: MemoryLimits) -> None:
-    """Refuse a plan of one device that does not fit into its memory.
+    """Check that a plan of one device fits into its memory.
 
     Raises:
-        PlanError: names the number of micro-batches that would fit, if any.
+        PlanError: it does not fit; the message gives a number of micro-batches that would, if any.
     """
 
     def needs(samples: int) -> list[int]:
@@ -230,7 +230,7 @@ def check_alone(request: PlanRequest, plan: Plan, limits: MemoryLimits) -> None:
 # at most k steps are repeated.
 
 MOST_PART = 0.02
-"""Snapshots may take this fraction of the time of a step."""
+"""The largest fraction of a step's time for snapshots."""
 
 MOST_STEPS = 10_000
 
@@ -241,10 +241,10 @@ class SparePrice:
 
     Attributes:
         every: steps from one snapshot to the next.
-        part: extra time per step on average, as a fraction.
-        sent_bytes: per step on average, over all devices.
-        memory_bytes: by device.
-        overfull: descriptions of devices whose memory does not hold plan and snapshots.
+        part: mean extra time per step, as a fraction.
+        sent_bytes: mean bytes sent per step, over all devices.
+        memory_bytes: bytes of snapshots by device.
+        overfull: descriptions of devices whose memory is too small for plan and snapshots.
     """
 
     every: int
