@@ -267,7 +267,9 @@ def test_hosts_that_fail_are_named_with_the_remedy_and_the_others_are_set_up(pro
         setup(project)
     assert [path.name for path in on(project, "cellar").iterdir()] == ["thesis.tex"]
     (project.parent / "wheels" / "numpy-2.4.6-py3-none-any.whl").unlink()
-    with pytest.raises(InputError, match=r"numpy==2.4.6 is in no index; correct this .* Another package index: --index"):
+    with pytest.raises(
+        InputError, match=r"numpy==2.4.6 is in no index; correct this .* Another package index: --index"
+    ):
         setup(project, into="elsewhere")
 
 
